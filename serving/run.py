@@ -20,7 +20,8 @@ Stage = Literal["begin", "prefill", "decode", "finish", "ended"]
 
 @dataclasses.dataclass
 class Timings:
-    """Times of one answer in milliseconds from its first step on, without the restore of a context."""
+    """Times of one answer in milliseconds from its first step on, without the restore of a context, and
+    without pauses between its steps (see `Run.resume`)."""
 
     ttft_ms: float = 0.0
     total_ms: float = 0.0
@@ -118,6 +119,8 @@ class Run:
         # The last token, as buckets take it.
         self.last_token: Any = None
         self.closed_because: JaxllmError | None = None
+        # Time between its dispatches in which others ran, where `resume` was called.
+        self._paused_s = 0.0
         # Pieces of text that were not taken yet.
         self.pieces: collections.deque[str] = collections.deque()
         if lifecycle is not None:
@@ -141,8 +144,22 @@ class Run:
 
     @property
     def elapsed_ms(self) -> float:
-        """Time since the first step."""
-        return 1000 * (time.perf_counter() - self.began_s)
+        """Time since the first step, without pauses (see `resume`)."""
+        return 1000 * (time.perf_counter() - self.began_s - self._paused_s)
+
+    def resume(self) -> None:
+        """Called before a step: what has passed since the last one is not this run's time, because others
+        had the engine."""
+        if self.stage != "begin":
+            self._paused_s += time.perf_counter() - self.stepped_s
+
+    def new_text(self) -> str:
+        """The text that has come since the last call, where nobody iterates; `text` has it from here on."""
+        with self.runner.lock:
+            piece = "".join(self.pieces)
+            self.pieces.clear()
+            self.text += piece
+        return piece
 
     def take(self, block: list[int]) -> None:
         """Adds decoded tokens, up to where the answer stops."""

@@ -103,6 +103,23 @@ class Plan:
     confident: bool = True
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """What other calls take from a call.
+
+    Attributes:
+      waiting_ms: time from the request to its first token in which others have the device: time that has
+        passed, and time that is expected.
+      token_share: time per further token as a multiple of that of a call alone.
+    """
+
+    waiting_ms: float = 0.0
+    token_share: float = 1.0
+
+
+IDLE = Load()
+
+
 @dataclasses.dataclass(frozen=True)
 class _Margins:
     """Factors of the expected times and energy that are planned for."""
@@ -118,11 +135,13 @@ class _Asked:
 
     Attributes:
       whole: cost of the whole model.
+      load: what others take.
     """
 
     objective: Objective
     answer_tokens: int
     whole: Cost
+    load: Load
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -184,8 +203,12 @@ class Planner:
         answer_tokens: int,
         strict: bool = False,
         tokenize_ms: float = 0.0,
+        load: Load = IDLE,
     ) -> Plan:
         """Plans one request.
+
+        What others take counts against the objective, but the plan's expected cost, from which the safety
+        margin learns, and the whole model's, to which ratios are relative, are those of an idle device.
 
         Args:
           prompt: rendered and encoded.
@@ -193,6 +216,7 @@ class Planner:
           answer_tokens: most tokens of the answer.
           strict: refuse an objective that cannot be met, instead of taking the nearest choice.
           tokenize_ms: time to render and encode the prompt.
+          load: what others take.
 
         Raises:
           ObjectiveMissed: `strict`, and no choice meets the objective; the message has the nearest.
@@ -201,7 +225,7 @@ class Planner:
         began = time.perf_counter()
         answers = max(1, answer_tokens)
         whole = whole_cost(self._profile, len(prompt.ids), answers, tokenize_ms=tokenize_ms)
-        asked = _Request(objective, answers, whole, prompt, tokenize_ms, began)
+        asked = _Request(objective, answers, whole, load, prompt, tokenize_ms, began)
         margin_sets = self._margin_sets()
         # On a device that stalls at times no choice may be in time with confidence: then one that is in time
         # by the profile is better than the nearest with confidence.
@@ -232,7 +256,7 @@ class Planner:
     def _least_overrun(self, objective: Objective, tokens: int, answer_tokens: int) -> float:
         """The overrun of the nearest choice for a prompt of so many tokens."""
         answers = max(1, answer_tokens)
-        asked = _Asked(objective, answers, whole_cost(self._profile, tokens, answers))
+        asked = _Asked(objective, answers, whole_cost(self._profile, tokens, answers), IDLE)
         margins = self._margin_sets()[-1]
         choices = [self._choices_excess(asked, margins, [tokens], 0.0)]
         if self._proposer is not None:
@@ -313,8 +337,8 @@ class Planner:
         """`overrun` of a cost with margins."""
         planned = dataclasses.replace(
             cost,
-            ttft_ms=margins.ttft * cost.ttft_ms,
-            tpot_ms=margins.tpot * cost.tpot_ms,
+            ttft_ms=margins.ttft * cost.ttft_ms + asked.load.waiting_ms,
+            tpot_ms=margins.tpot * asked.load.token_share * cost.tpot_ms,
             joules=None if cost.joules is None else margins.energy * cost.joules,
         )
         return overrun(asked.objective, planned, asked.whole)

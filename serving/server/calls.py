@@ -121,7 +121,8 @@ class Started:
       kept_tokens: of them, what the plan kept.
       reused_tokens: of them, what a cache had already.
       level: that answers, in percent.
-      source: of the plan (see `serving.planning.planner.Plan`).
+      source: of the plan (see `serving.planning.planner.Plan`); "context" for a turn in a context, which has
+        the context's level, and "unplanned" where the call had no objective.
       queued_ms: from the call to the first step.
     """
 

@@ -1,0 +1,160 @@
+"""Gives the front what the engine can do (see `serving.server.calls.Backend`), without blocking its loop."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from typing import Any
+
+from jaxllm.errors import ConfigError
+from serving.server.calls import Call, ContextFacts, Conversation, ModelFacts, Refused
+from serving.server.executor import Executor
+from serving.server.job import prompt_ids_of
+from serving.server.ticket import EngineTicket
+
+# A dispatch may take this long before the engine counts as stuck.
+_STUCK_S = 120.0
+_NO_CONTEXTS = "this service keeps no contexts"
+
+
+class EngineBackend:
+    """A backend on an executor; before `opened` and after `failed` it refuses calls.
+
+    Attributes:
+      executor: None while the model is loading.
+    """
+
+    def __init__(self) -> None:
+        self.executor: Executor | None = None
+        self._facts: ModelFacts | None = None
+        self._why = "loading"
+        self._pool = ThreadPoolExecutor(2, "tokenizer")
+
+    def opened(self, executor: Executor) -> None:
+        """Answers calls from here on; the executor has been started."""
+        engine = executor.service.engine
+        self._facts = ModelFacts(
+            name=engine.name,
+            window_tokens=engine.options.context_tokens,
+            vocab_size=engine.cfg.vocab_size,
+            levels=engine.levels,
+            has_chat_template=engine.tokenizer.has_chat_template,
+            adapters=(),
+            opened_s=time.time(),
+        )
+        self.executor, self._why = executor, ""
+
+    def draining(self) -> None:
+        """Says that it is not ready any more."""
+        self._why = "draining"
+
+    def facts(self) -> ModelFacts:
+        """See `Backend`."""
+        self._ready()
+        assert self._facts is not None
+        return self._facts
+
+    def submit(self, call: Call) -> EngineTicket:
+        """See `Backend`; the prompt is encoded here, within the window."""
+        return self._ready().submit(call, asyncio.get_running_loop())
+
+    async def tokenize(self, prompt: Conversation | str, *, special: bool = True) -> Sequence[int]:
+        """See `Backend`."""
+        engine = self._ready().service.engine
+        tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
+        if isinstance(prompt, str):
+            return await self._work(
+                lambda: tokenizer.encode(prompt, add_special_tokens=special, special=special)
+            )
+        return await self._work(lambda: prompt_ids_of(tokenizer, prompt))
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """See `Backend`."""
+        tokenizer = self._ready().service.engine.tokenizer
+        return await self._work(lambda: tokenizer.decode(ids))
+
+    async def render(self, prompt: Conversation) -> str:
+        """See `Backend`."""
+        engine = self._ready().service.engine
+        tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
+        return await self._work(lambda: tokenizer.render_chat(list(prompt.messages), now=datetime.now()))
+
+    async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
+        """Refuses: this backend computes no embeddings."""
+        del app, prompts
+        raise ConfigError("this service computes no embeddings")
+
+    async def create_context(
+        self, app: str, *, level: int | None = None, pinned: bool = False
+    ) -> ContextFacts:
+        """Refuses: this backend keeps no contexts."""
+        del app, level, pinned
+        raise ConfigError(_NO_CONTEXTS)
+
+    async def contexts(self, app: str) -> Sequence[ContextFacts]:
+        """None: this backend keeps no contexts."""
+        del app
+        return ()
+
+    async def pin_context(self, app: str, name: str, pinned: bool) -> ContextFacts:
+        """Refuses: this backend keeps no contexts."""
+        del app, name, pinned
+        raise ConfigError(_NO_CONTEXTS)
+
+    async def delete_context(self, app: str, name: str) -> None:
+        """Refuses: this backend keeps no contexts."""
+        del app, name
+        raise ConfigError(_NO_CONTEXTS)
+
+    def health(self) -> Mapping[str, Any]:
+        """See `Backend`."""
+        executor = self.executor
+        if executor is None:
+            return {"ready": False, "alive": True, "why": self._why}
+        alive = executor.alive and time.monotonic() - executor.beat_s < _STUCK_S
+        why = self._why or ("" if alive else "the engine's thread does not answer")
+        return {"ready": alive and not self._why, "alive": alive, "why": why}
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """See `Backend`: the queue, the running answers by app and level, and the kept prefixes."""
+        executor = self.executor
+        if executor is None:
+            return {}
+        queue = executor.queue()
+        waits = [queue.now_ms - each.since_ms for each in queue.waiting]
+        running = Counter(executor.running())
+        return {
+            "queue": {
+                "waiting": len(waits),
+                "limit": executor.options.queued,
+                "oldest_ms": max(waits, default=0.0),
+            },
+            "running": [
+                {"app": app, "level": level, "count": count} for (app, level), count in running.items()
+            ],
+            "memory": {
+                "holdings": {
+                    "prefixes": {
+                        "size_bytes": executor.sessions.size_bytes,
+                        "limit_bytes": executor.sessions.budget_bytes,
+                        "least_bytes": 0,
+                    }
+                }
+            },
+        }
+
+    def close(self) -> None:
+        """Ends the threads that encode prompts."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ready(self) -> Executor:
+        if self.executor is None:
+            raise Refused(
+                "the model is loading; try again in some seconds", reason="loading", retry_after_s=2
+            )
+        return self.executor
+
+    async def _work(self, work: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)

@@ -1,0 +1,172 @@
+"""Holds one accepted call in the engine's thread: its prompt, its run, its deadlines and its events."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+
+from jaxllm.elastic.slo import Slo
+from jaxllm.errors import ConfigError
+from jaxllm.text.tokenizer import Tokenizer
+from serving.planning.objectives import Cost, EndToEnd, Latency, Objective
+from serving.planning.planner import Plan
+from serving.run import Run
+from serving.server.calls import Call, Conversation, Ended, Piece, Started
+from serving.server.scheduler import SchedulerOptions, Work
+from serving.server.ticket import EngineTicket
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Times that an objective allows.
+
+    Attributes:
+      ttft_ms, tpot_ms: to the first token, and per further token; infinity where they are not limited.
+    """
+
+    ttft_ms: float = math.inf
+    tpot_ms: float = math.inf
+
+
+def limits_of(objective: Objective | None, whole: Cost) -> Limits:
+    """The times that an objective allows an answer whose whole cost is known; a limit of the whole answer is
+    shared out as the whole model's times are."""
+    match objective:
+        case Slo():
+            return Limits(*objective.limits(whole.ttft_ms, whole.tpot_ms))
+        case Latency():
+            return Limits(objective.ttft_ms, objective.tpot_ms)
+        case EndToEnd():
+            share = objective.total_ms / max(whole.total_ms, 1e-6)
+            return Limits(share * whole.ttft_ms, share * whole.tpot_ms)
+    return Limits()
+
+
+def prompt_ids_of(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, ...]) -> tuple[int, ...]:
+    """The token ids of a call's prompt.
+
+    Raises:
+      ConfigError: it is empty or malformed, or names tools, which the template is not given.
+      ContextOverflow: it is longer than the tokenizer is limited to.
+    """
+    if isinstance(prompt, tuple):
+        return prompt
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ConfigError("the prompt is empty; give it at least one character")
+        return tuple(tokenizer.encode(prompt))
+    if prompt.tools:
+        raise ConfigError("this service gives templates no tools; put them into a message")
+    return tuple(tokenizer.encode_chat(list(prompt.messages), now=datetime.now()))
+
+
+class Job:
+    """A call that was accepted and has not ended.
+
+    Attributes:
+      id: unique in the executor.
+      ticket: of the call.
+      prompt: its token ids.
+      whole: cost of the whole model's answer on an idle device.
+      limits: of its objective.
+      run: None until it begins.
+      plan: of a call with an objective, once it begins.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        ticket: EngineTicket,
+        prompt: Sequence[int],
+        whole: Cost,
+        *,
+        options: SchedulerOptions,
+    ) -> None:
+        call = ticket.call
+        self.id, self.ticket, self.prompt, self.whole = number, ticket, tuple(prompt), whole
+        self.limits = limits_of(call.objective, whole)
+        self.run: Run | None = None
+        self.plan: Plan | None = None
+        self._ttft_ms = min(self.limits.ttft_ms, options.ttft_ms(call.priority))
+        self._tpot_ms = min(self.limits.tpot_ms, options.tpot_ms(call.priority))
+        self._began_s = self._first_s = self._last_s = ticket.arrived_s
+        self._told = 0
+
+    @property
+    def call(self) -> Call:
+        """That was asked."""
+        return self.ticket.call
+
+    def work(self, batchable: Callable[[Run], bool]) -> Work:
+        """The call as the scheduler sees it."""
+        arrived, run, whole = 1000 * self.ticket.arrived_s, self.run, self.whole
+        stage = "start" if run is None else run.stage
+        prefill = whole.ttft_ms
+        if run is not None and run.stage == "prefill":
+            prefill *= max(0.0, 1 - len(run.session.tokens) / max(1, run.prompt_tokens))
+        decodes = stage in ("decode", "finish")
+        told = 0 if run is None else len(run.tokens)
+        return Work(
+            id=self.id,
+            app=self.call.app,
+            priority=self.call.priority,
+            since_ms=1000 * self._last_s,
+            due_ms=1000 * self._first_s + told * self._tpot_ms if decodes else arrived + self._ttft_ms,
+            left_ms=whole.tpot_ms if decodes else prefill,
+            rest_ms=(0.0 if decodes else prefill) + whole.tpot_ms * (self.call.config.max_tokens - told),
+            stage=stage,
+            token_ms=whole.tpot_ms,
+            tpot_ms=self._tpot_ms,
+            batchable=run is not None and batchable(run),
+        )
+
+    def begin(self, run: Run, plan: Plan | None) -> None:
+        """Takes the run of the call, before its first step."""
+        self.run, self.plan, self._began_s = run, plan, time.perf_counter()
+
+    def tell(self) -> None:
+        """Puts the events of what the run's last step gave."""
+        run, now = self.run, time.perf_counter()
+        assert run is not None
+        self._last_s = now
+        if len(run.tokens) > self._told:
+            if not self._told:
+                self._first_s = now
+                self.ticket.put(self._started(run))
+            tokens, self._told = tuple(run.tokens[self._told :]), len(run.tokens)
+            self.ticket.put(Piece(run.new_text(), tokens))
+        if run.stage == "ended":
+            self.ticket.put(run.closed_because or self._ended(run))
+
+    def _started(self, run: Run) -> Started:
+        plan = self.plan
+        return Started(
+            prompt_tokens=len(self.prompt),
+            kept_tokens=run.prompt_tokens,
+            reused_tokens=run.reused_tokens,
+            level=run.request.level,
+            source="unplanned" if plan is None else plan.source,
+            queued_ms=1000 * (self._began_s - self.ticket.arrived_s),
+        )
+
+    def _ended(self, run: Run) -> Ended:
+        count, limits = len(run.tokens), self.limits
+        ttft_ms = 1000 * (self._first_s - self.ticket.arrived_s)
+        tpot_ms = 1000 * (self._last_s - self._first_s) / (count - 1) if count > 1 else 0.0
+        return Ended(
+            finish_reason=run.finish_reason or "length",
+            stop_string=run.stop_string,
+            tokens=count,
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            engine_ttft_ms=run.timings.ttft_ms,
+            engine_tpot_ms=run.timings.tpot_ms(count),
+            met=None
+            if self.call.objective is None
+            else ttft_ms <= limits.ttft_ms and tpot_ms <= limits.tpot_ms,
+            drafted=0.0,
+            seed=run.seed,
+            ttft_limit_ms=limits.ttft_ms if math.isfinite(limits.ttft_ms) else None,
+            tpot_limit_ms=limits.tpot_ms if math.isfinite(limits.tpot_ms) else None,
+        )

@@ -1,0 +1,270 @@
+"""Schedules the engine: what its next dispatch does, and how long a new call would wait.
+
+Pure functions over a queue. Whoever calls them brings the time, in milliseconds of any clock, and carries out
+what they say; every decision is made anew before every dispatch, so that a run may be interrupted between any
+two of them.
+
+The earliest deadline goes first, a foreground call's before any background call's. The deadline of a prefill
+is the latest time at which its remaining chunks must begin, that of a decoding run the time at which the
+reader of its text runs out of it. An app that has had more than its share of the engine lately is treated as
+if its deadlines were later by so much. What has waited longer than the patience counts as foreground, so that
+nothing starves.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from jaxllm.errors import ConfigError
+from serving.planning.planner import Load
+from serving.server.calls import Priority
+
+# Largest share of the engine's time that decoding runs are expected to take from a prefill.
+_MOST_DECODING = 0.8
+# A further row of a batch takes this share of a single one's time.
+ROW_SHARE = 0.15
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """Bounds of the queue, and times of calls that ask for none.
+
+    Attributes:
+      queued: most calls that wait to begin, of all apps together.
+      app_queued: most of one app.
+      running: most calls that have begun and not ended: each has a cache of its own.
+      background_running: most of them that are background calls; the rest stays free for foreground calls.
+      reserved_running: so many of `running` are for apps of which nothing runs.
+      batch_rows: most runs of one decoding dispatch.
+      patience_ms: a background call that got nothing for so long gets one dispatch before all others.
+      foreground_ttft_ms, background_ttft_ms: time to the first token to aim at, where no objective says.
+      foreground_tpot_ms, background_tpot_ms: per further token.
+    """
+
+    queued: int = 64
+    app_queued: int = 32
+    running: int = 10
+    background_running: int = 6
+    reserved_running: int = 2
+    batch_rows: int = 8
+    patience_ms: float = 10_000.0
+    foreground_ttft_ms: float = 1_000.0
+    background_ttft_ms: float = 60_000.0
+    foreground_tpot_ms: float = 200.0
+    background_tpot_ms: float = 2_000.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_ms"):
+                number = isinstance(value, int | float) and not isinstance(value, bool)
+                if not number or not 0 < value < math.inf:
+                    raise ConfigError(f"{field.name} must be milliseconds above 0, got {value!r:.80}")
+            elif type(value) is not int or value < (0 if field.name == "reserved_running" else 1):
+                raise ConfigError(f"{field.name} must be a whole number above 0, got {value!r:.80}")
+        if self.reserved_running >= self.running:
+            raise ConfigError(
+                f"reserved_running must be less than running, got {self.reserved_running} of {self.running}"
+            )
+
+    def ttft_ms(self, priority: Priority) -> float:
+        """The time to the first token of a call without an objective."""
+        return self.foreground_ttft_ms if priority == "foreground" else self.background_ttft_ms
+
+    def tpot_ms(self, priority: Priority) -> float:
+        """The time per further token of a call without an objective."""
+        return self.foreground_tpot_ms if priority == "foreground" else self.background_tpot_ms
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """A call that waits or runs.
+
+    Attributes:
+      id: unique in the queue.
+      app: that calls.
+      priority: of the call.
+      since_ms: when it came, or got its last dispatch.
+      due_ms: when its first token, or the next ones, should be there.
+      left_ms: expected time of what must be computed until then.
+      rest_ms: expected time of all that it needs until it ends.
+      stage: what its next dispatch does: "start" for a call that waits.
+      in_context: whether it continues a context, of which one at a time may run.
+      token_ms: expected time per token, of a decoding run; its limit per token is `tpot_ms`.
+      tpot_ms: see `token_ms`.
+      batchable: whether it may be decoded with others.
+    """
+
+    id: int
+    app: str
+    priority: Priority = "foreground"
+    since_ms: float
+    due_ms: float
+    left_ms: float = 0.0
+    rest_ms: float = 0.0
+    stage: str = "start"
+    in_context: bool = False
+    token_ms: float = 0.0
+    tpot_ms: float = math.inf
+    batchable: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Queue:
+    """All that a decision is made of.
+
+    Attributes:
+      now_ms: the time.
+      work: calls that wait and calls that run.
+      engine_ms: time of the engine that each app has had lately (see `decayed`).
+    """
+
+    now_ms: float
+    work: Sequence[Work]
+    engine_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def waiting(self) -> list[Work]:
+        """Calls that have not begun."""
+        return [each for each in self.work if each.stage == "start"]
+
+    @property
+    def running(self) -> list[Work]:
+        """Calls that have begun."""
+        return [each for each in self.work if each.stage != "start"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Action:
+    """What the engine does next.
+
+    Attributes:
+      kind: "start" a call and take its first step; "step" a run: a chunk, a block or its end; "decode"
+        several runs together; "idle".
+      ids: of the calls.
+    """
+
+    kind: str
+    ids: tuple[int, ...] = ()
+
+
+def next_action(queue: Queue, options: SchedulerOptions) -> Action:
+    """What the engine does next; "idle" only where nothing can be done."""
+    candidates = [each for each in queue.work if each.stage != "start"]
+    candidates += startable(queue, options)
+    if not candidates:
+        return Action("idle")
+    excess = _excess_ms(queue)
+
+    def order(each: Work) -> tuple[int, float, float, int]:
+        # What is late already is not the more urgent for it, or a flood of late calls would go before all.
+        latest = max(queue.now_ms, each.due_ms - each.left_ms) + excess.get(each.app, 0.0)
+        return _rank(each, queue.now_ms, options), latest, each.due_ms, each.id
+
+    first = min(candidates, key=order)
+    if first.stage == "start":
+        return Action("start", (first.id,))
+    if first.stage != "decode" or not first.batchable:
+        return Action("step", (first.id,))
+    rows = sorted((each for each in candidates if each.stage == "decode" and each.batchable), key=order)
+    ids = tuple(each.id for each in rows[: options.batch_rows])
+    return Action("decode", ids) if len(ids) > 1 else Action("step", ids)
+
+
+def startable(queue: Queue, options: SchedulerOptions) -> list[Work]:
+    """The calls that may begin now."""
+    running = queue.running
+    free = options.running - len(running)
+    background = options.background_running - sum(each.priority == "background" for each in running)
+    shared = free - options.reserved_running
+    apps = {each.app for each in running}
+    in_context = any(each.in_context for each in running)
+    return [
+        each
+        for each in queue.waiting
+        if (free if each.app not in apps else shared) > 0
+        and (each.priority == "foreground" or background > 0)
+        and not (each.in_context and in_context)
+    ]
+
+
+def expected_load(
+    queue: Queue, options: SchedulerOptions, priority: Priority, due_ms: float = math.inf
+) -> Load:
+    """What a new call of a priority finds, whose first token is due at `due_ms`.
+
+    Args:
+      queue: without the call.
+      options: of the scheduler.
+      priority: of the call.
+      due_ms: its deadline; those that are due later do not go first.
+    """
+
+    def goes_first(each: Work) -> bool:
+        if each.priority != priority:
+            return each.priority == "foreground"
+        return each.due_ms <= due_ms
+
+    prefills = sum(each.left_ms for each in queue.work if each.stage != "decode" and goes_first(each))
+    decoding = [each for each in queue.work if each.stage == "decode"]
+    streams = [each for each in decoding if goes_first(each) or each.priority == priority]
+    step_ms = _step_ms(streams)
+    # Decoding runs are served as often as their readers need, and prefill has the rest.
+    share = min(_MOST_DECODING, step_ms / min((each.tpot_ms for each in streams), default=math.inf))
+    slots = _slot_ms(queue, options)
+    rows = min(options.batch_rows, 1 + sum(each.batchable for each in decoding))
+    return Load(waiting_ms=max(prefills, slots) / (1 - share), token_share=1 + ROW_SHARE * (rows - 1))
+
+
+def retry_after_s(queue: Queue) -> float:
+    """When the queue should be half as long: a whole number of seconds, at least 1."""
+    left = sum(each.rest_ms for each in queue.work)
+    return float(max(1, math.ceil(left / 2 / 1000)))
+
+
+def queue_refusal(waiting: int, of_app: int, options: SchedulerOptions) -> str | None:
+    """Why no further call of an app may wait, by the numbers of calls that wait, in all and of the app; None
+    if one may."""
+    if waiting >= options.queued:
+        return f"{waiting} calls wait already, which is the most"
+    if of_app >= options.app_queued:
+        return f"{of_app} calls of this app wait already, which is the most for one app"
+    return None
+
+
+def decayed(engine_ms: Mapping[str, float], passed_ms: float, half_life_ms: float) -> dict[str, float]:
+    """Each app's time of the engine, after some time has passed: it halves in `half_life_ms`."""
+    factor = 0.5 ** (passed_ms / half_life_ms)
+    return {app: each * factor for app, each in engine_ms.items() if each * factor >= 1.0}
+
+
+def _rank(each: Work, now_ms: float, options: SchedulerOptions) -> int:
+    if each.priority == "foreground":
+        return 1
+    return 0 if now_ms - each.since_ms > options.patience_ms else 2
+
+
+def _excess_ms(queue: Queue) -> dict[str, float]:
+    """How much more than an equal share of the engine's time the apps that want it have had lately."""
+    apps = {each.app for each in queue.work}
+    if len(apps) < 2:
+        return {}
+    mean = sum(queue.engine_ms.get(app, 0.0) for app in apps) / len(apps)
+    return {app: max(0.0, queue.engine_ms.get(app, 0.0) - mean) for app in apps}
+
+
+def _step_ms(streams: Sequence[Work]) -> float:
+    """The time of one token of all streams: of one batch, and of each run that is decoded alone."""
+    batch = [each.token_ms for each in streams if each.batchable]
+    alone = sum(each.token_ms for each in streams if not each.batchable)
+    return alone + (max(batch) * (1 + ROW_SHARE * (len(batch) - 1)) if batch else 0.0)
+
+
+def _slot_ms(queue: Queue, options: SchedulerOptions) -> float:
+    """The time until a run ends, where no further one may begin."""
+    running = queue.running
+    return (
+        0.0
+        if len(running) < options.running - options.reserved_running
+        else min(each.rest_ms for each in running)
+    )

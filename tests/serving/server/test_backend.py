@@ -1,0 +1,76 @@
+"""The backend: what the front gets of the engine."""
+
+import asyncio
+
+import pytest
+
+from jaxllm import EngineOptions, GenerationConfig
+from jaxllm.errors import ConfigError
+from serving.server.backend import EngineBackend
+from serving.server.calls import Call, Conversation, Ended, Refused
+from serving.server.executor import Executor
+from serving.server.scheduler import SchedulerOptions
+from serving.service import LLMService
+from tests.tiny import VOCAB_SIZE, write_tiny_bundle
+
+SAID = Conversation(messages=({"role": "user", "content": "hello"},))
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory):
+    path = write_tiny_bundle(tmp_path_factory.mktemp("backend") / "tiny.jaxllm")
+    options = EngineOptions(context_tokens=128, chunk_tokens=(16,), decode_block=4, buckets_bytes=0)
+    made = Executor(LLMService.open(path, options=options), SchedulerOptions())
+    made.start()
+    yield made
+    made.stop(0)
+
+
+@pytest.fixture
+def backend(executor):
+    made = EngineBackend()
+    made.opened(executor)
+    yield made
+    made.close()
+
+
+def test_it_refuses_while_the_model_is_loading():
+    backend = EngineBackend()
+    assert not backend.health()["ready"]
+    with pytest.raises(Refused) as caught:
+        backend.facts()
+    assert caught.value.reason == "loading"
+    assert backend.snapshot() == {}
+    backend.close()
+
+
+def test_facts_health_and_figures(backend):
+    facts = backend.facts()
+    assert (facts.window_tokens, facts.vocab_size, facts.levels) == (128, VOCAB_SIZE, (100,))
+    assert backend.health() == {"ready": True, "alive": True, "why": ""}
+    assert backend.snapshot()["queue"]["waiting"] == 0
+    backend.draining()
+    assert not backend.health()["ready"]
+
+
+def test_text_tokens_and_templates(backend):
+    async def run():
+        ids = await backend.tokenize("hello the", special=False)
+        assert await backend.detokenize(ids) == "hello the"
+        text = await backend.render(SAID)
+        assert "<|user|>hello<|assistant|>" in text
+        assert len(await backend.tokenize(SAID)) > 2
+        with pytest.raises(ConfigError, match="no embeddings"):
+            await backend.embed("a", [ids])
+        with pytest.raises(ConfigError, match="no contexts"):
+            await backend.create_context("a")
+
+    asyncio.run(run())
+
+
+def test_a_conversation_is_answered(backend):
+    async def run():
+        call = Call(app="a", request_id="1", prompt=SAID, config=GenerationConfig(max_tokens=3))
+        return [event async for event in backend.submit(call).events()]
+
+    assert isinstance(asyncio.run(run())[-1], Ended)

@@ -1,0 +1,161 @@
+"""The engine's thread, with a tiny model: turns, cancels, errors, a full queue, the end."""
+
+import asyncio
+
+import pytest
+
+from jaxllm import EngineOptions, GenerationConfig
+from jaxllm.errors import ConfigError, ContextOverflow, JaxllmError
+from serving.planning.objectives import Latency
+from serving.server import executor as executors
+from serving.server.calls import Call, Ended, Piece, Refused, Started
+from serving.server.executor import Executor
+from serving.server.scheduler import SchedulerOptions
+from serving.service import LLMService
+from tests.tiny import write_tiny_bundle
+
+PROMPT = "the quick brown fox jumps over the lazy dog"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    path = write_tiny_bundle(tmp_path_factory.mktemp("executor") / "tiny.jaxllm")
+    options = EngineOptions(context_tokens=128, chunk_tokens=(16,), decode_block=4, buckets_bytes=0)
+    return LLMService.open(path, options=options)
+
+
+@pytest.fixture
+def executor(service):
+    made = Executor(service, SchedulerOptions(queued=4, app_queued=3))
+    made.start()
+    yield made
+    made.stop(0)
+    assert not made.alive
+
+
+def call(prompt=PROMPT, *, app="mail", tokens=12, **more):
+    config = GenerationConfig(max_tokens=tokens, ignore_eos=True)
+    return Call(app=app, request_id="1", prompt=prompt, config=config, **more)
+
+
+async def read(ticket):
+    return [event async for event in ticket.events()]
+
+
+def together(executor, *calls):
+    async def run():
+        loop = asyncio.get_running_loop()
+        return await asyncio.gather(*(read(executor.submit(each, loop)) for each in calls))
+
+    return asyncio.run(run())
+
+
+def test_answers_in_turns_are_those_of_the_engine_alone(executor, service):
+    prompts = [PROMPT, "hello the there", "a"]
+    for prompt, events in zip(prompts, together(executor, *map(call, prompts)), strict=True):
+        alone = service.engine.stream(prompt, call().config).result()
+        assert isinstance(events[0], Started)
+        assert isinstance(events[-1], Ended)
+        pieces = [each for each in events if isinstance(each, Piece)]
+        assert "".join(each.text for each in pieces) == alone.text
+        assert [token for each in pieces for token in each.tokens] == alone.tokens
+        assert events[-1].tokens == 12
+        assert events[-1].met is None
+        assert events[-1].engine_ttft_ms <= events[-1].ttft_ms
+
+
+def test_an_objective_is_planned_and_judged(executor):
+    met, missed = together(
+        executor,
+        call(objective=Latency(ttft_ms=1e6, tpot_ms=1e6)),
+        call(objective=Latency(ttft_ms=1e-3, tpot_ms=1e-3)),
+    )
+    assert (met[0].source, met[-1].met) == ("whole", True)
+    assert (missed[0].source, missed[-1].met) == ("nearest", False)
+    with pytest.raises(JaxllmError, match="no sub-model meets"):
+        together(executor, call(objective=Latency(ttft_ms=1e-3, tpot_ms=1.0), strict=True))
+
+
+def test_an_apps_own_cache_is_used_again_and_no_others(executor):
+    long = PROMPT + " and hides"
+    together(executor, call(PROMPT))
+    (other,) = together(executor, call(long, app="spy"))
+    (own,) = together(executor, call(long))
+    assert other[0].reused_tokens == 0
+    assert own[0].reused_tokens > 16
+    assert [each for each in own if isinstance(each, Piece)] == [
+        each for each in other if isinstance(each, Piece)
+    ]
+
+
+def test_a_cancel_ends_one_answer_and_no_other(executor):
+    async def run():
+        loop = asyncio.get_running_loop()
+        first, other = (executor.submit(call(tokens=80), loop) for _ in range(2))
+        async for event in first.events():
+            if isinstance(event, Piece):
+                first.cancel()
+        first.cancel()
+        return await read(other)
+
+    assert asyncio.run(run())[-1].tokens == 80
+
+
+def test_an_error_in_the_middle_ends_that_answer_alone(executor, monkeypatch):
+    real, count = executors.step, [0]
+
+    def failing(run):
+        count[0] += 1
+        if count[0] == 2:
+            run.stage = "ended"
+            raise RuntimeError("secret path")
+        return real(run)
+
+    monkeypatch.setattr(executors, "step", failing)
+    with pytest.raises(JaxllmError, match="RuntimeError") as caught:
+        together(executor, call())
+    assert "secret" not in str(caught.value)
+    assert together(executor, call())[0][-1].tokens == 12
+
+
+def test_what_cannot_be_answered_is_refused_at_once(executor):
+    for wrong, error in (
+        (call("x" * 500), ContextOverflow),
+        (call(""), ConfigError),
+        (call((99_999,)), ConfigError),
+        (call(context="c"), ConfigError),
+    ):
+        with pytest.raises(error):
+            together(executor, wrong)
+
+
+def test_a_full_queue_and_a_stopping_service_refuse(service):
+    async def run():
+        loop = asyncio.get_running_loop()
+        made = Executor(service, SchedulerOptions(queued=2, app_queued=1))
+        tickets = [made.submit(call(app="a"), loop), made.submit(call(app="b"), loop)]
+        with pytest.raises(Refused) as caught:
+            made.submit(call(app="c"), loop)
+        assert caught.value.reason == "full"
+        assert caught.value.retry_after_s is not None
+        made.start()
+        # What was taken is answered.
+        await asyncio.to_thread(made.stop, 60)
+        with pytest.raises(Refused) as caught:
+            made.submit(call(), loop)
+        assert caught.value.reason == "draining"
+        return [await read(each) for each in tickets]
+
+    assert all(isinstance(events[-1], Ended) for events in asyncio.run(run()))
+
+
+def test_the_deadline_of_a_stop_ends_what_runs(service):
+    async def run():
+        made = Executor(service, SchedulerOptions())
+        ticket = made.submit(call(tokens=80), asyncio.get_running_loop())
+        made.start()
+        await asyncio.to_thread(made.stop, 0)
+        await read(ticket)
+
+    with pytest.raises(Refused, match="middle"):
+        asyncio.run(run())

@@ -1,0 +1,186 @@
+"""The scheduler, by simulation: who goes first, who waits, and for how long."""
+
+import dataclasses
+
+import pytest
+
+from jaxllm.errors import ConfigError
+from serving.server.scheduler import (
+    Queue,
+    SchedulerOptions,
+    Work,
+    decayed,
+    expected_load,
+    next_action,
+    queue_refusal,
+    retry_after_s,
+)
+
+OPTIONS = SchedulerOptions()
+CHUNK_MS, BLOCK_MS, BLOCK_TOKENS, TOKEN_MS = 100.0, 50.0, 5, 10.0
+
+
+def call(number, app, *, at, prefill_ms, tokens=20, priority="foreground"):
+    return {
+        "id": number, "app": app, "at": at, "prefill": prefill_ms, "tokens": tokens, "priority": priority,
+        "begun": False, "last": at, "ttft": None, "ended": None,
+    }  # fmt: skip
+
+
+def work_of(each, options):
+    ttft, tpot = options.ttft_ms(each["priority"]), options.tpot_ms(each["priority"])
+    decodes = each["begun"] and each["prefill"] <= 0
+    stage = "start" if not each["begun"] else "decode" if decodes else "prefill"
+    due = each["last"] + BLOCK_TOKENS * tpot if decodes else each["at"] + ttft
+    return Work(
+        id=each["id"], app=each["app"], priority=each["priority"], since_ms=each["last"], due_ms=due,
+        left_ms=BLOCK_MS if decodes else each["prefill"], rest_ms=each["prefill"] + TOKEN_MS * each["tokens"],
+        stage=stage, token_ms=TOKEN_MS, tpot_ms=tpot, batchable=decodes,
+    )  # fmt: skip
+
+
+def simulate(calls, options=OPTIONS, until_ms=120_000.0):
+    """Runs calls to their end; their times to the first token and to the end are in them."""
+    now, used = 0.0, {}
+    while now < until_ms and any(each["ended"] is None for each in calls):
+        there = {each["id"]: each for each in calls if each["at"] <= now and each["ended"] is None}
+        queue = Queue(now_ms=now, work=[work_of(each, options) for each in there.values()], engine_ms=used)
+        action = next_action(queue, options)
+        if action.kind == "idle":
+            now = min(each["at"] for each in calls if each["at"] > now)
+            continue
+        took = BLOCK_MS
+        for number in action.ids:
+            each = there[number]
+            each["begun"] = True
+            if each["prefill"] > 0:
+                took = min(CHUNK_MS, each["prefill"])
+                each["prefill"] -= took
+                if each["prefill"] <= 0:
+                    each["ttft"] = now + took - each["at"]
+            else:
+                each["tokens"] -= BLOCK_TOKENS
+                if each["tokens"] <= 0:
+                    each["ended"] = now + took
+            each["last"] = now + took
+        now += took
+        used = decayed(used, took, 10_000.0)
+        for number in action.ids:
+            used[there[number]["app"]] = used.get(there[number]["app"], 0.0) + took / len(action.ids)
+    return calls
+
+
+def test_a_foreground_app_is_quick_beside_a_busy_background_app():
+    busy = [call(i, "batch", at=0, prefill_ms=1000, tokens=100, priority="background") for i in range(8)]
+    asked = [call(100 + i, "mail", at=300 + 900 * i, prefill_ms=60, tokens=10) for i in range(10)]
+    simulate([*busy, *asked])
+    # One chunk of the other app may just have begun.
+    assert max(each["ttft"] for each in asked) <= 60 + CHUNK_MS
+    assert all(each["ended"] is not None for each in busy)
+
+
+def test_nothing_starves():
+    background = call(0, "notes", at=0, prefill_ms=200, tokens=10, priority="background")
+    # More foreground work than the engine can do.
+    flood = [call(1 + i, "chat", at=100 * i, prefill_ms=150, tokens=5) for i in range(400)]
+    simulate([background, *flood], until_ms=50_000)
+    assert background["ended"] is not None
+    assert background["ttft"] < 4 * OPTIONS.patience_ms
+
+
+def test_an_app_that_floods_does_not_keep_others_from_their_share():
+    flood = [call(i, "greedy", at=0, prefill_ms=400, tokens=20) for i in range(30)]
+    modest = [call(100 + i, "modest", at=500 + 1500 * i, prefill_ms=100, tokens=20) for i in range(6)]
+    simulate([*flood, *modest])
+    assert max(each["ttft"] for each in modest) < 2_500
+    assert sorted(each["ended"] for each in flood)[len(flood) // 2] > max(
+        each["ended"] for each in modest[:2]
+    )
+
+
+def test_a_long_prompt_leaves_streams_their_pace():
+    stream = call(0, "chat", at=0, prefill_ms=50, tokens=200)
+    long = call(1, "mail", at=200, prefill_ms=5_000)
+    simulate([stream, long])
+    assert stream["ended"] <= 50 + 200 * OPTIONS.foreground_tpot_ms
+    assert long["ttft"] <= 5_000 + 200 / BLOCK_TOKENS * BLOCK_MS
+
+
+def work(number, **more):
+    return Work(**{"id": number, "app": "a", "since_ms": 0.0, "due_ms": 100.0} | more)
+
+
+def decide(*each, now_ms=0.0, options=OPTIONS, **more):
+    return next_action(Queue(now_ms=now_ms, work=each, **more), options)
+
+
+def test_single_decisions():
+    assert decide().kind == "idle"
+    assert decide(work(1, due_ms=200.0), work(2)).ids == (2,)
+    # The latest time to begin counts, not the deadline.
+    assert decide(work(1, due_ms=200.0, left_ms=150.0), work(2)).ids == (1,)
+    assert decide(work(1, priority="background", due_ms=1.0), work(2)).ids == (2,)
+    late = work(1, priority="background", due_ms=1.0)
+    assert decide(late, work(2), now_ms=OPTIONS.patience_ms + 1).ids == (1,)
+    # Among equals the app yields that has had more.
+    others = (work(1), work(2, app="b"))
+    assert decide(*others, engine_ms={"a": 500.0}).ids == (2,)
+    assert decide(*others, engine_ms={"b": 500.0}).ids == (1,)
+
+
+def test_runs_decode_together():
+    rows = [work(i, stage="decode", batchable=True, due_ms=100.0 - i) for i in range(10)]
+    alone = work(20, stage="decode", due_ms=500.0)
+    action = decide(*rows, alone)
+    assert action.kind == "decode"
+    assert action.ids == (9, 8, 7, 6, 5, 4, 3, 2)
+    assert decide(alone, dataclasses.replace(rows[0], due_ms=900.0)).kind == "step"
+    assert decide(rows[0]).kind == "step"
+
+
+def test_slots_and_contexts_bound_what_begins():
+    few = SchedulerOptions(running=2, background_running=1, reserved_running=0)
+    run = work(1, stage="prefill", priority="background", due_ms=900.0)
+    assert decide(run, work(2, priority="background", due_ms=1.0), options=few).ids == (1,)
+    assert decide(run, work(2), options=few).ids == (2,)
+    assert decide(run, work(3, stage="prefill", due_ms=500.0), work(2), options=few).ids == (3,)
+    kept = SchedulerOptions(running=2, reserved_running=1)
+    assert decide(run, work(2), options=kept).ids == (1,)
+    assert decide(run, work(2, app="b"), options=kept).ids == (2,)
+    turn = work(1, stage="decode", in_context=True, due_ms=900.0)
+    assert decide(turn, work(2, in_context=True)).ids == (1,)
+    assert decide(turn, work(2)).ids == (2,)
+
+
+def test_the_load_that_a_new_call_finds():
+    def load(*each, priority="foreground", **more):
+        return expected_load(Queue(now_ms=0.0, work=each), OPTIONS, priority, **more)
+
+    assert load().waiting_ms == 0
+    waiting = work(1, left_ms=300.0)
+    assert load(waiting).waiting_ms == 300
+    assert load(waiting, due_ms=50.0).waiting_ms == 0
+    assert load(dataclasses.replace(waiting, priority="background")).waiting_ms == 0
+    assert load(waiting, priority="background", due_ms=50.0).waiting_ms == 300
+    stream = work(2, stage="decode", batchable=True, token_ms=20.0, tpot_ms=40.0)
+    # Half of the engine's time is the stream's.
+    assert load(waiting, stream).waiting_ms == pytest.approx(600)
+    assert load(stream).token_share > load().token_share == 1
+    full = [work(i, stage="decode", rest_ms=1000.0 + i) for i in range(OPTIONS.running)]
+    assert load(*full).waiting_ms == 1000
+
+
+def test_a_full_queue_says_so_and_when_to_come_back():
+    options = SchedulerOptions(queued=3, app_queued=2)
+    assert queue_refusal(2, 1, options) is None
+    assert "of this app" in str(queue_refusal(2, 2, options))
+    assert "3 calls wait" in str(queue_refusal(3, 0, options))
+    queue = Queue(now_ms=0, work=[work(1, rest_ms=9_000.0)])
+    assert retry_after_s(queue) == 5
+    assert retry_after_s(Queue(now_ms=0, work=())) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"queued": 0}, {"patience_ms": float("nan")}, {"running": True}])
+def test_options_are_checked(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        SchedulerOptions(**wrong)
