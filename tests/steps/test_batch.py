@@ -1,0 +1,197 @@
+"""Rows that are decoded together get to the bit what they get alone: tokens, caches and samplers."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.kv.cache import new_cache
+from jaxllm.models.decoder import forward
+from jaxllm.models.layer_stack import by_address
+from jaxllm.sampling import Sampling, sampler_state
+from jaxllm.steps.batch import RowEnds, decode_rows
+from jaxllm.steps.model import BlockEnd, decode_tokens
+from tests.elastic.models import GEMMA, LLAMA, MIXTRAL, MODELS, PLAIN, in_blocks, scaled_params
+from tests.kernels.switching import needs_native
+
+pytestmark = needs_native
+V, CAPACITY, BLOCK, STOPS = LLAMA.vocab_size, 32, 6, 4
+# Compiling is most of this file's time.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+LENGTHS = (5, 1, 11, 7, 3, 12, 2, 9)
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01),
+    Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3),
+    Sampling(temperature=1.3, logit_bias=((3, 2.0), (4, -np.inf))),
+)
+
+
+@functools.cache
+def model(name, bits):
+    cfg = MODELS[name]
+    return cfg, by_address(in_blocks(cfg, scaled_params(cfg), bits), cfg)
+
+
+@functools.cache
+def filling(cfg):
+    return jit(functools.partial(forward, cfg=cfg))
+
+
+@functools.cache
+def alone(cfg):
+    return jit(functools.partial(decode_tokens, cfg=cfg, block=BLOCK, dtype=jnp.dtype("float32")))
+
+
+@functools.cache
+def together(cfg):
+    return jit(functools.partial(decode_rows, cfg=cfg, block=BLOCK, dtype=jnp.dtype("float32")))
+
+
+def begun(cfg, params, row, *, dtype="float16", mass=True):
+    """A row's last token, cache and sampler, after a prompt of its own."""
+    prompt = np.random.default_rng(row).integers(0, V, (1, LENGTHS[row]), dtype=np.int32)
+    cache = new_cache(cfg, batch=1, tokens=CAPACITY, dtype=jnp.dtype(dtype), mass=mass)
+    _, cache = filling(cfg)(params, prompt, cache)
+    sampling = SAMPLINGS[row % len(SAMPLINGS)]
+    return np.int32(row + 1), cache, jax.tree.map(jnp.asarray, sampler_state(sampling, prompt[0], V, 7 + row))
+
+
+def padding(cfg, **kinds):
+    cache = new_cache(cfg, batch=1, tokens=CAPACITY, dtype=jnp.dtype(kinds.get("dtype", "float16")), mass=True)
+    return np.int32(0), cache, jax.tree.map(jnp.asarray, sampler_state(Sampling(), [], V, 0))
+
+
+def stops(*ids):
+    return np.array([*ids, *[-1] * (STOPS - len(ids))], np.int32)
+
+
+def check(cfg, params, rows, ends):
+    """Decodes rows together and alone; `ends` has each row's stop ids and limit, 0 for padding."""
+    tokens, caches, samplers = zip(*rows, strict=True)
+    end = RowEnds(np.stack([each for each, _ in ends]), np.array([limit for _, limit in ends], np.int32))
+    found, counts, after, states = together(cfg)(params, np.array(tokens), caches, samplers, end)
+    for row, (token, cache, sampler) in enumerate(rows):
+        if ends[row][1] == 0:
+            assert int(counts[row]) == 0
+            assert found[row].tolist() == [-1] * BLOCK
+            chex.assert_trees_all_equal(after[row], cache)
+            chex.assert_trees_all_equal(states[row], sampler)
+            continue
+        end = BlockEnd(ends[row][0], np.int32(ends[row][1]))
+        one = alone(cfg)(params, token[None], cache, sampler, end)
+        chex.assert_trees_all_equal((found[row], counts[row], after[row], states[row]), (one[0][0], *one[1:]))
+    return found, counts, after, states
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_among_others_is_the_row_alone(name, bits):
+    """Every kind of layer, of either width; rows of other lengths, samplings and limits, and padding."""
+    cfg, params = model(name, bits)
+    rows = [*(begun(cfg, params, row) for row in range(3)), padding(cfg)]
+    found, *_ = check(cfg, params, rows, [(stops(), limit) for limit in (BLOCK, 2, 5, 0)])
+    assert len({*found[:3].ravel().tolist()}) > 3
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_any_number_of_rows(count):
+    cfg, params = model("llama", 8)
+    rows = [begun(cfg, params, row) for row in range(count)]
+    check(cfg, params, rows, [(stops(), 1 + row % BLOCK) for row in range(count)])
+
+
+def test_rows_go_on_from_dispatch_to_dispatch():
+    cfg, params = model("qwen3", 8)
+    rows = [begun(cfg, params, row) for row in range(2)]
+    for limits in ((3, 1), (BLOCK, 4)):
+        ends = [(stops(), limit) for limit in limits]
+        found, counts, caches, samplers = check(cfg, params, rows, ends)
+        last = [found[row, counts[row] - 1] for row in range(2)]
+        rows = list(zip(map(np.asarray, last), caches, samplers, strict=True))
+
+
+def test_a_row_ends_at_its_own_stop_token():
+    cfg, params = model("llama", 8)
+    rows = [begun(cfg, params, row) for row in range(2)]
+    found, *_ = check(cfg, params, rows, [(stops(), BLOCK)] * 2)
+    # Stop ids of the other row are no stop for this one.
+    second = int(found[1, 2])
+    ends = [(stops(second), BLOCK), (stops(V - 1, second), BLOCK)]
+    _, counts, *_ = check(cfg, params, rows, ends)
+    assert int(counts[1]) == 1 + found[1].tolist().index(second) < BLOCK
+    assert second in found[0].tolist() or int(counts[0]) == BLOCK
+
+
+def test_a_row_whose_logits_are_not_finite_ends_alone():
+    cfg, params = model("llama", 8)
+    rows = [begun(cfg, params, row) for row in range(2)]
+    broken = dataclasses.replace(rows[0][2], penalized=jnp.array(True), bias=jnp.full(V, -jnp.inf))
+    rows[0] = (*rows[0][:2], broken)
+    found, counts, *_ = check(cfg, params, rows, [(stops(), BLOCK)] * 2)
+    assert found[0, 0] == -1
+    assert counts.tolist() == [1, BLOCK]
+
+
+def test_a_full_cache_beside_one_with_room():
+    """What ended at the end of its cache writes nothing while others go on."""
+    cfg, params = model("llama", 8)
+    rows = [begun(cfg, params, row) for row in range(2)]
+    token, cache, sampler = rows[0]
+    rows[0] = token, dataclasses.replace(cache, length=jnp.int32(CAPACITY - 2)), sampler
+    _, _, after, _ = check(cfg, params, rows, [(stops(), 2), (stops(), BLOCK)])
+    assert int(after[0].length) == CAPACITY
+
+
+def test_floats_of_other_widths_and_caches_without_mass():
+    cfg, params = model("gemma2", 8)
+    rows = [begun(cfg, params, row, dtype="float32", mass=False) for row in range(2)]
+    check(cfg, params, rows, [(stops(), BLOCK), (stops(), 3)])
+
+
+def test_one_trace_serves_all_lengths_limits_and_samplings(compiles):
+    cfg, params = model("llama", 8)
+    run = jit(functools.partial(decode_rows, cfg=cfg, block=BLOCK, dtype=jnp.dtype("float32")))
+    for number, rows in enumerate(([0, 1], [2, 3], [4, 0])):
+        tokens, caches, samplers = zip(*(begun(cfg, params, row) for row in rows), strict=True)
+        ends = RowEnds(np.stack([stops(number)] * 2), np.array([1 + number, BLOCK], np.int32))
+        with compiles() as count:
+            run(params, np.array(tokens), caches, samplers, ends)
+        assert count() == (number == 0)
+
+
+def test_caches_stay_where_they_are():
+    """No cache is copied: what the program needs besides its arguments does not grow with their length."""
+    cfg, params = model("llama", 8)
+
+    def compiled(tokens):
+        caches = tuple(
+            new_cache(cfg, batch=1, tokens=tokens, dtype=jnp.dtype("float16"), mass=False) for _ in range(4)
+        )
+        states = tuple(jax.tree.map(jnp.asarray, sampler_state(Sampling(), [], V, 0)) for _ in range(4))
+        step = functools.partial(decode_rows, cfg=cfg, block=BLOCK, dtype=jnp.dtype("float32"))
+        ends = RowEnds(np.stack([stops()] * 4), np.full(4, BLOCK, np.int32))
+        lowered = jax.jit(step, donate_argnums=(2,)).lower(params, np.zeros(4, np.int32), caches, states, ends)
+        return lowered.compile().memory_analysis(), sum(each.nbytes for each in jax.tree.leaves(caches))
+
+    (short, _), (long, size) = compiled(64), compiled(4096)
+    assert short.temp_size_in_bytes == long.temp_size_in_bytes < size / 8
+    assert long.alias_size_in_bytes >= size
+
+
+def test_weights_that_xla_multiplies_are_refused():
+    """Its products of several rows have other last bits than those of one."""
+    params = in_blocks(LLAMA, scaled_params(LLAMA), 8)
+    rows = [padding(LLAMA)] * 2
+    tokens, caches, samplers = zip(*rows, strict=True)
+    ends = RowEnds(np.stack([stops()] * 2), np.ones(2, np.int32))
+    with pytest.raises(ConfigError, match="one by one"):
+        decode_rows(
+            params, np.array(tokens), caches, samplers, ends, cfg=LLAMA, block=2, dtype=jnp.dtype("float32")
+        )
