@@ -200,8 +200,8 @@ def _experts(
     x: jax.Array,
     cfg: ModelConfig,
     *,
-    live: jax.Array | None,
-    differentiable: bool,
+    live: jax.Array | None = None,
+    differentiable: bool = False,
 ) -> tuple[jax.Array, Routing]:
     """Mixture of experts of `x` `[B, T, D]`, and the routing; x is added here unless a norm comes between."""
     norm = weights.norm("ffn_norm", cfg)

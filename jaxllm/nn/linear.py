@@ -1,8 +1,7 @@
 """Matrix products of a model: every product goes through this module.
 
 Weights lead with their unit axes (`[*U, D]`: the rows of a kv group, of an MLP neuron, of a vocabulary
-entry), on whichever side of the product units are, so that a prefix of units is a prefix of memory. This
-gives two orientations:
+entry), on whichever side of the product units are, so that a prefix of units is a prefix of memory:
 
 - `to_units`:   x `[..., D]`  with w `[*U, D]` -> `[..., *U]` (q, k, v, gate, up, head)
 - `from_units`: h `[..., *U]` with w `[*U, D]` -> `[..., D]`  (o, down)
@@ -13,19 +12,19 @@ activations), `feed_forward`, and `add_normed`, which ends a block.
 `used` limits a product to the first units: outputs of the other units are undefined, and as inputs they
 contribute nothing.
 
-With a `step`, activations are quantized to 8-bit integer multiples of it, clipped at ±127, whatever the weight's
-format (mllm-NPU, arXiv 2407.05858, equation 1; for its outliers see `jaxllm.int8_prefill.shadow`).
+With a `step`, activations are quantized to 8-bit integer multiples of it, clipped at ±127, in every format of
+weights (mllm-NPU, arXiv 2407.05858, equation 1; for its outliers see `jaxllm.int8_prefill.shadow`).
 
 With `live`, an int32 scalar, only the first `live` rows of activations are computed; the other rows of the
 result are undefined. Native products alone save this work.
 
 With `rowwise`, native products give each token bit for bit what it gets alone, which verification of drafted
-tokens needs. 8-bit products always do; at fewer bits products of many tokens are slower this way. What XLA computes
-beside them it computes for each sequence of a batch by itself.
+tokens needs. 8-bit products always do; at fewer bits products of many tokens are slower this way. What XLA
+computes beside them, it computes for each sequence of a batch by itself.
 
 Callers need not know how a weight is stored, nor which kernel runs: native kernels for weights in blocks on a
 CPU, with their adapters (`kernels/native.py`); loops over converted blocks for other quantized weights on a
-CPU (`kernels/converted.py`); plain products elsewhere. All are differentiable in activations and float weights.
+CPU (`kernels/converted.py`); plain products elsewhere. Gradients are of activations and float weights.
 """
 
 import dataclasses
@@ -233,7 +232,9 @@ def feed_forward(
         else:
             both, biases = (weights.gate, weights.up), (weights.gate_bias, weights.up_bias)
             outs = normed_to_units(x, norm, both, biases, step=step, **shared)
-            hidden = by_sequence(lambda gate, up: activate(gate, weights.activation) * up, *outs, apart=rowwise)
+            hidden = by_sequence(
+                lambda gate, up: activate(gate, weights.activation) * up, *outs, apart=rowwise
+            )
         shared |= {"residual": x if add_input else None}
         return from_units(hidden, weights.down, weights.down_bias, step=hidden_step, **shared)
 
@@ -263,8 +264,7 @@ def feed_forward(
 def add_normed(
     residual: jax.Array, x: jax.Array, norm: Norm, live: jax.Array | None = None, *, rowwise: bool = False
 ) -> jax.Array:
-    """`residual + norm(x)`, `[..., D]`: by native kernels each token's result bit for bit as alone; XLA's would
-    vary with what it fuses them with."""
+    """`residual + norm(x)`, `[..., D]`. Native kernels give each token bit for bit what it gets alone."""
 
     def by_xla(x: jax.Array, residual: jax.Array, norm: Norm, live: jax.Array | None) -> jax.Array:
         del live

@@ -156,7 +156,9 @@ def _row_logits(
     ) -> tuple[jax.Array, Caches]:
         x, caches = carry
 
-        def attend(new: Heads, used: UsedUnits | None) -> tuple[jax.Array, list[tuple[Past, jax.Array | None]]]:
+        def attend(
+            new: Heads, used: UsedUnits | None
+        ) -> tuple[jax.Array, list[tuple[Past, jax.Array | None]]]:
             outs, kept = [], []
             for row, cache in enumerate(caches):
                 out, changed = attend_cache(
