@@ -5,6 +5,7 @@ Where weights are streamed or programs run, and without native kernels, answers 
 (`serving.step`).
 """
 
+import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -30,8 +31,8 @@ def batchable(run: Run) -> bool:
 
 
 def decode_together(runs: Sequence[Run], most_tokens: int | None = None) -> None:
-    """Decodes a block of each run: those of one level in one dispatch, or in several where no bucket has as
-    many rows.
+    """Decodes a block of each run, in one dispatch, or in several where no bucket has as many rows. Levels of
+    a model share a dispatch, unless a level has adapters of its own: then each has one.
 
     A JaxllmError ends the runs that it concerns, of which each raises it to whoever iterates, and no other.
     Any other error ends all runs of the dispatch, and is raised.
@@ -41,12 +42,13 @@ def decode_together(runs: Sequence[Run], most_tokens: int | None = None) -> None
       most_tokens: of each run; None for as many as take the time that a user should wait for the next words.
     """
     require_not_forked()
-    levels: dict[int, list[Run]] = {}
+    families: dict[int, list[Run]] = {}
     for run in runs:
-        levels.setdefault(id(run.runner), []).append(run)
-    for each in levels.values():
+        assert run.runner.batch is not None, "a run is not batchable"
+        families.setdefault(id(run.runner.batch.family), []).append(run)
+    for each in families.values():
         try:
-            _decode_level(each, most_tokens)
+            _decode_family(each, most_tokens)
         except BaseException:
             for run in each:
                 fail(run)
@@ -56,8 +58,8 @@ def decode_together(runs: Sequence[Run], most_tokens: int | None = None) -> None
                 run.stepped_s = time.perf_counter()
 
 
-def _decode_level(runs: Sequence[Run], most_tokens: int | None) -> None:
-    """`decode_together` of runs of one level."""
+def _decode_family(runs: Sequence[Run], most_tokens: int | None) -> None:
+    """`decode_together` of runs that share a dispatch."""
     before = [len(run.tokens) for run in runs]
     with runs[0].runner.lock:
         errors = _dispatch([run for run in runs if batchable(run)], most_tokens)
@@ -76,19 +78,21 @@ def _dispatch(runs: Sequence[Run], most_tokens: int | None) -> dict[Run, JaxllmE
     errors: dict[Run, JaxllmError] = {}
     if not runs:
         return errors
-    began, runner = time.perf_counter(), runs[0].runner
+    began, batch = time.perf_counter(), runs[0].runner.batch
+    assert batch is not None
     # A run that has just joined does not know yet how long a token takes.
     block = max(run.pace for run in runs) if most_tokens is None else most_tokens
     begun: list[tuple[Run, list[int], BatchRow]] = []
     for run in runs:
         try:
-            limit = runner.decode_limit(block, min(run.wanted_tokens, run.room_tokens))
-            begun.append((run, *decode_from(run, limit)))
+            limit = run.runner.decode_limit(block, min(run.wanted_tokens, run.room_tokens))
+            cached, row = decode_from(run, limit)
+            own = run.runner.batch
+            begun.append((run, cached, dataclasses.replace(row, units=None if own is None else own.units)))
         except JaxllmError as error:
             errors[run] = error
     try:
-        assert runner.batch is not None
-        found = runner.batch.decode_batch([row for _, _, row in begun])
+        found = batch.decode_batch([row for _, _, row in begun])
     except JaxllmError as error:
         return errors | {run: error for run, *_ in begun}
     steps = max((len(each.tokens) for each in found), default=1)

@@ -9,8 +9,7 @@ entry), on whichever side of the product units are, so that a prefix of units is
 and functions that a kernel may fuse: `normed_to_units` (a norm, then several products of the same
 activations), `feed_forward`, and `add_normed`, which ends a block.
 
-`used` limits a product to the first units: outputs of the other units are undefined, and as inputs they
-contribute nothing.
+`used` limits a product to the first units: outputs of others are undefined, and as inputs they add nothing.
 
 With a `step`, activations are quantized to 8-bit integer multiples of it, clipped at ±127, in every format of
 weights (mllm-NPU, arXiv 2407.05858, equation 1; for its outliers see `jaxllm.int8_prefill.shadow`).
@@ -22,9 +21,9 @@ With `rowwise`, native products give each token bit for bit what it gets alone, 
 tokens needs. 8-bit products always do; at fewer bits products of many tokens are slower this way. What XLA
 computes beside them, it computes for each sequence of a batch by itself.
 
-Callers need not know how a weight is stored, nor which kernel runs: native kernels for weights in blocks on a
-CPU, with their adapters (`kernels/native.py`); loops over converted blocks for other quantized weights on a
-CPU (`kernels/converted.py`); plain products elsewhere. Gradients are of activations and float weights.
+Callers need not know how a weight is stored, nor which kernel runs: on a CPU native kernels for weights in
+blocks (`kernels/native.py`), loops over converted blocks for other quantized ones (`kernels/converted.py`);
+plain products elsewhere. Gradients are of activations and float weights.
 """
 
 import dataclasses
@@ -39,7 +38,7 @@ from jaxllm.config import Activation
 from jaxllm.kernels import converted, native, native_products, stepwise
 from jaxllm.kernels.native_operands import Adaptable
 from jaxllm.kernels.platforms import natively, on_platform
-from jaxllm.kernels.used_units import UsedUnits
+from jaxllm.kernels.used_units import UsedUnits, only_of_rows
 from jaxllm.nn.layers import activate
 from jaxllm.nn.norms import Norm, by_sequence, normalize
 from jaxllm.quant import (
@@ -235,6 +234,7 @@ def feed_forward(
             hidden = by_sequence(
                 lambda gate, up: activate(gate, weights.activation) * up, *outs, apart=rowwise
             )
+        hidden = only_of_rows(hidden, options.used, hidden.ndim - 1)
         shared |= {"residual": x if add_input else None}
         return from_units(hidden, weights.down, weights.down_bias, step=hidden_step, **shared)
 

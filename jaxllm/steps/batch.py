@@ -6,6 +6,7 @@ result (`rowwise`, see `jaxllm.nn.linear`), and what XLA computes, it computes r
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kernels.used_units import UsedUnits
+from jaxllm.kernels.used_units import PARAMETER, UsedUnits, of_rows, only_of_rows
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.models.decoder import embed_tokens, logits
 from jaxllm.models.layer import attend_cache, rotary_by_rope, run_layer
@@ -24,6 +25,7 @@ from jaxllm.models.parameters import Params, head_name
 from jaxllm.nn.layers import Heads
 from jaxllm.nn.linear import in_blocks
 from jaxllm.nn.norms import normalize
+from jaxllm.quant import Adapted
 from jaxllm.sampling import NO_TOKEN, SamplerState, choose, chosen
 
 Caches = tuple[KVCache, ...]
@@ -31,21 +33,25 @@ Caches = tuple[KVCache, ...]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowEnds:
-    """Where each row of a batch ends.
+class RowLimits:
+    """Where each row of a batch ends, and which units it uses.
 
     Attributes:
       stop_ids: `[B, n]` int32, token ids that end the row; pad with -1.
-      limits: `[B]` int32, most tokens; 0 for a row that is padding, behind all others.
+      tokens: `[B]` int32, most tokens; 0 for a row that is padding, behind all others.
+      units: `[B, L, 2]` int32, how many kv groups and neurons of each layer the row uses, at least 1: rows of
+        different levels (see `can_mix_levels`); None for those of the parameters.
     """
 
     stop_ids: jax.Array | np.ndarray
-    limits: jax.Array | np.ndarray
+    tokens: jax.Array | np.ndarray
+    units: jax.Array | np.ndarray | None = None
 
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above, where a step that takes them is traced."""
         axes.check(jnp.int32, "B n", stop_ids=self.stop_ids)
-        axes.check(jnp.int32, "B", limits=self.limits)
+        axes.check(jnp.int32, "B", tokens=self.tokens)
+        axes.check(jnp.int32, "B L 2", units=self.units)
 
 
 def can_decode_rows(params: Params, cache_dtype: jnp.dtype) -> bool:
@@ -54,26 +60,44 @@ def can_decode_rows(params: Params, cache_dtype: jnp.dtype) -> bool:
     return isinstance(params.get(STACK), LayerStack) and cache_dtype in (jnp.float32, jnp.float16)
 
 
+def can_mix_levels(params: Params) -> bool:
+    """Whether rows of different levels can be decoded together, besides `can_decode_rows`: the levels are
+    counts of units of the same weights. Adapters of a level are its own: then rows of other levels would not
+    share the products."""
+    stack: Any = params.get(STACK)
+    table, row = jax.ShapeDtypeStruct((2,), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
+    if not isinstance(stack, LayerStack):
+        return False
+    layers: list[Any] = [form.at(table, row) for form in stack.forms]  # pyright: ignore[reportArgumentType]
+    return all(
+        PARAMETER in layer and not any(isinstance(each, Adapted) for each in layer.values())
+        for layer in layers
+    )
+
+
 def decode_rows(
     params: Params,
     tokens: jax.Array,
     caches: Caches,
     samplers: tuple[SamplerState, ...],
-    ends: RowEnds,
+    limits: RowLimits,
     *,
     cfg: ModelConfig,
     block: int,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array, Caches, tuple[SamplerState, ...]]:
-    """Decodes up to `limits` tokens of each row in one dispatch; a row that has ended waits for the others,
+    """Decodes tokens of each row up to its limit in one dispatch; a row that has ended waits for the others,
     and its cache and sampler do not change any more.
+
+    Rows of different levels share each product: it computes the units of the largest, and a row's units that
+    its own level lacks count as zeros, which change no sum and no scale of quantization.
 
     Args:
       params: the model's parameters, its layers by address (see `can_decode_rows`).
       tokens: `[B]` int32, each row's last token, not yet in its cache.
       caches: of each row, of batch 1 and any length; donated. Each has room for its row's limit.
       samplers: of each row, of batch 1; donated.
-      ends: where each row ends, after at most `block` tokens.
+      limits: where each row ends, after at most `block` tokens.
       cfg: the model.
       block: most tokens per dispatch.
       dtype: of the activations.
@@ -88,7 +112,7 @@ def decode_rows(
     """
     axes = Axes("decode_rows", H=cfg.head_dim, V=cfg.vocab_size)
     axes.check(jnp.int32, "B", tokens=tokens)
-    ends.check(axes)
+    limits.check(axes)
     for cache, sampler in zip(caches, samplers, strict=True):
         own = Axes("decode_rows", B=1, H=cfg.head_dim, V=cfg.vocab_size)
         cache.check(own)
@@ -96,14 +120,15 @@ def decode_rows(
         if not can_decode_rows(params, cache.keys[0].dtype):
             raise ConfigError("rows are decoded together by native kernels alone; decode them one by one")
     rows = jnp.full((len(caches), block), -1, jnp.int32)
-    stop_ids, limits = jnp.asarray(ends.stop_ids), jnp.asarray(ends.limits)
+    stop_ids, most = jnp.asarray(limits.stop_ids), jnp.asarray(limits.tokens)
+    units = None if limits.units is None else jnp.asarray(limits.units)
 
     def more(carry):
         return jnp.any(carry[2])
 
     def step(carry):
         counts, tokens, running, rows, caches, samplers = carry
-        found, caches = _row_logits(params, tokens, running, caches, cfg=cfg, dtype=dtype)
+        found, caches = _row_logits(params, tokens, running, caches, units, cfg=cfg, dtype=dtype)
         drawn, states = [], []
         for row, sampler in enumerate(samplers):
             token = jax.lax.cond(
@@ -116,10 +141,10 @@ def decode_rows(
         rows = rows.at[at, jnp.where(running, counts, block)].set(tokens, mode="drop")
         counts = counts + running.astype(jnp.int32)
         stopped = (tokens == NO_TOKEN) | jnp.any(tokens[:, None] == stop_ids, axis=1)
-        running = running & ~stopped & (counts < limits)
+        running = running & ~stopped & (counts < most)
         return counts, tokens, running, rows, caches, tuple(states)
 
-    start = (jnp.zeros(len(caches), jnp.int32), tokens, limits > 0, rows, caches, samplers)
+    start = (jnp.zeros(len(caches), jnp.int32), tokens, most > 0, rows, caches, samplers)
     counts, _, _, rows, caches, samplers = jax.lax.while_loop(more, step, start)
     return rows, counts, caches, samplers
 
@@ -129,6 +154,7 @@ def _row_logits(
     tokens: jax.Array,
     running: jax.Array,
     caches: Caches,
+    units: jax.Array | None,
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype,
@@ -163,7 +189,7 @@ def _row_logits(
             for row, cache in enumerate(caches):
                 out, changed = attend_cache(
                     Heads(*(each[row : row + 1] for each in new)),
-                    used,
+                    None if used is None else used.of(row),
                     cfg=cfg,
                     layer=like,
                     at=at[row],
@@ -173,9 +199,12 @@ def _row_logits(
                 )
                 outs.append(out)
                 kept.append(changed)
-            return jnp.concatenate(outs), kept
+            return only_of_rows(jnp.concatenate(outs), used, 2), kept
 
-        x, kept, _ = run_layer(layer_of(own, like), x, cfg, like, attend, valid=live, rowwise=True)
+        weights = layer_of(own, like)
+        if units is not None:
+            weights = weights.using(of_rows(units[:, number]))
+        x, kept, _ = run_layer(weights, x, cfg, like, attend, valid=live, rowwise=True)
         changed = (
             dataclasses.replace(cache.with_past(like, past), mass=mass)
             for cache, (past, mass) in zip(caches, kept, strict=True)

@@ -7,7 +7,7 @@ import jax
 
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Progress, SamplerState
-from jaxllm.steps.batch import Caches, RowEnds, decode_rows
+from jaxllm.steps.batch import Caches, RowLimits, can_mix_levels, decode_rows
 from serving.buckets.bucket import Bucket, ModelShapes, ids
 from serving.text_stream import MAX_STOP_IDS
 
@@ -27,7 +27,7 @@ class BatchBucket(Bucket):
     cache_tokens: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(params, tokens, caches, samplers' fixed parts, their progress, ends) -> tokens, counts, caches,
+        """(params, tokens, caches, samplers' fixed parts, their progress, limits) -> tokens, counts, caches,
         progress."""
 
         def step(
@@ -36,23 +36,24 @@ class BatchBucket(Bucket):
             caches: Caches,
             fixed: tuple[SamplerState, ...],
             progress: tuple[Progress, ...],
-            ends: RowEnds,
+            limits: RowLimits,
             **static: Any,
         ) -> tuple[jax.Array, jax.Array, Caches, tuple[Progress, ...]]:
             samplers = tuple(own.after(each) for own, each in zip(fixed, progress, strict=True))
             block = self.block_tokens
-            found = decode_rows(params, tokens, caches, samplers, ends, block=block, **static)
+            found = decode_rows(params, tokens, caches, samplers, limits, block=block, **static)
             drawn, counts, caches, samplers = found
             return drawn, counts, caches, tuple(each.progress for each in samplers)
 
         caches, state = (model.cache(self.cache_tokens),) * self.rows, model.sampler
         stop_ids: Any = ids(self.rows, MAX_STOP_IDS)
-        limits: Any = ids(self.rows)
+        most: Any = ids(self.rows)
+        units: Any = ids(self.rows, model.cfg.layers, 2) if can_mix_levels(model.params) else None
         return model.jitted(step, 2, 4).lower(
             model.params,
             ids(self.rows),
             caches,
             (state.fixed,) * self.rows,
             (state.progress,) * self.rows,
-            RowEnds(stop_ids, limits),
+            RowLimits(stop_ids, most, units),
         )

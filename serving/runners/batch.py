@@ -1,4 +1,4 @@
-"""Decodes several answers of one level together, where weights are resident."""
+"""Decodes several answers together, where weights are resident."""
 
 import functools
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
-from jaxllm.steps.batch import RowEnds, can_decode_rows
+from jaxllm.steps.batch import RowLimits, can_decode_rows, can_mix_levels
 from serving.buckets.batch import BatchBucket
 from serving.buckets.bucket import Bucket
 from serving.runners.level_runner import LevelRunner
@@ -16,10 +16,19 @@ from serving.text_stream import MAX_STOP_IDS
 
 
 class Batch:
-    """Decodes answers of a runner together (see `BatchRunner`)."""
+    """Decodes answers of a runner together (see `BatchRunner`), also with those of the model's other levels,
+    unless a level has adapters of its own.
+
+    Attributes:
+      units: see `BatchRunner`.
+    """
 
     def __init__(self, runner: LevelRunner) -> None:
         self._runner = runner
+        self._mixes, cfg = can_mix_levels(runner.params), runner.cfg
+        sizes = [cfg.units(layer) for layer in range(cfg.layers)]
+        counts = np.array([(each.kv_heads, each.neurons) for each in sizes], np.int32)
+        self.units = counts if self._mixes else None
 
     @classmethod
     def of(cls, runner: LevelRunner) -> "Batch | None":
@@ -28,6 +37,11 @@ class Batch:
         options, params = runner.options, runner.params
         exact = can_decode_rows(params, jnp.dtype(options.cache_dtype))
         return cls(runner) if options.batch_rows and exact else None
+
+    @property
+    def family(self) -> object:
+        """See `BatchRunner`."""
+        return self._runner.buckets if self._mixes else self._runner
 
     def all_buckets(self) -> list[Bucket]:
         """The buckets of batches, of any number of rows and cache length."""
@@ -60,9 +74,7 @@ class Batch:
             tuple(runner.make_room(row.cache, capacity) for row in filled),
             tuple(row.sampler.fixed for row in filled),
             tuple(row.sampler.progress for row in filled),
-            RowEnds(
-                np.stack([row.stop_ids for row in filled]), np.array([r.limit for r in filled], np.int32)
-            ),
+            self._limits(filled),
         )
         # Both transfers wait for the device.
         drawn, taken = np.asarray(tokens), np.asarray(counts)
@@ -70,6 +82,13 @@ class Batch:
             DecodedRow(drawn[at, : taken[at]].tolist(), caches[at], row.sampler.after(progress[at]))
             for at, row in enumerate(rows)
         ]
+
+    def _limits(self, rows: Sequence[BatchRow]) -> RowLimits:
+        units = None
+        if self.units is not None:
+            units = np.stack([self.units if row.units is None else row.units for row in rows])
+        stop_ids = np.stack([row.stop_ids for row in rows])
+        return RowLimits(stop_ids, np.array([row.limit for row in rows], np.int32), units)
 
     def _bucket(self, rows: int, cache: int) -> BatchBucket:
         block, level = self._runner.options.decode_block, self._runner.model.bucket_level

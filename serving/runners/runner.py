@@ -183,6 +183,8 @@ class BatchRow:
 
     Attributes:
       token, cache, sampler, stop_ids, limit: see `Runner.decode`.
+      units: how many kv groups and neurons of each layer its level has, `[L, 2]` int32; None for those of the
+        runner that decodes the batch.
     """
 
     token: Any
@@ -190,6 +192,7 @@ class BatchRow:
     sampler: SamplerState
     stop_ids: np.ndarray
     limit: int
+    units: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +210,19 @@ class DecodedRow:
 
 
 class BatchRunner(Protocol):
-    """Decodes several answers together, so that weights are read once for all of them."""
+    """Decodes several answers together, so that weights are read once for all of them.
+
+    Attributes:
+      family: answers of runners of the same family are decoded together by any of these: those of levels that
+        share weights, else those of one level.
+      units: of its level (see `BatchRow`).
+    """
+
+    @property
+    def family(self) -> object: ...  # noqa: D102
+
+    @property
+    def units(self) -> np.ndarray | None: ...  # noqa: D102
 
     def decode_batch(self, rows: Sequence[BatchRow]) -> list[DecodedRow]:
         """Decodes up to each row's limit in one dispatch, in the order of `rows`. Their caches and samplers

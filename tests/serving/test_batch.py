@@ -5,6 +5,8 @@ import math
 
 import pytest
 
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import ConfigError, NotFinite
 from jaxllm.sampling import Sampling
 from serving.batch import MAX_BATCH, batchable, decode_together
@@ -15,8 +17,9 @@ from serving.run import Lifecycle
 from serving.sliding import Sliding
 from serving.speculation.options import SpeculationOptions
 from serving.step import close, step
+from tests.elastic.models import scaled_params
 from tests.kernels.switching import fall_back, needs_native
-from tests.tiny import write_tiny_bundle
+from tests.tiny import TINY, write_tiny_bundle
 
 OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), decode_block=4, batch_rows=(2, 4))
 PROMPTS = ([1, 50, 7, 99, 23], [9, 8, 7], [*range(30, 50)], [5], [77, 78, 79, 80, 81, 82])
@@ -109,6 +112,24 @@ def test_each_stops_at_its_own_string_or_token(engine):
     runs = [begun(engine, 0), begun(engine, 1, stop=(text[3:5],)), begun(engine, 2, ignore_eos=False)]
     check(engine, ended(runs))
     assert runs[1].finish_reason == "stop"
+
+
+@needs_native
+def test_levels_share_dispatches(tmp_path, compiles):
+    """Answers of three levels in one: each as its level answers alone, with no bucket of its own."""
+    ladder = elastic_parts(Ladder(levels=(40, 70, 100)))
+    path = write_tiny_bundle(tmp_path / "elastic.jaxllm", "int8", params=scaled_params(TINY), parts=ladder)
+    options = dataclasses.replace(OPTIONS, levels=(40, 70), batch_rows=(4,))
+    whole = Engine.open(path, options=options)
+    engines = [whole, whole.at(40), whole.at(70), whole.at(40)]
+    with compiles() as count:
+        runs = [begun(engine, number) for number, engine in enumerate(engines)]
+        assert len({id(run.runner.batch.family) for run in runs}) == 1
+        ended(runs)
+    assert count() == 0
+    for engine, run in zip(engines, runs, strict=True):
+        check(engine, [run])
+    assert any(run.tokens != alone(whole, run).tokens for run in runs)
 
 
 @needs_native

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.config import LayerUnits
+from jaxllm.elastic.submodel import counted_sub_model
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import new_cache
 from jaxllm.models.decoder import forward
@@ -16,7 +18,7 @@ from jaxllm.models.layer_stack import by_address
 from jaxllm.models.parameters import param_specs
 from jaxllm.quant import Apart, quantize, to_blocks
 from jaxllm.sampling import Sampling, sampler_state
-from jaxllm.steps.batch import RowEnds, decode_rows
+from jaxllm.steps.batch import RowLimits, can_mix_levels, decode_rows
 from jaxllm.steps.model import BlockEnd, decode_tokens
 from tests.elastic.models import LLAMA, MODELS, in_blocks, scaled_params
 from tests.kernels.drawing import placed
@@ -86,7 +88,7 @@ def stops(*ids):
 def check(cfg, params, rows, ends):
     """Decodes rows together and alone; `ends` has each row's stop ids and limit, 0 for padding."""
     tokens, caches, samplers = zip(*rows, strict=True)
-    end = RowEnds(np.stack([each for each, _ in ends]), np.array([limit for _, limit in ends], np.int32))
+    end = RowLimits(np.stack([each for each, _ in ends]), np.array([limit for _, limit in ends], np.int32))
     found, counts, after, states = together(cfg)(params, np.array(tokens), caches, samplers, end)
     for row, (token, cache, sampler) in enumerate(rows):
         if ends[row][1] == 0:
@@ -174,7 +176,7 @@ def test_one_trace_serves_all_lengths_limits_and_samplings(compiles):
     run = jit(functools.partial(decode_rows, cfg=cfg, block=BLOCK, dtype=jnp.dtype("float32")))
     for number, rows in enumerate(([0, 1], [2, 3], [4, 0])):
         tokens, caches, samplers = zip(*(begun(cfg, params, row) for row in rows), strict=True)
-        ends = RowEnds(np.stack([stops(number)] * 2), np.array([1 + number, BLOCK], np.int32))
+        ends = RowLimits(np.stack([stops(number)] * 2), np.array([1 + number, BLOCK], np.int32))
         with compiles() as count:
             run(params, np.array(tokens), caches, samplers, ends)
         assert count() == (number == 0)
@@ -190,7 +192,7 @@ def test_caches_stay_where_they_are():
         )
         states = tuple(jax.tree.map(jnp.asarray, sampler_state(Sampling(), [], V, 0)) for _ in range(4))
         step = functools.partial(decode_rows, cfg=cfg, block=BLOCK, dtype=jnp.dtype("float32"))
-        ends = RowEnds(np.stack([stops()] * 4), np.full(4, BLOCK, np.int32))
+        ends = RowLimits(np.stack([stops()] * 4), np.full(4, BLOCK, np.int32))
         lowered = jax.jit(step, donate_argnums=(2,)).lower(
             params, np.zeros(4, np.int32), caches, states, ends
         )
@@ -201,12 +203,63 @@ def test_caches_stay_where_they_are():
     assert long.alias_size_in_bytes >= size
 
 
+# Levels
+
+
+def leveled(cfg, bits, shares):
+    """A model by address, and its levels: of each config, counts of units `[L, 2]` and parameters."""
+    stored, found = in_blocks(cfg, scaled_params(cfg), bits), []
+    for share in shares:
+        # Another share of the neurons in each layer.
+        sizes = [max(1, round(cfg.ffn_size * share * (3 + layer) / 5)) for layer in range(cfg.layers)]
+        units = tuple(LayerUnits(kv_heads=round(cfg.kv_heads * share) or 1, neurons=each) for each in sizes)
+        level = dataclasses.replace(cfg, layer_units=units)
+        counts = np.array([[each.kv_heads, each.neurons] for each in units], np.int32)
+        found.append((counts, by_address(counted_sub_model(stored, cfg, level), cfg)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("llama", 8),
+        ("llama", 4),
+        *(pytest.param(each, 8, marks=pytest.mark.slow) for each in ("gpt2", "gemma2", "qwen3")),
+    ],
+)
+def test_rows_of_different_levels_share_products(name, bits):
+    """Each is to the bit what its level gives alone, whichever level's parameters the batch has."""
+    cfg = MODELS[name]
+    levels = leveled(cfg, bits, (1.0, 0.5, 0.3))
+    assert all(can_mix_levels(params) for _, params in levels)
+    rows = [begun(cfg, params, row) for row, (_, params) in enumerate(levels)]
+    tokens, caches, samplers = zip(*rows, strict=True)
+    units = np.stack([counts for counts, _ in levels])
+    most = np.array([BLOCK, 4, BLOCK], np.int32)
+    limits = RowLimits(np.stack([stops()] * 3), most, units)
+    for _, params in (levels[0], levels[2]):
+        found, counts, after, states = together(cfg)(params, np.array(tokens), caches, samplers, limits)
+        for row, (_, own) in enumerate(levels):
+            end = BlockEnd(stops(), most[row])
+            one = alone(cfg)(own, tokens[row][None], caches[row], samplers[row], end)
+            got = (found[row], counts[row], after[row], states[row])
+            chex.assert_trees_all_equal(got, (one[0][0], *one[1:]))
+    assert len({*found.ravel().tolist()}) > 4
+
+
+def test_levels_with_adapters_of_their_own_do_not_mix():
+    stored = in_blocks(LLAMA, scaled_params(LLAMA), 8)
+    assert not can_mix_levels(by_address(stored, LLAMA))
+    counted = counted_sub_model(stored, LLAMA, LLAMA, ranks={"layers.0.attn.q": 2})
+    assert not can_mix_levels(by_address(counted, LLAMA))
+
+
 def test_weights_that_xla_multiplies_are_refused():
     """Its products of several rows have other last bits than those of one."""
     params = in_blocks(LLAMA, scaled_params(LLAMA), 8)
     rows = [padding(LLAMA)] * 2
     tokens, caches, samplers = zip(*rows, strict=True)
-    ends = RowEnds(np.stack([stops()] * 2), np.ones(2, np.int32))
+    ends = RowLimits(np.stack([stops()] * 2), np.ones(2, np.int32))
     with pytest.raises(ConfigError, match="one by one"):
         decode_rows(
             params, np.array(tokens), caches, samplers, ends, cfg=LLAMA, block=2, dtype=jnp.dtype("float32")
