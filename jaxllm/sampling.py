@@ -213,7 +213,7 @@ def chosen(state: SamplerState, token: jax.Array, draws: jax.Array | int = 1) ->
 
 def choose(logits: jax.Array, state: SamplerState) -> jax.Array:
     """The token of `sample`, `[B]` int32."""
-    axes = Axes("choose")
+    axes = Axes("sample")
     axes.check(jnp.float32, "B V", logits=logits)
     state.check(axes)
 
