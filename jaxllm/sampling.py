@@ -200,6 +200,19 @@ def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerSt
 
     Logits with NaN or positive infinity, or with all tokens forbidden, give `NO_TOKEN`.
     """
+    token = choose(logits, state)
+    return token, chosen(state, token)
+
+
+def chosen(state: SamplerState, token: jax.Array, draws: jax.Array | int = 1) -> SamplerState:
+    """The state after `token` `[B]` was chosen; `draws`, an int32 scalar of 0 or 1, tells whether it was."""
+    rows = jnp.arange(token.shape[0])
+    counts = state.counts.at[rows, token].add(draws)
+    return dataclasses.replace(state, counts=counts, drawn=state.drawn + draws)
+
+
+def choose(logits: jax.Array, state: SamplerState) -> jax.Array:
+    """The token of `sample`, `[B]` int32."""
     axes = Axes("sample")
     axes.check(jnp.float32, "B V", logits=logits)
     state.check(axes)
@@ -210,15 +223,12 @@ def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerSt
         kept = filtered(logits / state.temperature, state)
         return _if_finite(kept, largest(kept + gumbel_noise(state.seed, state.drawn, kept.shape)))
 
-    def choose(logits: jax.Array) -> jax.Array:
+    def penalized(logits: jax.Array) -> jax.Array:
         logits = jax.lax.cond(state.penalized, penalize, lambda logits, _: logits, logits, state)
         return jax.lax.cond(state.temperature > 0, draw, likeliest, logits)
 
     # Most requests take the likeliest token of the logits as they are: no other branch may copy these.
-    token = jax.lax.cond(state.penalized | (state.temperature > 0), choose, likeliest, logits)
-    rows = jnp.arange(logits.shape[0])
-    counts = state.counts.at[rows, token].add(1)
-    return token, dataclasses.replace(state, counts=counts, drawn=state.drawn + 1)
+    return jax.lax.cond(state.penalized | (state.temperature > 0), penalized, likeliest, logits)
 
 
 def likeliest(logits: jax.Array) -> jax.Array:

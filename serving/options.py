@@ -25,6 +25,8 @@ _ACCELERATOR_CHUNK_TOKENS = (32, 128, 512)
 _SHORTEST_CACHE_TOKENS = 512
 _CACHE_GROWTH = 4
 _MAX_DECODE_BLOCK = 256
+# Rows of buckets that decode answers together.
+BATCH_ROWS = (2, 4, 8)
 _MAX_KV_CHUNK_TOKENS = 256
 _CPU_SCORE_TOKENS = 2048
 _ACCELERATOR_SCORE_TOKENS = 16384
@@ -41,6 +43,9 @@ class EngineOptions:
         padding, so that few lengths do.
       cache_tokens: lengths of caches, ascending; a sequence moves into the next one as it grows.
       decode_block: most tokens decoded per dispatch.
+      batch_rows: numbers of answers that are decoded together, ascending, among 2, 4 and 8: buckets are made
+        for them where native kernels read weights (see `serving.batch`). Empty: answers are decoded one by
+        one.
       score_tokens: tokens per dispatch, padding included, when many short texts are scored together.
       activation_dtype: "float32" or "bfloat16".
       cache_dtype: of keys and values: "float32", "bfloat16" or "float16". By default float16 where native
@@ -70,6 +75,7 @@ class EngineOptions:
     exact_chunks: bool = False
     cache_tokens: tuple[int, ...] = ()
     decode_block: int = 16
+    batch_rows: tuple[int, ...] = ()
     score_tokens: int = 0
     activation_dtype: str = ""
     cache_dtype: str = ""
@@ -97,6 +103,10 @@ class EngineOptions:
             raise ConfigError(f"cache_tokens must be ascending and positive, got {self.cache_tokens}")
         if not 1 <= self.decode_block <= _MAX_DECODE_BLOCK:
             raise ConfigError(f"decode_block must be in [1, {_MAX_DECODE_BLOCK}], got {self.decode_block}")
+        if not set(self.batch_rows) <= set(BATCH_ROWS) or list(self.batch_rows) != sorted(
+            set(self.batch_rows)
+        ):
+            raise ConfigError(f"batch_rows must be ascending and among {BATCH_ROWS}, got {self.batch_rows}")
         percents = all(type(level) is int and 1 <= level <= WHOLE for level in self.levels)
         if not percents or list(self.levels) != sorted(set(self.levels)):
             raise ConfigError(f"levels must be ascending percentages, got {self.levels}")

@@ -21,6 +21,7 @@ from serving.decoding import pace
 from serving.host.forked import require_not_forked
 from serving.request import common_prefix
 from serving.run import Run
+from serving.runners.runner import BatchRow, DecodedRow
 from serving.sliding import Sliding, kept_tokens, slid
 
 
@@ -81,6 +82,12 @@ def _dispatch(run: Run, work: Callable[[Run], None]) -> None:
     with run.runner.lock:
         if run.stage != "ended":
             work(run)
+    after_dispatch(run, tokens)
+
+
+def after_dispatch(run: Run, tokens: int) -> None:
+    """Calls the run's lifecycle, without the model's lock, after a dispatch before which the answer had
+    `tokens` tokens."""
     if run.stage == "ended":
         # Another thread closed the run, perhaps before its context was restored.
         run.lifecycle.finish(run)
@@ -134,24 +141,46 @@ def _prefill(run: Run) -> None:
 
 def _decode(run: Run) -> None:
     """Decodes a block, or drafts and verifies; makes room first where the window is full."""
-    _require_same_weights(run)
     if run.room_tokens <= 0 and run.request.sliding is not None:
+        _require_same_weights(run)
         _slide(run, run.request.sliding)
         return
     began = time.perf_counter()
-    session, decoding = run.session, run.decoding
-    limit = decoding.limit(run.pace, min(run.wanted_tokens, run.room_tokens))
-    pending = run.tokens[-1]
-    cached, cache = session.take()
-    cache = run.runner.make_room(cache, decoding.cache_tokens(len(cached) + limit))
-    rows, count, cache, run.sampler = decoding.decode(
-        run.last_token, cache, run.sampler, run.stop_ids, limit, cached
+    limit = run.decoding.limit(run.pace, min(run.wanted_tokens, run.room_tokens))
+    cached, row = decode_from(run, limit)
+    rows, count, cache, sampler = run.decoding.decode(
+        row.token, row.cache, row.sampler, row.stop_ids, limit, cached
     )
     block = np.asarray(rows)[0, : int(count)].tolist()
-    session.cache, session.tokens = cache, [*cached, pending, *block[:-1]]
-    _finite(run, block)
     run.pace = pace(1000 * (time.perf_counter() - began) / len(block))
-    _take(run, block)
+    decoded(run, cached, DecodedRow(block, cache, sampler))
+
+
+def decode_from(run: Run, limit: int) -> tuple[list[int], BatchRow]:
+    """What the next block of a run is decoded from, of at most `limit` tokens: the tokens in its cache, and
+    the arguments of the dispatch. Its session has no cache until `decoded`.
+
+    Raises:
+      ContextGone: the cache was computed by other weights.
+    """
+    _require_same_weights(run)
+    cached, cache = run.session.take()
+    cache = run.runner.make_room(cache, run.decoding.cache_tokens(len(cached) + limit))
+    return cached, BatchRow(
+        token=run.last_token, cache=cache, sampler=run.sampler, stop_ids=run.stop_ids, limit=limit
+    )
+
+
+def decoded(run: Run, cached: list[int], found: DecodedRow) -> None:
+    """Adds a block to a run, and checks whether it has ended.
+
+    Raises:
+      NotFinite: the block has `NO_TOKEN`.
+      JaxllmError: see `Runner.require_usable`.
+    """
+    session, run.sampler = run.session, found.sampler
+    session.cache, session.tokens = found.cache, [*cached, run.tokens[-1], *found.tokens[:-1]]
+    _take(run, _finite(run, found.tokens))
 
 
 def _take(run: Run, block: list[int]) -> None:

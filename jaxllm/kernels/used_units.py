@@ -26,20 +26,46 @@ class UsedUnits:
 
     Attributes:
       counts: `[3]` int32, the numbers of used kv groups, neurons and ranks of adapters of the layer (further
-        ranks are zero).
+        ranks are zero). Where the sequences of a batch differ `[1 + B, 3]`: the most of any sequence, then
+        those of each (see `of_rows`).
       column: 0 for kv groups, 1 for neurons.
     """
 
     counts: Operand
     column: int = dataclasses.field(metadata={"static": True})
 
+    @property
+    def by_row(self) -> bool:
+        """Whether each sequence of a batch has counts of its own."""
+        return len(self.counts.shape) == 2
+
+    def of(self, row: int) -> "UsedUnits":
+        """Those of one sequence of a batch."""
+        return UsedUnits(value(self.counts)[1 + row], self.column) if self.by_row else self
+
     def only(self, h: jax.Array, axis: int) -> jax.Array:
-        """`h` with zeros, also in place of NaN, for all units along `axis` that are not used."""
-        shape = [1] * h.ndim
+        """`h` with zeros, also in place of NaN, for all units along `axis` that are not used; where sequences
+        differ `h` is `[B, ...]`."""
+        shape, counts = [1] * h.ndim, value(self.counts)
         shape[axis] = h.shape[axis]
-        count = value(self.counts)[self.column]
+        rows = (h.shape[0],) + (1,) * (h.ndim - 1)
+        count = counts[1:, self.column].reshape(rows) if self.by_row else counts[self.column]
         inside = jnp.arange(h.shape[axis], dtype=jnp.int32).reshape(shape) < count
         return jnp.where(inside, h, jnp.zeros((), h.dtype))
+
+
+def only_of_rows(h: jax.Array, used: UsedUnits | None, axis: int) -> jax.Array:
+    """`h` `[B, ...]` with zeros for the units along `axis` that a sequence does not use, where sequences
+    differ: products know the most of any sequence alone."""
+    return h if used is None or not used.by_row else used.only(h, axis)
+
+
+def of_rows(units: jax.Array) -> tuple[UsedUnits, UsedUnits]:
+    """The used kv groups and the used neurons of one layer, of sequences that differ: `[B, 2]` int32. There
+    are no adapters."""
+    each = jnp.pad(units, ((0, 0), (0, 1)))
+    counts = jnp.concatenate([jnp.max(each, axis=0, keepdims=True), each])
+    return UsedUnits(counts, _GROUPS), UsedUnits(counts, _NEURONS)
 
 
 def used_units(counts: Operand | None) -> tuple[UsedUnits | None, UsedUnits | None]:

@@ -31,7 +31,7 @@ from jaxllm.models.layer_stack import STACK, layer_of, one_by_one, over_layers
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.nn.documents import Branches, document_positions
 from jaxllm.nn.linear import embed, to_units
-from jaxllm.nn.norms import normalize
+from jaxllm.nn.norms import by_sequence, normalize
 
 
 @overload
@@ -210,7 +210,8 @@ def forward_to_experts(
       The input of the experts, the routing of the tokens, the updated keys and values, and the updated mass.
     """
     attend = functools.partial(attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
-    x, (past, mass) = attended(weights, x, cfg, layer, attend, at.tree is not None, at.valid)
+    valid = at.valid if at.padded else None
+    x, (past, mass) = attended(weights, x, cfg, layer, attend, at.tree is not None, valid)
     return x, chosen_experts(weights, x, cfg), past, mass
 
 
@@ -338,14 +339,14 @@ def logits(
     *,
     cfg: ModelConfig,
     rowwise: bool = False,
+    apart: bool = False,
     live: jax.Array | None = None,
 ) -> jax.Array:
     """Next-token logits `[..., V]` float32 of hidden states `[..., D]`; for `rowwise` and `live` see
-    `linear.py`."""
+    `linear.py`, for `apart` `by_sequence`."""
     Axes("logits", D=cfg.hidden_size).check(jnp.floating, "... D", hidden=hidden)
-    head = params[head_name(cfg)]
-    out = to_units(hidden, head, rowwise=rowwise, live=live).astype(jnp.float32)
+    out = to_units(hidden, params[head_name(cfg)], rowwise=rowwise, live=live).astype(jnp.float32)
     if cfg.logit_softcap:
         cap = np.float32(cfg.logit_softcap)
-        out = jnp.tanh(out / cap) * cap
+        out = by_sequence(lambda out: jnp.tanh(out / cap) * cap, out, apart=apart)
     return out

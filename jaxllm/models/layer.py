@@ -16,7 +16,7 @@ from jaxllm.models.layer_params import LayerParams
 from jaxllm.nn.documents import Branches, document_attention
 from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention, rotary_cos_sin, rotate
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
-from jaxllm.nn.norms import normalize
+from jaxllm.nn.norms import by_sequence, normalize
 
 CosSin = tuple[jax.Array, jax.Array]
 Kept = TypeVar("Kept")
@@ -37,25 +37,29 @@ def run_layer(
 ) -> tuple[jax.Array, Kept, Routing | None]:
     """One layer of `x` `[B, T, D]`: its output, what `attend` keeps, and the routing if it is sparse.
 
-    The first `valid` of the T tokens, an int32 scalar, are real: outputs of the others are undefined. For
-    `rowwise` see `linear.py`.
+    The first `valid` of the T tokens, an int32 scalar, are real: outputs of the others are undefined. Of
+    several sequences of one token each it is the first `valid` sequences. For `rowwise` see `linear.py`.
     """
     live = live_rows(x, valid)
     x, kept = attended(weights, x, cfg, layer, attend, rowwise, valid)
     routing = None
-    if cfg.is_sparse(layer):
+    if cfg.is_sparse(layer) and rowwise and x.shape[0] > 1:
+        # Sequences visit different experts, and which of them share a product must not show.
+        mixed = by_sequence(lambda x: _experts(weights, x, cfg)[0], x, apart=True)
+    elif cfg.is_sparse(layer):
         real = None if valid is None else jnp.arange(x.shape[1], dtype=jnp.int32) < valid
         mixed, routing = _experts(weights, x, cfg, live=real, differentiable=differentiable)
     else:
         mixed = _ffn(weights, x, cfg, rowwise, live)
-    x = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg), live) if cfg.post_norms else mixed
-    return x, kept, routing
+    if cfg.post_norms:
+        mixed = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg), live, rowwise=rowwise)
+    return mixed, kept, routing
 
 
 def live_rows(x: jax.Array, valid: jax.Array | None) -> jax.Array | None:
-    """How many rows of `x` `[B, T, D]` products compute, if the first `valid` of the T tokens are real: of
-    several sequences all."""
-    return valid if x.shape[0] == 1 else None
+    """How many rows of `x` `[B, T, D]` products compute, if the first `valid` of the T tokens are real, or of
+    the B sequences where T is 1: of several sequences of several tokens all."""
+    return valid if 1 in x.shape[:2] else None
 
 
 def attended(
@@ -78,7 +82,7 @@ def attended(
         rowwise=rowwise,
         live=live,
     )
-    out, kept = attend(normed_heads(weights, q, k, v, cfg), groups)
+    out, kept = attend(normed_heads(weights, q, k, v, cfg, apart=rowwise), groups)
     out = out.reshape(*out.shape[:3], -1)
     # The output product adds the residual, unless a norm comes between.
     residual = None if cfg.post_norms else x
@@ -93,23 +97,26 @@ def attended(
     )
     if not cfg.post_norms:
         return mixed, kept
-    return add_normed(x, mixed, weights.norm("attn_post_norm", cfg), live), kept
+    return add_normed(x, mixed, weights.norm("attn_post_norm", cfg), live, rowwise=rowwise), kept
 
 
-def normed_heads(weights: LayerParams, q: jax.Array, k: jax.Array, v: jax.Array, cfg: ModelConfig) -> Heads:
+def normed_heads(
+    weights: LayerParams, q: jax.Array, k: jax.Array, v: jax.Array, cfg: ModelConfig, *, apart: bool = False
+) -> Heads:
     """Inputs of attention from a layer's products `[B, T, K, G·H]` and `[B, T, K, H]`, normalized and clipped
-    as the model does."""
+    as the model does; for `apart` see `by_sequence`."""
+
+    def normed(each: jax.Array, name: str) -> jax.Array:
+        return normalize(each, weights.norm(f"attn.{name}_norm", cfg), apart=apart)
+
     if cfg.joint_qk_norm:
         q, k = (
-            normalize(each.reshape(*each.shape[:2], -1), weights.norm(f"attn.{name}_norm", cfg)).reshape(
-                each.shape
-            )
+            normed(each.reshape(*each.shape[:2], -1), name).reshape(each.shape)
             for name, each in (("q", q), ("k", k))
         )
     q = q.reshape(*q.shape[:3], -1, k.shape[-1])
     if cfg.qk_norm and not cfg.joint_qk_norm:
-        q = normalize(q, weights.norm("attn.q_norm", cfg))
-        k = normalize(k, weights.norm("attn.k_norm", cfg))
+        q, k = normed(q, "q"), normed(k, "k")
     if cfg.qkv_clip:
         q, k, v = (jnp.clip(each, -cfg.qkv_clip, cfg.qkv_clip) for each in (q, k, v))
     return Heads(q, k, v)
@@ -193,8 +200,8 @@ def _experts(
     x: jax.Array,
     cfg: ModelConfig,
     *,
-    live: jax.Array | None,
-    differentiable: bool,
+    live: jax.Array | None = None,
+    differentiable: bool = False,
 ) -> tuple[jax.Array, Routing]:
     """Mixture of experts of `x` `[B, T, D]`, and the routing; x is added here unless a norm comes between."""
     norm = weights.norm("ffn_norm", cfg)

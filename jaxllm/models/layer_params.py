@@ -16,8 +16,13 @@ from jaxllm.quant import Weight
 class LayerParams:
     """The parameters under one prefix."""
 
-    def __init__(self, params: Mapping[str, Weight | Operand], prefix: str) -> None:
-        self._params, self._prefix = params, prefix
+    def __init__(
+        self,
+        params: Mapping[str, Weight | Operand],
+        prefix: str,
+        used: tuple[UsedUnits, UsedUnits] | None = None,
+    ) -> None:
+        self._params, self._prefix, self._used = params, prefix, used
 
     def __getitem__(self, name: str) -> Weight:
         return self._params[self._prefix + name]  # pyright: ignore[reportReturnType]: of a router, an operand
@@ -26,7 +31,11 @@ class LayerParams:
     def used(self) -> tuple[UsedUnits | None, UsedUnits | None]:
         """The used kv groups and the used neurons, None where all are used (see
         `jaxllm.kernels.used_units`)."""
-        return used_units(self.operand(PARAMETER))
+        return used_units(self.operand(PARAMETER)) if self._used is None else self._used
+
+    def using(self, used: tuple[UsedUnits, UsedUnits]) -> "LayerParams":
+        """The same parameters with other used units."""
+        return LayerParams(self._params, self._prefix, used)
 
     def operand(self, name: str) -> Operand | None:
         """A parameter that is a vector or small matrix, as native kernels take it; None if the model does not

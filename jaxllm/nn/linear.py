@@ -1,8 +1,7 @@
 """Matrix products of a model: every product goes through this module.
 
 Weights lead with their unit axes (`[*U, D]`: the rows of a kv group, of an MLP neuron, of a vocabulary
-entry), on whichever side of the product units are, so that a prefix of units is a prefix of memory. This
-gives two orientations:
+entry), on whichever side of the product units are, so that a prefix of units is a prefix of memory:
 
 - `to_units`:   x `[..., D]`  with w `[*U, D]` -> `[..., *U]` (q, k, v, gate, up, head)
 - `from_units`: h `[..., *U]` with w `[*U, D]` -> `[..., D]`  (o, down)
@@ -10,23 +9,21 @@ gives two orientations:
 and functions that a kernel may fuse: `normed_to_units` (a norm, then several products of the same
 activations), `feed_forward`, and `add_normed`, which ends a block.
 
-`used` limits a product to the first units: outputs of the other units are undefined, and as inputs they
-contribute nothing.
+`used` limits a product to the first units: outputs of others are undefined, and as inputs they add nothing.
 
-With a `step`, activations are quantized to 8-bit integer multiples of it, clipped at ±127, whatever the
-weight's format (mllm-NPU, arXiv 2407.05858, equation 1, without its outliers: see
-`jaxllm.int8_prefill.shadow`).
+With a `step`, activations are quantized to 8-bit integer multiples of it, clipped at ±127, in every format of
+weights (mllm-NPU, arXiv 2407.05858, equation 1; for its outliers see `jaxllm.int8_prefill.shadow`).
 
 With `live`, an int32 scalar, only the first `live` rows of activations are computed; the other rows of the
 result are undefined. Native products alone save this work.
 
 With `rowwise`, native products give each token bit for bit what it gets alone, which verification of drafted
-tokens needs. 8-bit products always do; at fewer bits products of many tokens are slower this way.
+tokens needs. 8-bit products always do; at fewer bits products of many tokens are slower this way. What XLA
+computes beside them, it computes for each sequence of a batch by itself.
 
-Callers need not know whether a weight is dense, quantized or adapted, nor which kernel runs: native kernels
-for weights in blocks on a CPU, with their adapters (`kernels/native.py`); loops over converted blocks for
-other quantized weights on a CPU (`kernels/converted.py`); plain products elsewhere. All are differentiable in
-their activations, and in float weights.
+Callers need not know how a weight is stored, nor which kernel runs: on a CPU native kernels for weights in
+blocks (`kernels/native.py`), loops over converted blocks for other quantized ones (`kernels/converted.py`);
+plain products elsewhere. Gradients are of activations and float weights.
 """
 
 import dataclasses
@@ -41,9 +38,9 @@ from jaxllm.config import Activation
 from jaxllm.kernels import converted, native, native_products, stepwise
 from jaxllm.kernels.native_operands import Adaptable
 from jaxllm.kernels.platforms import natively, on_platform
-from jaxllm.kernels.used_units import UsedUnits
+from jaxllm.kernels.used_units import UsedUnits, only_of_rows
 from jaxllm.nn.layers import activate
-from jaxllm.nn.norms import Norm, normalize
+from jaxllm.nn.norms import Norm, by_sequence, normalize
 from jaxllm.quant import (
     Adapted,
     BlockedArray,
@@ -152,7 +149,7 @@ def normed_to_units(
     """`to_units` of `norm(x)` with each weight."""
 
     def apart(x: jax.Array, norm: Norm, weights: Sequence[Weight], options: _Options) -> list[jax.Array]:
-        normed = normalize(x, norm)
+        normed = normalize(x, norm, apart=rowwise)
         return [to_units(normed, weight, rowwise=rowwise, **options.named()) for weight in weights]
 
     def together(
@@ -230,17 +227,20 @@ def feed_forward(
         shared = {"used": options.used, "live": options.live, "rowwise": rowwise}
         if weights.gate is None:
             (up,) = normed_to_units(x, norm, (weights.up,), (weights.up_bias,), step=step, **shared)
-            hidden = activate(up, weights.activation)
+            hidden = by_sequence(lambda up: activate(up, weights.activation), up, apart=rowwise)
         else:
             both, biases = (weights.gate, weights.up), (weights.gate_bias, weights.up_bias)
-            gate, up = normed_to_units(x, norm, both, biases, step=step, **shared)
-            hidden = activate(gate, weights.activation) * up
+            outs = normed_to_units(x, norm, both, biases, step=step, **shared)
+            hidden = by_sequence(
+                lambda gate, up: activate(gate, weights.activation) * up, *outs, apart=rowwise
+            )
+        hidden = only_of_rows(hidden, options.used, hidden.ndim - 1)
         shared |= {"residual": x if add_input else None}
         return from_units(hidden, weights.down, weights.down_bias, step=hidden_step, **shared)
 
     def together(x: jax.Array, norm: Norm, weights: FeedForward, options: _BlockOptions) -> jax.Array:
         fused = norm.bias is None
-        rows = (x if fused else normalize(x, norm)).reshape(-1, x.shape[-1])
+        rows = (x if fused else normalize(x, norm, apart=rowwise)).reshape(-1, x.shape[-1])
         out = native_products.feed_forward(
             rows,
             weights.gate,  # pyright: ignore[reportArgumentType]: all are in blocks
@@ -261,13 +261,14 @@ def feed_forward(
     return natively(together, apart, x, norm, weights, options)
 
 
-def add_normed(residual: jax.Array, x: jax.Array, norm: Norm, live: jax.Array | None = None) -> jax.Array:
-    """`residual + norm(x)`, `[..., D]`. Where native kernels run, each token's result is bit for bit what it
-    is alone; XLA's would vary with what it fuses them with."""
+def add_normed(
+    residual: jax.Array, x: jax.Array, norm: Norm, live: jax.Array | None = None, *, rowwise: bool = False
+) -> jax.Array:
+    """`residual + norm(x)`, `[..., D]`. Native kernels give each token bit for bit what it gets alone."""
 
     def by_xla(x: jax.Array, residual: jax.Array, norm: Norm, live: jax.Array | None) -> jax.Array:
         del live
-        return residual + normalize(x, norm)
+        return residual + normalize(x, norm, apart=rowwise)
 
     def by_kernel(x: jax.Array, residual: jax.Array, norm: Norm, live: jax.Array | None) -> jax.Array:
         rows = (-1, x.shape[-1])

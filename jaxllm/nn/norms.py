@@ -1,6 +1,7 @@
 """Norms over the last axis; statistics are computed in float32, whatever the dtype of the activations."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,27 @@ class Norm:
     eps: float = dataclasses.field(metadata={"static": True})
 
 
-def normalize(x: jax.Array, norm: Norm) -> jax.Array:
-    """`norm` of `x` `[..., D]`."""
-    if norm.bias is None:
-        return rms_norm(x, value(norm.scale), norm.eps)
-    return layer_norm(x, value(norm.scale), value(norm.bias), norm.eps)
+def normalize(x: jax.Array, norm: Norm, *, apart: bool = False) -> jax.Array:
+    """`norm` of `x` `[..., D]`; for `apart` see `by_sequence`."""
+    scale, bias = value(norm.scale), None if norm.bias is None else value(norm.bias)
+
+    def normed(x: jax.Array) -> jax.Array:
+        return rms_norm(x, scale, norm.eps) if bias is None else layer_norm(x, scale, bias, norm.eps)
+
+    return by_sequence(normed, x, apart=apart)
+
+
+def by_sequence(function: Callable[..., jax.Array], *arrays: jax.Array, apart: bool) -> jax.Array:
+    """`function` of arrays `[B, ...]`; if `apart`, of each of the B sequences by itself.
+
+    XLA orders sums, and approximates functions, by the shape of their operands: by itself a sequence gets bit
+    for bit what it gets alone.
+    """
+    batch = arrays[0].shape[0]
+    if not apart or batch == 1:
+        return function(*arrays)
+    each = [function(*(array[row : row + 1] for array in arrays)) for row in range(batch)]
+    return jnp.concatenate(each, axis=0)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

@@ -38,9 +38,10 @@ _HARMLESS_SETTINGS = (
     "jax_explain_cache_misses", "jax_traceback_filtering",
 )  # fmt: skip
 _MODULE_SUFFIXES = (".py", ".pyc", ".so", ".pyd")
-# Options that change no bucket: its folder on disk, the location of weights, the levels.
+# Options that change no bucket: its folder on disk, the location of weights, the levels, which batches there
+# are.
 _OUTSIDE_BUCKETS = (
-    "buckets_bytes", "levels", "memory_bytes", "storage", "read_ahead", "experts", "prefill",
+    "buckets_bytes", "levels", "memory_bytes", "storage", "read_ahead", "experts", "prefill", "batch_rows",
 )  # fmt: skip
 
 

@@ -56,9 +56,11 @@ class ProgramRunner:
       token_chooser: draws tokens that are not the likeliest.
       weights_version: of the weights that computed a cache.
       streams_weights: False: all weights are in memory.
+      batch: None: programs have one sequence.
     """
 
     streams_weights = False
+    batch = None
 
     def __init__(
         self, executor: Executor, level: int = WHOLE, token_chooser: TokenChooser | None = None

@@ -25,7 +25,7 @@ from serving.buckets.decode import SampleBucket
 from serving.buckets.parts import used_heads
 from serving.host.progress import Progress
 from serving.options import EngineOptions
-from serving.runners.runner import PrefillChunk
+from serving.runners.runner import BatchRunner, PrefillChunk
 from serving.runners.verdict import Verdict
 from serving.weights.model_level import ModelLevel
 
@@ -74,6 +74,12 @@ class LevelRunner(abc.ABC):
     def weights_version(self) -> tuple[int, int]:
         """Identifies the weights that computed a cache."""
         return self.model.weights_version
+
+    @property
+    def batch(self) -> BatchRunner | None:
+        """Decodes several answers together; None if they are decoded one by one, as where weights are
+        streamed: the buckets of single layers and experts take one sequence."""
+        return None
 
     @property
     def params(self) -> Params:

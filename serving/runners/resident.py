@@ -23,9 +23,10 @@ from serving.buckets.parts import embedding_params, layer_params
 from serving.buckets.prefill import PrefillBucket
 from serving.buckets.tree import DraftBucket, FollowBucket, VerifyBucket
 from serving.int8_prefill.modes import PrefillMode
+from serving.runners.batch import Batch
 from serving.runners.chunks import padded, plan_chunks
 from serving.runners.level_runner import LevelRunner
-from serving.runners.runner import PrefillChunk, chunks_of
+from serving.runners.runner import BatchRunner, PrefillChunk, chunks_of
 from serving.runners.verdict import Verdict
 from serving.speculation.options import TreeShape
 from serving.text_stream import MAX_STOP_IDS
@@ -47,7 +48,7 @@ class ResidentRunner(LevelRunner):
     ) -> None:
         """See the class and `LevelRunner`; `int8` prefills in integers."""
         super().__init__(model, buckets)
-        self.int8 = int8
+        self.int8, self._batch = int8, Batch.of(self)
         # The version of the weights in `_layers` and `_embedding`.
         self._sorted_version: tuple[int, int] | None = None
 
@@ -56,7 +57,8 @@ class ResidentRunner(LevelRunner):
     def all_buckets(self) -> list[Bucket]:
         """See `LevelRunner`."""
         answering = self._answer_buckets(self.options.cache_tokens)
-        return [*answering, *self.grow_buckets(), *self.context_buckets()]
+        together = [] if self._batch is None else self._batch.all_buckets()
+        return [*answering, *together, *self.grow_buckets(), *self.context_buckets()]
 
     def _answer_buckets(self, caches: Sequence[int]) -> list[Bucket]:
         """The buckets of any request in caches of these lengths."""
@@ -118,6 +120,11 @@ class ResidentRunner(LevelRunner):
         return VerifyBucket(nodes=nodes, cache_tokens=cache, level=self.model.bucket_level)
 
     # -- answering --------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> BatchRunner | None:
+        """See `LevelRunner`, and `Batch.of`."""
+        return self._batch
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """See `Runner`."""
@@ -187,6 +194,8 @@ class ResidentRunner(LevelRunner):
                 cache = self.empty_cache(cache_tokens)
                 tokens, *_ = self.decode(token, cache, sampler, np.full(MAX_STOP_IDS, -1, np.int32), 1)
                 tokens.block_until_ready()
+        if self._batch is not None:
+            self._batch.rehearse()
         if self.int8 is not None:
             self.int8.rehearse()
 

@@ -59,6 +59,7 @@ class Runner(Protocol):
       weights_version: identifies the weights that computed a cache.
       streams_weights: whether weights are read from storage while it runs, so that drafting meanwhile is
         free.
+      batch: decodes several answers together; None if they are decoded one by one.
     """
 
     @property
@@ -78,6 +79,9 @@ class Runner(Protocol):
 
     @property
     def streams_weights(self) -> bool: ...  # noqa: D102
+
+    @property
+    def batch(self) -> "BatchRunner | None": ...  # noqa: D102
 
     def require_usable(self) -> None:
         """Raises a JaxllmError if the model's file was changed in place, or if this process was forked from
@@ -170,6 +174,59 @@ class Runner(Protocol):
           The verdict, the cache with the accepted path at the end of its sequence, and the sampler after the
           path.
         """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchRow:
+    """What `Runner.decode` takes, of one of several answers.
+
+    Attributes:
+      token, cache, sampler, stop_ids, limit: see `Runner.decode`.
+      units: how many kv groups and neurons of each layer its level has, `[L, 2]` int32; None for those of the
+        runner that decodes the batch.
+    """
+
+    token: Any
+    cache: Any
+    sampler: SamplerState
+    stop_ids: np.ndarray
+    limit: int
+    units: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodedRow:
+    """What a batch gives one of its answers: to the bit what the answer gets alone.
+
+    Attributes:
+      tokens: at least one.
+      cache, sampler: after them (see `Runner.decode`).
+    """
+
+    tokens: list[int]
+    cache: Any
+    sampler: SamplerState
+
+
+class BatchRunner(Protocol):
+    """Decodes several answers together, so that weights are read once for all of them.
+
+    Attributes:
+      family: answers of runners of the same family are decoded together by any of these: those of levels that
+        share weights, else those of one level.
+      units: of its level (see `BatchRow`).
+    """
+
+    @property
+    def family(self) -> object: ...  # noqa: D102
+
+    @property
+    def units(self) -> np.ndarray | None: ...  # noqa: D102
+
+    def decode_batch(self, rows: Sequence[BatchRow]) -> list[DecodedRow]:
+        """Decodes up to each row's limit in one dispatch, in the order of `rows`. Their caches and samplers
+        are donated. Where there are more rows than any bucket has, there are several dispatches."""
         ...
 
 

@@ -159,4 +159,11 @@ void Change::add(size_t row, size_t rows, size_t column, size_t width, float* y,
   }
 }
 
+void leave_out(float* x, size_t rows, size_t width, const int32_t* used, size_t stride) {
+  for (size_t row = 0; row < rows; row++) {
+    const size_t first = static_cast<size_t>(used[row * stride]);
+    memset(x + row * width + first, 0, (width - first) * sizeof(float));
+  }
+}
+
 }  // namespace jaxllm

@@ -47,4 +47,8 @@ struct Change {
   void add(size_t row, size_t rows, size_t column, size_t width, float* y, size_t y_stride, void* work) const;
 };
 
+// Makes zero what each row of x [rows][width] has behind the first used[row * stride], which changes neither
+// the row's scales nor sums over it.
+void leave_out(float* x, size_t rows, size_t width, const int32_t* used, size_t stride);
+
 }  // namespace jaxllm

@@ -9,6 +9,10 @@ template <int Bits, int Rows, int Panels>
 ALWAYS_INLINE void few_dot(const uint8_t* w, size_t panel_stride, const int8_t* x, size_t stride,
                            I (&sum)[Rows][Panels]) {
   constexpr int at_once = Bits == 8 ? 1 : Bits == 4 ? 2 : 4;  // operands in 64 bytes
+  I part[Rows][Panels];
+  UNROLL for (int r = 0; r < Rows; r++) {
+    UNROLL for (int p = 0; p < Panels; p++) part[r][p] = begin_sum<Bits>(sum[r][p]);
+  }
   UNROLL for (int i = 0; i < 8 / at_once; i++) {
     W weights[at_once][Panels];
     UNROLL for (int p = 0; p < Panels; p++) {
@@ -27,13 +31,16 @@ ALWAYS_INLINE void few_dot(const uint8_t* w, size_t panel_stride, const int8_t* 
       UNROLL for (int r = 0; r < Rows; r++) {
         const int8_t* four = x + r * stride + 4 * (at_once * i + j);
         if constexpr (Panels == 1) {
-          sum[r][0] = dot_at(sum[r][0], weights[j][0], four);
+          part[r][0] = product_at<Bits>(part[r][0], weights[j][0], four);
         } else {
           const X same = xload(four);
-          UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = dot(sum[r][p], weights[j][p], same);
+          UNROLL for (int p = 0; p < Panels; p++) part[r][p] = product<Bits>(part[r][p], weights[j][p], same);
         }
       }
     }
+  }
+  UNROLL for (int r = 0; r < Rows; r++) {
+    UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = end_sum<Bits>(sum[r][p], part[r][p]);
   }
 }
 

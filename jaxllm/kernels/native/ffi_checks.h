@@ -88,6 +88,22 @@ inline bool read_count(const Array& counts, int64_t at, size_t least, size_t all
   return count >= 0 && out >= least && out <= all;
 }
 
+// Of counts [1 + rows][n], whose first row is of all rows together, those of each row: the first of them and
+// how far they lie apart. Null where counts are [n] or empty.
+inline bool read_row_counts(const Array& counts, int64_t at, size_t rows, size_t most, const int32_t*& first,
+                            size_t& stride) {
+  first = nullptr, stride = 0;
+  if (counts.count == 0 || counts.rank == 1) return true;
+  if (counts.rank != 2 || counts.dim(0) != 1 + rows || static_cast<size_t>(at) >= counts.dim(1)) return false;
+  stride = counts.dim(1);
+  first = counts.as<int32_t>() + stride + at;
+  for (size_t row = 0; row < rows; row++) {
+    const int32_t count = first[row * stride];
+    if (count < 0 || static_cast<size_t>(count) > most) return false;
+  }
+  return true;
+}
+
 // A weight [panels, blocks, bytes] whose units are outputs; false where its shapes disagree.
 bool read_units(const Array& data, const Array& scale, int64_t bits, int64_t group, size_t inputs,
                 size_t outputs, Units& out);

@@ -154,7 +154,8 @@ Error from_units_call(AnyBuffer h, AnyBuffer live, AnyBuffer residual, AnyBuffer
 
 // x [rows, width], live -> y [rows, width]. Operands: norm scale, counts, steps (of x, of what down takes),
 // then data, scale and both sides of an adapter of gate (empty: none), up and down. Of the `units`
-// counts[units_at] are computed. With a shadow places of x's channels, float rows of gate (empty: none) and
+// counts[units_at] are computed; where counts have more rows, row i of x uses counts[1 + i][units_at] of
+// these. With a shadow places of x's channels, float rows of gate (empty: none) and
 // of up, places of units and float rows of down follow, and how many channels of x and how many units had
 // outliers.
 Error feed_forward_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer row,
@@ -181,6 +182,8 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer 
   size_t used;
   if (!read_count(in[1], units_at, 1, all, used)) return wrong(kCount);
   Block block{};
+  if (!read_row_counts(in[1], units_at, all_rows, used, block.row_units, block.unit_stride))
+    return wrong(kCount);
   Adapter* const read[3] = {&block.gate_adapter, &block.up_adapter, &block.down_adapter};
   for (size_t i = 0; i < 3; i++) {
     const size_t at = kFirst + 4 * i;

@@ -18,7 +18,8 @@ using X = __m256i;
 #ifdef __AVXVNNI__
 constexpr int kBias8 = 128, kBias4 = 8, kBias2 = 3;  // unsigned by signed, sums corrected
 #else
-constexpr int kBias8 = 0, kBias4 = 0, kBias2 = 0;  // signed by signed
+constexpr int kBias8 = 0, kBias4 = 8, kBias2 = 3;  // 8 bits signed by signed
+#define LANES_PAIRS  // see dot_pairs
 #endif
 constexpr int kRows = 4, kPanels = 1;
 constexpr int kGroupRows = 3, kGroupPanels = 1;
@@ -183,6 +184,12 @@ inline X xload(const int8_t* p) {
   memcpy(&four, p, 4);
   return _mm256_set1_epi32(four);
 }
+// GCC adds products up as a tree, which takes more registers than there are: it may not where a sum passes
+// here.
+inline __attribute__((always_inline)) __m256i in_order(__m256i sum) {
+  asm("" : "+x"(sum));
+  return sum;
+}
 inline __attribute__((always_inline)) __m256i dot_half(__m256i sum, __m256i w, __m256i x) {
 #ifdef __AVXVNNI__
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
@@ -190,7 +197,7 @@ inline __attribute__((always_inline)) __m256i dot_half(__m256i sum, __m256i w, _
 #else
   // |w| * (x with w's sign): 128 * 127 * 2 still fits the 16 bits that the pairs are summed in.
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  return in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
 #endif
 }
 inline __attribute__((always_inline)) I dot(I sum, W w, X x) {
@@ -198,5 +205,18 @@ inline __attribute__((always_inline)) I dot(I sum, W w, X x) {
 }
 
 inline I dot_at(I sum, W w, const int8_t* x) { return dot(sum, w, xload(x)); }
+
+#ifdef LANES_PAIRS
+// Products of weights of at most 4 bits, summed in 16 bits: those of a block fit, 16 of 15 by 127 in a lane.
+inline __attribute__((always_inline)) I dot_pairs(I pairs, W w, X x) {
+  return {in_order(_mm256_add_epi16(pairs.a, _mm256_maddubs_epi16(w.a, x))),
+          in_order(_mm256_add_epi16(pairs.b, _mm256_maddubs_epi16(w.b, x)))};
+}
+inline __attribute__((always_inline)) I add_pairs(I sum, I pairs) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(pairs.a, ones)),
+          _mm256_add_epi32(sum.b, _mm256_madd_epi16(pairs.b, ones))};
+}
+#endif
 
 }  // namespace

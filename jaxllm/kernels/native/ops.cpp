@@ -13,6 +13,7 @@ namespace jaxllm {
 namespace {
 
 constexpr size_t kTaskWidth = kTaskPanels * kPanel;
+constexpr size_t kRowsPerTask = 16;  // of what is done row by row
 
 size_t block_bytes(int bits) { return static_cast<size_t>(bits) * kPanel * kBlock / 8; }
 size_t panels_of(size_t outputs) { return (outputs + kPanel - 1) / kPanel; }
@@ -183,7 +184,6 @@ bool reduce(const Matrix& m, const Activations& a, size_t rows, size_t outputs, 
 }  // namespace
 
 void add_normed(const float* x, size_t rows, size_t width, Norm norm, const float* residual, float* y) {
-  constexpr size_t kRowsPerTask = 16;
   parallel((rows + kRowsPerTask - 1) / kRowsPerTask, [&](size_t task) {
     for (size_t row = task * kRowsPerTask; row < std::min(rows, (task + 1) * kRowsPerTask); row++) {
       const float* more = residual + row * width;
@@ -323,6 +323,7 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const
     });
   }
   if (failed) return kNoMemory;
+  if (block.row_units) leave_out(hidden, rows, units, block.row_units, block.unit_stride);
   const Low low = before_reduction(block.down_adapter);
   if (!prepare_rows(hidden, units, rows, down_matrix.inputs, {nullptr, 0}, steps.hidden, &low, 1, p))
     return kNoMemory;
@@ -377,7 +378,6 @@ void unit_rows(const int32_t* index, size_t count, const Units& weight, size_t o
   const Matrix m = matrix_of(weight, outputs);
   const Backend& kernels = backend();
   const int32_t last = static_cast<int32_t>(outputs) - 1;
-  constexpr size_t kRowsPerTask = 16;
   parallel((count + kRowsPerTask - 1) / kRowsPerTask, [&](size_t task) {
     for (size_t i = task * kRowsPerTask; i < std::min(count, (task + 1) * kRowsPerTask); i++) {
       const size_t row = static_cast<size_t>(std::clamp(index[i], 0, last));

@@ -87,6 +87,9 @@ struct Block {
   Reduction down;
   Adapter gate_adapter, up_adapter, down_adapter;
   FloatRows gate_floats, up_floats, down_floats;
+  // Of the units that each row [rows] uses the number, `unit_stride` apart; null where all rows use all.
+  const int32_t* row_units = nullptr;
+  size_t unit_stride = 0;
 };
 // What the inputs of a block's products are quantized by, those of `down` by `hidden`.
 struct Steps {

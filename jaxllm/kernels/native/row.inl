@@ -2,48 +2,79 @@
 //
 // Sums are made in the order of tile.inl, so that a row comes out the same alone and among others.
 
+// Of few bits products may first be summed over a block in lanes of 16 bits: `begin_sum`, a `product` for
+// each four inputs, `end_sum`.
+#ifdef LANES_PAIRS
+template <int Bits>
+constexpr bool kInPairs = Bits != 8;
+#else
+template <int Bits>
+constexpr bool kInPairs = false;
+ALWAYS_INLINE I dot_pairs(I pairs, W, X) { return pairs; }
+ALWAYS_INLINE I add_pairs(I sum, I) { return sum; }
+#endif
+
+template <int Bits>
+ALWAYS_INLINE I begin_sum(I sum) {
+  return kInPairs<Bits> ? izero() : sum;
+}
+template <int Bits>
+ALWAYS_INLINE I product(I part, W w, X x) {
+  return kInPairs<Bits> ? dot_pairs(part, w, x) : dot(part, w, x);
+}
+template <int Bits>
+ALWAYS_INLINE I product_at(I part, W w, const int8_t* x) {
+  return kInPairs<Bits> ? dot_pairs(part, w, xload(x)) : dot_at(part, w, x);
+}
+template <int Bits>
+ALWAYS_INLINE I end_sum(I sum, I part) {
+  return kInPairs<Bits> ? add_pairs(sum, part) : part;
+}
+
 // Sum over one block's 32 inputs, on top of `sum`.
 template <int Bits>
 ALWAYS_INLINE I block_dot(const uint8_t* w, const int8_t* x, I sum) {
+  I part = begin_sum<Bits>(sum);
   if (Bits == 8) {
-    UNROLL for (int i = 0; i < 8; i++) sum = dot_at(sum, wbiased(wload(w + 64 * i)), x + 4 * i);
+    UNROLL for (int i = 0; i < 8; i++) part = product_at<Bits>(part, wbiased(wload(w + 64 * i)), x + 4 * i);
   } else if (Bits == 2) {
     UNROLL for (int i = 0; i < 2; i++) {
       W quarter[4];
       wcrumbs(w + 64 * i, quarter);
-      UNROLL for (int j = 0; j < 4; j++) sum = dot_at(sum, quarter[j], x + 16 * i + 4 * j);
+      UNROLL for (int j = 0; j < 4; j++) part = product_at<Bits>(part, quarter[j], x + 16 * i + 4 * j);
     }
   } else {
     UNROLL for (int i = 0; i < 4; i++) {
       W low, high;
       wnibbles(w + 64 * i, low, high);
-      sum = dot_at(sum, low, x + 8 * i);
-      sum = dot_at(sum, high, x + 8 * i + 4);
+      part = product_at<Bits>(part, low, x + 8 * i);
+      part = product_at<Bits>(part, high, x + 8 * i + 4);
     }
   }
-  return sum;
+  return end_sum<Bits>(sum, part);
 }
 
 // The same with the block's inputs in registers.
 template <int Bits>
 ALWAYS_INLINE I block_dot_with(const uint8_t* w, const X (&x)[8], I sum) {
+  I part = begin_sum<Bits>(sum);
   if (Bits == 8) {
-    UNROLL for (int i = 0; i < 8; i++) sum = dot(sum, wbiased(wload(w + 64 * i)), x[i]);
+    UNROLL for (int i = 0; i < 8; i++) part = product<Bits>(part, wbiased(wload(w + 64 * i)), x[i]);
   } else if (Bits == 2) {
     UNROLL for (int i = 0; i < 2; i++) {
       W quarter[4];
       wcrumbs(w + 64 * i, quarter);
-      UNROLL for (int j = 0; j < 4; j++) sum = dot(sum, quarter[j], x[4 * i + j]);
+      UNROLL for (int j = 0; j < 4; j++) part = product<Bits>(part, quarter[j], x[4 * i + j]);
     }
   } else {
     UNROLL for (int i = 0; i < 4; i++) {
       W low, high;
       wnibbles(w + 64 * i, low, high);
-      sum = dot(sum, low, x[2 * i]);
-      sum = dot(sum, high, x[2 * i + 1]);
+      part = product<Bits>(part, low, x[2 * i]);
+      part = product<Bits>(part, high, x[2 * i + 1]);
     }
   }
-  return sum;
+  return end_sum<Bits>(sum, part);
 }
 
 constexpr int bias_of(int bits) { return bits == 8 ? kBias8 : bits == 4 ? kBias4 : kBias2; }

@@ -1,0 +1,109 @@
+"""Decodes several answers together, where weights are resident."""
+
+import functools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.sampling import SamplerState, Sampling, sampler_state
+from jaxllm.steps.batch import RowLimits, can_decode_rows, can_mix_levels
+from serving.buckets.batch import BatchBucket
+from serving.buckets.bucket import Bucket
+from serving.runners.level_runner import LevelRunner
+from serving.runners.runner import BatchRow, DecodedRow
+from serving.text_stream import MAX_STOP_IDS
+
+
+class Batch:
+    """Decodes answers of a runner together (see `BatchRunner`), also with those of the model's other levels,
+    unless a level has adapters of its own.
+
+    Attributes:
+      units: see `BatchRunner`.
+    """
+
+    def __init__(self, runner: LevelRunner) -> None:
+        self._runner = runner
+        self._mixes, cfg = can_mix_levels(runner.params), runner.cfg
+        sizes = [cfg.units(layer) for layer in range(cfg.layers)]
+        counts = np.array([(each.kv_heads, each.neurons) for each in sizes], np.int32)
+        self.units = counts if self._mixes else None
+
+    @classmethod
+    def of(cls, runner: LevelRunner) -> "Batch | None":
+        """That of a runner; None where options ask for none, or where answers decoded together would not be
+        to the bit what they are alone (see `can_decode_rows`)."""
+        options, params = runner.options, runner.params
+        exact = can_decode_rows(params, jnp.dtype(options.cache_dtype))
+        return cls(runner) if options.batch_rows and exact else None
+
+    @property
+    def family(self) -> object:
+        """See `BatchRunner`."""
+        return self._runner.buckets if self._mixes else self._runner
+
+    def all_buckets(self) -> list[Bucket]:
+        """The buckets of batches, of any number of rows and cache length."""
+        options = self._runner.options
+        return [self._bucket(rows, cache) for cache in options.cache_tokens for rows in options.batch_rows]
+
+    def decode_batch(self, rows: Sequence[BatchRow]) -> list[DecodedRow]:
+        """See `BatchRunner`. Caches of different lengths first become as long as the longest."""
+        most = self._runner.options.batch_rows[-1]
+        groups = [rows[first : first + most] for first in range(0, len(rows), most)]
+        return [found for group in groups for found in self._dispatch(group)]
+
+    def rehearse(self) -> None:
+        """Runs each bucket once (see `LevelRunner.rehearse`)."""
+        runner = self._runner
+        for capacity in runner.options.cache_tokens:
+            for rows in runner.options.batch_rows:
+                if self._bucket(rows, capacity) in runner.buckets:
+                    self._dispatch([self._idle_row(capacity, limit=1) for _ in range(rows)])
+
+    def _dispatch(self, rows: Sequence[BatchRow]) -> list[DecodedRow]:
+        runner = self._runner
+        size = next(each for each in runner.options.batch_rows if each >= len(rows))
+        capacity = max(row.cache.capacity_tokens for row in rows)
+        compiled = runner.buckets.get(self._bucket(size, capacity))
+        filled = [*rows, *(self._idle_row(capacity, limit=0) for _ in range(size - len(rows)))]
+        tokens, counts, caches, progress = compiled(
+            runner.params,
+            np.array([int(np.asarray(row.token)[0]) for row in filled], np.int32),
+            tuple(runner.make_room(row.cache, capacity) for row in filled),
+            tuple(row.sampler.fixed for row in filled),
+            tuple(row.sampler.progress for row in filled),
+            self._limits(filled),
+        )
+        # Both transfers wait for the device.
+        drawn, taken = np.asarray(tokens), np.asarray(counts)
+        return [
+            DecodedRow(drawn[at, : taken[at]].tolist(), caches[at], row.sampler.after(progress[at]))
+            for at, row in enumerate(rows)
+        ]
+
+    def _limits(self, rows: Sequence[BatchRow]) -> RowLimits:
+        units = None
+        if self.units is not None:
+            units = np.stack([self.units if row.units is None else row.units for row in rows])
+        stop_ids = np.stack([row.stop_ids for row in rows])
+        return RowLimits(stop_ids, np.array([row.limit for row in rows], np.int32), units)
+
+    def _bucket(self, rows: int, cache: int) -> BatchBucket:
+        block, level = self._runner.options.decode_block, self._runner.model.bucket_level
+        return BatchBucket(rows=rows, block_tokens=block, cache_tokens=cache, level=level)
+
+    def _idle_row(self, capacity: int, *, limit: int) -> BatchRow:
+        """A row of no answer."""
+        return BatchRow(
+            token=np.zeros(1, np.int32),
+            cache=self._runner.empty_cache(capacity),
+            sampler=self._idle_sampler,
+            stop_ids=np.full(MAX_STOP_IDS, -1, np.int32),
+            limit=limit,
+        )
+
+    @functools.cached_property
+    def _idle_sampler(self) -> SamplerState:
+        return sampler_state(Sampling(), [], self._runner.cfg.vocab_size, 0)

@@ -1,0 +1,289 @@
+"""Answers that are decoded together are those that each gets alone; they join, leave and fail alone."""
+
+import dataclasses
+import math
+
+import pytest
+
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.elastic.ladder import Ladder
+from jaxllm.errors import ConfigError, NotFinite
+from jaxllm.sampling import Sampling
+from serving.batch import MAX_BATCH, batchable, decode_together
+from serving.engine import Engine
+from serving.options import EngineOptions
+from serving.request import GenerationConfig
+from serving.run import Lifecycle
+from serving.sliding import Sliding
+from serving.speculation.options import SpeculationOptions
+from serving.step import close, step
+from tests.elastic.models import scaled_params
+from tests.kernels.switching import fall_back, needs_native
+from tests.tiny import TINY, write_tiny_bundle
+
+OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), decode_block=4, batch_rows=(2, 4))
+PROMPTS = ([1, 50, 7, 99, 23], [9, 8, 7], [*range(30, 50)], [5], [77, 78, 79, 80, 81, 82])
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(repetition_penalty=1.4, seed=1),
+    Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=5),
+    Sampling(temperature=1.5, presence_penalty=0.5, seed=8),
+)
+
+
+def opened(folder, weights, options=OPTIONS, **more):
+    return Engine.open(write_tiny_bundle(folder / f"{weights}.jaxllm", weights), options=options, **more)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    return opened(tmp_path_factory.mktemp("batch"), "int8")
+
+
+def begun(engine, number, tokens=14, **more):
+    """A run that has its first token."""
+    config = GenerationConfig(max_tokens=tokens, sampling=SAMPLINGS[number], **{"ignore_eos": True} | more)
+    run = engine.stream(PROMPTS[number], config)
+    while run.stage in ("begin", "prefill"):
+        step(run)
+    return run
+
+
+def alone(engine, run):
+    return engine.generate(run.request.prompt, run.request.config)
+
+
+def ended(runs):
+    """Decodes the runs together until each has ended."""
+    while running := [run for run in runs if run.stage != "ended"]:
+        for run in running:
+            if not batchable(run):
+                step(run)
+        decode_together([run for run in running if batchable(run)])
+    return runs
+
+
+def check(engine, runs):
+    for run in runs:
+        expected = alone(engine, run)
+        assert (run.tokens, run.finish_reason) == (expected.tokens, expected.finish_reason)
+        assert "".join(run) == expected.text
+        assert run.session.tokens == expected.session.tokens
+
+
+@needs_native
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_answers_are_those_of_each_alone(engine, weights, tmp_path):
+    """Five answers in buckets of up to four rows, of other lengths and samplings."""
+    if weights != "int8":
+        engine = opened(tmp_path, weights, dataclasses.replace(OPTIONS, batch_rows=(4,)))
+    runs = ended([begun(engine, number, tokens=9 + number) for number in range(5)])
+    check(engine, runs)
+    assert len({tuple(run.tokens[:9]) for run in runs}) == 5
+
+
+@needs_native
+def test_answers_join_and_leave_between_dispatches(engine):
+    first = [begun(engine, 0, tokens=20), begun(engine, 1, tokens=7)]
+    decode_together(first)
+    decode_together(first, most_tokens=2)
+    second = [first[0], begun(engine, 2), begun(engine, 3, tokens=3)]
+    # A dispatch of its own between two.
+    step(second[1])
+    decode_together(second)
+    runs = ended([*first, *second[1:]])
+    check(engine, runs)
+
+
+@needs_native
+def test_a_dispatch_gives_as_many_tokens_as_asked(engine):
+    runs = [begun(engine, 0, tokens=20), begun(engine, 1, tokens=3), begun(engine, 2)]
+    decode_together(runs, most_tokens=3)
+    # One that ends sooner waits for nobody.
+    assert [len(run.tokens) for run in runs] == [4, 3, 4]
+    assert [run.stage for run in runs] == ["decode", "finish", "decode"]
+    assert all(run.pace >= 1 for run in runs)
+
+
+@needs_native
+def test_each_stops_at_its_own_string_or_token(engine):
+    text = alone(engine, begun(engine, 1)).text
+    runs = [begun(engine, 0), begun(engine, 1, stop=(text[3:5],)), begun(engine, 2, ignore_eos=False)]
+    check(engine, ended(runs))
+    assert runs[1].finish_reason == "stop"
+
+
+@needs_native
+def test_levels_share_dispatches(tmp_path, compiles):
+    """Answers of three levels in one: each as its level answers alone, with no bucket of its own."""
+    ladder = elastic_parts(Ladder(levels=(40, 70, 100)))
+    path = write_tiny_bundle(tmp_path / "elastic.jaxllm", "int8", params=scaled_params(TINY), parts=ladder)
+    options = dataclasses.replace(OPTIONS, levels=(40, 70), batch_rows=(4,))
+    whole = Engine.open(path, options=options)
+    engines = [whole, whole.at(40), whole.at(70), whole.at(40)]
+    with compiles() as count:
+        runs = [begun(engine, number) for number, engine in enumerate(engines)]
+        assert len({id(run.runner.batch.family) for run in runs}) == 1
+        ended(runs)
+    assert count() == 0
+    for engine, run in zip(engines, runs, strict=True):
+        check(engine, [run])
+    assert any(run.tokens != alone(whole, run).tokens for run in runs)
+
+
+@needs_native
+def test_nothing_compiles_after_warm_up(engine, compiles):
+    check(engine, ended([begun(engine, 4)]))
+    with compiles() as count:
+        for together in range(1, 6):
+            ended([begun(engine, number) for number in range(together)])
+    assert count() == 0
+
+
+@needs_native
+@pytest.mark.slow
+def test_caches_of_several_lengths(tmp_path):
+    """Shorter caches become as long as the longest of the batch."""
+    options = dataclasses.replace(OPTIONS, cache_tokens=(16, 32, 64), batch_rows=(4,))
+    engine = opened(tmp_path, "int8", options)
+    check(engine, ended([begun(engine, number, tokens=5 + 8 * number) for number in range(4)]))
+
+
+# Ends
+
+
+class Noted(Lifecycle):
+    """Writes down which hooks were called, and fails where it is told to."""
+
+    def __init__(self, error=None):
+        self.hooks, self.error = [], error
+
+    def stepped(self, run):
+        self.hooks.append("stepped")
+        if self.error is not None and len(run.tokens) > 1:
+            raise self.error
+
+    def finish(self, run):
+        self.hooks.append("finish")
+
+    def failed(self, run):
+        self.hooks.append("failed")
+
+    def dropped(self, run):
+        self.hooks.append("dropped")
+
+
+@needs_native
+def test_an_error_of_one_answer_ends_it_alone(engine):
+    runs = [begun(engine, number) for number in range(3)]
+    forbidden = dataclasses.replace(runs[1].sampler, penalized=True, bias=runs[1].sampler.bias - math.inf)
+    runs[1].sampler = forbidden
+    runs[2].lifecycle = Noted(ConfigError("the disk is full"))
+    decode_together(runs)
+    assert [run.stage for run in runs] == ["decode", "ended", "ended"]
+    with pytest.raises(NotFinite, match="not finite"):
+        list(runs[1])
+    with pytest.raises(ConfigError, match="disk is full"):
+        list(runs[2])
+    assert runs[1].session.cache is None
+    assert runs[2].lifecycle.hooks[:2] == ["stepped", "failed"]
+    ended(runs[:1])
+    check(engine, runs[:1])
+
+
+@needs_native
+def test_an_error_of_the_dispatch_ends_all_of_it(engine, monkeypatch):
+    runs = [begun(engine, number) for number in range(2)]
+
+    def broken(rows):
+        raise ConfigError("the model's file was changed")
+
+    monkeypatch.setattr(engine.runner.batch, "decode_batch", broken)
+    decode_together(runs)
+    for run in runs:
+        assert run.stage == "ended"
+        with pytest.raises(ConfigError, match="was changed"):
+            list(run)
+    runs = [begun(engine, number) for number in range(2)]
+
+    def interrupted(rows):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.runner.batch, "decode_batch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        decode_together(runs)
+    assert [run.stage for run in runs] == ["ended", "ended"]
+
+
+@needs_native
+def test_an_answer_that_another_thread_closes_is_left_out(engine):
+    runs = [begun(engine, number) for number in range(2)]
+    for run in runs:
+        run.lifecycle = Noted()
+    close(runs[0])
+    tokens = list(runs[0].tokens)
+    decode_together(runs)
+    assert runs[0].tokens == tokens
+    assert runs[0].lifecycle.hooks == ["finish", "finish"]
+    assert runs[1].lifecycle.hooks == ["stepped"]
+    check(engine, ended(runs[1:]))
+
+
+@needs_native
+def test_a_sequence_that_slides_takes_that_step_alone(engine):
+    config = GenerationConfig(max_tokens=40, ignore_eos=True)
+    sliding = [engine.stream([*range(2, 58)], config, sliding=Sliding(sink_tokens=4)) for _ in range(2)]
+    expected = sliding[0].result()
+    runs = [sliding[1], begun(engine, 1, tokens=30)]
+    ended(runs)
+    assert runs[0].tokens == expected.tokens
+    check(engine, runs[1:])
+
+
+@needs_native
+@pytest.mark.slow
+def test_drafts_are_off_while_answers_are_together(tmp_path):
+    options = dataclasses.replace(OPTIONS, batch_rows=(2,))
+    engine = opened(tmp_path, "int8", options, speculation=SpeculationOptions(drafter="ngram"))
+    runs = [begun(engine, number, tokens=20) for number in (0, 2)]
+    step(runs[0])
+    decode_together(runs)
+    step(runs[1])
+    check(engine, ended(runs))
+
+
+# Where answers are decoded one by one
+
+
+def test_without_being_asked_nothing_is_decoded_together(tmp_path):
+    engine = opened(tmp_path, "int8", dataclasses.replace(OPTIONS, batch_rows=()))
+    assert not batchable(begun(engine, 0))
+
+
+@pytest.mark.slow
+def test_xla_decodes_one_by_one(tmp_path, monkeypatch):
+    """Its products of several rows have other last bits than those of one."""
+    engine = opened(tmp_path, "f32")
+    run = begun(engine, 0)
+    assert not batchable(run)
+    check(engine, ended([run]))
+    fall_back(monkeypatch)
+    assert not batchable(begun(opened(tmp_path, "int8"), 0))
+
+
+@needs_native
+def test_only_what_decodes_is_batchable(engine):
+    run = engine.stream(PROMPTS[0], GenerationConfig(max_tokens=2, ignore_eos=True))
+    found = []
+    while run.stage != "ended":
+        found.append((run.stage, batchable(run)))
+        step(run)
+    assert found == [("begin", False), ("decode", True), ("finish", False)]
+
+
+@pytest.mark.parametrize("rows", [(1,), (3,), (16,), (4, 2), (2, 2)])
+def test_only_these_numbers_of_rows_are_served(rows):
+    with pytest.raises(ConfigError, match=r"batch_rows must be ascending and among \(2, 4, 8\)"):
+        EngineOptions(batch_rows=rows)
+    assert MAX_BATCH == 8
