@@ -1,5 +1,5 @@
-"""Decodes further tokens: plain blocks (`PlainDecoding`), with drafts (`serving.speculation`), or under a grammar
-(`serving.guided`)."""
+"""Decodes further tokens: plain blocks (`PlainDecoding`), with drafts (`serving.speculation`), or under a
+grammar (`serving.guided`)."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -16,8 +16,8 @@ _DISPATCH_MS = 50.0
 
 
 class Decoding(Protocol):
-    """A way to decode further tokens after a prefill. Without a grammar every way gives the same tokens as the
-    runner alone.
+    """A way to decode further tokens after a prefill. Without a grammar every way gives the same tokens as
+    the runner alone.
 
     Attributes:
       runner: of the model whose tokens they are.

@@ -67,8 +67,8 @@ class Run:
       tokens: ids of the answer so far, a stop token included.
       sequence: prompt and answer, without tokens that slid out of the window; the next turn continues it.
       text: the pieces of the answer that were taken so far.
-      finish_reason: "stop" (end token, stop string, or a grammar that allows nothing more), "length" (max_tokens or the window), or None
-        while running or when closed before its last token.
+      finish_reason: "stop" (end token, stop string, or a grammar that allows nothing more), "length"
+        (max_tokens or the window), or None while running or when closed before its last token.
       stop_string: the stop string that ended it, if one did.
       seed: of the draw; give it in `Sampling` to get the same answer again.
       logprobs: log-probabilities of `tokens`, None if they were not asked for.

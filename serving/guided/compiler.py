@@ -59,8 +59,8 @@ class GrammarCompiler:
         files = self._tokenizer.files
         if not is_ordinary(files.tokenizer_json):
             raise ConfigError(
-                "the model's tokenizer has parts of unknown cost, which run in a child process alone; grammars "
-                "need a tokenizer of the usual parts: prepare the model with one"
+                "the model's tokenizer has parts of unknown cost, which run in a child process alone; "
+                "grammars need a tokenizer of the usual parts: prepare the model with one"
             )
         if not files.eos_ids:
             raise ConfigError(
@@ -76,8 +76,8 @@ class GrammarCompiler:
             )
         except Exception as error:
             raise ConfigError(
-                f"grammars cannot follow the model's tokenizer: {one_line(error)}; they need one whose tokens "
-                "are bytes or fall back to bytes"
+                f"grammars cannot follow the model's tokenizer: {one_line(error)}; they need one whose "
+                "tokens are bytes or fall back to bytes"
             ) from error
 
 

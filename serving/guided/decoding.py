@@ -1,8 +1,8 @@
 """Decodes under a grammar, with log-probabilities, or both (see `serving.decoding.Decoding`).
 
-A grammar's mask goes into the sampler's bias, one token a dispatch, so that every runner and its buckets serve
-as they are. Tokens that the grammar forces are fed together, as a prefill chunk. Log-probabilities need the
-logits after each token, which a prefill of one token gives. Drafts are off: a tree's nodes have one bias.
+A grammar's mask goes into the sampler's bias, one token a dispatch, so that every runner and its buckets
+serve as they are. Tokens that the grammar forces are fed together, as a prefill chunk. Log-probabilities need
+the logits after each token, which a prefill of one token gives. Drafts are off: a tree's nodes have one bias.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class GuidedDecoding:
         self.logprobs: list[TokenLogprob] | None = None if top_logprobs is None else []
         if self.logprobs is not None and not self._feeds_floats(1):
             raise ConfigError(
-                "log-probabilities need prefill in floats, and this engine prefills in integers alone; open it "
-                "with --prefill auto or float"
+                "log-probabilities need prefill in floats, and this engine prefills in integers alone; open "
+                "it with --prefill auto or float"
             )
 
     @property
@@ -81,6 +81,9 @@ class GuidedDecoding:
             if forced and self._matcher is not None:
                 self._matcher.take(forced)
                 sampler = _counted(sampler, forced)
+                if self._matcher.complete:
+                    # The cache is one token ahead, as after a stop string.
+                    return np.array([forced], np.int32), len(forced), cache, sampler
             chosen, sampler = self._choose(logits, sampler)
             return np.array([[*forced, *chosen.tolist()]], np.int32), len(forced) + 1, cache, sampler
         masked = self._masked(sampler)

@@ -1,8 +1,8 @@
 """Defines grammars as callers give them, and refuses those whose cost nothing bounds.
 
-llguidance, which compiles grammars, bounds most of its work itself (see `serving.guided.compiler`). It does not
-bound the search whether an intersection of expressions matches anything: some lines keep it busy for hours,
-when they are compiled or in the middle of an answer. What causes such searches is refused here.
+llguidance, which compiles grammars, bounds most of its work itself (see `serving.guided.compiler`). It does
+not bound the search whether an intersection of expressions matches anything: some lines keep it busy for
+hours, when they are compiled or in the middle of an answer. What causes such searches is refused here.
 """
 
 import dataclasses
@@ -53,7 +53,8 @@ class Grammar:
         if self.kind == "json":
             if self.text:
                 raise ConfigError(
-                    f"a grammar of kind json takes no text, got {self.text!r:.80}; for a schema say json_schema"
+                    f"a grammar of kind json takes no text, got {self.text!r:.80}; for a schema "
+                    "use json_schema"
                 )
             return
         _require_bounded_text(self.text, self.kind)
@@ -110,8 +111,8 @@ def _require_plain_lark(text: str) -> None:
 
 
 def _require_small_multiples(text: str) -> None:
-    """Refuses a schema, or a Lark grammar with schemas inside, whose `multipleOf` have a large common multiple,
-    counted in units of their last digits."""
+    """Refuses a schema, or a Lark grammar with schemas inside, whose `multipleOf` have a large common
+    multiple, counted in units of their last digits."""
     plain = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
     common = 1
     for match in _MULTIPLE.finditer(plain):

@@ -35,7 +35,7 @@ def require_top_logprobs(count: int | None) -> None:
         return
     if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_TOP_LOGPROBS:
         raise ConfigError(
-            f"top_logprobs must be a whole number from 0 to {MAX_TOP_LOGPROBS}, or None for none; got {count!r}"
+            f"top_logprobs must be a whole number from 0 to {MAX_TOP_LOGPROBS}, or None; got {count!r}"
         )
 
 

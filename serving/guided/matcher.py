@@ -109,8 +109,8 @@ class Matcher:
             self._may_end = self._state.is_accepting()
             if not self._may_end and not allowed.any():
                 raise ConfigError(
-                    f"after {self._taken} tokens no token of the model can go on with the grammar, and the text "
-                    "may not end there; use another grammar"
+                    f"after {self._taken} tokens no token of the model can go on with the grammar, and the "
+                    "text may not end there; use another grammar"
                 )
             self._allowed = allowed
         return self._allowed
