@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from serving.contexts.context import Context
     from serving.contexts.options import ContextOptions
     from serving.engine import Engine
+    from serving.guided.grammar import Grammar
+    from serving.guided.logprobs import TokenLogprob
     from serving.host.direct_io import Storage
     from serving.int8_prefill.options import PrefillOptions
     from serving.options import EngineOptions
@@ -82,6 +84,7 @@ _HOMES = {
     "EngineOptions": "serving.options",
     "ExpertOptions": "serving.weights.experts.options",
     "GenerationConfig": "serving.request",
+    "Grammar": "serving.guided.grammar",
     "JaxllmError": "jaxllm.errors",
     "LLMService": "serving.service",
     "Latency": "serving.planning.objectives",
@@ -102,6 +105,7 @@ _HOMES = {
     "Storage": "serving.host.direct_io",
     "TemplateError": "jaxllm.errors",
     "TlmConfig": "jaxllm.models.tiny_lm",
+    "TokenLogprob": "serving.guided.logprobs",
     "Unreadable": "jaxllm.errors",
     "write_bundle": "jaxllm.bundle.writer",
 }
@@ -129,6 +133,7 @@ __all__ = [
     "EngineOptions",
     "ExpertOptions",
     "GenerationConfig",
+    "Grammar",
     "JaxllmError",
     "LLMService",
     "Latency",
@@ -149,6 +154,7 @@ __all__ = [
     "Storage",
     "TemplateError",
     "TlmConfig",
+    "TokenLogprob",
     "Unreadable",
     "write_bundle",
 ]

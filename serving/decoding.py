@@ -1,4 +1,5 @@
-"""Decodes further tokens: plain blocks (`PlainDecoding`), or with drafts (`serving.speculation`)."""
+"""Decodes further tokens: plain blocks (`PlainDecoding`), with drafts (`serving.speculation`), or under a
+grammar (`serving.guided`)."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -6,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxllm.sampling import SamplerState
+from serving.guided.logprobs import TokenLogprob
 from serving.runners.runner import Runner
 
 # A dispatch decodes as many tokens as fit this time, so that text streams, a cancel takes effect soon, and
@@ -14,14 +16,23 @@ _DISPATCH_MS = 50.0
 
 
 class Decoding(Protocol):
-    """A way to decode further tokens after a prefill. Every way gives the same tokens as the runner alone.
+    """A way to decode further tokens after a prefill. Without a grammar every way gives the same tokens as
+    the runner alone.
 
     Attributes:
       runner: of the model whose tokens they are.
+      complete: whether the answer has ended though no token says so: its grammar allows nothing more.
+      logprobs: of the tokens so far; None if they were not asked for.
     """
 
     @property
     def runner(self) -> Runner: ...  # noqa: D102
+
+    @property
+    def complete(self) -> bool: ...  # noqa: D102
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None: ...  # noqa: D102
 
     def cache_tokens(self, tokens: int) -> int:
         """Positions that a cache should have for a sequence of so many tokens."""
@@ -29,6 +40,10 @@ class Decoding(Protocol):
 
     def limit(self, pace: int, remaining: int) -> int:
         """The number of tokens to ask `decode` for (see `Runner.decode_limit`)."""
+        ...
+
+    def first(self, logits: Any, sampler: SamplerState) -> tuple[Any, SamplerState]:
+        """Draws the first token `[1]` from the logits after the prompt (see `Runner.sample`)."""
         ...
 
     def decode(
@@ -47,6 +62,8 @@ class Decoding(Protocol):
 class PlainDecoding:
     """Decodes without drafts (see `Decoding`)."""
 
+    complete, logprobs = False, None
+
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
 
@@ -57,6 +74,10 @@ class PlainDecoding:
     def limit(self, pace: int, remaining: int) -> int:
         """See `Decoding`."""
         return self.runner.decode_limit(pace, remaining)
+
+    def first(self, logits: Any, sampler: SamplerState) -> tuple[Any, SamplerState]:
+        """See `Decoding`."""
+        return self.runner.sample(logits, sampler)
 
     def decode(
         self,

@@ -12,6 +12,8 @@ from jaxllm.formats import WeightFormat
 from jaxllm.text.tokenizer import Tokenizer
 from serving.answer import Answer
 from serving.decoding import Decoding, PlainDecoding
+from serving.guided.compiler import GrammarCompiler
+from serving.guided.decoding import GuidedDecoding
 from serving.host.progress import Progress
 from serving.options import EngineOptions
 from serving.request import GenerationConfig, Request, Session
@@ -70,16 +72,24 @@ class Engine(Generic[AnyModel]):
       model: open; its weights, runners and tokenizer are shared by all engines of it.
       level: that answers where a request names none, in percent.
       speculation: drafts the answers of this level; None for no drafts.
+      grammars: compiles the grammars of answers.
     """
 
-    def __init__(self, model: AnyModel, level: int = WHOLE, speculation: "Speculation | None" = None) -> None:
-        """See the class.
+    def __init__(
+        self,
+        model: AnyModel,
+        level: int = WHOLE,
+        speculation: "Speculation | None" = None,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """See the class; `grammars` of another engine of the model, None for new ones.
 
         Raises:
           ConfigError: the model does not serve the level.
         """
         self.model, self.level, self.speculation = model, level, speculation
         self.runner: Any = model.runner(level)
+        self.grammars = grammars or GrammarCompiler(model.tokenizer, self.runner.cfg.vocab_size)
 
     @classmethod
     def open(
@@ -201,7 +211,7 @@ class Engine(Generic[AnyModel]):
         Raises:
           ConfigError: the model was not opened for this level.
         """
-        return Engine(self.model, level)
+        return Engine(self.model, level, grammars=self.grammars)
 
     def runner_at(self, level: int | None = None) -> Any:
         """The runner of a level; None for this engine's own.
@@ -338,13 +348,24 @@ class Engine(Generic[AnyModel]):
             config=config,
             seed=secrets.randbits(64) if seed is None else seed,
             level=runner.level,
-            drafted=self.speculation is not None and runner is self.runner,
+            drafted=self.speculation is not None and runner is self.runner and not config.guided,
             sliding=sliding,
             tpot_ms=tpot_ms,
         )
 
     def decoding(self, request: Request) -> Decoding:
-        """The way to decode a request's further tokens."""
+        """The way to decode one answer's tokens.
+
+        Raises:
+          ConfigError: the request's grammar cannot be used, or log-probabilities not be told.
+        """
+        config = request.config
+        if config.guided:
+            matcher = None
+            if config.grammar is not None:
+                stop_ids = config.stop_ids(self.tokenizer.eos_ids)
+                matcher = self.grammars.matcher(config.grammar, stop_ids)
+            return GuidedDecoding(self.runner_at(request.level), matcher, config.top_logprobs)
         if request.drafted and self.speculation is not None:
             return self.speculation
         return PlainDecoding(self.runner_at(request.level))

@@ -9,6 +9,8 @@ from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import Sampling
 from jaxllm.text.tokenizer import MAX_TOKEN_ID
+from serving.guided.grammar import Grammar
+from serving.guided.logprobs import require_top_logprobs
 from serving.runners.runner import Runner
 from serving.sliding import Sliding, kept_tokens
 from serving.text_stream import MAX_STOP_IDS
@@ -26,6 +28,9 @@ class GenerationConfig:
       stop_token_ids: tokens that end it besides the model's own end tokens.
       ignore_eos: go on past the model's end tokens.
       sampling: how tokens are chosen.
+      grammar: what the text must match; None for any text. The answer then has no drafts.
+      top_logprobs: tell log-probabilities: at each token its own, and of so many of the likeliest; None for
+        none. The answer then has no drafts, and one token a dispatch.
     """
 
     max_tokens: int = DEFAULT_MAX_TOKENS
@@ -33,13 +38,23 @@ class GenerationConfig:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    grammar: Grammar | None = None
+    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        require_top_logprobs(self.top_logprobs)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ConfigError(f"grammar must be a Grammar, got {type(self.grammar).__name__}")
         if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
         for token in self.stop_token_ids:
             if not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
                 raise ConfigError(f"stop_token_ids must be in [0, {MAX_TOKEN_ID}], got {token!r}")
+
+    @property
+    def guided(self) -> bool:
+        """Whether `serving.guided` decodes it."""
+        return self.grammar is not None or self.top_logprobs is not None
 
     def stop_ids(self, eos_ids: Sequence[int]) -> np.ndarray:
         """The stop tokens as buckets take them, padded with -1."""

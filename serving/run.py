@@ -11,6 +11,7 @@ from jaxllm.errors import JaxllmError
 from jaxllm.sampling import sampler_state
 from jaxllm.text.tokenizer import Tokenizer
 from serving.decoding import Decoding, pace
+from serving.guided.logprobs import TokenLogprob
 from serving.request import Request, Session
 from serving.runners.runner import PrefillChunk, Runner
 from serving.text_stream import TextStream
@@ -67,10 +68,11 @@ class Run:
       tokens: ids of the answer so far, a stop token included.
       sequence: prompt and answer, without tokens that slid out of the window; the next turn continues it.
       text: the pieces of the answer that were taken so far.
-      finish_reason: "stop" (end token or stop string), "length" (max_tokens or the window), or None
-        while running or when closed before its last token.
+      finish_reason: "stop" (end token, stop string, or a grammar that allows nothing more), "length"
+        (max_tokens or the window), or None while running or when closed before its last token.
       stop_string: the stop string that ended it, if one did.
       seed: of the draw; give it in `Sampling` to get the same answer again.
+      logprobs: log-probabilities of `tokens`, None if they were not asked for.
       timings: see `Timings`.
       stage: what its next step does.
       taken_whole: whether `result` ran it from its first step to its last, without pauses of the caller.
@@ -131,6 +133,12 @@ class Run:
     def runner(self) -> Runner:
         """The runner that computes it."""
         return self.decoding.runner
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """Of `tokens`; None if they were not asked for."""
+        found = self.decoding.logprobs
+        return None if found is None else found[: len(self.tokens)]
 
     @property
     def wanted_tokens(self) -> int:

@@ -131,7 +131,7 @@ def _prefill(run: Run) -> None:
     if run.slid is not None:
         run.sequence, run.slid, run.stage = run.slid, None, "decode"
         return
-    token, run.sampler = run.runner.sample(logits, run.sampler)
+    token, run.sampler = run.decoding.first(logits, run.sampler)
     # The transfer waits for the device: only now could a user see the token.
     first = _finite(run, [int(np.asarray(token)[0])])
     run.timings.ttft_ms = run.elapsed_ms
@@ -188,6 +188,8 @@ def _take(run: Run, block: list[int]) -> None:
     # Streamed weights may have failed while the block was computed.
     run.runner.require_usable()
     run.take(block)
+    if run.finish_reason is None and run.decoding.complete:
+        run.finish_reason = "stop"
     full = run.room_tokens <= 0 and run.request.sliding is None
     if run.finish_reason is None and (run.wanted_tokens <= 0 or full):
         run.finish_reason = "length"

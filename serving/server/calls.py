@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from jaxllm.errors import ConfigError, JaxllmError
+from serving.guided.grammar import Grammar as Grammar
+from serving.guided.grammar import GrammarKind as GrammarKind
+from serving.guided.logprobs import TokenLogprob as TokenLogprob
 from serving.planning.objectives import Objective
 from serving.request import GenerationConfig
 
 Priority = Literal["foreground", "background"]
-GrammarKind = Literal["json", "json_schema", "regex", "lark"]
 
 
 class Refused(JaxllmError):
@@ -28,19 +30,6 @@ class Refused(JaxllmError):
     def __init__(self, message: str, *, reason: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.reason, self.retry_after_s = reason, retry_after_s
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Grammar:
-    """What an answer's text must match.
-
-    Attributes:
-      kind: "json" (any JSON object), "json_schema", "regex" or "lark".
-      text: the schema as JSON, the expression or the grammar; empty for "json".
-    """
-
-    kind: GrammarKind
-    text: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,21 +84,6 @@ class Call:
     def __post_init__(self) -> None:
         if not self.app:
             raise ConfigError("a call needs an app")
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenLogprob:
-    """A token and its log-probability (natural, of the model's own logits).
-
-    Attributes:
-      token: its id.
-      logprob: of it.
-      top: the likeliest tokens and theirs, likeliest first.
-    """
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

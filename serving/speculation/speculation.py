@@ -70,6 +70,8 @@ class Speculation:
       counts: see `SpeculationCounts`.
     """
 
+    complete, logprobs = False, None
+
     def __init__(self, runner: Runner, drafter: Drafter, options: SpeculationOptions) -> None:
         self.runner, self.options, self.counts = runner, options, SpeculationCounts()
         looked_up = options.lookup and options.drafter != "ngram"
@@ -86,6 +88,10 @@ class Speculation:
         may give, whatever the pace."""
         del pace
         return min(remaining, self.options.trees.nodes[-1])
+
+    def first(self, logits: Any, sampler: SamplerState) -> tuple[Any, SamplerState]:
+        """See `serving.decoding.Decoding`."""
+        return self.runner.sample(logits, sampler)
 
     def decode(
         self,

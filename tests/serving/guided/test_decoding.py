@@ -1,0 +1,231 @@
+"""Answers under grammars and with log-probabilities: by every runner, to the bit where paths differ."""
+
+import dataclasses
+import json
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxllm import Engine, EngineOptions, GenerationConfig, Grammar, Sampling, Sliding, SpeculationOptions
+from jaxllm.errors import ConfigError
+from jaxllm.models.decoder import forward, logits
+from serving.guided import decoding as guided
+from serving.guided.logprobs import token_logprob
+from serving.weights.footprint import fixed_bytes, whole_budget
+from tests.serving.weights.experts.conftest import CFG as MIXTURE
+from tests.serving.weights.experts.conftest import SPARSE, E, drawn_params
+from tests.serving.weights.experts.conftest import budget as expert_budget
+from tests.tiny import write_tiny_bundle
+
+PROMPT = [5, 9, 2, 44, 17, 3, 3, 8]
+OPTIONS = EngineOptions(context_tokens=128, chunk_tokens=(16,), cache_tokens=(128,), decode_block=4)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "hello": {"type": "integer", "minimum": 0, "maximum": 130},
+        "mood": {"enum": ["up", "low"]},
+    },
+    "required": ["hello", "mood"],
+    "additionalProperties": False,
+}
+
+
+def config(text, kind="regex", *, seed=0, max_tokens=110, **options):
+    sampling = Sampling(temperature=1.5, seed=seed)
+    grammar = None if text is None else Grammar(kind=kind, text=text)
+    return GenerationConfig(**{"max_tokens": max_tokens, "sampling": sampling, "grammar": grammar, **options})
+
+
+def require_schema(text):
+    value = json.loads(text)
+    assert set(value) == {"hello", "mood"}
+    assert isinstance(value["hello"], int)
+    assert 0 <= value["hello"] <= 130
+    assert value["mood"] in ("up", "low")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_answer_matches_its_schema_and_ends_there(engine, seed):
+    answer = engine.generate(PROMPT, config(json.dumps(SCHEMA), "json_schema", seed=seed))
+    assert answer.finish_reason == "stop"
+    require_schema(answer.text)
+
+
+EXPRESSIONS = st.recursive(
+    st.sampled_from(["a", "[0-9]", "x?y", "the", "\\.", "é"]),
+    lambda part: st.one_of(
+        st.builds("({})({})".format, part, part),
+        st.builds("({}|{})".format, part, part),
+        st.builds("({}){{1,3}}".format, part),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(expression=EXPRESSIONS, seed=st.integers(0, 1000))
+def test_an_answer_matches_its_expression(engine, expression, seed):
+    answer = engine.generate(PROMPT, config(expression, seed=seed))
+    assert answer.finish_reason == "stop"
+    assert re.fullmatch(expression, answer.text), (expression, answer.text)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(low=st.integers(-50, 50), span=st.integers(0, 100), items=st.integers(1, 3), seed=st.integers(0, 99))
+def test_an_answer_matches_drawn_schemas(engine, low, span, items, seed):
+    integer = {"type": "integer", "minimum": low, "maximum": low + span}
+    schema = {"type": "array", "items": integer, "minItems": items, "maxItems": items}
+    answer = engine.generate(PROMPT, config(json.dumps(schema), "json_schema", seed=seed))
+    found = json.loads(answer.text)
+    assert len(found) == items
+    assert all(low <= each <= low + span for each in found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_forced_tokens_fed_together_give_what_one_by_one_gives(engine, monkeypatch, seed):
+    text = "(no|yes), hello the (cat|dog)[a-z]{2} hello hello hello hello!"
+    together = engine.generate(PROMPT, config(text, seed=seed))
+    limits = []
+    limit_of = guided.GuidedDecoding.limit
+
+    def one(self, pace, remaining):
+        limits.append(limit_of(self, pace, remaining))
+        return 1
+
+    monkeypatch.setattr(guided.GuidedDecoding, "limit", one)
+    apart = engine.generate(PROMPT, config(text, seed=seed))
+    assert max(limits) > 8
+    assert together.tokens == apart.tokens
+    assert together.text == apart.text
+
+
+def test_an_answer_ends_by_length_in_the_middle_of_forced_tokens(engine):
+    whole = engine.generate(PROMPT, config("hello the hello the hello"))
+    for most in range(1, len(whole.tokens)):
+        cut = engine.generate(PROMPT, config("hello the hello the hello", max_tokens=most))
+        assert cut.tokens == whole.tokens[:most]
+        assert cut.finish_reason == "length"
+
+
+def test_end_tokens_and_stop_strings(engine):
+    """An end token is allowed only where the text may end; a stop token or string ends it as ever."""
+    for seed in range(4):
+        answer = engine.generate(PROMPT, config("a{3,}", seed=seed, max_tokens=30))
+        text = engine.tokenizer.decode(answer.tokens)
+        assert re.fullmatch("a{3,}", text)
+        endless = engine.generate(PROMPT, config("a{3,}", seed=seed, max_tokens=30, ignore_eos=True))
+        assert endless.text == "a" * 30
+    comma = engine.tokenizer.encode(",", add_special_tokens=False)[0]
+    with pytest.raises(ConfigError, match="no token of the model can go on"):
+        engine.generate(PROMPT, config("a,b", stop_token_ids=(comma,)))
+    assert engine.generate(PROMPT, config("ab,cd", stop=(",",))).text == "ab"
+
+
+def test_a_bias_that_forbids_what_the_grammar_needs_is_an_error(engine):
+    letter = engine.tokenizer.encode("o", add_special_tokens=False)[0]
+    sampling = Sampling(logit_bias=((letter, -math.inf),))
+    with pytest.raises(ConfigError, match="logit_bias forbids every token that the grammar allows"):
+        engine.generate(PROMPT, config("x hello", sampling=sampling))
+    assert engine.generate(PROMPT, config("xo?", sampling=sampling)).text == "x"
+
+
+def test_a_grammar_that_leads_nowhere_is_an_error(engine):
+    with pytest.raises(ConfigError, match=r"no token of the model can go on|cannot be followed"):
+        engine.generate(PROMPT, config('{"$ref": "#"}', "json_schema"))
+    optional = {f"p{number}": {"type": "integer"} for number in range(1500)}
+    schema = json.dumps({"type": "object", "properties": optional})
+    with pytest.raises(ConfigError, match=r"cannot be followed after [0-9]+ tokens.*items"):
+        engine.generate(PROMPT, config(schema, "json_schema", ignore_eos=True))
+
+
+def test_log_probabilities_are_those_of_the_model(engine):
+    sampling = Sampling(temperature=1.5, repetition_penalty=1.3, logit_bias=((3, 5.0),), seed=3)
+    answer = engine.generate(PROMPT, config(None, sampling=sampling, top_logprobs=4, max_tokens=20))
+    sequence = np.array([[*PROMPT, *answer.tokens]], np.int32)
+    params = engine.model.bundle.load()
+    hidden, _ = forward(params, sequence, cfg=engine.cfg)
+    expected = np.asarray(jax.nn.log_softmax(logits(params, hidden, cfg=engine.cfg), axis=-1))[0]
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == len(answer.tokens)
+    for at, each in enumerate(answer.logprobs, len(PROMPT) - 1):
+        assert each.token == sequence[0, at + 1]
+        np.testing.assert_allclose(each.logprob, expected[at, each.token], atol=1e-4)
+        assert [token for token, _ in each.top] == np.argsort(-expected[at], kind="stable")[:4].tolist()
+        np.testing.assert_allclose([p for _, p in each.top], np.sort(expected[at])[::-1][:4], atol=1e-4)
+
+
+def test_log_probabilities_change_no_token(engine):
+    greedy = GenerationConfig(max_tokens=60, ignore_eos=True)
+    told = dataclasses.replace(greedy, top_logprobs=0)
+    assert engine.generate(PROMPT, told).tokens == engine.generate(PROMPT, greedy).tokens
+    text = json.dumps(SCHEMA)
+    plain = engine.generate(PROMPT, config(text, "json_schema"))
+    both = engine.generate(PROMPT, config(text, "json_schema", top_logprobs=1))
+    assert both.tokens == plain.tokens
+    assert plain.logprobs is None
+
+
+def test_equal_logits_come_by_their_ids():
+    found = token_logprob(np.array([0.0, 1.0, 0.0, 1.0, -np.inf], np.float32), 2, 3)
+    assert [token for token, _ in found.top] == [1, 3, 0]
+    total = math.log(2 + 2 * math.e)
+    np.testing.assert_allclose([found.logprob, found.top[0][1]], [-total, 1 - total], rtol=1e-6)
+
+
+@pytest.mark.parametrize("sliding", [None, Sliding(sink_tokens=4)])
+def test_the_window_and_what_slides(engine, sliding):
+    many = config("(hello the ){20}[a-z]{80}", max_tokens=400, top_logprobs=0)
+    for each in (many, dataclasses.replace(many, top_logprobs=None)):
+        answer = engine.stream(PROMPT, each, sliding=sliding).result()
+        if sliding is None:
+            assert answer.finish_reason == "length"
+            assert len(answer.tokens) == engine.options.context_tokens - len(PROMPT) + 1
+        else:
+            assert answer.finish_reason == "stop"
+            assert re.fullmatch("(hello the ){20}[a-z]{80}", answer.text)
+
+
+def opened(way, path):
+    if way == "experts":
+        bits = np.full((SPARSE, E), 8)
+        path = write_tiny_bundle(path, cfg=MIXTURE, params=drawn_params(), expert_bits=bits)
+        memory = expert_budget(Engine.open(path, options=OPTIONS, warm_up=False), 4)
+        return Engine.open(path, options=dataclasses.replace(OPTIONS, memory_bytes=memory))
+    path = write_tiny_bundle(path, "f32" if way == "layerwise" else "int8")
+    options, speculation = OPTIONS, None
+    if way == "layerwise":
+        resident = Engine.open(path, options=options, warm_up=False)
+        size = fixed_bytes(resident.cfg, resident.options) + int(0.7 * resident.model.bundle.weight_bytes)
+        options = dataclasses.replace(options, memory_bytes=whole_budget(size))
+    if way == "drafted":
+        speculation = SpeculationOptions(drafter="ngram", pausing=False)
+    return Engine.open(path, options=options, speculation=speculation)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "int8",
+        "layerwise",
+        pytest.param("experts", marks=pytest.mark.slow),
+        pytest.param("drafted", marks=pytest.mark.slow),
+    ],
+)
+def test_every_runner_follows_grammars_and_compiles_nothing(way, tmp_path, compiles):
+    engine = opened(way, tmp_path / "model.jaxllm")
+    with compiles() as count:
+        for seed in range(2):
+            each = config(json.dumps(SCHEMA), "json_schema", seed=seed)
+            require_schema(engine.generate(PROMPT, each).text)
+            told = engine.generate(PROMPT, dataclasses.replace(each, top_logprobs=2))
+            require_schema(told.text)
+            assert told.logprobs is not None
+            assert len(told.logprobs) == len(told.tokens)
+        assert not engine.request(PROMPT, each).drafted
+        assert count() == 0
+    engine.close()

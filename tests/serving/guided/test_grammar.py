@@ -1,0 +1,74 @@
+"""Grammars that are refused, and what is said of them."""
+
+import sys
+
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.text.tokenizer import Tokenizer
+from serving.guided.compiler import GrammarCompiler
+from serving.guided.grammar import MAX_GRAMMAR_BYTES, Grammar
+from serving.request import GenerationConfig
+from tests.tiny import VOCAB_SIZE, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return GrammarCompiler(Tokenizer(tiny_tokenizer()), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "part"),
+    [
+        ("yaml", "a", "must be one of json, json_schema"),
+        ("json", "{}", "takes no text"),
+        ("regex", " ", "needs a text"),
+        ("regex", "a" * (MAX_GRAMMAR_BYTES + 1), "at most 65536 are read"),
+        ("regex", "\ud800", "lone surrogate"),
+        ("json_schema", "{", "not JSON"),
+        ("json_schema", "[1]", "must be a JSON object"),
+        ("json_schema", '{"minimum": NaN}', "no JSON number"),
+        ("json_schema", "[" * 60000, "not JSON"),
+        ("json_schema", '{"multipleOf": 1000003}', "common multiple of 1000003"),
+        ("json_schema", '{"allOf": [{"multipleOf": 9973}, {"multip\\u006ceOf": 9967}]}', "common multiple"),
+        ("lark", "start: A & B", "not supported; in strings and expressions write"),
+        ("lark", "start: A\nA: ~/a/", "'~' at character 12"),
+        ("lark", ' {"grammars": []}', "cannot begin with"),
+        ("lark", 'start: %json {"multipleOf": 99991}', "common multiple"),
+    ],
+)
+def test_a_grammar_that_nothing_bounds_or_nobody_can_read_is_refused(kind, text, part):
+    with pytest.raises(ConfigError, match=part):
+        Grammar(kind=kind, text=text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "part"),
+    [
+        ("regex", "a(", "unclosed group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", "()", "the empty text alone"),
+        ("json_schema", '{"type": "objct"}', "Invalid type"),
+        ("json_schema", '{"not": {}}', "Unimplemented keys.*not"),
+        ("json_schema", "false", "the schema cannot be used"),
+        ("json_schema", '{"$ref": "http://example.com/x"}', "does not fetch"),
+        ("lark", "start: b", "unknown name"),
+        ("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000, "too deeply nested"),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_is_refused_before_the_answer(compiler, kind, text, part):
+    with pytest.raises(ConfigError, match=part):
+        compiler.matcher(Grammar(kind=kind, text=text), GenerationConfig().stop_ids([1]))
+
+
+def test_a_missing_package_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    fresh = GrammarCompiler(Tokenizer(tiny_tokenizer()), VOCAB_SIZE)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[serve\]'"):
+        fresh.matcher(Grammar(kind="json"), GenerationConfig().stop_ids([1]))
+
+
+@pytest.mark.parametrize("count", [-1, 21, 1.5, True])
+def test_a_number_of_likeliest_tokens_is_checked(count):
+    with pytest.raises(ConfigError, match="top_logprobs must be"):
+        GenerationConfig(top_logprobs=count)
