@@ -25,9 +25,11 @@ def batchable(run: Run) -> bool:
     """Whether the next step of a run may be one with others' (see `decode_together`).
 
     Drafts are off while answers are decoded together; a drafter catches up when its answer is alone again. A
-    sequence that is about to slide takes that step by itself.
+    sequence that is about to slide takes that step by itself, and so do guided answers, whose next token may
+    depend on their last one in ways that the host alone knows.
     """
-    return run.stage == "decode" and run.room_tokens > 0 and run.runner.batch is not None
+    plain = run.stage == "decode" and run.room_tokens > 0 and not run.request.config.guided
+    return plain and run.runner.batch is not None
 
 
 def decode_together(runs: Sequence[Run], most_tokens: int | None = None) -> None:
