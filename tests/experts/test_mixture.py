@@ -12,12 +12,13 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxllm.experts.mixture import mixture, no_visits, tiles_and_weights, tiles_of
 from jaxllm.experts.routing import Routing, route
+from jaxllm.kernels import native
 from jaxllm.nn.layers import activate
 from jaxllm.nn.linear import FeedForward
 from jaxllm.nn.norms import Norm, normalize
 from jaxllm.quant import Apart, Bfloat16Bits, by_form, dequantize, quantize, to_blocks, unit_at
 from tests.kernels.switching import fall_back, needs_native
-from tests.variants import every_variant
+from tests.variants import every_variant, jitted
 
 B, E, F, D = 2, 4, 32, 64
 
@@ -41,30 +42,44 @@ def experts_of(neurons=F):
 EXPERTS = experts_of()
 
 
+# Compiled once for all tests, as each operation by itself is compiled for each shape.
+floats = jitted(functools.partial(dequantize, dtype=jnp.dtype(jnp.float32)))
+take_unit = jitted(unit_at)
+cut_in_tiles = jitted(tiles_of, static_argnums=1, static_argnames="rows")
+normed_by_itself = jitted(functools.partial(normalize, norm=NORM))
+
+
 def routed(x, choices=2, normalize_weights=True):
-    return _routed(jnp.asarray(x), choices, normalize_weights)
+    return _routed(x, choices, normalize_weights)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jitted, static_argnums=(1, 2))
 def _routed(x, choices, normalize_weights):
     return route(normalize(x, NORM), ROUTER, experts_per_token=choices, normalize=normalize_weights)
 
 
-@functools.partial(jax.jit, static_argnames="differentiable")
 def mix(x, routing, experts=EXPERTS, live=None, *, differentiable=False):
+    # With their name, or a test would run what another one traced without native kernels.
+    return _mix(x, routing, experts, live, differentiable, native.kernels().name)
+
+
+@functools.partial(jitted, static_argnums=(4, 5))
+def _mix(x, routing, experts, live, differentiable, _kernels):
     return mixture(x, NORM, routing, experts, live=live, differentiable=differentiable)
 
 
 def naive(x, routing, experts=EXPERTS):
     """Each token's experts in turn, in float64."""
     assert experts.gate is not None
-    normed = np.asarray(normalize(x, NORM), np.float64)
+    normed = np.asarray(normed_by_itself(x), np.float64)
+    ids, weights = jax.device_get((routing.ids, routing.weights))
+    gates, ups, downs = jax.device_get((experts.gate, experts.up, experts.down))
     out = np.zeros_like(normed)
     for b, t in np.ndindex(*x.shape[:2]):
-        for expert, weight in zip(routing.ids[b, t], routing.weights[b, t], strict=True):
-            gate, up = (np.asarray(each[expert]) @ normed[b, t] for each in (experts.gate, experts.up))
+        for expert, weight in zip(ids[b, t], weights[b, t], strict=True):
+            gate, up = (each[expert] @ normed[b, t] for each in (gates, ups))
             hidden = gate / (1 + np.exp(-gate)) * up
-            out[b, t] += float(weight) * (hidden @ np.asarray(experts.down[expert], np.float64))
+            out[b, t] += float(weight) * (hidden @ np.asarray(downs[expert], np.float64))
     return out
 
 
@@ -87,13 +102,13 @@ def test_nothing_is_dropped_when_all_choose_one_expert(differentiable):
     routing = dataclasses.replace(routing, ids=jnp.full_like(routing.ids, 2))
     got = mix(x, routing, differentiable=differentiable)
     np.testing.assert_allclose(got, naive(x, routing), atol=2e-5)
-    assert np.abs(got).max(-1).min() > 0.1
+    assert np.abs(np.asarray(got)).max(-1).min() > 0.1
 
 
 def test_one_token_is_as_in_a_batch():
     """Decode = prefill."""
     x = draw(1, 24, D)
-    whole = mix(x, routed(x))
+    whole = np.asarray(mix(x, routed(x)))
     for t in range(24):
         one = mix(x[:, t : t + 1], routed(x[:, t : t + 1]))
         np.testing.assert_allclose(one, whole[:, t : t + 1], atol=2e-5)
@@ -107,7 +122,7 @@ def test_padding_visits_no_expert(valid, differentiable):
     for garbage in (0.0, 7.0):
         x = draw(B, 12, D)
         x[:, valid:] = garbage * draw(B, 12 - valid, D, seed=5)
-        results.append(mix(x, routed(x), live=live, differentiable=differentiable))
+        results.append(np.asarray(mix(x, routed(x), live=live, differentiable=differentiable)))
     np.testing.assert_array_equal(results[0], results[1])
     x = draw(B, 12, D)
     np.testing.assert_allclose(results[0][:, :valid], naive(x, routed(x))[:, :valid], atol=2e-5)
@@ -124,7 +139,7 @@ def test_gradients_are_those_of_the_definition():
 
     def tiled(x, router, gate, up, down):
         block = FeedForward(up=up, down=down, gate=gate)
-        return mix(x, routing_of(x, router), block, differentiable=True)
+        return mixture(x, NORM, routing_of(x, router), block, differentiable=True)
 
     def dense(x, router, gate, up, down):
         routing, normed = routing_of(x, router), normalize(x, NORM)
@@ -159,9 +174,7 @@ def test_stored_experts_compute_what_they_stand_for(bits, form, neurons, monkeyp
 
     assert dense.gate is not None
     block = FeedForward(stored(dense.up, -1), stored(dense.down, -2), stored(dense.gate, -1))
-    meant = FeedForward(
-        *(dequantize(each, jnp.dtype(jnp.float32)) for each in (block.up, block.down, block.gate))
-    )
+    meant = FeedForward(*map(floats, (block.up, block.down, block.gate)))
     for tokens in (1, 20):
         x = draw(B, tokens, D)
         routing = routed(x)
@@ -174,11 +187,11 @@ def test_stored_experts_compute_what_they_stand_for(bits, form, neurons, monkeyp
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_a_unit_of_blocks_is_the_matrix_it_stands_for(axis, group, neurons):
     stack = to_blocks(quantize(draw(E, neurons, D), bits=8, axis=axis, group=group))
-    whole = dequantize(stack, jnp.dtype(jnp.float32))
+    whole = np.asarray(floats(stack))
     for index in range(E):
-        one = unit_at(jax.tree.map(jnp.asarray, stack), jnp.int32(index))
+        one = take_unit(stack, np.int32(index))
         chex.assert_shape(one, (neurons, D))
-        np.testing.assert_array_equal(dequantize(one, jnp.dtype(jnp.float32)), whole[index])
+        np.testing.assert_array_equal(floats(one), whole[index])
 
 
 # Tiles
@@ -204,7 +217,7 @@ def test_tiles_hold_every_pair_once(tokens, rows):
     draws = np.random.default_rng(tokens)
     for _ in range(5):
         ids = np.stack([draws.permutation(6)[:2] for _ in range(tokens)]).astype(np.int32)
-        tiles = jax.jit(functools.partial(tiles_of, experts=6, rows=rows))(ids)
+        tiles = cut_in_tiles(ids, 6, rows=rows)
         assert int(tiles.count) <= len(tiles.expert)
         places = np.asarray(tiles.place).reshape(-1)
         assert sorted(places.tolist()) == list(range(ids.size))
@@ -224,7 +237,7 @@ def test_padding_is_in_no_tile(rows, valid):
     """Where tokens choose fewer experts than there are, too: with 64 experts seven tokens of 8 choices."""
     ids = np.stack([np.random.default_rng(0).permutation(63)[:8] for _ in range(7)]).astype(np.int32)
     ids[valid:] = 64
-    tiles = tiles_of(jnp.asarray(ids), 64, rows=rows)
+    tiles = cut_in_tiles(ids, 64, rows=rows)
     visited = np.asarray(tiles.expert)[: int(tiles.count)]
     assert set(visited.tolist()) == set(ids[:valid].reshape(-1).tolist())
     assert int(np.asarray(tiles.size).sum()) == 8 * valid
@@ -233,8 +246,8 @@ def test_padding_is_in_no_tile(rows, valid):
 def test_padding_is_read_by_no_expert():
     """A prompt's last chunk of two tokens and padding."""
     ids = np.stack([np.random.default_rng(0).permutation(63)[:8] for _ in range(7)]).astype(np.int32)
-    routing = Routing(jnp.zeros((1, 7, 64)), jnp.asarray(ids[None]), jnp.ones((1, 7, 8)))
-    tiles, _ = tiles_and_weights(routing, 64, live=jnp.arange(7) < 2)
+    routing = Routing(np.zeros((1, 7, 64), np.float32), ids[None], np.ones((1, 7, 8), np.float32))
+    tiles, _ = jitted(tiles_and_weights, static_argnums=1)(routing, 64, live=np.arange(7) < 2)
     visited = np.asarray(tiles.expert)[: int(tiles.count)]
     assert set(visited.tolist()) == set(ids[:2].reshape(-1).tolist())
 
@@ -243,26 +256,33 @@ def test_padding_is_read_by_no_expert():
 @pytest.mark.parametrize(("experts", "choices", "tokens"), [(8, 2, 64), (128, 8, 64), (64, 8, 64), (8, 1, 3)])
 def test_visits_take_a_row_for_each_pair(experts, choices, tokens):
     """Whatever tiles leave free."""
-    ids = jnp.zeros((1, tokens, choices), jnp.int32)
-    routing = Routing(jnp.zeros((1, tokens, experts)), ids, jnp.zeros(ids.shape))
-    tiles, _ = tiles_and_weights(routing, experts, live=jnp.ones(tokens, bool))
-    visits = no_visits(jnp.zeros((tokens, D)), tiles)
-    assert len(visits) < tokens * choices + tiles.token.shape[1]
+    pairs = (1, tokens, choices)
+    routing = Routing(
+        np.zeros((1, tokens, experts), np.float32), np.zeros(pairs, np.int32), np.zeros(pairs, np.float32)
+    )
+
+    def run(routing, live, x):
+        tiles, _ = tiles_and_weights(routing, experts, live=live)
+        return no_visits(x, tiles), tiles
+
+    # Shapes are all that this asks about.
+    visits, tiles = jax.eval_shape(run, routing, np.ones(tokens, bool), np.zeros((tokens, D), np.float32))
+    assert visits.shape[0] < tokens * choices + tiles.token.shape[1]
 
 
 def test_the_worst_routing_fits():
     """As many tiles as there may be: every expert has one pair more than whole tiles."""
-    ids = jnp.asarray([[e] for e in range(4) for _ in range(5)], jnp.int32)
-    tiles = tiles_of(ids, 4, rows=4)
+    ids = np.asarray([[e] for e in range(4) for _ in range(5)], np.int32)
+    tiles = cut_in_tiles(ids, 4, rows=4)
     assert int(tiles.count) == len(tiles.expert) == 8
 
 
 def test_routing_keeps_its_types_in_narrow_graphs():
     x = draw(B, 3, D).astype(jnp.bfloat16)
     routing = Routing(
-        logits=jnp.zeros((B, 3, E)),
-        ids=jnp.zeros((B, 3, 1), jnp.int32),
-        weights=jnp.ones((B, 3, 1)),
+        logits=np.zeros((B, 3, E), np.float32),
+        ids=np.zeros((B, 3, 1), np.int32),
+        weights=np.ones((B, 3, 1), np.float32),
     )
     for differentiable in (True, False):
         out = mix(x, routing, differentiable=differentiable)
@@ -279,10 +299,10 @@ def test_native_kernels_compute_nearly_what_is_stored(bits, neurons):
     stored = [to_blocks(quantize(each, bits=bits, axis=axis)) for each, axis in zip(
         (dense.up, dense.down, dense.gate), (-1, -2, -1), strict=True)]  # fmt: skip
     block = FeedForward(*jax.tree.map(jnp.asarray, stored))
-    meant = FeedForward(*(dequantize(each, jnp.dtype(jnp.float32)) for each in stored))
+    meant = FeedForward(*map(floats, stored))
     for tokens in (1, 20):
         x = draw(B, tokens, D)
-        got, expected = mix(x, routed(x), block), naive(x, routed(x), meant)
+        got, expected = np.asarray(mix(x, routed(x), block)), naive(x, routed(x), meant)
         assert np.abs(got - expected).max() < 0.03 * np.abs(expected).max()
 
 
@@ -300,8 +320,7 @@ def apart(dense, widths, hold=Apart):
         return hold([jax.tree.map(jnp.asarray, each) for each in levels])
 
     block = FeedForward(stored(dense.up, -1), stored(dense.down, -2), stored(dense.gate, -1))
-    wide = [dequantize(each, jnp.dtype(jnp.float32)) for each in (block.up, block.down, block.gate)]
-    return block, FeedForward(*wide)
+    return block, FeedForward(*map(floats, (block.up, block.down, block.gate)))
 
 
 @pytest.mark.slow
@@ -360,7 +379,12 @@ def test_what_is_traced_does_not_grow_with_the_experts(hold):
             hold([to_blocks(quantize(draw(F, D), bits=[8, 4][e % 2], axis=axis)) for e in range(experts)])
             for axis in (-1, -2, -1)
         ]
-        routing = Routing(jnp.zeros((1, 5, experts)), jnp.zeros((1, 5, 2), jnp.int32), jnp.ones((1, 5, 2)))
-        return products(jax.make_jaxpr(lambda x: mix(x, routing, FeedForward(*stacks)))(draw(1, 5, D)).jaxpr)
+        routing = Routing(
+            np.zeros((1, 5, experts), np.float32),
+            np.zeros((1, 5, 2), np.int32),
+            np.ones((1, 5, 2), np.float32),
+        )
+        run = jax.make_jaxpr(lambda x, routing: mixture(x, NORM, routing, FeedForward(*stacks)))
+        return products(run(draw(1, 5, D), routing).jaxpr)
 
     assert 0 < traced(32) == traced(4)

@@ -1,5 +1,6 @@
 """Chunks from bytes to a cache, on every processor's kernels: what the codec itself decodes, in its place."""
 
+import functools
 from typing import Any
 
 import chex
@@ -13,12 +14,21 @@ from jaxllm.kv.cache import KVCache
 from jaxllm.kv.chunks import load_chunks, place_chunks
 from jaxllm.kv.codecs import CODECS, RAW, WIDTHS, ChunkFormat, ChunkShape
 from serving.contexts.blobs import Blobs
-from tests.kernels.drawing import answers
+from tests.kernels.drawing import answers, jit
 from tests.kernels.refusing import F16, I32, ask, refuse, zeros
 from tests.kernels.switching import needs_native
 
 pytestmark = needs_native
 C = 16
+# Compiled once for all tests, as each operation by itself is compiled for each shape.
+placing = jit(place_chunks)
+
+
+@functools.cache
+def coders(name):
+    """A codec's two directions."""
+    static = dict(static_argnames=("shape", "bits"))
+    return jit(CODECS[name].encode, **static), jit(CODECS[name].decode, **static)
 
 
 def extents_of(blobs):
@@ -68,19 +78,19 @@ def test_the_kernel_decodes_what_the_codec_does(name, dtype, width):
     draw = np.random.default_rng(width)
     bits = np.array([8, -1, 2, RAW, 4, 8, RAW, 2, 4], np.int32)
     capacity = len(bits) * C - 5
-    codec, blobs, rows, wanted = CODECS[name], [], [], []
+    (encode, decode), blobs, rows, wanted = coders(name), [], [], []
     for heads in (3, 2):
         shape = ChunkShape(heads=heads, tokens=C, width=width, dtype=dtype)
         past = draw.normal(size=(2, 1, heads, capacity, width)).astype(dtype)
         chunks = draw.normal(size=(2, len(bits), heads, C, width)).astype(np.float32) * 3 + 1
-        after, own = [jnp.asarray(each) for each in past], [None] * len(bits)
+        after, own = list(past), [None] * len(bits)
         for each in (RAW, *WIDTHS):
             at = np.flatnonzero(bits == each).astype(np.int32)
-            coded = codec.encode(*map(jnp.asarray, chunks[:, at]), shape, each)
+            coded = encode(*chunks[:, at], shape=shape, bits=each)
             for place, blob in zip(at, np.asarray(coded), strict=True):
                 own[place] = blob.copy()
-            back = codec.decode(coded, shape, each)
-            after = [place_chunks(*pair, at) for pair in zip(after, back, strict=True)]
+            back = decode(coded, shape=shape, bits=each)
+            after = [placing(*pair, at) for pair in zip(after, back, strict=True)]
         blobs += own
         rows += list(past)
         wanted += after

@@ -144,14 +144,16 @@ def stored(name, bits=8):
 
 def steps(params, tokens, *, cfg):
     """Documents, and a cache: a padded chunk, then tokens one by one."""
-    documents = forward_documents(params, tokens, cfg=cfg, differentiable=False)
+    # Each compiled once: of one program for all steps, a token's is compiled as often as it runs.
+    read = jax.jit(functools.partial(forward, cfg=cfg))
+    documents = jax.jit(functools.partial(forward_documents, cfg=cfg, differentiable=False))(params, tokens)
     cache = new_cache(cfg, batch=len(tokens), tokens=16, dtype=jnp.float32, mass=True)
-    first, cache = forward(params, tokens[:, :9], cache, cfg=cfg, valid=jnp.int32(7))
-    outs = [first[:, :7]]
+    first, cache = read(params, tokens[:, :9], cache, valid=np.int32(7))
+    outs = [np.asarray(first)[:, :7]]
     for at in range(7, 10):
-        out, cache = forward(params, tokens[:, at : at + 1], cache, cfg=cfg)
-        outs.append(out)
-    return documents, jnp.concatenate(outs, axis=1), cache.keys, cache.values, cache.mass
+        out, cache = read(params, tokens[:, at : at + 1], cache)
+        outs.append(np.asarray(out))
+    return documents, np.concatenate(outs, axis=1), cache.keys, cache.values, cache.mass
 
 
 @needs_native
@@ -165,8 +167,7 @@ def test_layers_by_address_are_the_layers(name, bits):
     assert not any(each.startswith("layers.") for each in addressed)
     found = layer_runs(addressed[STACK].alike)
     assert found == [run(*each) for each in RUNS.get(name, [(0, 1, 3)])]
-    door = jax.jit(functools.partial(steps, cfg=cfg))
-    expected, got = door(params, TOKENS), door(addressed, TOKENS)
+    expected, got = steps(params, TOKENS, cfg=cfg), steps(addressed, TOKENS, cfg=cfg)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)
 

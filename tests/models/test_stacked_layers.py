@@ -12,6 +12,7 @@ import pytest
 
 from jaxllm.config import LayerUnits
 from jaxllm.elastic.submodel import shared_sub_model, sub_model
+from jaxllm.kernels import converted
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.models.layer_stack import STACK, by_stacking, layer_of, one_by_one
@@ -70,24 +71,38 @@ def plain_product(rows, matrix, axis):
     return rows @ (matrix.T if axis == -1 else matrix)
 
 
-def hidden_states(cfg, params):
-    """Of a prompt in two chunks, the second padded, over a cache; and of a document without one."""
+@functools.partial(jit, static_argnames=("cfg", "block_bytes"))
+def hidden_states(params, *, cfg, block_bytes):
+    """Of a prompt in two chunks, the second padded, over a cache; and of a document without one.
 
-    @jit
-    def run(params):
-        cache = new_cache(cfg, batch=2, tokens=CAPACITY, dtype=jnp.float32, stacked=STACK in params)
-        params = sub_model(params, cfg)
-        first, cache = decoder.forward(params, TOKENS[:, :4], cache, cfg=cfg)
-        second, cache = decoder.forward(params, TOKENS[:, 4:8], cache, cfg=cfg, valid=jnp.int32(3))
-        document = decoder.forward_documents(params, TOKENS, cfg=cfg, differentiable=False)
-        return first, second[:, :3], document, cache.length
+    `block_bytes` is what `converted.BLOCK_BYTES` is while this is traced, so that none else's trace is taken.
+    """
+    assert block_bytes == converted.BLOCK_BYTES
+    cache = new_cache(cfg, batch=2, tokens=CAPACITY, dtype=jnp.float32, stacked=STACK in params)
+    params = sub_model(params, cfg)
+    first, cache = decoder.forward(params, TOKENS[:, :4], cache, cfg=cfg)
+    second, cache = decoder.forward(params, TOKENS[:, 4:8], cache, cfg=cfg, valid=jnp.int32(3))
+    document = decoder.forward_documents(params, TOKENS, cfg=cfg, differentiable=False)
+    return first, second[:, :3], document, cache.length
 
-    return run(params)
+
+def host_states(cfg, params):
+    return jax.device_get(hidden_states(params, cfg=cfg, block_bytes=converted.BLOCK_BYTES))
 
 
 def same(cfg, left, right):
-    for a, b in zip(hidden_states(cfg, left), hidden_states(cfg, right), strict=True):
+    same_as(host_states(cfg, left), cfg, right)
+
+
+def same_as(known, cfg, params):
+    for a, b in zip(known, host_states(cfg, params), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@functools.cache
+def known_states(name, form):
+    """Of the layers by name of a whole decoder, which several tests compare with."""
+    return host_states(DEEP[name], in_matrices(DEEP[name], functools.partial(stored, form)))
 
 
 def entries(params, layers):
@@ -111,7 +126,7 @@ def test_every_kind_of_decoder_computes_the_same(name, form, monkeypatch):
     fall_back(monkeypatch)
     cfg = DEEP[name]
     params = in_matrices(cfg, functools.partial(stored, form))
-    same(cfg, params, by_stacking(params, cfg))
+    same_as(known_states(name, form), cfg, by_stacking(params, cfg))
 
 
 @pytest.mark.parametrize("form", ["int2", "blocks", "own-product", "adapted-int8"])
@@ -159,7 +174,7 @@ def test_a_level_is_a_view_of_the_stacks(name, form, units, monkeypatch):
     stacks = {id(leaf.stack) for leaf in jax.tree.leaves(whole) if isinstance(leaf, StackEntry)}
     assert {id(leaf) for leaf in jax.tree.leaves(cut[STACK])} <= stacks
     same(level, shared_sub_model(params, level), cut)
-    same(cfg, params, by_stacking(whole, cfg))
+    same_as(known_states(name, form), cfg, by_stacking(whole, cfg))
 
 
 def test_what_is_beside_stacks_gets_rows_of_its_own(monkeypatch):

@@ -28,7 +28,7 @@ DENSE = [name for name, cfg in MODELS.items() if not cfg.experts]
 
 def rows_of(cache, rows):
     """Keys and values of some rows."""
-    return jax.tree.map(lambda each: each[..., rows, :], (cache.keys, cache.values))
+    return jax.tree.map(lambda each: np.asarray(each)[..., rows, :], (cache.keys, cache.values))
 
 
 @pytest.mark.slow
@@ -46,15 +46,16 @@ def test_a_tree_is_its_tokens_one_by_one(name, bits):
     read = jax.jit(read_logits)
     before = read(params, PROMPT, new_cache(cfg, batch=1, tokens=64, dtype=jnp.float16))[1]
     tree = tree_of(PARENTS, TOKENS, room=ROOM)
-    nodes = jnp.arange(ROOM, dtype=jnp.int32)
+    nodes = np.arange(ROOM, dtype=np.int32)
     whole = jax.jit(functools.partial(read_nodes, cfg=cfg, dtype=dtype))
     found, after = whole(params, tree, nodes, tree.count, before)
+    found = np.asarray(found)
     for leaf in (8, 11, 13, 19):
         cache, path = before, walk(PARENTS, leaf)
         for node in path:
             token = np.array([[[7, *TOKENS][node]]], np.int32)
             logits, cache = read(params, token, cache)
-            np.testing.assert_array_equal(found[node], logits[0])
+            np.testing.assert_array_equal(found[node], np.asarray(logits)[0])
         of_path = rows_of(after, PROMPT.shape[1] + np.array(path))
         alone = rows_of(cache, PROMPT.shape[1] + np.arange(len(path)))
         chex.assert_trees_all_equal(of_path, alone, strict=True)
