@@ -30,6 +30,10 @@ class Refused(JaxllmError):
         self.reason, self.retry_after_s = reason, retry_after_s
 
 
+class ContextBusy(ConfigError):
+    """The context answers another call now."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grammar:
     """What an answer's text must match.
@@ -212,6 +216,7 @@ class ModelFacts:
       has_chat_template: whether conversations can be answered.
       adapters: names of the low-rank adapters that calls may name.
       opened_s: when it was opened, in seconds since 1970.
+      chat_template: its source, in Jinja, which tells how the model writes calls of tools; empty for none.
     """
 
     name: str
@@ -221,6 +226,7 @@ class ModelFacts:
     has_chat_template: bool
     adapters: tuple[str, ...]
     opened_s: float
+    chat_template: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,6 +267,8 @@ class Backend(Protocol):
         Raises:
           Refused: it is loading or draining, or its queue or the app's share of it is full.
           ConfigError, ContextOverflow: the call cannot be answered whatever the load.
+          ContextGone: the app has no context of this name.
+          ContextBusy: the context answers another call.
         """
         ...
 
@@ -308,7 +316,7 @@ class Backend(Protocol):
 
         Raises:
           ContextGone: the app has none of this name.
-          ConfigError: it is answering.
+          ContextBusy: it is answering.
         """
         ...
 
