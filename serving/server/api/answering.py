@@ -107,7 +107,11 @@ class Answer:
 
     @classmethod
     def open(
-        cls, backend: Backend, calls: Sequence[Call], scanner: Callable[[], ToolScanner] | None, prompts: int = 1
+        cls,
+        backend: Backend,
+        calls: Sequence[Call],
+        scanner: Callable[[], ToolScanner] | None,
+        prompts: int = 1,
     ) -> "Answer":
         """Submits all calls, or none.
 

@@ -56,11 +56,13 @@ async def create(front: Front, visit: Visit) -> Response:
     model = body.model or facts.name
     if body.stream:
         frames = _frames(await first_delta(answer), answer.choices[0], model)
-        return Streamed(frames, "text/event-stream", front.options.write_s)
+        return Streamed(frames, answer.close, "text/event-stream", front.options.write_s)
     await answer.whole()
     choice = answer.choices[0]
     content: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text else []
-    content += [_tool_use(call) | {"input": msgspec.json.decode(call.arguments)} for call in choice.tool_calls]
+    content += [
+        _tool_use(call) | {"input": msgspec.json.decode(call.arguments)} for call in choice.tool_calls
+    ]
     message = _message(model, choice) | {"content": content, **_stop(choice), "jaxllm": choice.facts()}
     message["usage"]["output_tokens"] = choice.ended.tokens if choice.ended else 0
     return json_response(message)
@@ -86,7 +88,10 @@ def _conversation(front: Front, body: CountBody) -> tuple[Conversation, ToolUse]
         raise ApiError("tool_choice has the type auto, any, none or tool", param="tool_choice")
     named = {"type": "function", "function": {"name": choice.get("name")}} if kind == "tool" else None
     use = tools_of(
-        tools, named or {"any": "required"}.get(str(kind), kind), parallel, front.backend.facts().chat_template
+        tools,
+        named or {"any": "required"}.get(str(kind), kind),
+        parallel,
+        front.backend.facts().chat_template,
     )
     return Conversation(messages=messages_of(messages), tools=use.tools), use
 
@@ -118,7 +123,8 @@ def _messages(value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             inner = block.get("content")
-            if not isinstance(inner, str | list | None) or not all(isinstance(e, dict) for e in inner or () if not isinstance(inner, str)):
+            blocks = inner if isinstance(inner, list) else []
+            if not isinstance(inner, str | list | None) or not all(isinstance(each, dict) for each in blocks):
                 raise ApiError(f"{at}.content[{place}] has no text", param=at)
             text = text_of(inner, f"{at}.content[{place}]")
             results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
@@ -172,8 +178,12 @@ async def _frames(
             if delta.text:
                 if not is_text:
                     block, is_text = block + 1, True
-                    yield event("content_block_start", index=block, content_block={"type": "text", "text": ""})
-                yield event("content_block_delta", index=block, delta={"type": "text_delta", "text": delta.text})
+                    yield event(
+                        "content_block_start", index=block, content_block={"type": "text", "text": ""}
+                    )
+                yield event(
+                    "content_block_delta", index=block, delta={"type": "text_delta", "text": delta.text}
+                )
             for call in delta.tool_calls:
                 if is_text:
                     yield event("content_block_stop", index=block)

@@ -1,4 +1,4 @@
-"""Makes the ASGI app of the HTTP front: routes, request ids, and an answer in the right form to every error."""
+"""Makes the ASGI app of the HTTP front: routes, request ids, and errors in the form of each format."""
 
 import logging
 import re
@@ -15,12 +15,11 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.errors import JaxllmError
-from serving.server.api import anthropic_messages, chat, completions, contexts, model_routes, ollama, responses
+from serving.server.api import anthropic_messages, chat, completions, contexts, model_routes, ollama
 from serving.server.api.bodies import read_raw
 from serving.server.api.errors import ApiError, api_error, error_response, shape_of
 from serving.server.api.front import Front, Visit
 from serving.server.api.options import ApiOptions
-from serving.server.api.response_store import ResponseStore
 from serving.server.api.streams import ClientLeft, while_connected
 from serving.server.calls import Backend
 
@@ -38,8 +37,6 @@ _OPEN: tuple[tuple[str, str, Handler], ...] = (
 _ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", chat.chat),
     ("POST", "/v1/completions", completions.completions),
-    ("POST", "/v1/responses", responses.create),
-    ("DELETE", "/v1/responses/{id}", responses.delete),
     ("POST", "/v1/embeddings", model_routes.embeddings),
     ("GET", "/v1/models", model_routes.models),
     ("GET", "/v1/models/{name}", model_routes.models),
@@ -70,7 +67,6 @@ def make_app(
     identify: Identify,
     options: ApiOptions | None = None,
     extra_routes: Sequence[BaseRoute] = (),
-    responses: ResponseStore | None = None,  # noqa: F811 (the word of the format)
 ) -> Starlette:
     """The ASGI app.
 
@@ -80,10 +76,9 @@ def make_app(
         attribute `code`, if there is one, is told.
       options: limits and defaults.
       extra_routes: beside the front's own, which they precede.
-      responses: where stored responses stand; in memory alone if None.
     """
     options = options or ApiOptions()
-    front = Front(backend, options, responses or ResponseStore(options.responses_per_app))
+    front = Front(backend, options)
     routes = [Route(path, _open(front, handler), methods=[method]) for method, path, handler in _OPEN]
     by_path: dict[str, dict[str, Handler]] = {}
     for method, path, handler in _ROUTES:

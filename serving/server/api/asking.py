@@ -99,17 +99,23 @@ def calls_of(
     Raises:
       ApiError, ConfigError: a field is out of its domain.
     """
-    if not 1 <= asked.n:
+    if asked.n < 1:
         raise ApiError(f"n must be at least 1, got {asked.n}", param="n")
     number, most = len(asked.prompts) * asked.n, front.options.answers_per_request
     if not 1 <= number <= most:
-        raise ApiError(f"a request may ask for 1 to {most} answers, as prompts times n; this one asks for {number}")
+        raise ApiError(
+            f"a request may ask for 1 to {most} answers, as prompts times n; this one asks for {number}"
+        )
     if tier not in (None, "auto", "default", "flex", "priority"):
-        raise ApiError(f"service_tier is auto, default, flex or priority, got {tier!r:.80}", param="service_tier")
+        raise ApiError(
+            f"service_tier is auto, default, flex or priority, got {tier!r:.80}", param="service_tier"
+        )
     if body.adapter and adapter and body.adapter != adapter:
         raise ApiError(f"model names the adapter {adapter!r}, adapter {body.adapter!r:.80}", param="adapter")
     if body.grammar and asked.grammar:
-        raise ApiError("grammar cannot stand beside a response format or a forced call of a tool", param="grammar")
+        raise ApiError(
+            "grammar cannot stand beside a response format or a forced call of a tool", param="grammar"
+        )
     context = context_of(body.conversation)
     if context and number > 1:
         raise ApiError("a context takes one answer at a time; leave n at 1", param="conversation")
@@ -131,7 +137,9 @@ def calls_of(
         top_logprobs=asked.top_logprobs,
     )
     return [
-        dataclasses.replace(base, request_id=visit.call_id(), prompt=prompt, config=_seeded(asked.config, place))
+        dataclasses.replace(
+            base, request_id=visit.call_id(), prompt=prompt, config=_seeded(asked.config, place)
+        )
         for prompt in asked.prompts
         for place in range(asked.n)
     ]
@@ -180,8 +188,8 @@ def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 def objective_of(
     slo: str | Mapping[str, Any] | None, strict: bool | None, header: str
 ) -> tuple[Objective | None, bool | None]:
-    """The objective of a request by its body, else by its header X-SLO (`<40,70>` or JSON, perhaps followed by
-    `; strict`), and whether it insists.
+    """The objective of a request by its body, else by its header X-SLO (`<40,70>` or JSON, perhaps with
+    `; strict` behind), and whether it insists.
 
     Raises:
       ApiError, ConfigError: it is written in another way.
@@ -231,7 +239,7 @@ def grammar_of(grammar: Mapping[str, Any] | None) -> Grammar | None:
 
 
 def format_grammar(kind: Any, schema: Any, param: str) -> Grammar | None:
-    """The grammar of a response format of a kind ("text", "json_object" or "json_schema"); raises ApiError."""
+    """The grammar of a response format: text, json_object or json_schema; raises ApiError."""
     if kind == "text":
         return None
     if kind == "json_object":

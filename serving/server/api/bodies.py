@@ -26,9 +26,7 @@ async def read_raw(request: Request, options: ApiOptions) -> bytes:
     Raises:
       ApiError: there are too many (413), or they take too long (408).
     """
-    too_long = ApiError(
-        f"the body has more than {options.body_bytes} bytes; send less", status=413
-    )
+    too_long = ApiError(f"the body has more than {options.body_bytes} bytes; send less", status=413)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 18 or int(length) > options.body_bytes):
         raise too_long

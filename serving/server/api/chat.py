@@ -7,7 +7,14 @@ from typing import Any
 from starlette.responses import Response
 
 from serving.server.api.answering import Answer, Delta, first_delta
-from serving.server.api.asking import Asked, SamplingFields, StreamOptions, calls_of, config_of, format_grammar
+from serving.server.api.asking import (
+    Asked,
+    SamplingFields,
+    StreamOptions,
+    calls_of,
+    config_of,
+    format_grammar,
+)
 from serving.server.api.bodies import Neutral
 from serving.server.api.errors import ApiError, api_error, openai_body
 from serving.server.api.front import Front, Visit, new_id, now_s
@@ -65,7 +72,9 @@ async def chat(front: Front, visit: Visit) -> Response:
     if body.top_logprobs and not body.logprobs:
         raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
     if not 0 <= (body.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
-        raise ApiError(f"top_logprobs is 0 to {MAX_TOP_LOGPROBS}, got {body.top_logprobs}", param="top_logprobs")
+        raise ApiError(
+            f"top_logprobs is 0 to {MAX_TOP_LOGPROBS}, got {body.top_logprobs}", param="top_logprobs"
+        )
     if body.stream_options is not None and not body.stream:
         raise ApiError("stream_options needs stream to be true", param="stream_options")
     use = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, facts.chat_template)
@@ -92,7 +101,9 @@ async def chat(front: Front, visit: Visit) -> Response:
     if not body.stream:
         await answer.whole()
         return json_response(await written.whole())
-    return Streamed(written.frames(await first_delta(answer)), "text/event-stream", front.options.write_s)
+    return Streamed(
+        written.frames(await first_delta(answer)), answer.close, "text/event-stream", front.options.write_s
+    )
 
 
 def usage_of(answer: Answer) -> dict[str, Any]:
@@ -114,7 +125,12 @@ class _Chat:
     model: str
 
     def __post_init__(self) -> None:
-        self.base = {"id": new_id("chatcmpl-"), "created": now_s(), "model": self.model, "system_fingerprint": None}
+        self.base = {
+            "id": new_id("chatcmpl-"),
+            "created": now_s(),
+            "model": self.model,
+            "system_fingerprint": None,
+        }
         if self.body.service_tier is not None:
             self.base["service_tier"] = self.body.service_tier
 
@@ -131,7 +147,12 @@ class _Chat:
                 message["tool_calls"] = calls
             logprobs = await chat_logprobs(self.front, choice.logprobs) if self.body.logprobs else None
             choices.append(
-                {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": logprobs,
+                    "finish_reason": choice.finish_reason,
+                }
             )
         usage, facts = usage_of(self.answer), self.answer.facts()
         return {**self.base, "object": "chat.completion", "choices": choices, "usage": usage, "jaxllm": facts}
@@ -155,7 +176,8 @@ class _Chat:
                     first = called.get(delta.index, 0)
                     called[delta.index] = first + len(delta.tool_calls)
                     told["tool_calls"] = [
-                        {"index": first + place, **_called(call)} for place, call in enumerate(delta.tool_calls)
+                        {"index": first + place, **_called(call)}
+                        for place, call in enumerate(delta.tool_calls)
                     ]
                 if told or delta.logprobs:
                     choice = {"index": delta.index, "delta": told, "logprobs": None, "finish_reason": None}

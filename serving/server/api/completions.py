@@ -56,17 +56,27 @@ async def completions(front: Front, visit: Visit) -> Response:
     )
     calls = calls_of(front, visit, asked, body, adapter=adapter, tier=body.service_tier)
     answer = Answer.open(front.backend, calls, None, prompts=len(asked.prompts))
-    base = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s(), "model": body.model or facts.name}
+    base = {
+        "id": new_id("cmpl-"),
+        "object": "text_completion",
+        "created": now_s(),
+        "model": body.model or facts.name,
+    }
     if body.stream:
         frames = _frames(front, answer, await first_delta(answer), base, body)
-        return Streamed(frames, "text/event-stream", front.options.write_s)
+        return Streamed(frames, answer.close, "text/event-stream", front.options.write_s)
     await answer.whole()
     choices = []
     for index, choice in enumerate(answer.choices):
         logprobs = None
         if body.logprobs is not None:
             logprobs = await completion_logprobs(front, choice.logprobs)
-        told = {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        told = {
+            "index": index,
+            "text": choice.text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
         choices.append(told)
     return json_response({**base, "choices": choices, "usage": usage_of(answer), "jaxllm": answer.facts()})
 
@@ -93,7 +103,11 @@ def _ids(values: list[Any]) -> bool:
 
 
 async def _frames(
-    front: Front, answer: Answer, deltas: AsyncGenerator[Delta, None], base: dict[str, Any], body: CompletionBody
+    front: Front,
+    answer: Answer,
+    deltas: AsyncGenerator[Delta, None],
+    base: dict[str, Any],
+    body: CompletionBody,
 ) -> AsyncGenerator[bytes, None]:
     with_usage = body.stream_options is not None and body.stream_options.include_usage
     offsets = [0] * len(answer.choices)

@@ -31,12 +31,16 @@ class PinBody(msgspec.Struct, kw_only=True):
 async def create(front: Front, visit: Visit) -> Response:
     """Creates a context (newLLMCtx)."""
     body = front.body(dataclasses.replace(visit, raw=visit.raw or b"{}"), CreateBody)
-    return json_response(_told(await front.backend.create_context(visit.app, level=body.level, pinned=body.pinned)), 201)
+    return json_response(
+        _told(await front.backend.create_context(visit.app, level=body.level, pinned=body.pinned)), 201
+    )
 
 
 async def listed(front: Front, visit: Visit) -> Response:
     """All contexts of the app."""
-    return json_response({"object": "list", "data": [_told(each) for each in await front.backend.contexts(visit.app)]})
+    return json_response(
+        {"object": "list", "data": [_told(each) for each in await front.backend.contexts(visit.app)]}
+    )
 
 
 async def get(front: Front, visit: Visit) -> Response:

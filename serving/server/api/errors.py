@@ -102,7 +102,10 @@ def openai_body(error: ApiError) -> dict[str, Any]:
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     """An error as Anthropic's clients read it."""
-    return {"type": "error", "error": {"type": _KINDS.get(error.status, _KINDS[400])[2], "message": str(error)}}
+    return {
+        "type": "error",
+        "error": {"type": _KINDS.get(error.status, _KINDS[400])[2], "message": str(error)},
+    }
 
 
 def ollama_body(error: ApiError) -> dict[str, Any]:

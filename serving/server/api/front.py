@@ -11,7 +11,6 @@ import msgspec
 from serving.server.api.bodies import Neutral, read_body
 from serving.server.api.errors import ApiError
 from serving.server.api.options import ApiOptions
-from serving.server.api.response_store import ResponseStore
 from serving.server.calls import Backend, ModelFacts
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -47,11 +46,10 @@ class Front:
     Attributes:
       backend: that answers.
       options: limits and defaults.
-      responses: what `previous_response_id` can name.
     """
 
-    def __init__(self, backend: Backend, options: ApiOptions, responses: ResponseStore) -> None:
-        self.backend, self.options, self.responses = backend, options, responses
+    def __init__(self, backend: Backend, options: ApiOptions) -> None:
+        self.backend, self.options = backend, options
         self._texts: dict[int, str] = {}
 
     def body(self, visit: Visit, kind: type[Body], neutral: Neutral | None = None) -> Body:

@@ -17,7 +17,11 @@ async def chat_logprobs(front: Front, tokens: Sequence[TokenLogprob]) -> dict[st
     for each in tokens:
         ids = [each.token, *(token for token, _ in each.top)]
         told = [
-            {"token": text, "logprob": _finite(value), "bytes": None if "\ufffd" in text else list(text.encode())}
+            {
+                "token": text,
+                "logprob": _finite(value),
+                "bytes": None if "\ufffd" in text else list(text.encode()),
+            }
             for text, value in zip(
                 await front.token_texts(ids), [each.logprob, *(value for _, value in each.top)], strict=True
             )
@@ -26,7 +30,9 @@ async def chat_logprobs(front: Front, tokens: Sequence[TokenLogprob]) -> dict[st
     return {"content": content, "refusal": None}
 
 
-async def completion_logprobs(front: Front, tokens: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any]:
+async def completion_logprobs(
+    front: Front, tokens: Sequence[TokenLogprob], offset: int = 0
+) -> dict[str, Any]:
     """`logprobs` of a completion's choice; `offset` is the number of characters before these tokens."""
     told: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for each in tokens:

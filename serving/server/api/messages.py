@@ -1,7 +1,6 @@
 """Reads OpenAI's messages and tools into a conversation."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -116,15 +115,17 @@ def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, c
         named = _named(choice)
         if named not in names:
             raise ApiError(
-                'tool_choice is none, auto, required or {"type": "function", "function": {"name": NAME}} with '
-                f"the name of one of the tools, got {choice!r:.80}",
+                'tool_choice is none, auto, required or {"type": "function", "function": {"name": NAME}} '
+                f"with the name of one of the tools, got {choice!r:.80}",
                 param="tool_choice",
             )
         grammar = forced(family, [tools[names.index(named)]], several=False)
     return ToolUse(tools=tuple(tools), grammar=grammar, scanner=lambda: ToolScanner(family, frozenset(names)))
 
 
-def text_of(content: str | Sequence[Mapping[str, Any]] | None, at: str, kinds: Sequence[str] = ("text",)) -> str:
+def text_of(
+    content: str | Sequence[Mapping[str, Any]] | None, at: str, kinds: Sequence[str] = ("text",)
+) -> str:
     """The text of a message's content, its parts joined.
 
     Raises:
@@ -176,7 +177,9 @@ def _message(value: Any, at: str) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": arguments_of(call.function.arguments, f"{at}.tool_calls[{index}].function.arguments"),
+                    "arguments": arguments_of(
+                        call.function.arguments, f"{at}.tool_calls[{index}].function.arguments"
+                    ),
                 },
             }
             for index, call in enumerate(message.tool_calls)

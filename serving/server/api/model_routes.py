@@ -53,7 +53,9 @@ async def models(front: Front, visit: Visit) -> Response:
 async def adapters(front: Front, visit: Visit) -> Response:
     """The adapters that requests may name."""
     facts = front.backend.facts()
-    return json_response({"object": "list", "data": [{"id": name, "object": "adapter"} for name in facts.adapters]})
+    return json_response(
+        {"object": "list", "data": [{"id": name, "object": "adapter"} for name in facts.adapters]}
+    )
 
 
 async def props(front: Front, visit: Visit) -> Response:
@@ -68,7 +70,6 @@ async def props(front: Front, visit: Visit) -> Response:
                 "body_bytes": options.body_bytes,
                 "answers_per_request": options.answers_per_request,
                 "embeddings_per_request": options.embeddings_per_request,
-                "responses_per_app": options.responses_per_app,
             },
             "defaults": {"max_tokens": options.max_tokens, "temperature": options.temperature},
         }
@@ -134,7 +135,9 @@ async def embeddings(front: Front, visit: Visit) -> Response:
         if not ids[-1] or max(ids[-1]) >= facts.vocab_size:
             raise ApiError("an input has no token, or one outside the vocabulary", param="input")
         if len(ids[-1]) > facts.window_tokens:
-            raise ContextOverflow(f"an input has {len(ids[-1])} tokens; at most {facts.window_tokens} fit; shorten it")
+            raise ContextOverflow(
+                f"an input has {len(ids[-1])} tokens; at most {facts.window_tokens} fit; shorten it"
+            )
     vectors = await front.backend.embed(visit.app, ids)
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
@@ -158,7 +161,13 @@ def _model(facts: ModelFacts, name: str) -> dict[str, Any]:
         "has_chat_template": facts.has_chat_template,
         "adapters": facts.adapters,
     }
-    return {"id": name, "object": "model", "created": int(facts.opened_s), "owned_by": "jaxllm", "jaxllm": told}
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(facts.opened_s),
+        "owned_by": "jaxllm",
+        "jaxllm": told,
+    }
 
 
 def _encoded(vector: Any, form: str) -> Any:

@@ -8,7 +8,15 @@ import msgspec
 from starlette.responses import Response
 
 from serving.server.api.answering import Answer, Choice, Delta, first_delta
-from serving.server.api.asking import Asked, Extensions, Prompt, SamplingFields, calls_of, config_of, format_grammar
+from serving.server.api.asking import (
+    Asked,
+    Extensions,
+    Prompt,
+    SamplingFields,
+    calls_of,
+    config_of,
+    format_grammar,
+)
 from serving.server.api.bodies import Neutral, convert
 from serving.server.api.errors import ApiError, api_error, ollama_body
 from serving.server.api.front import Front, Visit
@@ -102,7 +110,12 @@ async def tags(front: Front, visit: Visit) -> Response:
     names = [f"{facts.name}:latest", *(f"{facts.name}:{adapter}" for adapter in facts.adapters)]
     opened = _time(facts.opened_s)
     return json_response(
-        {"models": [{"name": name, "model": name, "modified_at": opened, "size": 0, "digest": ""} for name in names]}
+        {
+            "models": [
+                {"name": name, "model": name, "modified_at": opened, "size": 0, "digest": ""}
+                for name in names
+            ]
+        }
     )
 
 
@@ -127,7 +140,9 @@ async def _answer(front: Front, visit: Visit, body: OllamaBody, prompt: Prompt, 
     facts, adapter = front.model(body.model, tagged=True)
     options = convert(body.options or {}, Options, "options")
     if options.num_ctx is not None and options.num_ctx > facts.window_tokens:
-        raise ApiError(f"options.num_ctx is at most the window of {facts.window_tokens}", param="options.num_ctx")
+        raise ApiError(
+            f"options.num_ctx is at most the window of {facts.window_tokens}", param="options.num_ctx"
+        )
     sampling = SamplingFields(
         temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p,
         seed=options.seed, repetition_penalty=options.repeat_penalty,
@@ -147,7 +162,7 @@ async def _answer(front: Front, visit: Visit, body: OllamaBody, prompt: Prompt, 
     is_chat = isinstance(body, ChatBody)
     if body.stream:
         frames = _frames(await first_delta(answer), answer, body.model, is_chat)
-        return Streamed(frames, "application/x-ndjson", front.options.write_s)
+        return Streamed(frames, answer.close, "application/x-ndjson", front.options.write_s)
     await answer.whole()
     choice = answer.choices[0]
     part = _part(body.model, choice.text, choice.tool_calls, is_chat)
@@ -175,7 +190,8 @@ def _part(model: str, text: str, calls: Sequence[Any], is_chat: bool) -> dict[st
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = [
-            {"function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments)}} for call in calls
+            {"function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments)}}
+            for call in calls
         ]
     return told | {"message": message}
 
@@ -214,7 +230,9 @@ def _grammar(form: str | dict[str, Any] | None) -> Grammar | None:
 def _message(value: dict[str, Any], at: str) -> dict[str, Any]:
     if value.get("images"):
         raise ApiError(f"{at} has images; the model reads texts alone", code="unsupported_content", param=at)
-    plain = {name: each for name, each in value.items() if name not in ("images", "thinking") and each is not None}
+    plain = {
+        name: each for name, each in value.items() if name not in ("images", "thinking") and each is not None
+    }
     if "tool_name" in plain:
         plain["name"] = plain.pop("tool_name")
     return plain

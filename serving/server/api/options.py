@@ -19,7 +19,6 @@ class ApiOptions:
       embeddings_per_request: most inputs of a request for embeddings.
       max_tokens: of answers whose request names no length; completions have 16, as OpenAI has it.
       temperature: of requests that name none.
-      responses_per_app: most stored responses of an app; the oldest is forgotten first.
     """
 
     body_bytes: int = 4 << 20
@@ -30,7 +29,6 @@ class ApiOptions:
     embeddings_per_request: int = 256
     max_tokens: int = 1024
     temperature: float = 1.0
-    responses_per_app: int = 64
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -1,7 +1,7 @@
-"""Sends answers as they come, and ends the work of clients that leave: while it waits, and while it streams."""
+"""Sends answers as they come, and ends the work of clients that leave, whether they wait or read."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -50,10 +50,13 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
 
 
 class Streamed(Response):
-    """An answer in parts. `frames` is closed however the connection ends."""
+    """An answer in parts, which is closed however the connection ends."""
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], media_type: str, write_s: float) -> None:
-        self._frames, self._write_s = frames, write_s
+    def __init__(
+        self, frames: AsyncGenerator[bytes, None], close: Callable[[], None], media_type: str, write_s: float
+    ) -> None:
+        # Closing a generator that has not begun runs nothing of it, so that `close` ends the calls.
+        self._frames, self._close, self._write_s = frames, close, write_s
         self.status_code, self.background = 200, None
         self.media_type = media_type
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -66,9 +69,10 @@ class Streamed(Response):
         finally:
             await _ended(sending, left)
             await self._frames.aclose()
-        if sending.done() and not sending.cancelled() and (error := sending.exception()) is not None:
-            if not isinstance(error, TimeoutError | OSError):
-                raise error
+            self._close()
+        error = None if sending.cancelled() else sending.exception()
+        if error is not None and not isinstance(error, TimeoutError | OSError):
+            raise error
 
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

@@ -38,5 +38,6 @@ def forced(family: Family, tools: Sequence[Mapping[str, Any]], *, several: bool)
     repeated = 'call ("\\n" call)*' if several else "call"
     opening, closing = json.dumps(family.opening + "\n"), json.dumps("\n" + family.closing)
     return Grammar(
-        kind="lark", text=f"start: {repeated}\ncall: {opening} object {closing}\nobject: %json {json.dumps(call)}\n"
+        kind="lark",
+        text=f"start: {repeated}\ncall: {opening} object {closing}\nobject: %json {json.dumps(call)}\n",
     )

@@ -57,7 +57,9 @@ class ToolCall:
 
     name: str
     arguments: str
-    id: str = dataclasses.field(default_factory=lambda: "".join(secrets.choice(_LETTERS) for _ in range(_LENGTH)))
+    id: str = dataclasses.field(
+        default_factory=lambda: "".join(secrets.choice(_LETTERS) for _ in range(_LENGTH))
+    )
 
 
 class ToolScanner:
@@ -197,4 +199,6 @@ def _without(text: str, marks: tuple[str, ...]) -> tuple[str, bool]:
 
 def _beginning_of(mark: str, text: str) -> int:
     """How many of a text's last characters may begin a mark."""
-    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+    return next(
+        (size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0
+    )
