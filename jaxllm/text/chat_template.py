@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jinja2.nodes
 import numpy as np
 
 from jaxllm.errors import ConfigError, TemplateError, one_line
@@ -58,6 +59,7 @@ class ChatTemplate:
         tree = parse(source)
         names = names_in(tree)
         self._roles = ROLES | names
+        self._knows_tools = any(each.name == "tools" for each in tree.find_all(jinja2.nodes.Name))
         # Texts that the template may look for in messages, without special tokens, which it writes.
         self._looked_for = [name for name in names if name and not any(word in name for word in spelled)]
         bounded = is_bounded(tree, special)
@@ -67,18 +69,23 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool,
         now: datetime.datetime | None,
     ) -> MarkedText:
         """The prompt (see `Tokenizer.chat_text`)."""
-        plain = _plain_messages(messages)
-        self._check_roles(plain)
+        messages = _plain_messages(messages)
+        self._check_roles(messages)
+        if tools and not self._knows_tools:
+            raise ConfigError("the model's chat template knows no tools; ask without tools")
+        # Tools are content as messages are.
+        plain = [messages, _plain_tools(tools)]
 
-        def run(messages: Any) -> str:
+        def run(variant: Any) -> str:
             variables = {
                 **self._special,
-                "messages": messages,
-                "tools": None,
+                "messages": variant[0],
+                "tools": variant[1] or None,
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }
@@ -246,4 +253,16 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     for index, message in enumerate(plain):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConfigError(f"message {index} must be an object with a 'role', got {message!r:.80}")
+    return plain
+
+
+def _plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A deep copy of tools, of plain JSON types only."""
+    try:
+        plain = json.loads(json.dumps(list(tools)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"tools must be plain JSON values: {one_line(error)}") from error
+    for index, tool in enumerate(plain):
+        if not isinstance(tool, dict):
+            raise ConfigError(f"tool {index} must be an object, got {tool!r:.80}")
     return plain

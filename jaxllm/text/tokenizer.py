@@ -244,6 +244,7 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         now: datetime.datetime | None = None,
     ) -> MarkedText:
@@ -252,23 +253,28 @@ class Tokenizer:
 
         Args:
           messages: JSON objects with a `role` and usually a `content`, oldest first.
+          tools: JSON objects for templates that know tools. Their text is content, as that of messages is.
           add_generation_prompt: whether the prompt ends with the beginning of an assistant's turn.
           now: the time for templates that ask for it; this module has no clock.
 
         Raises:
           ConfigError: the model has no chat template, a message is malformed or of a role that the
-            template does not know, or the template asks for the time and `now` is None.
+            template does not know, there are tools and the template knows none, or
+            the template asks for the time and `now` is None.
           TemplateError: the template refuses the messages or is broken.
           ContextOverflow: they have more tokens than this tokenizer is limited to, by far.
         """
         if self._most_tokens is not None:
-            self._require_short(_characters(messages))
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, now=now)
+            self._require_short(_characters(messages) + _characters(list(tools)))
+        return self._chat_template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, now=now
+        )
 
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         now: datetime.datetime | None = None,
     ) -> str:
@@ -277,12 +283,15 @@ class Tokenizer:
         Raises:
           ConfigError, TemplateError: as `chat_text`.
         """
-        return self.chat_text(messages, add_generation_prompt=add_generation_prompt, now=now).text
+        return self.chat_text(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, now=now
+        ).text
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         now: datetime.datetime | None = None,
     ) -> list[int]:
@@ -292,7 +301,7 @@ class Tokenizer:
           ConfigError: as `chat_text` and `encode`.
           TemplateError: as `chat_text`.
         """
-        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, now=now)
+        text = self.chat_text(messages, tools=tools, add_generation_prompt=add_generation_prompt, now=now)
         return self.encode(text, add_special_tokens=False)
 
     def compile_chat_template(self) -> None:

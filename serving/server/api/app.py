@@ -1,0 +1,180 @@
+"""Makes the ASGI app of the HTTP front: routes, request ids, and errors in the form of each format."""
+
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxllm.errors import JaxllmError
+from serving.server.api import anthropic_messages, chat, completions, contexts, model_routes, ollama
+from serving.server.api.bodies import read_raw
+from serving.server.api.errors import ApiError, api_error, error_response, shape_of
+from serving.server.api.front import Front, Visit
+from serving.server.api.options import ApiOptions
+from serving.server.api.streams import ClientLeft, while_connected
+from serving.server.calls import Backend
+
+Handler = Callable[[Front, Visit], Awaitable[Response]]
+Identify = Callable[[Scope], str]
+
+_log = logging.getLogger(__name__)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_LEFT = 499
+# Path -> handlers by method. Health and readiness are told to whoever asks.
+_OPEN: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/health", model_routes.health),
+    ("GET", "/ready", model_routes.ready),
+)
+_ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/chat/completions", chat.chat),
+    ("POST", "/v1/completions", completions.completions),
+    ("POST", "/v1/embeddings", model_routes.embeddings),
+    ("GET", "/v1/models", model_routes.models),
+    ("GET", "/v1/models/{name}", model_routes.models),
+    ("GET", "/v1/adapters", model_routes.adapters),
+    ("POST", "/v1/contexts", contexts.create),
+    ("GET", "/v1/contexts", contexts.listed),
+    ("GET", "/v1/contexts/{name}", contexts.get),
+    ("DELETE", "/v1/contexts/{name}", contexts.delete),
+    ("POST", "/v1/contexts/{name}/pin", contexts.pin),
+    ("POST", "/v1/contexts/{name}/generate", contexts.generate),
+    ("POST", "/v1/messages", anthropic_messages.create),
+    ("POST", "/v1/messages/count_tokens", anthropic_messages.count_tokens),
+    ("POST", "/api/chat", ollama.chat),
+    ("POST", "/api/generate", ollama.generate),
+    ("GET", "/api/tags", ollama.tags),
+    ("POST", "/api/show", ollama.show),
+    ("GET", "/api/version", ollama.version),
+    ("POST", "/tokenize", model_routes.tokenize),
+    ("POST", "/detokenize", model_routes.detokenize),
+    ("POST", "/apply-template", model_routes.apply_template),
+    ("GET", "/props", model_routes.props),
+)
+
+
+def make_app(
+    backend: Backend,
+    *,
+    identify: Identify,
+    options: ApiOptions | None = None,
+    extra_routes: Sequence[BaseRoute] = (),
+) -> Starlette:
+    """The ASGI app.
+
+    Args:
+      backend: that answers.
+      identify: the app of a connection, by its scope; raises a JaxllmError where it is not known, whose
+        attribute `code`, if there is one, is told.
+      options: limits and defaults.
+      extra_routes: beside the front's own, which they precede.
+    """
+    options = options or ApiOptions()
+    front = Front(backend, options)
+    routes = [Route(path, _open(front, handler), methods=[method]) for method, path, handler in _OPEN]
+    by_path: dict[str, dict[str, Handler]] = {}
+    for method, path, handler in _ROUTES:
+        by_path.setdefault(path, {})[method] = handler
+    for path, handlers in by_path.items():
+        routes.append(Route(path, _endpoint(front, handlers, identify), methods=[*handlers]))
+    return Starlette(
+        routes=[*extra_routes, *routes],
+        middleware=[Middleware(RequestIds)],
+        exception_handlers={HTTPException: _unrouted, Exception: _failed},
+    )
+
+
+class RequestIds:
+    """Gives every request an identifier, the client's or a new one, and sends it back; answers failures that
+    nothing else has answered."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        asked = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        request_id = asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            if begun:
+                raise
+            await error_response(api_error(error), shape_of(scope["path"]))(scope, receive, sending)
+
+
+def _open(front: Front, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await handler(front, Visit(app="", request_id=request.state.request_id))
+
+    return endpoint
+
+
+def _endpoint(
+    front: Front, handlers: dict[str, Handler], identify: Identify
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            app = _identified(request.scope, identify)
+            raw = await read_raw(request, front.options)
+            visit = Visit(
+                app=app,
+                request_id=request.state.request_id,
+                raw=raw,
+                path=request.path_params,
+                slo=request.headers.get("x-slo", ""),
+            )
+            handler = handlers["GET" if request.method == "HEAD" else request.method]
+            return await while_connected(request, _run(handler, front, visit))
+        except (ClientLeft, ClientDisconnect):
+            return Response(status_code=_LEFT)
+        except Exception as error:
+            return error_response(api_error(error), shape_of(request.url.path))
+
+    return endpoint
+
+
+async def _run(handler: Handler, front: Front, visit: Visit) -> Response:
+    return await handler(front, visit)
+
+
+def _identified(scope: Scope, identify: Identify) -> str:
+    try:
+        return identify(scope)
+    except JaxllmError as error:
+        raise ApiError(str(error), status=401, code=getattr(error, "code", "")) from error
+
+
+async def _unrouted(request: Request, error: Any) -> Response:
+    texts = {404: "there is no such path", 405: f"this path does not take {request.method}"}
+    told = ApiError(texts.get(error.status_code, str(error.detail)), status=error.status_code)
+    response = error_response(told, shape_of(request.url.path))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return error_response(api_error(error), shape_of(request.url.path))

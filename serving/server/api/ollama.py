@@ -1,0 +1,238 @@
+"""Answers Ollama's /api/chat and /api/generate as a thin layer over the same calls."""
+
+import datetime
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from serving.server.api.answering import Answer, Choice, Delta, first_delta
+from serving.server.api.asking import (
+    Asked,
+    Extensions,
+    Prompt,
+    SamplingFields,
+    calls_of,
+    config_of,
+    format_grammar,
+)
+from serving.server.api.bodies import Neutral, convert
+from serving.server.api.errors import ApiError, api_error, ollama_body
+from serving.server.api.front import Front, Visit
+from serving.server.api.messages import ToolUse, messages_of, tools_of
+from serving.server.api.streams import Streamed, json_response, line_frame
+from serving.server.calls import Conversation, Grammar
+
+# Ollama's own default.
+_TEMPERATURE = 0.8
+
+
+class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Ollama's `options` that are supported."""
+
+    temperature: float = _TEMPERATURE
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    num_predict: int | None = None
+    num_ctx: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class OllamaBody(Extensions, kw_only=True):
+    """What both paths take. The model stays loaded, so that `keep_alive` asks for nothing."""
+
+    model: str
+    stream: bool = True
+    format: str | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: str | int | float | None = None
+
+
+class ChatBody(OllamaBody, kw_only=True):
+    """/api/chat."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+
+
+class GenerateBody(OllamaBody, kw_only=True):
+    """/api/generate."""
+
+    prompt: str
+    system: str | None = None
+    raw: bool = False
+
+
+class ShowBody(msgspec.Struct, kw_only=True):
+    """/api/show."""
+
+    model: str
+    verbose: bool = False
+
+
+_CHAT_NEUTRAL: Neutral = {"think": (False,), "logprobs": (False,), "top_logprobs": (0,)}
+_GENERATE_NEUTRAL: Neutral = _CHAT_NEUTRAL | {
+    "suffix": ("",), "template": ("",), "context": ([],), "images": ([],),
+}  # fmt: skip
+
+
+async def chat(front: Front, visit: Visit) -> Response:
+    """Answers a chat."""
+    body = front.body(visit, ChatBody, _CHAT_NEUTRAL)
+    facts, _ = front.model(body.model, tagged=True)
+    use = tools_of(body.tools, None, None, facts.chat_template)
+    messages = messages_of([_message(each, f"messages[{index}]") for index, each in enumerate(body.messages)])
+    return await _answer(front, visit, body, Conversation(messages=messages, tools=use.tools), use)
+
+
+async def generate(front: Front, visit: Visit) -> Response:
+    """Answers a prompt by the chat template, or continues it as it is (`raw`)."""
+    body = front.body(visit, GenerateBody, _GENERATE_NEUTRAL)
+    facts, _ = front.model(body.model, tagged=True)
+    if body.raw or not facts.has_chat_template:
+        if body.system:
+            raise ApiError("system needs a chat template, which a raw prompt goes without", param="system")
+        return await _answer(front, visit, body, body.prompt, ToolUse())
+    turns = [("system", body.system), ("user", body.prompt)]
+    messages = tuple({"role": role, "content": text} for role, text in turns if text is not None)
+    return await _answer(front, visit, body, Conversation(messages=messages), ToolUse())
+
+
+async def tags(front: Front, visit: Visit) -> Response:
+    """The models."""
+    facts = front.backend.facts()
+    names = [f"{facts.name}:latest", *(f"{facts.name}:{adapter}" for adapter in facts.adapters)]
+    opened = _time(facts.opened_s)
+    return json_response(
+        {
+            "models": [
+                {"name": name, "model": name, "modified_at": opened, "size": 0, "digest": ""}
+                for name in names
+            ]
+        }
+    )
+
+
+async def show(front: Front, visit: Visit) -> Response:
+    """A model's facts."""
+    facts, _ = front.model(front.body(visit, ShowBody).model, tagged=True)
+    told = {"general.context_length": facts.window_tokens, "general.vocab_size": facts.vocab_size}
+    return json_response(
+        {"details": {"family": "jaxllm"}, "template": facts.chat_template, "model_info": told,
+         "capabilities": ["completion", "tools"] if "tools" in facts.chat_template else ["completion"]}
+    )  # fmt: skip
+
+
+async def version(front: Front, visit: Visit) -> Response:
+    """Of this service."""
+    import jaxllm
+
+    return json_response({"version": jaxllm.__version__})
+
+
+async def _answer(front: Front, visit: Visit, body: OllamaBody, prompt: Prompt, use: ToolUse) -> Response:
+    facts, adapter = front.model(body.model, tagged=True)
+    options = convert(body.options or {}, Options, "options")
+    if options.num_ctx is not None and options.num_ctx > facts.window_tokens:
+        raise ApiError(
+            f"options.num_ctx is at most the window of {facts.window_tokens}", param="options.num_ctx"
+        )
+    sampling = SamplingFields(
+        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p,
+        seed=options.seed, repetition_penalty=options.repeat_penalty,
+        presence_penalty=options.presence_penalty, frequency_penalty=options.frequency_penalty,
+    )  # fmt: skip
+    length = facts.window_tokens if options.num_predict == -1 else options.num_predict
+    grammar = _grammar(body.format)
+    if grammar and use.tools:
+        raise ApiError("tools cannot stand beside a format", param="tools")
+    asked = Asked(
+        prompts=(prompt,),
+        config=config_of(front, sampling, max_tokens=length, stop=options.stop),
+        grammar=grammar,
+        scanner=use.scanner,
+    )
+    answer = Answer.open(front.backend, calls_of(front, visit, asked, body, adapter=adapter), use.scanner)
+    is_chat = isinstance(body, ChatBody)
+    if body.stream:
+        frames = _frames(await first_delta(answer), answer, body.model, is_chat)
+        return Streamed(frames, answer.close, "application/x-ndjson", front.options.write_s)
+    await answer.whole()
+    choice = answer.choices[0]
+    part = _part(body.model, choice.text, choice.tool_calls, is_chat)
+    return json_response(part | _end(choice))
+
+
+async def _frames(
+    deltas: AsyncGenerator[Delta, None], answer: Answer, model: str, is_chat: bool
+) -> AsyncGenerator[bytes, None]:
+    try:
+        async for delta in deltas:
+            if delta.text or delta.tool_calls:
+                yield line_frame(_part(model, delta.text, delta.tool_calls, is_chat))
+        yield line_frame(_part(model, "", (), is_chat) | _end(answer.choices[0]))
+    except Exception as error:  # The status is sent already, so that a line must tell of it.
+        yield line_frame(ollama_body(api_error(error)))
+    finally:
+        await deltas.aclose()
+
+
+def _part(model: str, text: str, calls: Sequence[Any], is_chat: bool) -> dict[str, Any]:
+    told: dict[str, Any] = {"model": model, "created_at": _time(None), "done": False}
+    if not is_chat:
+        return told | {"response": text}
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [
+            {"function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments)}}
+            for call in calls
+        ]
+    return told | {"message": message}
+
+
+def _end(choice: Choice) -> dict[str, Any]:
+    start, end = choice.started, choice.ended
+    assert start is not None
+    assert end is not None
+    decode_ms = end.tpot_ms * max(0, end.tokens - 1)
+    return {
+        "done": True, "done_reason": end.finish_reason,
+        "total_duration": _ns(end.ttft_ms + decode_ms), "load_duration": 0,
+        "prompt_eval_count": start.prompt_tokens, "prompt_eval_duration": _ns(end.ttft_ms),
+        "eval_count": end.tokens, "eval_duration": _ns(decode_ms), "jaxllm": choice.facts(),
+    }  # fmt: skip
+
+
+def _ns(ms: float) -> int:
+    return int(ms * 1e6)
+
+
+def _time(at_s: float | None) -> str:
+    zone = datetime.UTC
+    now = datetime.datetime.now(zone) if at_s is None else datetime.datetime.fromtimestamp(at_s, zone)
+    return now.isoformat().replace("+00:00", "Z")
+
+
+def _grammar(form: str | dict[str, Any] | None) -> Grammar | None:
+    if form in (None, ""):
+        return None
+    if isinstance(form, dict):
+        return format_grammar("json_schema", form, "format")
+    return format_grammar("json_object" if form == "json" else form, None, "format")
+
+
+def _message(value: dict[str, Any], at: str) -> dict[str, Any]:
+    if value.get("images"):
+        raise ApiError(f"{at} has images; the model reads texts alone", code="unsupported_content", param=at)
+    plain = {
+        name: each for name, each in value.items() if name not in ("images", "thinking") and each is not None
+    }
+    if "tool_name" in plain:
+        plain["name"] = plain.pop("tool_name")
+    return plain

@@ -1,0 +1,78 @@
+"""Serves the front on a Unix socket, in a thread, with uvicorn."""
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from jaxllm.errors import JaxllmError
+from serving.server.api.app import make_app
+from serving.server.api.options import ApiOptions
+from tests.serving.server.api.fake import FakeBackend
+
+OPTIONS = ApiOptions(body_bytes=1 << 16, body_s=2.0, answers_per_request=4)
+
+
+def identify(scope: Mapping[str, Any]) -> str:
+    """The key is the app's name; without one it is `local`."""
+    key = dict(scope["headers"]).get(b"authorization", b"Bearer local").decode().removeprefix("Bearer ")
+    if key == "wrong":
+        raise JaxllmError("the API key is not valid")
+    return key
+
+
+class Served:
+    """A running front.
+
+    Attributes:
+      path: of its socket.
+      http: a client.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.backend = FakeBackend()
+        self.http = httpx.Client(
+            transport=httpx.HTTPTransport(uds=path), base_url="http://localhost", timeout=20
+        )
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return self.http.post(path, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        """The app's backend is the newest, so that each test scripts its own."""
+        return getattr(self.backend, name)
+
+
+@pytest.fixture(scope="session")
+def running() -> Iterator[Served]:
+    # Paths of sockets are short.
+    folder = tempfile.mkdtemp(prefix="api", dir="/tmp")
+    served = Served(str(Path(folder) / "s"))
+    app = make_app(served, identify=identify, options=OPTIONS)
+    config = uvicorn.Config(app, uds=served.path, log_level="error", access_log=False, lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder)
+        stack.callback(thread.join)
+        stack.callback(setattr, server, "should_exit", True)
+        stack.callback(served.http.close)
+        yield served
+
+
+@pytest.fixture
+def served(running: Served) -> Served:
+    running.backend = FakeBackend()
+    return running

@@ -1,0 +1,134 @@
+"""A scripted backend in memory: says what a script says, and records what it was asked."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from jaxllm.errors import ContextGone
+from serving.server.calls import (
+    Call,
+    ContextBusy,
+    ContextFacts,
+    Conversation,
+    Ended,
+    Event,
+    ModelFacts,
+    Piece,
+    Started,
+    TokenLogprob,
+)
+
+
+class FakeTicket:
+    """Gives its pieces, or waits for ever where it is told to."""
+
+    def __init__(self, backend: "FakeBackend", call: Call) -> None:
+        self._backend, self._call = backend, call
+        self.cancelled = asyncio.Event()
+
+    @property
+    def call(self) -> Call:
+        return self._call
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    async def events(self) -> AsyncIterator[Event]:
+        backend = self._backend
+        if backend.hangs_at == "prefill":
+            await asyncio.Event().wait()
+        if backend.error is not None:
+            raise backend.error
+        yield Started(
+            prompt_tokens=7, kept_tokens=7, reused_tokens=3, level=70, source="profile", queued_ms=1.0
+        )
+        for index, text in enumerate(backend.pieces):
+            logprobs = None
+            if self._call.top_logprobs is not None:
+                top = tuple((65 + i, -1.0 - i) for i in range(self._call.top_logprobs))
+                logprobs = (TokenLogprob(65, -0.5, top),)
+            yield Piece(text, (65,), logprobs)
+            if backend.late_error is not None:
+                raise backend.late_error
+            if backend.hangs_at == "decode" and index == 0:
+                await asyncio.Event().wait()
+        yield Ended(
+            finish_reason="stop", stop_string=None, tokens=len(backend.pieces), ttft_ms=5.0, tpot_ms=2.0,
+            engine_ttft_ms=4.0, engine_tpot_ms=2.0, met=True, drafted=0.0,
+            seed=self._call.config.sampling.seed or 0, context=self._call.context, context_tokens=9,
+        )  # fmt: skip
+
+
+class FakeBackend:
+    """See `serving.server.calls.Backend`."""
+
+    def __init__(self, *pieces: str, template: str = "") -> None:
+        self.pieces = pieces or ("Hel", "lo")
+        self.template = template
+        self.error: Exception | None = None
+        self.late_error: Exception | None = None
+        self.refusal: Exception | None = None
+        self.hangs_at = ""
+        self.alive = self.ready = True
+        self.tickets: list[FakeTicket] = []
+        self.kept: dict[tuple[str, str], ContextFacts] = {}
+
+    @property
+    def calls(self) -> list[Call]:
+        return [ticket.call for ticket in self.tickets]
+
+    def facts(self) -> ModelFacts:
+        return ModelFacts(
+            name="tiny", window_tokens=128, vocab_size=300, levels=(70, 100), has_chat_template=True,
+            adapters=("mail",), opened_s=1.0, chat_template=self.template,
+        )  # fmt: skip
+
+    def submit(self, call: Call) -> FakeTicket:
+        if self.refusal is not None:
+            raise self.refusal
+        if call.context and (call.app, call.context) not in self.kept:
+            raise ContextGone(f"no context {call.context!r}")
+        self.tickets.append(FakeTicket(self, call))
+        return self.tickets[-1]
+
+    async def tokenize(self, prompt: Conversation | str, *, special: bool = True) -> Sequence[int]:
+        text = prompt if isinstance(prompt, str) else await self.render(prompt)
+        return list(text.encode())
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        return bytes(each for each in ids if each < 256).decode(errors="replace")
+
+    async def render(self, prompt: Conversation) -> str:
+        return "".join(f"{each['role']}: {each['content']}\n" for each in prompt.messages)
+
+    async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
+        return [[0.6, 0.8] for _ in prompts]
+
+    async def create_context(
+        self, app: str, *, level: int | None = None, pinned: bool = False
+    ) -> ContextFacts:
+        name = f"c{len(self.kept)}"
+        facts = ContextFacts(name=name, tokens=0, level=level or 100, pinned=pinned, stored_bytes=0)
+        self.kept[app, name] = facts
+        return facts
+
+    async def contexts(self, app: str) -> Sequence[ContextFacts]:
+        return [facts for (owner, _), facts in self.kept.items() if owner == app]
+
+    async def pin_context(self, app: str, name: str, pinned: bool) -> ContextFacts:
+        if (app, name) not in self.kept:
+            raise ContextGone("no such context")
+        return self.kept[app, name]
+
+    async def delete_context(self, app: str, name: str) -> None:
+        if (app, name) not in self.kept:
+            raise ContextGone("no such context")
+        if name == "c9":
+            raise ContextBusy("it is answering")
+        del self.kept[app, name]
+
+    def health(self) -> Mapping[str, Any]:
+        return {"alive": self.alive, "ready": self.ready}
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return {}
