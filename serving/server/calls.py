@@ -32,6 +32,10 @@ class Refused(JaxllmError):
         self.reason, self.retry_after_s = reason, retry_after_s
 
 
+class ContextBusy(ConfigError):
+    """The context answers another call now."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversation:
     """Messages to answer by the model's chat template.
@@ -190,6 +194,7 @@ class ModelFacts:
       has_chat_template: whether conversations can be answered.
       adapters: names of the low-rank adapters that calls may name.
       opened_s: when it was opened, in seconds since 1970.
+      chat_template: its source, in Jinja, which tells how the model writes calls of tools; empty for none.
     """
 
     name: str
@@ -199,6 +204,7 @@ class ModelFacts:
     has_chat_template: bool
     adapters: tuple[str, ...]
     opened_s: float
+    chat_template: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,6 +245,8 @@ class Backend(Protocol):
         Raises:
           Refused: it is loading or draining, or its queue or the app's share of it is full.
           ConfigError, ContextOverflow: the call cannot be answered whatever the load.
+          ContextGone: the app has no context of this name.
+          ContextBusy: the context answers another call.
         """
         ...
 
@@ -286,7 +294,7 @@ class Backend(Protocol):
 
         Raises:
           ContextGone: the app has none of this name.
-          ConfigError: it is answering.
+          ContextBusy: it is answering.
         """
         ...
 

@@ -1,0 +1,258 @@
+"""Turns what all wire formats ask for into calls: length, sampling, grammar, objective, context, adapter."""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxllm.elastic.slo import Slo
+from jaxllm.errors import ConfigError
+from jaxllm.sampling import Sampling
+from serving.planning.objectives import EndToEnd, EnergyBudget, Latency, Objective
+from serving.request import GenerationConfig
+from serving.server.api.errors import ApiError
+from serving.server.api.front import Front, Visit
+from serving.server.api.tools.scanner import ToolScanner
+from serving.server.calls import Call, Conversation, Grammar
+
+_MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
+_MAX_PREFIX_KEY = 256
+_STRICT = re.compile(r"(.*);\s*strict\s*", re.DOTALL)
+_OBJECTIVES: dict[frozenset[str], Callable[..., Objective]] = {
+    frozenset({"ttft_ms", "tpot_ms"}): Latency,
+    frozenset({"total_ms"}): EndToEnd,
+    frozenset({"joules"}): EnergyBudget,
+}
+
+Prompt = Conversation | str | tuple[int, ...]
+
+
+class Extensions(msgspec.Struct, kw_only=True):
+    """Fields of ours that every format takes."""
+
+    slo: str | dict[str, Any] | None = None
+    strict: bool | None = None
+    conversation: str | dict[str, Any] | None = None
+    adapter: str | None = None
+    grammar: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+
+
+class SamplingFields(Extensions, kw_only=True):
+    """Fields of OpenAI's formats that say how tokens are chosen, and ours beside them."""
+
+    model: str | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    service_tier: str | None = None
+    user: str | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+    def __post_init__(self) -> None:
+        if self.include_obfuscation:
+            raise ValueError("include_obfuscation is not supported")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request for answers in no wire format.
+
+    Attributes:
+      prompts: each is answered `n` times.
+      n: answers of each prompt.
+      config: length, stops and sampling; an answer's seed is the config's and its place among the n.
+      grammar: what texts must match.
+      scanner: makes what finds calls of tools; None without tools.
+      top_logprobs: see `Call`.
+    """
+
+    prompts: tuple[Prompt, ...]
+    n: int = 1
+    config: GenerationConfig
+    grammar: Grammar | None = None
+    scanner: Callable[[], ToolScanner] | None = None
+    top_logprobs: int | None = None
+
+
+def calls_of(
+    front: Front, visit: Visit, asked: Asked, body: Extensions, *, adapter: str, tier: str | None = None
+) -> list[Call]:
+    """The calls of a request, a prompt's side by side.
+
+    Raises:
+      ApiError, ConfigError: a field is out of its domain.
+    """
+    if not 1 <= asked.n:
+        raise ApiError(f"n must be at least 1, got {asked.n}", param="n")
+    number, most = len(asked.prompts) * asked.n, front.options.answers_per_request
+    if not 1 <= number <= most:
+        raise ApiError(f"a request may ask for 1 to {most} answers, as prompts times n; this one asks for {number}")
+    if tier not in (None, "auto", "default", "flex", "priority"):
+        raise ApiError(f"service_tier is auto, default, flex or priority, got {tier!r:.80}", param="service_tier")
+    if body.adapter and adapter and body.adapter != adapter:
+        raise ApiError(f"model names the adapter {adapter!r}, adapter {body.adapter!r:.80}", param="adapter")
+    if body.grammar and asked.grammar:
+        raise ApiError("grammar cannot stand beside a response format or a forced call of a tool", param="grammar")
+    context = context_of(body.conversation)
+    if context and number > 1:
+        raise ApiError("a context takes one answer at a time; leave n at 1", param="conversation")
+    if len(body.prompt_cache_key or "") > _MAX_PREFIX_KEY:
+        raise ApiError(f"prompt_cache_key has at most {_MAX_PREFIX_KEY} characters", param="prompt_cache_key")
+    objective, strict = objective_of(body.slo, body.strict, visit.slo)
+    base = Call(
+        app=visit.app,
+        request_id="",
+        prompt="",
+        config=asked.config,
+        objective=objective,
+        strict=strict,
+        priority="background" if tier == "flex" else "foreground",
+        context=context,
+        prefix_key=body.prompt_cache_key or "",
+        adapter=front.adapter(front.backend.facts(), body.adapter or adapter),
+        grammar=asked.grammar or grammar_of(body.grammar),
+        top_logprobs=asked.top_logprobs,
+    )
+    return [
+        dataclasses.replace(base, request_id=visit.call_id(), prompt=prompt, config=_seeded(asked.config, place))
+        for prompt in asked.prompts
+        for place in range(asked.n)
+    ]
+
+
+def config_of(
+    front: Front,
+    body: SamplingFields,
+    *,
+    max_tokens: int | None,
+    stop: str | Sequence[str] | None = None,
+    logit_bias: Mapping[str, float] | None = None,
+) -> GenerationConfig:
+    """Length, stops and sampling of a request.
+
+    Raises:
+      ConfigError: a value is out of its domain.
+    """
+    sampling = {
+        name: value
+        for name in (
+            "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+        )
+        if (value := getattr(body, name)) is not None
+    }  # fmt: skip
+    temperature = front.options.temperature if body.temperature is None else body.temperature
+    wanted = front.options.max_tokens if max_tokens is None else max_tokens
+    return GenerationConfig(
+        # No answer is longer than the window, so that this changes none.
+        max_tokens=min(wanted, front.backend.facts().window_tokens),
+        stop=stops_of(stop),
+        sampling=Sampling(temperature=temperature, logit_bias=_biases(logit_bias or {}), **sampling),
+    )
+
+
+def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Strings that end an answer; raises ApiError."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > _MAX_STOPS or not all(0 < len(each) <= _MAX_STOP_CHARACTERS for each in stops):
+        raise ApiError(
+            f"stop takes at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARACTERS} characters", param="stop"
+        )
+    return stops
+
+
+def objective_of(
+    slo: str | Mapping[str, Any] | None, strict: bool | None, header: str
+) -> tuple[Objective | None, bool | None]:
+    """The objective of a request by its body, else by its header X-SLO (`<40,70>` or JSON, perhaps followed by
+    `; strict`), and whether it insists.
+
+    Raises:
+      ApiError, ConfigError: it is written in another way.
+    """
+    if slo is None and header:
+        if found := _STRICT.fullmatch(header):
+            header, strict = found[1], True if strict is None else strict
+        slo = header.strip()
+        if slo.startswith("{"):
+            try:
+                slo = msgspec.json.decode(slo)
+            except (msgspec.MsgspecError, RecursionError):
+                raise ApiError(f"the header X-SLO is not JSON: {header!r:.80}", param="X-SLO") from None
+    if slo is None:
+        return None, strict
+    if isinstance(slo, str):
+        return Slo.parse(slo), strict
+    kind = _OBJECTIVES.get(frozenset(slo)) if isinstance(slo, Mapping) else None
+    if kind is None:
+        raise ApiError(
+            'slo is "<TTFT,TPOT>" in percent, {"ttft_ms": .., "tpot_ms": ..}, {"total_ms": ..} or '
+            f'{{"joules": ..}}, got {slo!r:.80}',
+            param="slo",
+        )
+    try:
+        return kind(**slo), strict
+    except OverflowError:
+        raise ConfigError("a number of slo is too large") from None
+
+
+def context_of(conversation: str | Mapping[str, Any] | None) -> str:
+    """The name of the context that a request continues; empty for none."""
+    name = conversation.get("id") if isinstance(conversation, Mapping) else conversation
+    if conversation is not None and (not isinstance(name, str) or not 0 < len(name) <= 256):
+        raise ApiError("conversation is the name of a context", param="conversation")
+    return name or ""
+
+
+def grammar_of(grammar: Mapping[str, Any] | None) -> Grammar | None:
+    """The extension `grammar`; raises ApiError."""
+    if grammar is None:
+        return None
+    (kind, text), *more = grammar.items() or [("", None)]
+    if more or kind not in ("regex", "lark") or not isinstance(text, str) or not text:
+        raise ApiError('grammar is {"regex": TEXT} or {"lark": TEXT}', param="grammar")
+    return Grammar(kind="regex" if kind == "regex" else "lark", text=text)
+
+
+def format_grammar(kind: Any, schema: Any, param: str) -> Grammar | None:
+    """The grammar of a response format of a kind ("text", "json_object" or "json_schema"); raises ApiError."""
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar(kind="json")
+    if kind == "json_schema" and isinstance(schema, dict | bool):
+        return Grammar(kind="json_schema", text=json.dumps(schema))
+    raise ApiError(f"{param} has the type text, json_object, or json_schema with a schema", param=param)
+
+
+def _seeded(config: GenerationConfig, place: int) -> GenerationConfig:
+    seed = config.sampling.seed
+    if seed is None or not place:
+        return config
+    sampling = dataclasses.replace(config.sampling, seed=(seed + place) % (1 << 64))
+    return dataclasses.replace(config, sampling=sampling)
+
+
+def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    for token in biases:
+        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+            raise ApiError(f"logit_bias takes token ids as names, got {token!r:.40}", param="logit_bias")
+    if any(math.isnan(value) for value in biases.values()):
+        raise ApiError("logit_bias takes numbers", param="logit_bias")
+    return tuple((int(token), float(value)) for token, value in biases.items())

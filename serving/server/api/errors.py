@@ -1,0 +1,131 @@
+"""Maps errors to HTTP statuses and to the bodies that OpenAI's, Anthropic's and Ollama's clients expect."""
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from jaxllm.errors import (
+    BudgetExceeded,
+    ConfigError,
+    ContextGone,
+    ContextOverflow,
+    JaxllmError,
+    ObjectiveMissed,
+    TemplateError,
+)
+from serving.server.calls import ContextBusy, Refused
+
+_log = logging.getLogger(__name__)
+_MOST_CHARACTERS = 1000
+
+
+class ApiError(JaxllmError):
+    """A request that the front refuses itself.
+
+    Attributes:
+      status: of HTTP.
+      code: for programs; empty for the status's own.
+      param: the field that is wrong; empty for none.
+      retry_after_s: when to try again; None where that is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "",
+        param: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
+
+
+# Status -> OpenAI's type, our code where an error has none, Anthropic's type.
+_KINDS = {
+    400: ("invalid_request_error", "invalid_request", "invalid_request_error"),
+    401: ("authentication_error", "invalid_api_key", "authentication_error"),
+    404: ("invalid_request_error", "not_found", "not_found_error"),
+    405: ("invalid_request_error", "method_not_allowed", "invalid_request_error"),
+    408: ("invalid_request_error", "request_timeout", "invalid_request_error"),
+    409: ("conflict_error", "context_busy", "invalid_request_error"),
+    413: ("invalid_request_error", "request_too_large", "request_too_large"),
+    422: ("invalid_request_error", "objective_missed", "invalid_request_error"),
+    429: ("rate_limit_error", "queue_full", "rate_limit_error"),
+    500: ("server_error", "internal_error", "api_error"),
+    503: ("server_error", "not_ready", "overloaded_error"),
+    507: ("server_error", "budget_exceeded", "api_error"),
+}
+_REFUSALS = {"full": 429, "loading": 503, "draining": 503, "budget": 507}
+
+
+def api_error(error: BaseException) -> ApiError:
+    """The error as the front tells it. What nobody foresaw is logged, and told without its text."""
+    if isinstance(error, ApiError):
+        return error
+    text = str(error)[:_MOST_CHARACTERS]
+    if isinstance(error, Refused):
+        status, wait = _REFUSALS.get(error.reason, 503), error.retry_after_s
+        code = {"loading": "loading", "draining": "draining"}.get(error.reason, "")
+        # Clients retry these after the time that they are told.
+        wait = 1.0 if wait is None and status in (429, 503) else wait
+        return ApiError(text, status=status, code=code, retry_after_s=wait)
+    for kind, status, code in (
+        (ContextBusy, 409, ""),
+        (ContextGone, 404, "context_not_found"),
+        (ContextOverflow, 400, "context_length_exceeded"),
+        (ObjectiveMissed, 422, ""),
+        (BudgetExceeded, 507, ""),
+        (TemplateError, 400, "template_error"),
+        (ConfigError, 400, ""),
+    ):
+        if isinstance(error, kind):
+            return ApiError(text, status=status, code=code)
+    _log.error("a request failed", exc_info=error)
+    return ApiError("the service failed at this request; its log says why", status=500)
+
+
+Shape = Callable[[ApiError], dict[str, Any]]
+
+
+def openai_body(error: ApiError) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    kind, code, _ = _KINDS.get(error.status, _KINDS[400])
+    told = {"message": str(error), "type": kind, "param": error.param or None, "code": error.code or code}
+    return {"error": told}
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """An error as Anthropic's clients read it."""
+    return {"type": "error", "error": {"type": _KINDS.get(error.status, _KINDS[400])[2], "message": str(error)}}
+
+
+def ollama_body(error: ApiError) -> dict[str, Any]:
+    """An error as Ollama's clients read it."""
+    return {"error": str(error)}
+
+
+def shape_of(path: str) -> Shape:
+    """The form of errors of a path."""
+    if path.startswith("/v1/messages"):
+        return anthropic_body
+    return ollama_body if path.startswith("/api/") else openai_body
+
+
+def error_response(error: ApiError, shape: Shape) -> Response:
+    """The whole answer to a request that is refused or failed."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(min(error.retry_after_s, 3600))))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.status in (408, 413):
+        # The rest of the body was not read, and must not be taken for the next request.
+        headers["connection"] = "close"
+    content = msgspec.json.encode(shape(error))
+    return Response(content, status_code=error.status, headers=headers, media_type="application/json")

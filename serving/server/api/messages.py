@@ -1,0 +1,204 @@
+"""Reads OpenAI's messages and tools into a conversation."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from serving.server.api.bodies import convert
+from serving.server.api.errors import ApiError
+from serving.server.api.tools.forcing import forced
+from serving.server.api.tools.scanner import ToolScanner, family_of
+from serving.server.calls import Grammar
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_TOOLS = 128
+
+
+class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The function of a call in a message."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class CalledTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call of a tool in a message."""
+
+    function: Function
+    id: str | None = None
+    type: str = "function"
+    index: int | None = None
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A message of OpenAI's chats."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None
+
+
+class ToolFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The function of a tool."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tool as OpenAI's chats have it."""
+
+    type: str
+    function: ToolFunction
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToolUse:
+    """What a request's tools mean for its calls.
+
+    Attributes:
+      tools: for the conversation.
+      grammar: forces calls; None where they are free.
+      scanner: makes what finds calls; None where there are none to find.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    grammar: Grammar | None = None
+    scanner: Any = None
+
+
+def messages_of(values: Sequence[Any]) -> tuple[dict[str, Any], ...]:
+    """Messages as templates take them: texts as one string, arguments of calls as objects. Templates of open
+    models know no role `developer`: it is `system`.
+
+    Raises:
+      ApiError: a message is malformed, or has a part that is no text.
+    """
+    if not values:
+        raise ApiError("messages is empty; send at least one message", param="messages")
+    return tuple(_message(value, f"messages[{index}]") for index, value in enumerate(values))
+
+
+def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, chat_template: str) -> ToolUse:
+    """What tools and `tool_choice` ask for.
+
+    Raises:
+      ApiError: a tool is malformed, or the choice names none of them.
+    """
+    if choice is not None and choice != "none" and not values:
+        raise ApiError("tool_choice needs tools", param="tool_choice")
+    if not values:
+        return ToolUse()
+    if len(values) > _MAX_TOOLS:
+        raise ApiError(f"at most {_MAX_TOOLS} tools are taken, got {len(values)}", param="tools")
+    tools = [_tool(value, f"tools[{index}]") for index, value in enumerate(values)]
+    names = [tool["function"]["name"] for tool in tools]
+    if len({*names}) < len(names):
+        raise ApiError("two tools have one name", param="tools")
+    if choice == "none":
+        return ToolUse()
+    family, grammar = family_of(chat_template), None
+    if choice == "required":
+        grammar = forced(family, tools, several=parallel is not False)
+    elif choice not in (None, "auto"):
+        named = _named(choice)
+        if named not in names:
+            raise ApiError(
+                'tool_choice is none, auto, required or {"type": "function", "function": {"name": NAME}} with '
+                f"the name of one of the tools, got {choice!r:.80}",
+                param="tool_choice",
+            )
+        grammar = forced(family, [tools[names.index(named)]], several=False)
+    return ToolUse(tools=tuple(tools), grammar=grammar, scanner=lambda: ToolScanner(family, frozenset(names)))
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]] | None, at: str, kinds: Sequence[str] = ("text",)) -> str:
+    """The text of a message's content, its parts joined.
+
+    Raises:
+      ApiError: a part is of another kind.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for index, part in enumerate(content):
+        kind, text = part.get("type"), part.get("text")
+        if kind not in kinds or not isinstance(text, str):
+            raise ApiError(
+                f"{at}.content[{index}] is of the type {kind!r:.40}; the model reads texts alone",
+                code="unsupported_content",
+                param=f"{at}.content",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def arguments_of(value: str | Mapping[str, Any], at: str) -> Mapping[str, Any]:
+    """The arguments of a call as an object; raises ApiError."""
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value or "{}")
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            value = ""
+    if not isinstance(value, Mapping):
+        raise ApiError(f"{at} must be a JSON object, as text", param=at)
+    return value
+
+
+def _message(value: Any, at: str) -> dict[str, Any]:
+    message = convert(value, Message, at)
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": text_of(message.content, at),
+    }
+    if message.content is None and not message.tool_calls:
+        raise ApiError(f"{at} has no content", param=at)
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id or "",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": arguments_of(call.function.arguments, f"{at}.tool_calls[{index}].function.arguments"),
+                },
+            }
+            for index, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def _tool(value: Any, at: str) -> dict[str, Any]:
+    tool = convert(value, Tool, at)
+    if tool.type != "function":
+        raise ApiError(f"{at} is of the type {tool.type!r:.40}; tools are functions", param=at)
+    if not _NAME.fullmatch(tool.function.name):
+        raise ApiError(f"{at} has the name {tool.function.name!r:.80}; names have 1 to 64 letters", param=at)
+    told = {"description": tool.function.description or "", "parameters": tool.function.parameters or {}}
+    if not told["parameters"]:
+        told["parameters"] = {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": tool.function.name, **told}}
+
+
+def _named(choice: Any) -> str | None:
+    if not isinstance(choice, Mapping) or choice.get("type") != "function":
+        return None
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
