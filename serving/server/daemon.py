@@ -38,7 +38,7 @@ from serving.server.notifying import Notifier
 from serving.server.options import ServerOptions, read_options
 from serving.server.peer import protocol
 from serving.server.sockets import bound, described
-from serving.server.watching import watch_routes
+from serving.server.watching import PAGES, watch_routes
 from serving.service import LLMService
 from serving.speculation.options import SpeculationOptions
 
@@ -170,8 +170,11 @@ class Daemon:
         # Imported here alone: it is the front, and knows nothing of the daemon.
         make_app: Any = importlib.import_module("serving.server.api.app").make_app
         app = make_app(self.backend, identify=self._identity.identify, extra_routes=routes)
+        guard = self._options.guard()
+        # A browser loads the dashboard before it can send a key.
+        guard = dataclasses.replace(guard, open_paths=guard.open_paths | PAGES)
         return uvicorn.Config(
-            Guard(app, self._identity, self._options.guard()),  # pyright: ignore[reportArgumentType]
+            Guard(app, self._identity, guard),  # pyright: ignore[reportArgumentType]
             http=protocol(self._options.peers()),
             ws="none",
             lifespan="off",
