@@ -9,7 +9,6 @@ running ones end; a second signal ends the process at once. SIGHUP reads the app
 import asyncio
 import contextlib
 import dataclasses
-import importlib
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import uvicorn
 import uvloop
@@ -168,7 +167,8 @@ class Daemon:
     def _server_config(self) -> uvicorn.Config:
         routes = watch_routes(self.backend.metrics, self._feed)
         # Imported here alone: it is the front, and knows nothing of the daemon.
-        make_app: Any = importlib.import_module("serving.server.api.app").make_app
+        from serving.server.api.app import make_app
+
         app = make_app(self.backend, identify=self._identity.identify, extra_routes=routes)
         guard = self._options.guard()
         # A browser loads the dashboard before it can send a key.
