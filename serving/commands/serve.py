@@ -12,7 +12,7 @@ from jaxllm.option_types import Size
 from serving.commands.lazy import EngineCommand
 
 if TYPE_CHECKING:
-    from serving.server.options import ServerOptions
+    from serving.server.service_options import ServerOptions
 
 _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 
@@ -66,7 +66,7 @@ def serve_command(config: Path | None, **given: Any) -> None:
 
 
 def _options(config: Path | None, given: dict[str, Any]) -> "ServerOptions":
-    from serving.server.options import ServerOptions, read_options
+    from serving.server.service_options import ServerOptions, read_options
 
     options = ServerOptions() if config is None else read_options(config)
     return dataclasses.replace(options, **given)

@@ -34,7 +34,7 @@ from serving.server.identity import Identity, IdentityOptions
 from serving.server.keys import KeyFile, default_keys_file
 from serving.server.logs import stop_logs, write_logs
 from serving.server.notifying import Notifier
-from serving.server.options import ServerOptions, read_options
+from serving.server.service_options import ServerOptions, read_options
 from serving.server.peer import protocol
 from serving.server.sockets import bound, described
 from serving.server.watching import PAGES, watch_routes

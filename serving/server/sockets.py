@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxllm.errors import ConfigError
 from serving.server.identity import Identity
-from serving.server.options import ServerOptions
+from serving.server.service_options import ServerOptions
 
 _BACKLOG = 512
 _FIRST_PASSED = 3

@@ -10,7 +10,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from serving.server.identity import Identity
 from serving.server.notifying import Notifier
-from serving.server.options import ServerOptions
+from serving.server.service_options import ServerOptions
 from serving.server.sockets import bound, described, passed
 
 IDENTITY = Identity()

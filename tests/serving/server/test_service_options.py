@@ -6,7 +6,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from serving.server.limits import AppLimits, Limits
-from serving.server.options import ServerOptions, address_of, read_options
+from serving.server.service_options import ServerOptions, address_of, read_options
 
 FILE = """
 model = "bundles/mine.jaxllm"
@@ -93,13 +93,13 @@ def test_addresses():
         ("hosts = 'a'", "hosts must be a list"),
         ("hosts = ['A']", "a host is"),
         ("origins = ['*']", "an origin is"),
-        ("apps = 1", "apps must be a table"),
+        ("apps = 1", "apps must be a section"),
         ("[apps]\nx = 'mail'", "a rule for apps"),
-        ("scheduler = 1", "must be a table"),
+        ("scheduler = 1", "must be a section"),
         ("[scheduler]\nqueue = 1", "there is no key of \\[scheduler\\] 'queue'; there are queued"),
         ("[scheduler]\nqueued = 0", "queued"),
         ("[limits]\nflight = 1", "no limit 'flight'; limits are"),
-        ("[limits.apps]\nmail = 1", "limits.apps.mail must be a table"),
+        ("[limits.apps]\nmail = 1", "limits.apps.mail must be a section"),
         ("[limits.apps.'a b']\nqueued = 1", "app's name"),
         ("a = [", "is not TOML"),
         ("a = " + 9999 * "[", "is not TOML"),

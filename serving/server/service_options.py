@@ -3,7 +3,7 @@
     options = read_options(Path("service.toml"))
 
 Keys of the file are the fields of `ServerOptions`; `[scheduler]`, `[limits]`, `[limits.apps.NAME]` and
-`[apps]` are tables. Sizes may be written as "1.5GB".
+`[apps]` are sections. Sizes may be written as "1.5GB".
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ class ServerOptions:
         if self.http:
             address_of(self.http)
         if not isinstance(self.apps, Mapping):
-            raise ConfigError(f"apps must be a table of rules and apps, got {self.apps!r:.80}")
+            raise ConfigError(f"apps must be a section of rules and apps, got {self.apps!r:.80}")
         object.__setattr__(self, "apps", MappingProxyType(dict(self.apps)))
         # Both check what they are given.
         self.guard()
@@ -211,10 +211,10 @@ def _scheduler(name: str, value: Any) -> SchedulerOptions:
 
 
 def _limits(name: str, value: Any) -> Limits:
-    facts = dict(_table(name, value))
-    apps = _table(f"{name}.apps", facts.pop("apps", {}))
+    facts = dict(_section(name, value))
+    apps = _section(f"{name}.apps", facts.pop("apps", {}))
     default = dataclasses.asdict(Limits().default) | _sized(facts)
-    of_apps = {app: limits_of(_sized(_table(f"{name}.apps.{app}", own))) for app, own in apps.items()}
+    of_apps = {app: limits_of(_sized(_section(f"{name}.apps.{app}", own))) for app, own in apps.items()}
     return Limits(default=limits_of(default), apps=of_apps)
 
 
@@ -234,15 +234,15 @@ _CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-def _table(name: str, value: Any) -> Mapping[str, Any]:
+def _section(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(f"{name} must be a table, got {value!r:.80}")
+        raise ConfigError(f"{name} must be a section, got {value!r:.80}")
     return value
 
 
 def _require_known(facts: Any, kind: type, what: str) -> None:
     names = [field.name for field in dataclasses.fields(kind)]
-    if unknown := set(_table(f"the {what}s", facts)) - set(names):
+    if unknown := set(_section(f"the {what}s", facts)) - set(names):
         raise ConfigError(f"there is no {what} {min(unknown)!r:.80}; there are {', '.join(names)}")
 
 
