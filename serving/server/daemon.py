@@ -34,8 +34,8 @@ from serving.server.identity import Identity, IdentityOptions
 from serving.server.keys import KeyFile, default_keys_file
 from serving.server.logs import stop_logs, write_logs
 from serving.server.notifying import Notifier
-from serving.server.service_options import ServerOptions, read_options
 from serving.server.peer import protocol
+from serving.server.service_options import ServerOptions, read_options
 from serving.server.sockets import bound, described
 from serving.server.watching import PAGES, watch_routes
 from serving.service import LLMService
