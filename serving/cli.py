@@ -24,6 +24,10 @@ SECTIONS = {
             "serving.commands.demo:demo_command",
             "Ask a model a few questions of each task, and show its answers and its speed.",
         ),
+        "serve": (
+            "serving.commands.serve:serve_command",
+            "Serve a model to the apps of this device.",
+        ),
         "info": ("serving.commands.info:info_command", "Describe a bundle and this device."),
         "profile": (
             "serving.commands.profile:profile_command",

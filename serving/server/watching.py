@@ -29,6 +29,8 @@ _FILES = {
     "/dashboard/chat.js": ("chat.js", "text/javascript"),
     "/dashboard/icon.svg": ("icon.svg", "image/svg+xml"),
 }
+# Paths of pages, which hold no data.
+PAGES = frozenset(_FILES)
 # Scripts, styles and requests of this origin alone; nothing inline, no frames, no forms that are sent.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

@@ -1,0 +1,78 @@
+"""`jaxllm serve`: runs the service that apps call over HTTP or a Unix socket."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxllm.errors import ConfigError
+from jaxllm.option_types import Size
+from serving.commands.lazy import EngineCommand
+
+if TYPE_CHECKING:
+    from serving.server.service_options import ServerOptions
+
+_PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
+
+
+@click.command("serve", cls=EngineCommand)
+@click.option(
+    "-m", "--model", metavar="MODEL", help="A bundle, or a packaged model's name.  [default: default]"
+)
+@click.option(
+    "--http",
+    metavar="HOST:PORT",
+    help="Listen on a TCP address; port 0 takes a free one.  [default: 127.0.0.1:8080 without --socket]",
+)
+@click.option("--socket", type=click.Path(path_type=Path), metavar="PATH", help="Listen on a Unix socket.")
+@click.option(
+    "--contexts",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Keep apps' contexts in this folder.  [default: keep none]",
+)
+@click.option("--context-budget", type=Size(), help="Most memory for chunks of contexts.  [default: 256MiB]")
+@click.option("--memory", type=Size(), help="Most memory for weights, caches and activations, such as 300MB.")
+@click.option(
+    "--draft",
+    metavar="DRAFT",
+    help="Draft tokens for the whole model's answers, as `jaxllm generate --draft` does.",
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Options in TOML; those of the command line go before them. SIGHUP reads its limits again.",
+)
+def serve_command(config: Path | None, **given: Any) -> None:
+    """Serve a model to the apps of this device.
+
+    It speaks OpenAI's, Anthropic's and Ollama's protocols. SIGTERM and Ctrl-C let running answers end; a
+    second one ends at once. Logs are JSON lines on stderr.
+
+    \b
+    Example:
+      jaxllm serve --http 127.0.0.1:8080
+    """
+    _require_packages()
+    from serving.commands.model_choice import speculation
+    from serving.server.daemon import run
+
+    options = _options(config, {name: value for name, value in given.items() if value is not None})
+    drafts = speculation(options.draft) if options.draft else None
+    run(options, config=config, speculation=drafts)
+
+
+def _options(config: Path | None, given: dict[str, Any]) -> "ServerOptions":
+    from serving.server.service_options import ServerOptions, read_options
+
+    options = ServerOptions() if config is None else read_options(config)
+    return dataclasses.replace(options, **given)
+
+
+def _require_packages() -> None:
+    for name in _PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"the service needs the package {name}; run `pip install 'jaxllm[serve]'`")

@@ -1,0 +1,309 @@
+"""Runs the service: binds sockets, loads the model behind them, answers, and drains when it is told to stop.
+
+    run(ServerOptions(socket=Path("/run/user/1000/jaxllm.sock")))
+
+While the model is loading calls are refused with "loading". SIGTERM and SIGINT refuse new calls and let
+running ones end; a second signal ends the process at once. SIGHUP reads the apps' limits again.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import uvicorn
+import uvloop
+
+from jaxllm.errors import JaxllmError
+from serving import batch
+from serving.contexts.options import ContextOptions
+from serving.options import EngineOptions
+from serving.server.accounting import AccountedBackend
+from serving.server.executor import Executor
+from serving.server.feed import Feed
+from serving.server.guard import Guard
+from serving.server.identity import Identity, IdentityOptions
+from serving.server.keys import KeyFile, default_keys_file
+from serving.server.logs import stop_logs, write_logs
+from serving.server.notifying import Notifier
+from serving.server.peer import protocol
+from serving.server.service_options import ServerOptions, read_options
+from serving.server.sockets import bound, described
+from serving.server.watching import PAGES, watch_routes
+from serving.service import LLMService
+from serving.speculation.options import SpeculationOptions
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 0.5
+# After the last event clients have so long to read the rest of their answers.
+_FLUSH_S = 5
+# What a dispatch may take beyond the deadline of draining.
+_LATE_S = 30.0
+
+
+def run(
+    options: ServerOptions, *, config: Path | None = None, speculation: SpeculationOptions | None = None
+) -> None:
+    """Runs the service until a signal ends it. In the main thread; logs go to stderr.
+
+    Args:
+      options: of the service.
+      config: the file that SIGHUP reads limits from; None for none.
+      speculation: of `options.draft`.
+
+    Raises:
+      ConfigError: it cannot listen.
+      JaxllmError: the model cannot be opened, or the engine has failed.
+    """
+    notifier = Notifier(os.environ)
+    identity = Identity(IdentityOptions(remote=options.remote), KeyFile(options.keys or default_keys_file()))
+    with bound(options, identity) as sockets, _logs():
+        daemon = Daemon(options, identity, notifier, config=config, speculation=speculation)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(daemon.serve(sockets))
+    if daemon.loading:
+        # Compiling cannot be interrupted, and nothing of it is lost.
+        _leave(0)
+
+
+def open_service(options: ServerOptions, speculation: SpeculationOptions | None = None) -> LLMService:
+    """Opens the model of a service.
+
+    Raises:
+      JaxllmError: it cannot be opened.
+    """
+    contexts = None
+    if options.contexts is not None:
+        quotas = options.limits.context_options()
+        contexts = ContextOptions(
+            folder=options.contexts,
+            budget_bytes=options.context_budget,
+            contexts_per_app=quotas["contexts_per_app"],
+            app_quota_bytes=quotas["app_quota_bytes"],
+        )
+    return LLMService.open(
+        options.model or None,
+        options=EngineOptions(
+            context_tokens=options.context_tokens,
+            memory_bytes=options.memory,
+            batch_rows=options.batch_rows,
+        ),
+        contexts=contexts,
+        speculation=speculation,
+        progress=_Stages(),
+    )
+
+
+class Daemon:
+    """The service between its start and its end. In one event loop.
+
+    Attributes:
+      backend: answers the front.
+      loading: whether the model is being opened, in a thread of its own.
+    """
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        identity: Identity,
+        notifier: Notifier,
+        *,
+        config: Path | None = None,
+        speculation: SpeculationOptions | None = None,
+    ) -> None:
+        self.backend, self.loading = AccountedBackend(options.limits), False
+        self._options, self._notifier, self._config = options, notifier, config
+        self._identity, self._speculation = identity, speculation
+        self._feed = Feed(self.backend, self.backend.metrics)
+        self._stop = asyncio.Event()
+        self._failure: JaxllmError | None = None
+        self._draining = False
+
+    async def serve(self, sockets: Sequence[socket.socket]) -> None:
+        """Serves until it is told to stop.
+
+        Raises:
+          JaxllmError: the model cannot be opened, or the engine has failed.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._told_to_stop)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        server = _Server(self._server_config())
+        serving = asyncio.create_task(server.serve(sockets=list(sockets)))
+        watching = asyncio.create_task(self._watch())
+        stopping = asyncio.create_task(self._stop.wait())
+        for each in sockets:
+            _log.info("listening on %s", described(each))
+        opening = self._open(loop)
+        service = None
+        try:
+            await asyncio.wait({opening, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if opening.done():
+                service = opening.result()
+                self._begin(service)
+                await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+            await self._drain()
+        finally:
+            server.should_exit = True
+            await serving
+            watching.cancel()
+            stopping.cancel()
+            self.backend.close()
+            if service is not None:
+                # Contexts are stored here.
+                await asyncio.to_thread(service.close)
+        if self._failure is not None:
+            raise self._failure
+
+    def _server_config(self) -> uvicorn.Config:
+        routes = watch_routes(self.backend.metrics, self._feed)
+        # Imported here alone: it is the front, and knows nothing of the daemon.
+        from serving.server.api.app import make_app
+
+        app = make_app(self.backend, identify=self._identity.identify, extra_routes=routes)
+        guard = self._options.guard()
+        # A browser loads the dashboard before it can send a key.
+        guard = dataclasses.replace(guard, open_paths=guard.open_paths | PAGES)
+        return uvicorn.Config(
+            Guard(app, self._identity, guard),  # pyright: ignore[reportArgumentType]
+            http=protocol(self._options.peers()),
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            server_header=False,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=_FLUSH_S,
+        )
+
+    def _open(self, loop: asyncio.AbstractEventLoop) -> "asyncio.Future[LLMService]":
+        """Opens the model in a thread, which the end of the process does not wait for."""
+        opened: asyncio.Future[LLMService] = loop.create_future()
+
+        def settle(service: LLMService | None, error: BaseException | None) -> None:
+            self.loading = False
+            if error is not None:
+                opened.set_exception(error)
+            elif service is not None:
+                opened.set_result(service)
+
+        def work() -> None:
+            service, error = None, None
+            try:
+                service = open_service(self._options, self._speculation)
+            except BaseException as caught:
+                error = caught
+            with contextlib.suppress(RuntimeError):
+                # The loop may be closed by now.
+                loop.call_soon_threadsafe(settle, service, error)
+
+        self.loading = True
+        threading.Thread(target=work, name="loading", daemon=True).start()
+        return opened
+
+    def _begin(self, service: LLMService) -> None:
+        rows = self._options.batch_rows
+        scheduler = dataclasses.replace(
+            self._options.scheduler,
+            batch_rows=min(self._options.scheduler.batch_rows, rows[-1] if rows else 1),
+        )
+        executor = Executor(service, scheduler, together=batch)
+        executor.start()
+        self.backend.opened(executor)
+        self._notifier.send("READY=1", f"STATUS=serving {service.engine.name}")
+        _log.info("ready: %s answers", service.engine.name)
+
+    async def _drain(self) -> None:
+        """Refuses new calls and waits until running ones have ended, as long as the options allow."""
+        self._draining = True
+        self._notifier.send("STOPPING=1")
+        self.backend.draining()
+        self._feed.close()
+        executor = self.backend.executor
+        if executor is None:
+            return
+        _log.info("draining: running answers have %g s", self._options.drain_s)
+        late_s = self._options.drain_s + _LATE_S
+        try:
+            await asyncio.wait_for(asyncio.to_thread(executor.stop, self._options.drain_s), late_s)
+        except TimeoutError:
+            _log.error("the engine did not stop within %g s; the process ends without it", late_s)
+            _leave(1)
+
+    async def _watch(self) -> None:
+        """Tells systemd that the service lives, as long as the engine does, and stops where it has failed."""
+        period_s = self._notifier.watchdog_s
+        while True:
+            executor = self.backend.executor
+            if executor is not None and not executor.alive and not self._draining and not self._stop.is_set():
+                self._failure = JaxllmError("the engine has failed; see the log, and start the service again")
+                self._stop.set()
+            if period_s is not None and self.backend.health()["alive"]:
+                self._notifier.send("WATCHDOG=1")
+            await asyncio.sleep(_LOOK_S if period_s is None else min(_LOOK_S, period_s / 3))
+
+    def _told_to_stop(self) -> None:
+        if self._stop.is_set():
+            _log.warning("told to stop again: the process ends at once")
+            if self._options.socket is not None:
+                self._options.socket.unlink(missing_ok=True)
+            _leave(1)
+        self._stop.set()
+
+    def _reload(self) -> None:
+        """Reads the apps' limits again; those that are there stay where the file is wrong."""
+        if self._config is None:
+            _log.warning("there are no limits to read again: the service was started without --config")
+            return
+        try:
+            self.backend.limiter.limits = read_options(self._config).limits
+        except JaxllmError as error:
+            _log.error("limits stay as they are: %s", error)
+        else:
+            _log.info("limits were read from %s", self._config)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its handling of signals, which would end answers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Stages:
+    """Logs the stages of opening a model."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != self._stage:
+            self._stage = stage
+            _log.info("opening the model: %s", stage)
+
+
+@contextlib.contextmanager
+def _logs() -> Iterator[None]:
+    handler = write_logs(sys.stderr)
+    try:
+        yield
+    finally:
+        stop_logs(handler)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process without waiting for threads."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

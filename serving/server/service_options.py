@@ -1,0 +1,250 @@
+"""Defines the options of the service, and reads them from a TOML file.
+
+    options = read_options(Path("service.toml"))
+
+Keys of the file are the fields of `ServerOptions`; `[scheduler]`, `[limits]`, `[limits.apps.NAME]` and
+`[apps]` are sections. Sizes may be written as "1.5GB".
+"""
+
+import dataclasses
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import click
+
+from jaxllm.errors import ConfigError
+from jaxllm.option_types import Size
+from serving.options import BATCH_ROWS
+from serving.server.guard import LOOPBACK_HOSTS, GuardOptions
+from serving.server.limits import Limits, limits_of
+from serving.server.peer import PeerOptions
+from serving.server.scheduler import SchedulerOptions
+
+DEFAULT_HTTP = "127.0.0.1:8080"
+_MOST_FILE_BYTES = 1 << 20
+_MOST_PORT = (1 << 16) - 1
+_MOST_MODE = 0o777
+_MOST_DRAIN_S = 86_400.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of the service.
+
+    Attributes:
+      model: a bundle or a packaged model's name; empty for the default model.
+      http: host and port to listen on, such as "127.0.0.1:8080" or "[::1]:8080"; port 0 takes a free one.
+        Without it and `socket`, 127.0.0.1:8080.
+      socket: path of a Unix socket to listen on; None for none.
+      socket_mode: permissions of the socket: who may call.
+      remote: other machines may call, with API keys.
+      keys: file of API keys; None for the user's.
+      hosts: names by which callers may reach the service, besides those of the loopback and that of `http`.
+      origins: of web pages of other sites that may call.
+      apps: apps of programs and users over the Unix socket, by rules (see `PeerOptions.apps`).
+      contexts: folder of contexts that outlive calls; None for none.
+      context_budget: most bytes of their chunks in memory.
+      context_tokens: most tokens of prompt and answer together; 0 for the model's window, within bounds.
+      memory: most bytes for weights, caches and activations; 0 for no limit.
+      draft: as `jaxllm generate --draft` takes it; empty for none.
+      batch_rows: numbers of answers that are decoded together, where native kernels read the weights;
+        empty for one by one.
+      drain_s: seconds that running answers have to end once the service is told to stop.
+      scheduler: bounds of the queue and of what runs.
+      limits: of each app; read again at SIGHUP.
+    """
+
+    model: str = ""
+    http: str = ""
+    socket: Path | None = None
+    socket_mode: int = 0o600
+    remote: bool = False
+    keys: Path | None = None
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    apps: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    contexts: Path | None = None
+    context_budget: int = 256 << 20
+    context_tokens: int = 0
+    memory: int = 0
+    draft: str = ""
+    batch_rows: tuple[int, ...] = BATCH_ROWS
+    drain_s: float = 30.0
+    scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
+    limits: Limits = dataclasses.field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        for name, kind in {"model": str, "http": str, "draft": str, "remote": bool}.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise ConfigError(f"{name} must be {_KINDS[kind]}, got {value!r:.80}")
+        for name in ("socket", "keys", "contexts"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str | Path) and str(value)):
+                raise ConfigError(f"{name} must be a path, got {value!r:.80}")
+            object.__setattr__(self, name, None if value is None else Path(value))
+        for name, least in {"context_budget": 1, "context_tokens": 0, "memory": 0}.items():
+            if type(value := getattr(self, name)) is not int or value < least:
+                raise ConfigError(f"{name} must be a whole number from {least} up, got {value!r:.80}")
+        if type(self.socket_mode) is not int or not 0 < self.socket_mode <= _MOST_MODE:
+            raise ConfigError(f"socket_mode must be permissions such as 0o660, got {self.socket_mode!r:.80}")
+        number = isinstance(self.drain_s, int | float) and not isinstance(self.drain_s, bool)
+        if not number or not 0 <= self.drain_s <= _MOST_DRAIN_S:
+            raise ConfigError(
+                f"drain_s must be seconds from 0 to {_MOST_DRAIN_S:.0f}, got {self.drain_s!r:.80}"
+            )
+        rows = self.batch_rows
+        whole = isinstance(rows, tuple) and all(type(each) is int for each in rows)
+        if not whole or not set(rows) <= set(BATCH_ROWS) or list(rows) != sorted(set(rows)):
+            raise ConfigError(f"batch_rows must be ascending and among {BATCH_ROWS}, got {rows!r:.80}")
+        if self.http:
+            address_of(self.http)
+        if not isinstance(self.apps, Mapping):
+            raise ConfigError(f"apps must be a section of rules and apps, got {self.apps!r:.80}")
+        object.__setattr__(self, "apps", MappingProxyType(dict(self.apps)))
+        # Both check what they are given.
+        self.guard()
+        self.peers()
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port to listen on; None where a Unix socket alone was asked for."""
+        if self.http or self.socket is None:
+            return address_of(self.http or DEFAULT_HTTP)
+        return None
+
+    def guard(self) -> GuardOptions:
+        """Options of the guard.
+
+        Raises:
+          ConfigError: a host or an origin is malformed.
+        """
+        for name in ("hosts", "origins"):
+            if not isinstance(getattr(self, name), tuple):
+                raise ConfigError(f"{name} must be a list of names, got {getattr(self, name)!r:.80}")
+        own = () if self.address is None else (_in_brackets(self.address[0]),)
+        return GuardOptions(
+            hosts=tuple(dict.fromkeys((*LOOPBACK_HOSTS, *own, *self.hosts))), origins=self.origins
+        )
+
+    def peers(self) -> PeerOptions:
+        """Options of connections.
+
+        Raises:
+          ConfigError: a rule or an app's name is malformed.
+        """
+        return PeerOptions(apps=self.apps)
+
+
+_KINDS = {str: "text", bool: "true or false"}
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port of "HOST:PORT"; an IPv6 host stands in brackets.
+
+    Raises:
+      ConfigError: it has another form.
+    """
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    fits = port.isascii() and port.isdecimal() and len(port) <= len(str(_MOST_PORT))
+    if not colon or not host or not fits or int(port) > _MOST_PORT or (":" in host and not bracketed):
+        raise ConfigError(f"an address is HOST:PORT such as {DEFAULT_HTTP}, got {text!r:.80}")
+    return (host[1:-1] if bracketed else host).lower(), int(port)
+
+
+def read_options(path: Path) -> ServerOptions:
+    """Options from a TOML file. Relative paths in it begin at the file's folder.
+
+    Raises:
+      ConfigError: the file cannot be read, is no TOML, or has an unknown key or a value that is not allowed.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: the options cannot be read ({error.strerror})") from error
+    if len(text) > _MOST_FILE_BYTES:
+        raise ConfigError(f"{path}: a file of options has at most {_MOST_FILE_BYTES:,} bytes")
+    try:
+        return _options(tomllib.loads(text.decode()), path.parent)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {error!s:.200}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _options(facts: dict[str, Any], folder: Path) -> ServerOptions:
+    _require_known(facts, ServerOptions, "option")
+    given: dict[str, Any] = dict(facts)
+    for name, convert in _CONVERSIONS.items():
+        if name in given:
+            given[name] = convert(name, given[name])
+    for name in ("socket", "keys", "contexts"):
+        if isinstance(given.get(name), str) and given[name]:
+            given[name] = folder / Path(given[name]).expanduser()
+    # A name of a packaged model is no path.
+    if isinstance(model := given.get("model"), str) and ("/" in model or model.startswith("~")):
+        given["model"] = str(folder / Path(model).expanduser())
+    return ServerOptions(**given)
+
+
+def _size(name: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return Size().convert(value, None, None)
+    except click.BadParameter as error:
+        raise ConfigError(f"{name}: {error.message}") from error
+
+
+def _list(name: str, value: Any) -> Any:
+    del name
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _scheduler(name: str, value: Any) -> SchedulerOptions:
+    _require_known(value, SchedulerOptions, f"key of [{name}]")
+    return SchedulerOptions(**value)
+
+
+def _limits(name: str, value: Any) -> Limits:
+    facts = dict(_section(name, value))
+    apps = _section(f"{name}.apps", facts.pop("apps", {}))
+    default = dataclasses.asdict(Limits().default) | _sized(facts)
+    of_apps = {app: limits_of(_sized(_section(f"{name}.apps.{app}", own))) for app, own in apps.items()}
+    return Limits(default=limits_of(default), apps=of_apps)
+
+
+def _sized(facts: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {name for name in facts if name.endswith("_bytes")}
+    return {name: _size(name, value) if name in sizes else value for name, value in facts.items()}
+
+
+_CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
+    "memory": _size,
+    "context_budget": _size,
+    "hosts": _list,
+    "origins": _list,
+    "batch_rows": _list,
+    "scheduler": _scheduler,
+    "limits": _limits,
+}
+
+
+def _section(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a section, got {value!r:.80}")
+    return value
+
+
+def _require_known(facts: Any, kind: type, what: str) -> None:
+    names = [field.name for field in dataclasses.fields(kind)]
+    if unknown := set(_section(f"the {what}s", facts)) - set(names):
+        raise ConfigError(f"there is no {what} {min(unknown)!r:.80}; there are {', '.join(names)}")
+
+
+def _in_brackets(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

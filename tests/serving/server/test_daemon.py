@@ -1,0 +1,191 @@
+"""The service as a process: started by systemd's means, called by real clients, drained, restarted."""
+
+import contextlib
+import re
+import signal
+import socket
+
+import httpx
+import openai
+import pytest
+
+from tests.serving.server.daemons import MAIN, Process
+from tests.tiny import write_tiny_bundle
+
+# Each dispatch takes a while, so that answers run when signals come.
+SLOWLY = (
+    """
+import time
+from serving import batch
+from serving.server import executor
+def slow(dispatch):
+    def slowly(*arguments):
+        time.sleep(0.1)
+        dispatch(*arguments)
+    return slowly
+batch.decode_together, executor.step = slow(batch.decode_together), slow(executor.step)
+"""
+    + MAIN
+)
+# The model is never there.
+LOADING = (
+    """
+import time
+from serving.service import LLMService
+LLMService.open = lambda *_, **__: time.sleep(3600)
+"""
+    + MAIN
+)
+LIMITS = "[limits]\nin_flight = {}\n"
+CALL = {"prompt": "hello", "max_tokens": 100, "logit_bias": {"262": -100}, "temperature": 0}
+
+
+class Service:
+    """The service that the tests of this module share, and both of its ends."""
+
+    def __init__(self, folder):
+        self.config, self.path = folder / "service.toml", folder / "s"
+        self.config.write_text("context_tokens = 128\nbatch_rows = [2]\n" + LIMITS.format(8))
+        with contextlib.ExitStack() as stack:
+            tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            unix = stack.enter_context(socket.socket(socket.AF_UNIX))
+            unix.bind(str(self.path))
+            unix.listen()
+            self.systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self.systemd.bind(str(folder / "notify"))
+            self.systemd.settimeout(60)
+            self.url = f"http://127.0.0.1:{tcp.getsockname()[1]}"
+            self.process = Process(
+                folder, "--model", write_tiny_bundle(folder / "tiny.jaxllm", "int4"), "--config", self.config,
+                script=SLOWLY, passed=(tcp, unix),
+                environment={"NOTIFY_SOCKET": str(folder / "notify"), "WATCHDOG_USEC": "3000000"},
+            )  # fmt: skip
+
+    def told(self, state):
+        """Waits until systemd has been told of a state."""
+        while state not in self.systemd.recv(1000).decode():
+            pass
+
+    def streams(self, count=1):
+        """Answers that have begun, as their streams, and what closes them."""
+        client = httpx.Client(base_url=self.url, timeout=60)
+        stack = contextlib.ExitStack()
+        stack.enter_context(client)
+        begun = []
+        for _ in range(count):
+            response = stack.enter_context(
+                client.stream("POST", "/v1/completions", json=CALL | {"stream": True})
+            )
+            assert response.status_code == 200
+            lines = response.iter_lines()
+            next(lines)
+            begun.append(lines)
+        return begun, stack
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    made = Service(tmp_path_factory.mktemp("service"))
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.systemd.close()
+
+
+def test_it_is_ready_when_warm_and_tells_systemd(service):
+    # A client may connect, and is answered, from the start on.
+    assert httpx.get(service.url + "/health", timeout=60).json()["status"] == "ok"
+    service.told("WATCHDOG=1")
+    service.told("READY=1")
+    assert httpx.get(service.url + "/ready").status_code == 200
+    service.told("WATCHDOG=1")
+
+
+def test_the_openai_client(service):
+    with openai.OpenAI(base_url=service.url + "/v1", api_key="none") as client:
+        name = client.models.list().data[0].id
+        said = [{"role": "user", "content": "hello"}]
+        answer = client.chat.completions.create(model=name, messages=said, max_tokens=4)  # pyright: ignore
+        assert answer.usage.completion_tokens <= 4
+        text = "".join(
+            each.choices[0].text
+            for each in client.completions.create(model=name, prompt="hello", max_tokens=4, stream=True)
+            if each.choices
+        )
+        assert text
+
+
+def test_over_the_socket_an_app_is_known_by_its_user(service):
+    transport = httpx.HTTPTransport(uds=str(service.path))
+    with httpx.Client(transport=transport, base_url="http://service") as client:
+        assert client.post("/v1/completions", json=CALL | {"max_tokens": 2}).status_code == 200
+        figures = client.get("/metrics").text
+    assert re.search(r'jaxllm_calls_ended_total\{app="uid-\d+",\w+="\w+"\} 1.0', figures), figures
+
+
+def test_strange_hosts_and_pages_are_refused(service):
+    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+        assert httpx.get(service.url + "/v1/models", headers=headers).status_code == 403
+    assert "<html" in httpx.get(service.url + "/").text
+
+
+def test_limits_are_read_again_and_counted(service):
+    log = service.process
+    service.config.write_text(LIMITS.format(1))
+    log.signal(signal.SIGHUP)
+    log.until(lambda: "limits were read" in log.text())
+    (first,), stack = service.streams()
+    with stack:
+        refused = httpx.post(service.url + "/v1/completions", json=CALL)
+        assert refused.status_code == 429
+        assert "Retry-After" in refused.headers
+        # The end gives back what the call took.
+        assert [*first][-2].startswith("data: [DONE]")
+    assert httpx.post(service.url + "/v1/completions", json=CALL | {"max_tokens": 1}).status_code == 200
+    (left,), stack = service.streams()
+    del left
+    # And so does a client that leaves.
+    stack.close()
+    log.until(lambda: 'calls_cancelled_total{app="local"} 1.0' in httpx.get(service.url + "/metrics").text)
+    assert httpx.post(service.url + "/v1/completions", json=CALL | {"max_tokens": 1}).status_code == 200
+    service.config.write_text("limits = 1")
+    log.signal(signal.SIGHUP)
+    log.until(lambda: "limits stay as they are" in log.text())
+    service.config.write_text(LIMITS.format(8))
+    log.signal(signal.SIGHUP)
+    log.until(lambda: log.text().count("limits were read") == 2)
+
+
+def test_it_drains_at_sigterm(service):
+    """The last of the shared service."""
+    lines, stack = service.streams(2)
+    with stack:
+        service.process.signal(signal.SIGTERM)
+        service.told("STOPPING=1")
+        refused = httpx.post(service.url + "/v1/completions", json=CALL)
+        assert refused.status_code == 503, refused.text
+        assert httpx.get(service.url + "/ready").status_code == 503
+        for each in lines:
+            assert "data: [DONE]" in [*each]
+    assert service.process.ended() == 0, service.process.text()
+
+
+def test_it_answers_and_stops_while_it_loads(tmp_path):
+    path = tmp_path / "own"
+    process = Process(tmp_path, "--socket", path, script=LOADING)
+    try:
+        process.until(lambda: "listening on unix:" in process.text())
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(path)), base_url="http://service", timeout=60
+        ) as client:
+            assert client.get("/health").status_code == 200
+            assert client.get("/ready").status_code == 503
+            refused = client.post("/v1/completions", json=CALL)
+            assert refused.status_code == 503
+            assert "loading" in refused.text
+        process.signal(signal.SIGINT)
+        assert process.ended() == 0, process.text()
+        assert not path.exists()
+    finally:
+        process.kill()

@@ -1,0 +1,116 @@
+"""The options of the service and their file."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxllm.errors import ConfigError
+from serving.server.limits import AppLimits, Limits
+from serving.server.service_options import ServerOptions, address_of, read_options
+
+FILE = """
+model = "bundles/mine.jaxllm"
+http = "[::1]:0"
+socket = "service.sock"
+socket_mode = 0o660
+memory = "1.5GB"
+context_budget = 4096
+hosts = ["laptop.local"]
+origins = ["https://app.example"]
+batch_rows = [2, 4]
+drain_s = 2.5
+
+[apps]
+"uid:1000" = "mail"
+
+[scheduler]
+queued = 5
+app_queued = 2
+
+[limits]
+tokens_per_minute = 1000
+
+[limits.apps.mail]
+in_flight = 3
+stored_bytes = "1MB"
+"""
+
+
+def read(folder: Path, text: str) -> ServerOptions:
+    path = folder / "service.toml"
+    path.write_text(text)
+    return read_options(path)
+
+
+def test_a_file_has_all_options(tmp_path):
+    options = read(tmp_path, FILE)
+    assert options.model == str(tmp_path / "bundles/mine.jaxllm")
+    assert (options.address, options.socket, options.socket_mode) == (
+        ("::1", 0), tmp_path / "service.sock", 0o660,
+    )  # fmt: skip
+    assert (options.memory, options.context_budget, options.batch_rows) == (1_500_000_000, 4096, (2, 4))
+    assert {"laptop.local", "127.0.0.1", "[::1]"} <= set(options.guard().hosts)
+    assert options.guard().origins == ("https://app.example",)
+    assert options.peers().apps == {"uid:1000": "mail"}
+    assert (options.scheduler.queued, options.scheduler.app_queued, options.drain_s) == (5, 2, 2.5)
+    mail = AppLimits(in_flight=3, stored_bytes=1_000_000)
+    # What the file does not name keeps its default.
+    assert options.limits.of("chat") == AppLimits(in_flight=64, queued=32, tokens_per_minute=1000)
+    assert options.limits.of("mail") == mail
+
+
+def test_an_empty_file_has_the_defaults(tmp_path):
+    assert read(tmp_path, "") == ServerOptions()
+    assert ServerOptions().limits == Limits()
+
+
+def test_addresses():
+    assert ServerOptions().address == ("127.0.0.1", 8080)
+    assert ServerOptions(socket=Path("s")).address is None
+    assert ServerOptions(socket=Path("s"), http="Localhost:1").address == ("localhost", 1)
+    assert address_of("[fe80::1]:80") == ("fe80::1", 80)
+    for wrong in ("8080", ":80", "::1:80", "a:65536", "a:-1", "a:", "a:8o", "a:٣"):
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            address_of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle = 'x'", "no option 'modle'; there are model, http"),
+        ("model = 3", "model must be text"),
+        ("http = '1'", "HOST:PORT"),
+        ("socket = 1", "socket must be a path"),
+        ("socket_mode = 0o1000", "socket_mode"),
+        ("memory = 'much'", "no size"),
+        ("memory = -1", "memory must be a whole number"),
+        ("context_budget = 0", "context_budget"),
+        ("drain_s = -1", "drain_s"),
+        ("drain_s = nan", "drain_s"),
+        ("batch_rows = [3]", "batch_rows"),
+        ("batch_rows = [[]]", "batch_rows"),
+        ("batch_rows = 2", "batch_rows"),
+        ("hosts = 'a'", "hosts must be a list"),
+        ("hosts = ['A']", "a host is"),
+        ("origins = ['*']", "an origin is"),
+        ("apps = 1", "apps must be a section"),
+        ("[apps]\nx = 'mail'", "a rule for apps"),
+        ("scheduler = 1", "must be a section"),
+        ("[scheduler]\nqueue = 1", "there is no key of \\[scheduler\\] 'queue'; there are queued"),
+        ("[scheduler]\nqueued = 0", "queued"),
+        ("[limits]\nflight = 1", "no limit 'flight'; limits are"),
+        ("[limits.apps]\nmail = 1", "limits.apps.mail must be a section"),
+        ("[limits.apps.'a b']\nqueued = 1", "app's name"),
+        ("a = [", "is not TOML"),
+        ("a = " + 9999 * "[", "is not TOML"),
+    ],
+)
+def test_what_is_wrong_is_told_with_the_file(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(tmp_path, text)
+    assert str(tmp_path / "service.toml") in str(caught.value)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_options(tmp_path / "missing.toml")
