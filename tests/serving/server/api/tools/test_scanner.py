@@ -1,0 +1,70 @@
+"""Calls are found however the text is cut; what is none stays text, to the letter."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.server.api.tools.forcing import forced
+from serving.server.api.tools.scanner import HERMES, JSON, LLAMA3, MISTRAL, Family, ToolScanner, family_of
+
+CALL = '{"name": "find", "arguments": {"q": "a } \\" {"}}'
+
+
+def scan(family: Family, text: str, size: int) -> tuple[str, list[str]]:
+    scanner, shown, calls = ToolScanner(family, frozenset({"find"})), "", []
+    parts = [scanner.feed(text[at : at + size]) for at in range(0, len(text), size)]
+    for more, found in [*parts, scanner.finish()]:
+        shown += more
+        calls += [json.loads(call.arguments) for call in found]
+    return shown, calls
+
+
+FOUND = {"q": 'a } " {'}
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(
+    ("family", "text", "shown", "number"),
+    [
+        (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", 1),
+        (HERMES, f"Well. <tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "Well. ", 2),
+        (HERMES, f"<tool_call>{CALL}</tool_call>done", "done", 1),
+        (HERMES, f"<tool_call>{CALL}", "", 1),
+        (HERMES, "a <tool_call> b", "a <tool_call> b", 0),
+        (HERMES, '<tool_call>{"name": "other"}</tool_call>', '<tool_call>{"name": "other"}</tool_call>', 0),
+        (HERMES, "1 < 2 <too", "1 < 2 <too", 0),
+        (MISTRAL, f"[TOOL_CALLS][{CALL}, {CALL}]", "", 2),
+        (LLAMA3, f"<|python_tag|>{CALL}; {CALL.replace('arguments', 'parameters')}", "", 2),
+        (JSON, CALL, "", 1),
+        (JSON, "[1, 2] is a list", "[1, 2] is a list", 0),
+        (JSON, '{"name": "fi', '{"name": "fi', 0),
+        (JSON, " hello {", " hello {", 0),
+        (JSON, "{]", "{]", 0),
+    ],
+)
+def test_calls_are_found(family: Family, text: str, shown: str, number: int, size: int) -> None:
+    assert scan(family, text, size) == (shown, [FOUND] * number)
+
+
+@given(
+    st.lists(
+        st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", "[", '"', "a", " ", ";", "\\"]), max_size=12
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_what_is_no_call_stays_text(parts: list[str]) -> None:
+    text = "".join(parts)
+    for family in (HERMES, JSON, LLAMA3, MISTRAL):
+        assert scan(family, text, 1) == (text, []) == scan(family, text, 100)
+
+
+def test_families_and_their_grammars() -> None:
+    assert [family_of(text).name for text in ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "")] == [
+        "hermes", "mistral", "llama3", "json",
+    ]  # fmt: skip
+    tools = [{"function": {"name": name, "parameters": {"type": "object"}}} for name in ("a", "b")]
+    assert len(json.loads(forced(JSON, tools, several=True).text)["anyOf"]) == 2
+    assert json.loads(forced(MISTRAL, tools[:1], several=False).text)["maxItems"] == 1
+    assert forced(HERMES, tools, several=False).text.startswith("start: call\n")
