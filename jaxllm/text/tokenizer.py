@@ -154,6 +154,11 @@ class Tokenizer:
         """Whether `render_chat` and `encode_chat` can be used."""
         return self._files.chat_template is not None
 
+    @property
+    def chat_template(self) -> str:
+        """The Jinja source of the chat template; empty for none."""
+        return self._files.chat_template or ""
+
     def encode(
         self, text: str | MarkedText, *, add_special_tokens: bool = True, special: bool = True
     ) -> list[int]:

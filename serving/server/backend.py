@@ -32,17 +32,23 @@ class EngineBackend:
         self._why = "loading"
         self._pool = ThreadPoolExecutor(2, "tokenizer")
 
-    def opened(self, executor: Executor) -> None:
-        """Answers calls from here on; the executor has been started."""
+    def opened(self, executor: Executor, name: str = "") -> None:
+        """Answers calls from here on.
+
+        Args:
+          executor: has been started.
+          name: of the model, for calls; empty for the model's own.
+        """
         engine = executor.service.engine
         self._facts = ModelFacts(
-            name=engine.name,
+            name=name or engine.name,
             window_tokens=engine.options.context_tokens,
             vocab_size=engine.cfg.vocab_size,
             levels=engine.levels,
             has_chat_template=engine.tokenizer.has_chat_template,
             adapters=(),
             opened_s=time.time(),
+            chat_template=engine.tokenizer.chat_template,
         )
         self.executor, self._why = executor, ""
 
@@ -79,7 +85,9 @@ class EngineBackend:
         """See `Backend`."""
         engine = self._ready().service.engine
         tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
-        return await self._work(lambda: tokenizer.render_chat(list(prompt.messages), now=datetime.now()))
+        return await self._work(
+            lambda: tokenizer.render_chat(list(prompt.messages), tools=prompt.tools, now=datetime.now())
+        )
 
     async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
         """Refuses: this backend computes no embeddings."""

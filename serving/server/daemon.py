@@ -24,7 +24,6 @@ import uvloop
 
 from jaxllm.errors import JaxllmError
 from serving import batch
-from serving.contexts.options import ContextOptions
 from serving.options import EngineOptions
 from serving.server.accounting import AccountedBackend
 from serving.server.executor import Executor
@@ -80,15 +79,6 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     Raises:
       JaxllmError: it cannot be opened.
     """
-    contexts = None
-    if options.contexts is not None:
-        quotas = options.limits.context_options()
-        contexts = ContextOptions(
-            folder=options.contexts,
-            budget_bytes=options.context_budget,
-            contexts_per_app=quotas["contexts_per_app"],
-            app_quota_bytes=quotas["app_quota_bytes"],
-        )
     return LLMService.open(
         options.model or None,
         options=EngineOptions(
@@ -96,7 +86,6 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
             memory_bytes=options.memory,
             batch_rows=options.batch_rows,
         ),
-        contexts=contexts,
         speculation=speculation,
         progress=_Stages(),
     )
@@ -219,9 +208,9 @@ class Daemon:
         )
         executor = Executor(service, scheduler, together=batch)
         executor.start()
-        self.backend.opened(executor)
-        self._notifier.send("READY=1", f"STATUS=serving {service.engine.name}")
-        _log.info("ready: %s answers", service.engine.name)
+        self.backend.opened(executor, self._options.model_name)
+        self._notifier.send("READY=1", f"STATUS=serving {self._options.model_name}")
+        _log.info("ready: %s answers", self._options.model_name)
 
     async def _drain(self) -> None:
         """Refuses new calls and waits until running ones have ended, as long as the options allow."""

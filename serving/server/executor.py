@@ -6,6 +6,7 @@ Between any two dispatches calls are accepted and cancelled. Every accepted call
 """
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import threading
@@ -114,7 +115,7 @@ class Executor:
         """Takes a call; its prompt is encoded in the caller's thread, within the window.
 
         Args:
-          call: to answer; one in a context, with an adapter, a grammar or log-probabilities is refused.
+          call: to answer; one in a context or with an adapter is refused.
           loop: in which its events are read.
 
         Raises:
@@ -122,7 +123,7 @@ class Executor:
           ConfigError, ContextOverflow: the call cannot be answered whatever the load.
         """
         _require_supported(call)
-        engine = self.service.engine
+        engine, call = self.service.engine, _guided(call)
         self._require_room(call.app)
         tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
         prompt = prompt_ids_of(tokenizer, call.prompt)
@@ -310,12 +311,17 @@ def _unmarked(ids: Sequence[int]) -> PromptTokens:
 
 
 def _require_supported(call: Call) -> None:
-    asked = {
-        "a context": call.context,
-        "an adapter": call.adapter,
-        "a grammar": call.grammar,
-        "log-probabilities": call.top_logprobs is not None,
-    }
+    asked = {"a context": call.context, "an adapter": call.adapter}
     for what, given in asked.items():
         if given:
             raise ConfigError(f"this service answers no call with {what}; leave it out")
+
+
+def _guided(call: Call) -> Call:
+    """The call with its grammar and log-probabilities in its config, where the engine reads them."""
+    config = call.config
+    if call.grammar is not None:
+        config = dataclasses.replace(config, grammar=call.grammar)
+    if call.top_logprobs is not None:
+        config = dataclasses.replace(config, top_logprobs=call.top_logprobs)
+    return dataclasses.replace(call, config=config)

@@ -47,7 +47,7 @@ def prompt_ids_of(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, 
     """The token ids of a call's prompt.
 
     Raises:
-      ConfigError: it is empty or malformed, or names tools, which the template is not given.
+      ConfigError: it is empty or malformed, or has tools that the template does not know.
       ContextOverflow: it is longer than the tokenizer is limited to.
     """
     if isinstance(prompt, tuple):
@@ -56,9 +56,7 @@ def prompt_ids_of(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, 
         if not prompt:
             raise ConfigError("the prompt is empty; give it at least one character")
         return tuple(tokenizer.encode(prompt))
-    if prompt.tools:
-        raise ConfigError("this service gives templates no tools; put them into a message")
-    return tuple(tokenizer.encode_chat(list(prompt.messages), now=datetime.now()))
+    return tuple(tokenizer.encode_chat(list(prompt.messages), tools=prompt.tools, now=datetime.now()))
 
 
 class Job:
@@ -134,8 +132,9 @@ class Job:
             if not self._told:
                 self._first_s = now
                 self.ticket.put(self._started(run))
-            tokens, self._told = tuple(run.tokens[self._told :]), len(run.tokens)
-            self.ticket.put(Piece(run.new_text(), tokens))
+            new, self._told = slice(self._told, len(run.tokens)), len(run.tokens)
+            logprobs = None if run.logprobs is None else tuple(run.logprobs[new])
+            self.ticket.put(Piece(run.new_text(), tuple(run.tokens[new]), logprobs))
         if run.stage == "ended":
             self.ticket.put(run.closed_because or self._ended(run))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from jaxllm.bundle import SUFFIX
 from jaxllm.errors import ConfigError
 from jaxllm.option_types import Size
 from serving.options import BATCH_ROWS
@@ -45,8 +46,6 @@ class ServerOptions:
       hosts: names by which callers may reach the service, besides those of the loopback and that of `http`.
       origins: of web pages of other sites that may call.
       apps: apps of programs and users over the Unix socket, by rules (see `PeerOptions.apps`).
-      contexts: folder of contexts that outlive calls; None for none.
-      context_budget: most bytes of their chunks in memory.
       context_tokens: most tokens of prompt and answer together; 0 for the model's window, within bounds.
       memory: most bytes for weights, caches and activations; 0 for no limit.
       draft: as `jaxllm generate --draft` takes it; empty for none.
@@ -66,8 +65,6 @@ class ServerOptions:
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     apps: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    contexts: Path | None = None
-    context_budget: int = 256 << 20
     context_tokens: int = 0
     memory: int = 0
     draft: str = ""
@@ -76,16 +73,21 @@ class ServerOptions:
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
     limits: Limits = dataclasses.field(default_factory=Limits)
 
+    @property
+    def model_name(self) -> str:
+        """The model's name in calls: as it was asked for, without folder and suffix."""
+        return Path(self.model).name.removesuffix(SUFFIX) if self.model else "default"
+
     def __post_init__(self) -> None:
         for name, kind in {"model": str, "http": str, "draft": str, "remote": bool}.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigError(f"{name} must be {_KINDS[kind]}, got {value!r:.80}")
-        for name in ("socket", "keys", "contexts"):
+        for name in ("socket", "keys"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str | Path) and str(value)):
                 raise ConfigError(f"{name} must be a path, got {value!r:.80}")
             object.__setattr__(self, name, None if value is None else Path(value))
-        for name, least in {"context_budget": 1, "context_tokens": 0, "memory": 0}.items():
+        for name, least in {"context_tokens": 0, "memory": 0}.items():
             if type(value := getattr(self, name)) is not int or value < least:
                 raise ConfigError(f"{name} must be a whole number from {least} up, got {value!r:.80}")
         if type(self.socket_mode) is not int or not 0 < self.socket_mode <= _MOST_MODE:
@@ -182,7 +184,7 @@ def _options(facts: dict[str, Any], folder: Path) -> ServerOptions:
     for name, convert in _CONVERSIONS.items():
         if name in given:
             given[name] = convert(name, given[name])
-    for name in ("socket", "keys", "contexts"):
+    for name in ("socket", "keys"):
         if isinstance(given.get(name), str) and given[name]:
             given[name] = folder / Path(given[name]).expanduser()
     # A name of a packaged model is no path.
@@ -225,7 +227,6 @@ def _sized(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 _CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "memory": _size,
-    "context_budget": _size,
     "hosts": _list,
     "origins": _list,
     "batch_rows": _list,

@@ -42,11 +42,10 @@ def stated_packages() -> dict[str, tuple[str, ...]]:
 def stated_rooms(package: str) -> list[Room]:
     """Rooms in the order of their imports, with the folders inside of each behind it."""
     rooms: list[Room] = []
-    above = ""
+    above: list[str] = []
     for match in map(_read(_ROOM), stated_blocks()[package].splitlines()):
-        inside = bool(match["indent"])
-        rooms.append(Room(f"{above}/{match['name']}" if inside else match["name"], bool(match["folder"])))
-        above = above if inside else match["name"]
+        above = [*above[: len(match["indent"]) // 2], match["name"]]
+        rooms.append(Room("/".join(above), bool(match["folder"])))
     return rooms
 
 

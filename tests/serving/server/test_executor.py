@@ -1,6 +1,7 @@
 """The engine's thread, with a tiny model: turns, cancels, errors, a full queue, the end."""
 
 import asyncio
+import re
 
 import pytest
 
@@ -8,7 +9,7 @@ from jaxllm import EngineOptions, GenerationConfig
 from jaxllm.errors import ConfigError, ContextOverflow, JaxllmError
 from serving.planning.objectives import Latency
 from serving.server import executor as executors
-from serving.server.calls import Call, Ended, Piece, Refused, Started
+from serving.server.calls import Call, Ended, Grammar, Piece, Refused, Started
 from serving.server.executor import Executor
 from serving.server.scheduler import SchedulerOptions
 from serving.service import LLMService
@@ -62,6 +63,20 @@ def test_answers_in_turns_are_those_of_the_engine_alone(executor, service):
         assert events[-1].tokens == 12
         assert events[-1].met is None
         assert events[-1].engine_ttft_ms <= events[-1].ttft_ms
+
+
+def test_an_answer_matches_its_grammar_and_tells_log_probabilities(executor):
+    grammar = Grammar(kind="regex", text="[a-c]{5}")
+    guided, plain = together(executor, call(grammar=grammar, top_logprobs=2), call())
+    pieces = [each for each in guided if isinstance(each, Piece)]
+    assert re.fullmatch("[a-c]{5}", "".join(each.text for each in pieces))
+    assert guided[-1].finish_reason == "stop"
+    told = [each for piece in pieces for each in piece.logprobs or ()]
+    assert [each.token for each in told] == [token for piece in pieces for token in piece.tokens]
+    assert all(each.logprob <= 0 and len(each.top) == 2 for each in told)
+    assert all(each.logprobs is None for each in plain if isinstance(each, Piece))
+    with pytest.raises(ConfigError, match="regex"):
+        together(executor, call(grammar=Grammar(kind="regex", text="(")))
 
 
 def test_an_objective_is_planned_and_judged(executor):

@@ -14,7 +14,7 @@ http = "[::1]:0"
 socket = "service.sock"
 socket_mode = 0o660
 memory = "1.5GB"
-context_budget = 4096
+context_tokens = 4096
 hosts = ["laptop.local"]
 origins = ["https://app.example"]
 batch_rows = [2, 4]
@@ -48,7 +48,7 @@ def test_a_file_has_all_options(tmp_path):
     assert (options.address, options.socket, options.socket_mode) == (
         ("::1", 0), tmp_path / "service.sock", 0o660,
     )  # fmt: skip
-    assert (options.memory, options.context_budget, options.batch_rows) == (1_500_000_000, 4096, (2, 4))
+    assert (options.memory, options.context_tokens, options.batch_rows) == (1_500_000_000, 4096, (2, 4))
     assert {"laptop.local", "127.0.0.1", "[::1]"} <= set(options.guard().hosts)
     assert options.guard().origins == ("https://app.example",)
     assert options.peers().apps == {"uid:1000": "mail"}
@@ -84,7 +84,7 @@ def test_addresses():
         ("socket_mode = 0o1000", "socket_mode"),
         ("memory = 'much'", "no size"),
         ("memory = -1", "memory must be a whole number"),
-        ("context_budget = 0", "context_budget"),
+        ("context_tokens = -1", "context_tokens"),
         ("drain_s = -1", "drain_s"),
         ("drain_s = nan", "drain_s"),
         ("batch_rows = [3]", "batch_rows"),
