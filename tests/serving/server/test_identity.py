@@ -1,4 +1,4 @@
-"""Who calls: the process behind a socket, a key, or the loopback; and nobody by a header of their own."""
+"""Tests who calls: the process behind a socket, a key, or the loopback; and nobody by a header of their own."""
 
 import os
 import socket

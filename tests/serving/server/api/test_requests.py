@@ -1,4 +1,4 @@
-"""What is refused, and how; what a client that leaves stops; contexts of an app are its own."""
+"""Tests refusals, clients that leave, and that contexts are of one app alone."""
 
 import socket
 import time
