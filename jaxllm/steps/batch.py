@@ -65,10 +65,10 @@ def can_mix_levels(params: Params) -> bool:
     counts of units of the same weights. Adapters of a level are its own: then rows of other levels would not
     share the products."""
     stack: Any = params.get(STACK)
-    table, row = jax.ShapeDtypeStruct((2,), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
+    handle, row = jax.ShapeDtypeStruct((2,), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
     if not isinstance(stack, LayerStack):
         return False
-    layers: list[Any] = [form.at(table, row) for form in stack.forms]  # pyright: ignore[reportArgumentType]
+    layers: list[Any] = [form.at(handle, row) for form in stack.forms]  # pyright: ignore[reportArgumentType]
     return all(
         PARAMETER in layer and not any(isinstance(each, Adapted) for each in layer.values())
         for layer in layers

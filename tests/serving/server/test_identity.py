@@ -1,4 +1,4 @@
-"""Tests who calls: the process behind a socket, a key, or the loopback; and nobody by a header of their own."""
+"""Tests who calls: the process behind a socket, a key, or the loopback, nobody by their own headers."""
 
 import os
 import socket
