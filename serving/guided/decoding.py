@@ -61,8 +61,15 @@ class GuidedDecoding:
         return limit if limit > 1 and self._feeds_floats(limit) else 1
 
     def first(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
-        """See `Decoding`."""
-        return self._choose(logits, sampler)
+        """See `Decoding`: draws a token `[1]` from logits, and takes it."""
+        row = None if self.logprobs is None else np.asarray(logits)[0]
+        drawn, after = self.runner.sample(logits, self._masked(sampler))
+        chosen = np.asarray(drawn)
+        token = int(chosen[0])
+        if self.logprobs is not None and row is not None and token != NO_TOKEN:
+            self.logprobs.append(token_logprob(row, token, self._top))
+        self._take(token)
+        return chosen, _unmasked(after, sampler)
 
     def decode(
         self,
@@ -84,24 +91,13 @@ class GuidedDecoding:
                 if self._matcher.complete:
                     # The cache is one token ahead, as after a stop string.
                     return np.array([forced], np.int32), len(forced), cache, sampler
-            chosen, sampler = self._choose(logits, sampler)
+            chosen, sampler = self.first(logits, sampler)
             return np.array([[*forced, *chosen.tolist()]], np.int32), len(forced) + 1, cache, sampler
         masked = self._masked(sampler)
         rows, _, cache, drawn = self.runner.decode(token, cache, masked, stop_ids, 1, cached)
         chosen = np.asarray(rows)[:, :1]
         self._take(int(chosen[0, 0]))
         return chosen, 1, cache, _unmasked(drawn, sampler)
-
-    def _choose(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
-        """Draws a token `[1]` from logits, and takes it."""
-        row = None if self.logprobs is None else np.asarray(logits)[0]
-        drawn, after = self.runner.sample(logits, self._masked(sampler))
-        chosen = np.asarray(drawn)
-        token = int(chosen[0])
-        if self.logprobs is not None and row is not None and token != NO_TOKEN:
-            self.logprobs.append(token_logprob(row, token, self._top))
-        self._take(token)
-        return chosen, _unmasked(after, sampler)
 
     def _take(self, token: int) -> None:
         if self._matcher is not None and token != NO_TOKEN:

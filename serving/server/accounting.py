@@ -1,5 +1,6 @@
 """Counts each call for its app's limits and for metrics, from its submission to its end."""
 
+import dataclasses
 import time
 from collections.abc import AsyncIterator
 
@@ -30,9 +31,10 @@ class AccountedBackend(EngineBackend):
           Refused: also where a limit of the app is reached.
         """
         try:
+            call = self._encoded(call)
             admission = self.limiter.admit(
                 call.app,
-                prompt_tokens=self._prompt_tokens(call),
+                prompt_tokens=len(call.prompt) if isinstance(call.prompt, tuple) else 0,
                 max_tokens=call.config.max_tokens,
                 now_s=time.monotonic(),
             )
@@ -63,14 +65,14 @@ class AccountedBackend(EngineBackend):
             require_pin(self.limiter.limits.of(app), await self.contexts(app), name)
         return await super().pin_context(app, name, pinned)
 
-    def _prompt_tokens(self, call: Call) -> int:
-        """Tokens of a prompt; encoded where the app's tokens are limited, since it is encoded again later."""
-        if isinstance(call.prompt, tuple):
-            return len(call.prompt)
+    def _encoded(self, call: Call) -> Call:
+        """The call with its prompt encoded, where the app's tokens are limited: the executor encodes the
+        others, once it has room for them."""
         if not self.limiter.limits.of(call.app).tokens_per_minute:
-            return 0
+            return call
         engine = self._ready().service.engine
-        return len(prompt_ids_of(engine.tokenizer.limited(engine.options.context_tokens), call.prompt))
+        tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
+        return dataclasses.replace(call, prompt=prompt_ids_of(tokenizer, call.prompt))
 
 
 class AccountedTicket:

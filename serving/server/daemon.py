@@ -148,7 +148,6 @@ class Daemon:
             stopping.cancel()
             self.backend.close()
             if service is not None:
-                # Contexts are stored here.
                 await asyncio.to_thread(service.close)
         if self._failure is not None:
             raise self._failure

@@ -18,7 +18,7 @@ from serving.server.ticket import EngineTicket
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class TimeLimits:
     """Times that an objective allows.
 
     Attributes:
@@ -29,18 +29,18 @@ class Limits:
     tpot_ms: float = math.inf
 
 
-def limits_of(objective: Objective | None, whole: Cost) -> Limits:
+def time_limits(objective: Objective | None, whole: Cost) -> TimeLimits:
     """The times that an objective allows an answer whose whole cost is known; a limit of the whole answer is
     shared out as the whole model's times are."""
     match objective:
         case Slo():
-            return Limits(*objective.limits(whole.ttft_ms, whole.tpot_ms))
+            return TimeLimits(*objective.limits(whole.ttft_ms, whole.tpot_ms))
         case Latency():
-            return Limits(objective.ttft_ms, objective.tpot_ms)
+            return TimeLimits(objective.ttft_ms, objective.tpot_ms)
         case EndToEnd():
             share = objective.total_ms / max(whole.total_ms, 1e-6)
-            return Limits(share * whole.ttft_ms, share * whole.tpot_ms)
-    return Limits()
+            return TimeLimits(share * whole.ttft_ms, share * whole.tpot_ms)
+    return TimeLimits()
 
 
 def prompt_ids_of(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, ...]) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class Job:
     ) -> None:
         call = ticket.call
         self.id, self.ticket, self.prompt, self.whole = number, ticket, tuple(prompt), whole
-        self.limits = limits_of(call.objective, whole)
+        self.limits = time_limits(call.objective, whole)
         self.run: Run | None = None
         self.plan: Plan | None = None
         self._ttft_ms = min(self.limits.ttft_ms, options.ttft_ms(call.priority))
@@ -133,7 +133,8 @@ class Job:
                 self._first_s = now
                 self.ticket.put(self._started(run))
             new, self._told = slice(self._told, len(run.tokens)), len(run.tokens)
-            logprobs = None if run.logprobs is None else tuple(run.logprobs[new])
+            told = run.logprobs
+            logprobs = None if told is None else tuple(told[new])
             self.ticket.put(Piece(run.new_text(), tuple(run.tokens[new]), logprobs))
         if run.stage == "ended":
             self.ticket.put(run.closed_because or self._ended(run))
