@@ -128,6 +128,11 @@ def text_of(
 ) -> str:
     """The text of a message's content, its parts joined.
 
+    Args:
+      content: a text or parts.
+      at: the path of the content in the body.
+      kinds: types of parts that are texts.
+
     Raises:
       ApiError: a part is of another kind.
     """
@@ -138,9 +143,9 @@ def text_of(
         kind, text = part.get("type"), part.get("text")
         if kind not in kinds or not isinstance(text, str):
             raise ApiError(
-                f"{at}.content[{index}] is of the type {kind!r:.40}; the model reads texts alone",
+                f"{at}[{index}] is of the type {kind!r:.40}; the model reads texts alone",
                 code="unsupported_content",
-                param=f"{at}.content",
+                param=at,
             )
         texts.append(text)
     return "".join(texts)
@@ -162,7 +167,7 @@ def _message(value: Any, at: str) -> dict[str, Any]:
     message = convert(value, Message, at)
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": text_of(message.content, at),
+        "content": text_of(message.content, f"{at}.content"),
     }
     if message.content is None and not message.tool_calls:
         raise ApiError(f"{at} has no content", param=at)
