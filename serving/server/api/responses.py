@@ -29,33 +29,18 @@ async def create(front: Front, visit: Visit) -> Response:
     facts, adapter = front.model(body.model)
     check(body)
     use, grammar = use_of(body, facts.chat_template)
-    new = items_of(body.input)
-    previous = None
-    if body.previous_response_id is not None:
-        previous = front.responses.get(visit.app, body.previous_response_id, param="previous_response_id")
-    items = [*(previous.said() if previous else ()), *new]
-    in_context = bool(body.conversation or (previous and previous.context))
-    if body.instructions and in_context and (previous or await _begun(front, visit, body)):
-        raise ApiError(
-            "the conversation has begun, and its instructions stay; leave instructions out, "
-            "or send a message of the role developer",
-            param="instructions",
-        )
-    if not in_context:
-        require_calls(items)
-    messages = conversation_of(new if in_context else items, body.instructions or "")
+    said = await _said(front, visit, body)
     asked = Asked(
-        prompts=(Conversation(messages=messages, tools=use.tools),),
+        prompts=(Conversation(messages=said.messages, tools=use.tools),),
         config=config_of(front, body, max_tokens=body.max_output_tokens),
         grammar=grammar,
         scanner=use.scanner,
         top_logprobs=(body.top_logprobs or 0) if body.with_logprobs else None,
     )
     (call,) = calls_of(front, visit, asked, body, adapter=adapter, tier=body.service_tier)
-    if previous and previous.context:
-        call = dataclasses.replace(call, context=previous.context, context_tokens=previous.context_tokens)
+    call = dataclasses.replace(call, context=said.context, context_tokens=said.context_tokens)
     answer = Answer.open(front.backend, [call], use.scanner)
-    written = _Written(front, call, answer, body, items, body.model or facts.name)
+    written = _Written(front, call, answer, body, said.items, body.model or facts.name)
     if body.stream:
         frames = written.frames(await first_delta(answer))
         return Streamed(frames, answer.close, "text/event-stream", front.options.write_s)
@@ -212,10 +197,51 @@ class _Written:
         }
 
 
-async def _begun(front: Front, visit: Visit, body: ResponseBody) -> bool:
-    """Whether a context has tokens already."""
-    name = context_of(body.conversation)
-    return any(each.name == name and each.tokens for each in await front.backend.contexts(visit.app))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Said:
+    """The conversation that a response answers.
+
+    Attributes:
+      items: all of it that is known here, oldest first.
+      messages: for the call; where there is a context, those that it lacks.
+      context, context_tokens: see `Call`.
+    """
+
+    items: Sequence[dict[str, Any]]
+    messages: tuple[dict[str, Any], ...]
+    context: str = ""
+    context_tokens: int | None = None
+
+
+async def _said(front: Front, visit: Visit, body: ResponseBody) -> _Said:
+    new, instructions = items_of(body.input), body.instructions or ""
+    previous = None
+    if body.previous_response_id is not None:
+        previous = front.responses.get(visit.app, body.previous_response_id, param="previous_response_id")
+    items = [*(previous.said() if previous else ()), *new]
+    context = previous.context if previous else context_of(body.conversation)
+    if not context:
+        require_calls(items)
+        return _Said(items=items, messages=conversation_of(items, instructions))
+    tip = await _tokens_of(front, visit.app, context)
+    if tip and instructions:
+        raise ApiError(
+            "the conversation has begun, and its first instructions stay; leave instructions out",
+            param="instructions",
+        )
+    # Where nothing came after the previous response, its context goes on; else a fork continues it.
+    forked = previous is not None and previous.context_tokens != tip
+    return _Said(
+        items=items,
+        messages=conversation_of(new, instructions),
+        context=context,
+        context_tokens=previous.context_tokens if previous and forked else None,
+    )
+
+
+async def _tokens_of(front: Front, app: str, context: str) -> int:
+    """The number of tokens of a context; 0 where there is none, which the backend refuses."""
+    return next((each.tokens for each in await front.backend.contexts(app) if each.name == context), 0)
 
 
 def _status(finish_reason: str) -> str:
