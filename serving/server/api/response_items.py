@@ -61,7 +61,7 @@ def items_of(value: str | Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def conversation_of(items: Sequence[Mapping[str, Any]], instructions: str = "") -> tuple[dict[str, Any], ...]:
-    """Items as messages: `instructions` first, and calls with the assistant's message before them.
+    """Items as messages: `instructions` first; what the assistant says around calls is in their message.
 
     Args:
       items: as `items_of` makes them, oldest first.
@@ -73,7 +73,10 @@ def conversation_of(items: Sequence[Mapping[str, Any]], instructions: str = "") 
     for item in items:
         if item["type"] == "message":
             text = "".join(part["text"] for part in item["content"])
-            messages.append({"role": item["role"], "content": text})
+            if item["role"] == "assistant" and messages and "tool_calls" in messages[-1]:
+                messages[-1]["content"] += text
+            else:
+                messages.append({"role": item["role"], "content": text})
         elif item["type"] == "function_call_output":
             output = item["output"]
             text = output if isinstance(output, str) else "".join(part["text"] for part in output)

@@ -116,13 +116,16 @@ def test_texts_and_tokens(served: Served) -> None:
 
 @pytest.mark.parametrize("hangs_at", ["prefill", "decode"])
 @pytest.mark.parametrize("stream", [b"false", b"true"])
-def test_a_client_that_leaves_ends_its_call(served: Served, hangs_at: str, stream: bytes) -> None:
+@pytest.mark.parametrize(("path", "field"), [(b"chat/completions", b"messages"), (b"responses", b"input")])
+def test_a_client_that_leaves_ends_its_call(
+    served: Served, path: bytes, field: bytes, hangs_at: str, stream: bytes
+) -> None:
     served.backend.hangs_at = hangs_at
-    body = b'{"messages": [{"role": "user", "content": "Hi"}], "stream": %s}' % stream
+    body = b'{"%s": [{"role": "user", "content": "Hi"}], "stream": %s}' % (field, stream)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(served.path)
         client.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+            b"POST /v1/%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path, len(body))
             + body
         )
         _until(lambda: served.backend.tickets)

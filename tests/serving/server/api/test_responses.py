@@ -10,6 +10,7 @@ import openai
 import pydantic
 import pytest
 
+from serving.server.api.response_items import conversation_of, items_of
 from serving.server.api.response_store import ResponseStore, StoredResponse
 from tests.serving.server.api.conftest import OPTIONS, Served
 from tests.serving.server.api.fake import FakeBackend
@@ -124,6 +125,19 @@ def test_calls_of_functions(served: Served, client: Any) -> None:
     assert resent[1]["content"] == "Let me see. "
     assert resent[1]["tool_calls"][0]["function"] == {"name": "find", "arguments": {"q": "a}"}}
     assert resent[2] == {"role": "tool", "content": "there", "tool_call_id": call.call_id}
+
+
+def test_what_is_said_around_calls_is_one_message() -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "find", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "x"}]}
+    text = {"role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]}
+    given = items_of(
+        [text, call, call | {"call_id": "2"}, text, result, call, {"role": "user", "content": []}]
+    )
+    messages = conversation_of(given)
+    told = [(each["role"], each["content"], len(each.get("tool_calls", ()))) for each in messages]
+    assert told == [("assistant", "aa", 2), ("tool", "x", 0), ("assistant", "", 1), ("user", "", 0)]
+    assert len({each["id"] for each in given}) == 7
 
 
 def test_events_of_a_call(served: Served, client: Any) -> None:
