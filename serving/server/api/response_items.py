@@ -8,7 +8,7 @@ import msgspec
 from serving.server.api.bodies import convert
 from serving.server.api.errors import ApiError
 from serving.server.api.front import new_id
-from serving.server.api.messages import arguments_of, messages_of, text_of
+from serving.server.api.messages import arguments_of, messages_of, require_some, text_of
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text")
@@ -51,12 +51,12 @@ def items_of(value: str | Sequence[Any]) -> list[dict[str, Any]]:
     """A request's input as items with identifiers of their own.
 
     Raises:
-      ApiError: an item is malformed, of a type that is not supported, or has a part that is no text.
+      ApiError: there are none or too many items, or one is malformed, of a type that is not supported, or has
+        a part that is no text.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
-    if not value:
-        raise ApiError("input is empty; send a text or at least one item", param="input")
+    require_some(value, "input")
     return [_item(each, f"input[{index}]") for index, each in enumerate(value)]
 
 
@@ -66,28 +66,31 @@ def conversation_of(items: Sequence[Mapping[str, Any]], instructions: str = "") 
     Args:
       items: as `items_of` makes them, oldest first.
       instructions: of the system; empty for none.
+
+    Raises:
+      ApiError: there are too many.
     """
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
     for item in items:
         if item["type"] == "message":
-            text = "".join(part["text"] for part in item["content"])
+            texts = [{"type": "text", "text": part["text"]} for part in item["content"]]
             if item["role"] == "assistant" and messages and "tool_calls" in messages[-1]:
-                messages[-1]["content"] += text
+                messages[-1]["content"] += texts
             else:
-                messages.append({"role": item["role"], "content": text})
+                messages.append({"role": item["role"], "content": texts})
         elif item["type"] == "function_call_output":
             output = item["output"]
             text = output if isinstance(output, str) else "".join(part["text"] for part in output)
             messages.append({"role": "tool", "content": text, "tool_call_id": item["call_id"]})
         else:
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
+                messages.append({"role": "assistant", "content": []})
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
-    return messages_of(messages)
+    return messages_of(messages, "input")
 
 
 def require_calls(items: Sequence[Mapping[str, Any]]) -> None:

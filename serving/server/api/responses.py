@@ -29,18 +29,18 @@ async def create(front: Front, visit: Visit) -> Response:
     facts, adapter = front.model(body.model)
     check(body)
     use, grammar = use_of(body, facts.chat_template)
-    said = await _said(front, visit, body)
+    history = await _history(front, visit, body)
     asked = Asked(
-        prompts=(Conversation(messages=said.messages, tools=use.tools),),
+        prompts=(Conversation(messages=history.messages, tools=use.tools),),
         config=config_of(front, body, max_tokens=body.max_output_tokens),
         grammar=grammar,
         scanner=use.scanner,
         top_logprobs=(body.top_logprobs or 0) if body.with_logprobs else None,
     )
     (call,) = calls_of(front, visit, asked, body, adapter=adapter, tier=body.service_tier)
-    call = dataclasses.replace(call, context=said.context, context_tokens=said.context_tokens)
+    call = dataclasses.replace(call, context=history.context, context_tokens=history.context_tokens)
     answer = Answer.open(front.backend, [call], use.scanner)
-    written = _Written(front, call, answer, body, said.items, body.model or facts.name)
+    written = _Written(front, call, answer, body, history.items, body.model or facts.name)
     if body.stream:
         frames = written.frames(await first_delta(answer))
         return Streamed(frames, answer.close, "text/event-stream", front.options.write_s)
@@ -198,7 +198,7 @@ class _Written:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Said:
+class _History:
     """The conversation that a response answers.
 
     Attributes:
@@ -213,7 +213,7 @@ class _Said:
     context_tokens: int | None = None
 
 
-async def _said(front: Front, visit: Visit, body: ResponseBody) -> _Said:
+async def _history(front: Front, visit: Visit, body: ResponseBody) -> _History:
     new, instructions = items_of(body.input), body.instructions or ""
     previous = None
     if body.previous_response_id is not None:
@@ -222,8 +222,9 @@ async def _said(front: Front, visit: Visit, body: ResponseBody) -> _Said:
     context = previous.context if previous else context_of(body.conversation)
     if not context:
         require_calls(items)
-        return _Said(items=items, messages=conversation_of(items, instructions))
-    tip = await _tokens_of(front, visit.app, context)
+        return _History(items=items, messages=conversation_of(items, instructions))
+    # The backend looks between two dispatches, so that turns that need not know do not wait.
+    tip = await _tokens_of(front, visit.app, context) if previous or instructions else 0
     if tip and instructions:
         raise ApiError(
             "the conversation has begun, and its first instructions stay; leave instructions out",
@@ -231,7 +232,7 @@ async def _said(front: Front, visit: Visit, body: ResponseBody) -> _Said:
         )
     # Where nothing came after the previous response, its context goes on; else a fork continues it.
     forked = previous is not None and previous.context_tokens != tip
-    return _Said(
+    return _History(
         items=items,
         messages=conversation_of(new, instructions),
         context=context,

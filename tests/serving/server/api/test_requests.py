@@ -64,7 +64,8 @@ def test_an_error_in_mid_stream_is_told(served: Served, path: str, body: dict[st
         ({"audio": {}}, "audio"), ({"max_tokens": "x"}, "max_tokens"), ({"n": 5}, None), ({"n": 0}, "n"),
         ({"top_logprobs": 2}, "top_logprobs"), ({"logit_bias": {"x": 1}}, "logit_bias"), ({"stop": [""]}, "stop"),  # noqa: E501
         ({"tool_choice": "required"}, "tool_choice"), ({"slo": {"ttft_ms": 1}}, "slo"), ({"grammar": {}}, "grammar"),  # noqa: E501
-        ({"service_tier": "scale"}, "service_tier"), ({"messages": []}, "messages"), ({"seed": -1}, None),
+        ({"service_tier": "scale"}, "service_tier"), ({"messages": []}, "messages"),
+        ({"messages": [0] * 8193}, "messages"), ({"seed": -1}, None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "tools"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

@@ -249,7 +249,8 @@ def test_one_app_never_has_anothers_response(served: Served) -> None:
     [
         ({"nonsense": 1}, "nonsense"), ({"background": True}, "background"), ({"truncation": "auto"}, "truncation"),  # noqa: E501
         ({"reasoning": {"effort": "high"}}, "reasoning"), ({"prompt": {"id": "x"}}, "prompt"),
-        ({"max_tool_calls": 1}, "max_tool_calls"), ({"input": []}, "input"), ({"input": [1]}, "input[0]"),
+        ({"max_tool_calls": 1}, "max_tool_calls"), ({"input": []}, "input"),
+        ({"input": [0] * 8193}, "input"), ({"input": [1]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
