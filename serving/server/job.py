@@ -96,6 +96,11 @@ class Job:
         """That was asked."""
         return self.ticket.call
 
+    @property
+    def untold_tokens(self) -> int:
+        """Tokens of the answer that no event has told yet."""
+        return 0 if self.run is None else len(self.run.tokens) - self._told
+
     def work(self, batchable: Callable[[Run], bool]) -> Work:
         """The call as the scheduler sees it."""
         arrived, run, whole = 1000 * self.ticket.arrived_s, self.run, self.whole
@@ -165,7 +170,7 @@ class Job:
             met=None
             if self.call.objective is None
             else ttft_ms <= limits.ttft_ms and tpot_ms <= limits.tpot_ms,
-            drafted=0.0,
+            drafted=run.drafted_tokens / count if count else 0.0,
             seed=run.seed,
             ttft_limit_ms=limits.ttft_ms if math.isfinite(limits.ttft_ms) else None,
             tpot_limit_ms=limits.tpot_ms if math.isfinite(limits.tpot_ms) else None,

@@ -68,12 +68,14 @@ class Speculation:
       drafter: that grows trees.
       options: of speculation.
       counts: see `SpeculationCounts`.
+      accepted: see `serving.decoding.Decoding`.
     """
 
     complete, logprobs = False, None
 
     def __init__(self, runner: Runner, drafter: Drafter, options: SpeculationOptions) -> None:
         self.runner, self.options, self.counts = runner, options, SpeculationCounts()
+        self.accepted: int | None = None
         looked_up = options.lookup and options.drafter != "ngram"
         self.drafter = LookupDrafter(drafter, options.trees) if looked_up else drafter
         self._fallback, self._payoff = Fallback(options.alpha), Payoff()
@@ -115,7 +117,7 @@ class Speculation:
         Returns:
           The next tokens `[1, count]`, their count, the cache and the sampler.
         """
-        root = int(np.asarray(token)[0])
+        self.accepted, root = None, int(np.asarray(token)[0])
         cache = dataclasses.replace(cache, length=np.int32(len(cached)))
         room = min(cache.capacity_tokens - len(cached), self.options.trees.nodes[-1])
         if not self._worthwhile:
@@ -161,6 +163,7 @@ class Speculation:
         if verdict.tokens[-1] == NO_TOKEN:
             # The answer ends here with an error: nothing is learned from it.
             return verdict.tokens[None], len(verdict.tokens), cache, sampler
+        self.accepted = len(verdict.tokens) - 1
         self._verify_cost.measured(nodes, verify_s)
         self.drafter.follow(chosen[verdict.path].tolist(), int(verdict.tokens[-1]))
         self._learn(part, verdict, limit, draft_s, verify_s)
