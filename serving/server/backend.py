@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxllm.errors import ConfigError
 from serving.server.calls import Call, ContextFacts, Conversation, ModelFacts, Refused
+from serving.server.engine_figures import reading_figures
 from serving.server.executor import Executor
 from serving.server.job import prompt_ids_of
 from serving.server.ticket import EngineTicket
@@ -126,7 +127,7 @@ class EngineBackend:
         return {"ready": alive and not self._why, "alive": alive, "why": why}
 
     def snapshot(self) -> Mapping[str, Any]:
-        """See `Backend`: the queue, the running answers by app and level, and the kept prefixes."""
+        """See `Backend`; as `serving.server.figures.Figures` has it."""
         executor = self.executor
         if executor is None:
             return {}
@@ -134,6 +135,7 @@ class EngineBackend:
         waits = [queue.now_ms - each.since_ms for each in queue.waiting]
         running = Counter(executor.running())
         return {
+            **reading_figures(executor.service.engine.model),
             "queue": {
                 "waiting": len(waits),
                 "limit": executor.options.queued,

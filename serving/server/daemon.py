@@ -205,7 +205,7 @@ class Daemon:
             self._options.scheduler,
             batch_rows=min(self._options.scheduler.batch_rows, rows[-1] if rows else 1),
         )
-        executor = Executor(service, scheduler, together=batch)
+        executor = Executor(service, scheduler, together=batch, observer=self.backend.metrics)
         executor.start()
         self.backend.opened(executor, self._options.model_name)
         self._notifier.send("READY=1", f"STATUS=serving {self._options.model_name}")

@@ -24,6 +24,7 @@ from serving.planning.objectives import whole_cost
 from serving.planning.planner import Load, Plan
 from serving.run import Lifecycle, Run
 from serving.server.calls import Call, Refused
+from serving.server.dispatches import DispatchObserver, dispatch_of
 from serving.server.job import Job, prompt_ids_of
 from serving.server.prefix_sessions import PrefixSessions
 from serving.server.scheduler import (
@@ -87,9 +88,10 @@ class Executor:
         *,
         prefix_bytes: int = 64 << 20,
         together: Together | None = None,
+        observer: DispatchObserver | None = None,
     ) -> None:
         self.service, self.options, self.sessions = service, options, PrefixSessions(prefix_bytes)
-        self._together = together or OneByOne()
+        self._together, self._observer = together or OneByOne(), observer
         self._wake = threading.Condition()
         self._numbers = itertools.count()
         # Guarded by `_wake`: calls that no dispatch has seen yet, and why none are taken.
@@ -244,6 +246,7 @@ class Executor:
             self._failed(jobs, JaxllmError(f"the engine failed while it answered ({name}); see its log"))
         took_ms = 1000 * (time.perf_counter() - began)
         self._engine_ms = decayed(self._engine_ms, took_ms, _HALF_LIFE_MS)
+        self._observe([job for job in jobs if job.id in self._jobs], took_ms)
         for job in jobs:
             app = job.call.app
             self._engine_ms[app] = self._engine_ms.get(app, 0.0) + took_ms / len(jobs)
@@ -252,6 +255,11 @@ class Executor:
                 if job.run is not None and job.run.stage == "ended":
                     del self._jobs[job.id]
                     self._keep(job)
+
+    def _observe(self, jobs: Sequence[Job], took_ms: float) -> None:
+        dispatch = dispatch_of(jobs, took_ms)
+        if dispatch is not None and self._observer is not None:
+            self._observer.dispatched(dispatch)
 
     def _failed(self, jobs: Sequence[Job], error: JaxllmError) -> None:
         for job in jobs:
