@@ -34,6 +34,11 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     help="Draft tokens for the whole model's answers, as `jaxllm generate --draft` does.",
 )
 @click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Least level of logs; records of requests are info.  [default: info]",
+)
+@click.option(
     "--config",
     type=click.Path(path_type=Path),
     metavar="FILE",

@@ -25,6 +25,7 @@ import uvloop
 from jaxllm.errors import JaxllmError
 from serving import batch
 from serving.options import EngineOptions
+from serving.server.access import AccessLogged
 from serving.server.accounting import AccountedBackend
 from serving.server.executor import Executor
 from serving.server.feed import Feed
@@ -64,7 +65,7 @@ def run(
     """
     notifier = Notifier(os.environ)
     identity = Identity(IdentityOptions(remote=options.remote), KeyFile(options.keys or default_keys_file()))
-    with bound(options, identity) as sockets, _logs():
+    with bound(options, identity) as sockets, _logs(options):
         daemon = Daemon(options, identity, notifier, config=config, speculation=speculation)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(daemon.serve(sockets))
@@ -162,7 +163,7 @@ class Daemon:
         # A browser loads the dashboard before it can send a key.
         guard = dataclasses.replace(guard, open_paths=guard.open_paths | PAGES)
         return uvicorn.Config(
-            Guard(app, self._identity, guard),  # pyright: ignore[reportArgumentType]
+            AccessLogged(Guard(app, self._identity, guard)),  # pyright: ignore[reportArgumentType]
             http=protocol(self._options.peers()),
             ws="none",
             lifespan="off",
@@ -282,8 +283,8 @@ class _Stages:
 
 
 @contextlib.contextmanager
-def _logs() -> Iterator[None]:
-    handler = write_logs(sys.stderr)
+def _logs(options: ServerOptions) -> Iterator[None]:
+    handler = write_logs(sys.stderr, logging.getLevelNamesMapping()[options.log_level.upper()])
     try:
         yield
     finally:

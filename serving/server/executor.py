@@ -26,6 +26,7 @@ from serving.run import Lifecycle, Run
 from serving.server.calls import Call, Refused
 from serving.server.dispatches import DispatchObserver, dispatch_of
 from serving.server.job import Job, prompt_ids_of
+from serving.server.logs import named
 from serving.server.prefix_sessions import PrefixSessions
 from serving.server.scheduler import (
     Queue,
@@ -186,7 +187,9 @@ class Executor:
             while self._one_turn():
                 pass
         except BaseException:
-            _log.exception("the engine's thread has failed")
+            _log.exception(
+                "the engine's thread has failed", extra=named(job.call for job in self._jobs.values())
+            )
         with self._wake:
             self._refusing = self._refusing or "draining"
             jobs = [*self._jobs.values(), *self._inbox]
@@ -241,7 +244,7 @@ class Executor:
         except JaxllmError as error:
             self._failed(jobs, error)
         except Exception as error:
-            _log.exception("the engine failed while it answered")
+            _log.exception("the engine failed while it answered", extra=named(job.call for job in jobs))
             name = type(error).__name__
             self._failed(jobs, JaxllmError(f"the engine failed while it answered ({name}); see its log"))
         took_ms = 1000 * (time.perf_counter() - began)

@@ -22,6 +22,11 @@ _log = logging.getLogger(__name__)
 _APP = "jaxllm.app"
 
 
+def identified_app(scope: Mapping[str, Any]) -> str:
+    """The app of a request that was identified before; empty where it was not."""
+    return scope.get(_APP, "")
+
+
 class Unauthorized(JaxllmError):
     """It is not known who calls (HTTP 401).
 
@@ -89,7 +94,7 @@ class Identity:
         Raises:
           Unauthorized: it has no key, or an unknown one.
         """
-        if known := scope.get(_APP):
+        if known := identified_app(scope):
             return known
         app = self._found(scope)
         if isinstance(scope, dict):

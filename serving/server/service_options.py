@@ -25,6 +25,7 @@ from serving.server.peer import PeerOptions
 from serving.server.scheduler import SchedulerOptions
 
 DEFAULT_HTTP = "127.0.0.1:8080"
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _MOST_FILE_BYTES = 1 << 20
 _MOST_PORT = (1 << 16) - 1
 _MOST_MODE = 0o777
@@ -51,6 +52,8 @@ class ServerOptions:
       draft: as `jaxllm generate --draft` takes it; empty for none.
       batch_rows: numbers of answers that are decoded together, where native kernels read the weights;
         empty for one by one.
+      log_level: least level of logs that are written: "debug", "info", "warning" or "error"; records of
+        requests are "info".
       drain_s: seconds that running answers have to end once the service is told to stop.
       scheduler: bounds of the queue and of what runs.
       limits: of each app; read again at SIGHUP.
@@ -69,6 +72,7 @@ class ServerOptions:
     memory: int = 0
     draft: str = ""
     batch_rows: tuple[int, ...] = BATCH_ROWS
+    log_level: str = "info"
     drain_s: float = 30.0
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
     limits: Limits = dataclasses.field(default_factory=Limits)
@@ -90,6 +94,8 @@ class ServerOptions:
         for name, least in {"context_tokens": 0, "memory": 0}.items():
             if type(value := getattr(self, name)) is not int or value < least:
                 raise ConfigError(f"{name} must be a whole number from {least} up, got {value!r:.80}")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r:.80}")
         if type(self.socket_mode) is not int or not 0 < self.socket_mode <= _MOST_MODE:
             raise ConfigError(f"socket_mode must be permissions such as 0o660, got {self.socket_mode!r:.80}")
         number = isinstance(self.drain_s, int | float) and not isinstance(self.drain_s, bool)

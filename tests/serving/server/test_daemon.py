@@ -1,6 +1,7 @@
 """The service as a process: started by systemd's means, called by real clients, drained, restarted."""
 
 import contextlib
+import json
 import re
 import signal
 import socket
@@ -128,6 +129,29 @@ def test_strange_hosts_and_pages_are_refused(service):
     for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
         assert httpx.get(service.url + "/v1/models", headers=headers).status_code == 403
     assert "<html" in httpx.get(service.url + "/").text
+
+
+def test_each_request_has_a_record_and_nothing_of_what_was_said(service):
+    body = {"prompt": "my secret", "max_tokens": 3, "logit_bias": {"262": -100}}
+    headers = {"X-Request-Id": "mine-1", "Authorization": "Bearer sesame"}
+    answer = httpx.post(service.url + "/v1/completions?q=hidden", json=body, headers=headers)
+    assert answer.headers.get_list("x-request-id") == ["mine-1"]
+    refused = httpx.get(
+        service.url + "/v1/models", headers={"Host": "evil.example", "X-Request-Id": "no good"}
+    )
+    name = refused.headers["x-request-id"]
+    service.process.until(lambda: name in service.process.text())
+    log = service.process.text()
+    records = [json.loads(line) for line in log.splitlines() if '"jaxllm.access"' in line]
+    by_id = {each["request_id"]: each for each in records}
+    own = by_id["mine-1"]
+    assert (own["method"], own["path"], own["status"]) == ("POST", "/v1/completions", 200)
+    assert (own["app"], own["outcome"], own["tokens"], own["plan"]) == ("local", "ended", 3, "unplanned")
+    assert (own["level_percent"], own["met"]) == (100, None)
+    assert own["total_ms"] >= own["ttft_ms"] > 0
+    assert (by_id[name]["status"], by_id[name]["outcome"], by_id[name]["app"]) == (403, "refused", "")
+    for secret in ("my secret", "sesame", "hidden", answer.json()["choices"][0]["text"] or "?"):
+        assert secret not in log
 
 
 def test_limits_are_read_again_and_counted(service):

@@ -174,7 +174,7 @@ def test_a_cancel_ends_one_answer_and_no_other(executor):
     assert asyncio.run(run())[-1].tokens == 80
 
 
-def test_an_error_in_the_middle_ends_that_answer_alone(executor, observer, monkeypatch):
+def test_an_error_in_the_middle_ends_that_answer_alone(executor, observer, monkeypatch, caplog):
     real, count = executors.step, [0]
 
     def failing(run):
@@ -189,6 +189,8 @@ def test_an_error_in_the_middle_ends_that_answer_alone(executor, observer, monke
         together(executor, call())
     assert "secret" not in str(caught.value)
     assert len(observer.seen) == 1
+    (record,) = caplog.records
+    assert (record.request_id, record.app) == ("1", "mail")
     assert together(executor, call())[0][-1].tokens == 12
 
 
