@@ -27,7 +27,7 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     help="Listen on a TCP address; port 0 takes a free one.  [default: 127.0.0.1:8080 without --socket]",
 )
 @click.option("--socket", type=click.Path(path_type=Path), metavar="PATH", help="Listen on a Unix socket.")
-@click.option("--memory", type=Size(), help="Most memory for weights, caches and activations, such as 300MB.")
+@click.option("--memory", type=Size(), help="Most memory of the process, such as 2GB.")
 @click.option(
     "--draft",
     metavar="DRAFT",

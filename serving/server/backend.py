@@ -144,15 +144,7 @@ class EngineBackend:
             "running": [
                 {"app": app, "level": level, "count": count} for (app, level), count in running.items()
             ],
-            "memory": {
-                "holdings": {
-                    "prefixes": {
-                        "size_bytes": executor.sessions.size_bytes,
-                        "limit_bytes": executor.sessions.budget_bytes,
-                        "least_bytes": 0,
-                    }
-                }
-            },
+            "memory": executor.memory.figures(executor.cache_bytes),
         }
 
     def close(self) -> None:

@@ -33,6 +33,7 @@ from serving.server.guard import Guard
 from serving.server.identity import Identity, IdentityOptions
 from serving.server.keys import KeyFile, default_keys_file
 from serving.server.logs import stop_logs, write_logs
+from serving.server.memory import ServiceMemory, engine_bytes
 from serving.server.notifying import Notifier
 from serving.server.peer import protocol
 from serving.server.service_options import ServerOptions, read_options
@@ -84,7 +85,7 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         options.model or None,
         options=EngineOptions(
             context_tokens=options.context_tokens,
-            memory_bytes=options.memory,
+            memory_bytes=engine_bytes(options.memory),
             batch_rows=options.batch_rows,
         ),
         speculation=speculation,
@@ -206,7 +207,10 @@ class Daemon:
             self._options.scheduler,
             batch_rows=min(self._options.scheduler.batch_rows, rows[-1] if rows else 1),
         )
-        executor = Executor(service, scheduler, together=batch, observer=self.backend.metrics)
+        memory = ServiceMemory(
+            service, self._options.memory_options(), app_bytes=self.backend.prefix_bytes_of
+        )
+        executor = Executor(service, scheduler, memory=memory, together=batch, observer=self.backend.metrics)
         executor.start()
         self.backend.opened(executor, self._options.model_name)
         self._notifier.send("READY=1", f"STATUS=serving {self._options.model_name}")

@@ -20,3 +20,9 @@ def reading_figures(model: LoadedModel) -> Figures:
         "experts": {"visits": counts.visits, "hits": counts.hits, "foreseen": counts.foreseen},
         "read_bytes": {"experts": counts.read_bytes},
     }
+
+
+def weight_figures(model: LoadedModel) -> int:
+    """Bytes of weights that are always in memory."""
+    streamed = model.streamed
+    return model.bundle.weight_bytes if streamed is None else streamed.staying_bytes

@@ -27,7 +27,7 @@ from serving.server.calls import Call, Refused
 from serving.server.dispatches import DispatchObserver, dispatch_of
 from serving.server.job import Job, prompt_ids_of
 from serving.server.logs import named
-from serving.server.prefix_sessions import PrefixSessions
+from serving.server.memory import ServiceMemory
 from serving.server.scheduler import (
     Queue,
     SchedulerOptions,
@@ -79,6 +79,7 @@ class Executor:
     Attributes:
       service: whose engine and planner answer; used by the thread alone.
       options: of the scheduler.
+      memory: that the service takes.
       sessions: of ended answers, for prompts that begin in the same way.
     """
 
@@ -87,11 +88,13 @@ class Executor:
         service: LLMService,
         options: SchedulerOptions,
         *,
-        prefix_bytes: int = 64 << 20,
+        memory: ServiceMemory | None = None,
         together: Together | None = None,
         observer: DispatchObserver | None = None,
     ) -> None:
-        self.service, self.options, self.sessions = service, options, PrefixSessions(prefix_bytes)
+        self.service, self.options = service, options
+        self.memory = ServiceMemory(service) if memory is None else memory
+        self.sessions = self.memory.sessions
         self._together, self._observer = together or OneByOne(), observer
         self._wake = threading.Condition()
         self._numbers = itertools.count()
@@ -165,6 +168,11 @@ class Executor:
         runs = [(job.call.app, job.run) for job in list(self._jobs.values())]
         return [(app, run.request.level) for app, run in runs if run is not None]
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the caches of answers that run now."""
+        return sum(job.cache_bytes for job in list(self._jobs.values()))
+
     def _notify(self) -> None:
         with self._wake:
             self._wake.notify()
@@ -199,6 +207,7 @@ class Executor:
 
     def _one_turn(self) -> bool:
         """Accepts and cancels calls, then takes one dispatch or waits; False where the thread should end."""
+        self.memory.step()
         with self._wake:
             self.beat_s = time.monotonic()
             self._jobs |= {job.id: job for job in self._inbox}
@@ -215,6 +224,14 @@ class Executor:
         self._dispatch()
         return True
 
+    def _startable(self) -> Queue:
+        """The queue, without calls that wait where there is too little memory for more than those that
+        run."""
+        queue = self.queue()
+        return (
+            dataclasses.replace(queue, work=queue.running) if self.memory.short and queue.running else queue
+        )
+
     def _close(self, job: Job, *, late: bool) -> None:
         del self._jobs[job.id]
         if job.run is not None and job.run.stage != "ended":
@@ -224,7 +241,7 @@ class Executor:
             job.ticket.put(Refused("the service has stopped in the middle of the answer", reason="draining"))
 
     def _dispatch(self) -> None:
-        action = next_action(self.queue(), self.options)
+        action = next_action(self._startable(), self.options)
         jobs = [self._jobs[each] for each in action.ids]
         began = time.perf_counter()
         try:

@@ -70,6 +70,7 @@ class Job:
       limits: of its objective.
       run: None until it begins.
       plan: of a call with an objective, once it begins.
+      cache_bytes: memory of its cache, as of its last step.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Job:
         self._ttft_ms = min(self.limits.ttft_ms, options.ttft_ms(call.priority))
         self._tpot_ms = min(self.limits.tpot_ms, options.tpot_ms(call.priority))
         self._began_s = self._first_s = self._last_s = ticket.arrived_s
-        self._told = 0
+        self._told = self._capacity_tokens = self.cache_bytes = 0
 
     @property
     def call(self) -> Call:
@@ -133,6 +134,9 @@ class Job:
         run, now = self.run, time.perf_counter()
         assert run is not None
         self._last_s = now
+        cache = run.session.cache
+        if cache is not None and cache.capacity_tokens != self._capacity_tokens:
+            self._capacity_tokens, self.cache_bytes = cache.capacity_tokens, run.session.size_bytes
         if len(run.tokens) > self._told:
             if not self._told:
                 self._first_s = now

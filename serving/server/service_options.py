@@ -21,6 +21,7 @@ from jaxllm.option_types import Size
 from serving.options import BATCH_ROWS
 from serving.server.guard import LOOPBACK_HOSTS, GuardOptions
 from serving.server.limits import Limits, limits_of
+from serving.server.memory import PREFIX_BYTES, MemoryOptions
 from serving.server.peer import PeerOptions
 from serving.server.scheduler import SchedulerOptions
 
@@ -48,7 +49,9 @@ class ServerOptions:
       origins: of web pages of other sites that may call.
       apps: apps of programs and users over the Unix socket, by rules (see `PeerOptions.apps`).
       context_tokens: most tokens of prompt and answer together; 0 for the model's window, within bounds.
-      memory: most bytes for weights, caches and activations; 0 for no limit.
+      memory: most bytes of the process; 0 for no limit.
+      prefix_memory: most bytes of the caches of ended answers, with which a conversation that is sent again
+        goes on; 0 keeps none.
       draft: as `jaxllm generate --draft` takes it; empty for none.
       batch_rows: numbers of answers that are decoded together, where native kernels read the weights;
         empty for one by one.
@@ -70,6 +73,7 @@ class ServerOptions:
     apps: Mapping[str, str] = dataclasses.field(default_factory=dict)
     context_tokens: int = 0
     memory: int = 0
+    prefix_memory: int = PREFIX_BYTES
     draft: str = ""
     batch_rows: tuple[int, ...] = BATCH_ROWS
     log_level: str = "info"
@@ -91,7 +95,7 @@ class ServerOptions:
             if value is not None and not (isinstance(value, str | Path) and str(value)):
                 raise ConfigError(f"{name} must be a path, got {value!r:.80}")
             object.__setattr__(self, name, None if value is None else Path(value))
-        for name, least in {"context_tokens": 0, "memory": 0}.items():
+        for name, least in {"context_tokens": 0, "memory": 0, "prefix_memory": 0}.items():
             if type(value := getattr(self, name)) is not int or value < least:
                 raise ConfigError(f"{name} must be a whole number from {least} up, got {value!r:.80}")
         if self.log_level not in LOG_LEVELS:
@@ -136,6 +140,10 @@ class ServerOptions:
         return GuardOptions(
             hosts=tuple(dict.fromkeys((*LOOPBACK_HOSTS, *own, *self.hosts))), origins=self.origins
         )
+
+    def memory_options(self) -> MemoryOptions:
+        """Options of memory."""
+        return MemoryOptions(limit_bytes=self.memory, prefix_bytes=self.prefix_memory)
 
     def peers(self) -> PeerOptions:
         """Options of connections.
@@ -233,6 +241,7 @@ def _sized(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 _CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "memory": _size,
+    "prefix_memory": _size,
     "hosts": _list,
     "origins": _list,
     "batch_rows": _list,

@@ -69,6 +69,7 @@ class Speculation:
       options: of speculation.
       counts: see `SpeculationCounts`.
       accepted: see `serving.decoding.Decoding`.
+      drafting: whether it drafts, where that pays; see `draft`.
     """
 
     complete, logprobs = False, None
@@ -76,10 +77,17 @@ class Speculation:
     def __init__(self, runner: Runner, drafter: Drafter, options: SpeculationOptions) -> None:
         self.runner, self.options, self.counts = runner, options, SpeculationCounts()
         self.accepted: int | None = None
+        self.drafting = True
         looked_up = options.lookup and options.drafter != "ngram"
         self.drafter = LookupDrafter(drafter, options.trees) if looked_up else drafter
         self._fallback, self._payoff = Fallback(options.alpha), Payoff()
         self._verify_cost = VerifyCost(options.trees.nodes[-1])
+
+    def draft(self, on: bool) -> None:
+        """Has it draft or not, from the next dispatch on; without drafts the drafter gives up its memory."""
+        if self.drafting and not on and self.drafter.memory is not None:
+            self.drafter.memory.let_go()
+        self.drafting = on
 
     def cache_tokens(self, tokens: int) -> int:
         """Positions for `tokens` and a tree after them, at most those of the context."""
@@ -120,6 +128,9 @@ class Speculation:
         self.accepted, root = None, int(np.asarray(token)[0])
         cache = dataclasses.replace(cache, length=np.int32(len(cached)))
         room = min(cache.capacity_tokens - len(cached), self.options.trees.nodes[-1])
+        if not self.drafting:
+            most = self.runner.decode_limit(self._payoff.pace, limit)
+            return self._plain(root, cache, sampler, stop_ids, cached, most)
         if not self._worthwhile:
             # A block of plain tokens, while drafting pauses.
             most = min(limit, self._payoff.paused_tokens)
