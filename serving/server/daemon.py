@@ -38,7 +38,7 @@ from serving.server.notifying import Notifier
 from serving.server.peer import protocol
 from serving.server.service_options import ServerOptions, read_options
 from serving.server.sockets import bound, described
-from serving.server.watching import PAGES, watch_routes
+from serving.server.watching import PAGES, allow_operators, watch_routes
 from serving.service import LLMService
 from serving.speculation.options import SpeculationOptions
 
@@ -155,7 +155,8 @@ class Daemon:
             raise self._failure
 
     def _server_config(self) -> uvicorn.Config:
-        routes = watch_routes(self.backend.metrics, self._feed)
+        allow = allow_operators(self._identity.operates)
+        routes = watch_routes(self.backend.metrics, self._feed, allow=allow)
         # Imported here alone: it is the front, and knows nothing of the daemon.
         from serving.server.api.app import make_app
 
