@@ -23,6 +23,8 @@ class Decoding(Protocol):
       runner: of the model whose tokens they are.
       complete: whether the answer has ended though no token says so: its grammar allows nothing more.
       logprobs: of the tokens so far; None if they were not asked for.
+      accepted: number of the first tokens of the last `decode` that were drafted and accepted; None where it
+        verified no drafts.
     """
 
     @property
@@ -33,6 +35,9 @@ class Decoding(Protocol):
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None: ...  # noqa: D102
+
+    @property
+    def accepted(self) -> int | None: ...  # noqa: D102
 
     def cache_tokens(self, tokens: int) -> int:
         """Positions that a cache should have for a sequence of so many tokens."""
@@ -62,7 +67,7 @@ class Decoding(Protocol):
 class PlainDecoding:
     """Decodes without drafts (see `Decoding`)."""
 
-    complete, logprobs = False, None
+    complete, logprobs, accepted = False, None, None
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from jaxllm.errors import ConfigError, ContextOverflow
@@ -80,6 +81,11 @@ class Session:
     tokens: list[int] = dataclasses.field(default_factory=list)
     cache: KVCache | None = None
     weights_version: tuple[int, int] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of its cache, with the room for tokens to come."""
+        return sum(each.nbytes for each in jax.tree.leaves(self.cache))
 
     def take(self) -> tuple[list[int], KVCache | None]:
         """Empties the session, and returns its tokens and cache."""

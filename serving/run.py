@@ -17,6 +17,7 @@ from serving.runners.runner import PrefillChunk, Runner
 from serving.text_stream import TextStream
 
 Stage = Literal["begin", "prefill", "decode", "finish", "ended"]
+DispatchKind = Literal["prefill", "decode", "verify", "finish"]
 
 
 @dataclasses.dataclass
@@ -30,6 +31,20 @@ class Timings:
     def tpot_ms(self, tokens: int) -> float:
         """Time per output token after the first."""
         return (self.total_ms - self.ttft_ms) / (tokens - 1) if tokens > 1 else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """What a run's last step did.
+
+    Attributes:
+      kind: "prefill" fed a chunk of the prompt, "decode" decoded a block, "verify" verified drafts, "finish"
+        ended the answer and stored its context.
+      chunk: that was fed; None but for "prefill".
+    """
+
+    kind: DispatchKind
+    chunk: PrefillChunk | None = None
 
 
 class Lifecycle:
@@ -66,6 +81,7 @@ class Run:
       reused_tokens: number of them that were in the session's cache already.
       prefill_mode: how the others were computed, "int8" or "float".
       tokens: ids of the answer so far, a stop token included.
+      drafted_tokens: number of them that were drafted and accepted.
       sequence: prompt and answer, without tokens that slid out of the window; the next turn continues it.
       text: the pieces of the answer that were taken so far.
       finish_reason: "stop" (end token, stop string, or a grammar that allows nothing more), "length"
@@ -75,6 +91,7 @@ class Run:
       logprobs: log-probabilities of `tokens`, None if they were not asked for.
       timings: see `Timings`.
       stage: what its next step does.
+      dispatched: what its last step did; None before the first has ended.
       taken_whole: whether `result` ran it from its first step to its last, without pauses of the caller.
     """
 
@@ -101,6 +118,8 @@ class Run:
         self.request, self.prompt_tokens, self.reused_tokens = request, len(request.prompt), 0
         self.prefill_mode: Literal["int8", "float"] = "float"
         self.tokens: list[int] = []
+        self.drafted_tokens = 0
+        self.dispatched: Dispatched | None = None
         self.sequence = list(request.prompt)
         self.text = ""
         self.finish_reason: Literal["stop", "length"] | None = None

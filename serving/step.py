@@ -20,7 +20,7 @@ from jaxllm.sampling import NO_TOKEN
 from serving.decoding import pace
 from serving.host.forked import require_not_forked
 from serving.request import common_prefix
-from serving.run import Run
+from serving.run import Dispatched, Run
 from serving.runners.runner import BatchRow, DecodedRow
 from serving.sliding import Sliding, kept_tokens, slid
 
@@ -125,7 +125,7 @@ def _prefill(run: Run) -> None:
     cached, cache = session.take()
     tokens = sequence[at : at + chunk.tokens]
     logits, session.cache = run.runner.prefill(cache, tokens, at, chunk)
-    session.tokens = cached + tokens
+    session.tokens, run.dispatched = cached + tokens, Dispatched("prefill", chunk)
     if run.chunks:
         return
     if run.slid is not None:
@@ -153,7 +153,7 @@ def _decode(run: Run) -> None:
     )
     block = np.asarray(rows)[0, : int(count)].tolist()
     run.pace = pace(1000 * (time.perf_counter() - began) / len(block))
-    decoded(run, cached, DecodedRow(block, cache, sampler))
+    decoded(run, cached, DecodedRow(block, cache, sampler, run.decoding.accepted))
 
 
 def decode_from(run: Run, limit: int) -> tuple[list[int], BatchRow]:
@@ -180,7 +180,10 @@ def decoded(run: Run, cached: list[int], found: DecodedRow) -> None:
     """
     session, run.sampler = run.session, found.sampler
     session.cache, session.tokens = found.cache, [*cached, run.tokens[-1], *found.tokens[:-1]]
+    run.dispatched, before = Dispatched("decode" if found.accepted is None else "verify"), len(run.tokens)
     _take(run, _finite(run, found.tokens))
+    # The answer may stop in the middle of a block.
+    run.drafted_tokens += min(found.accepted or 0, len(run.tokens) - before)
 
 
 def _take(run: Run, block: list[int]) -> None:
@@ -201,6 +204,7 @@ def _take(run: Run, block: list[int]) -> None:
 def _finish(run: Run) -> None:
     """Ends the run; its lifecycle stores the context."""
     _end(run)
+    run.dispatched = Dispatched("finish")
     run.lifecycle.finish(run)
 
 

@@ -164,6 +164,8 @@ def _options(
 class _UntilUnsure:
     """A drafter that ends its line before the first token that it is unsure of (see `Drafter`)."""
 
+    memory = None
+
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self.step_s, self.steps = 0.0, 0

@@ -271,7 +271,16 @@ class Bundle:
     def release_part(self, name: str) -> None:
         """Releases the memory of a part's pages, if the system can. Views of them stay valid: pages that are
         used again are read from the file again."""
-        segment = self.layout.segments.get(part_segment(name))
+        self._release(part_segment(name))
+
+    def release_weights(self) -> None:
+        """Releases the memory of all weights' pages, as `release_part` does; where weights were copied, the
+        copies stay."""
+        for name in {each.segment for each in self.layout.tensors.values()}:
+            self._release(name)
+
+    def _release(self, name: str) -> None:
+        segment = self.layout.segments.get(name)
         if self._data is None or segment is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
         start = segment.offset // mmap.PAGESIZE * mmap.PAGESIZE

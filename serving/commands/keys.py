@@ -28,9 +28,14 @@ def keys_command() -> None:
 
 @keys_command.command("add")
 @click.argument("app")
+@click.option(
+    "--operator",
+    is_flag=True,
+    help="The key may watch the service, too: metrics and the dashboard, which tell of all apps.",
+)
 @_file_option
 @json_option
-def add_command(app: str, path: Path | None, as_json: bool) -> None:
+def add_command(app: str, operator: bool, path: Path | None, as_json: bool) -> None:
     """Make a key of APP and print it.
 
     It is shown this once: only a digest is stored.
@@ -38,12 +43,13 @@ def add_command(app: str, path: Path | None, as_json: bool) -> None:
     \b
     Example:
       jaxllm keys add mail
+      jaxllm keys add admin --operator
     """
     from serving.server.keys import add_key, default_keys_file
 
-    key, stored = add_key(path or default_keys_file(), app)
+    key, stored = add_key(path or default_keys_file(), app, operator=operator)
     if as_json:
-        print_json({"key": key, "id": stored.id, "app": stored.app})
+        print_json({"key": key, "id": stored.id, "app": stored.app, "operator": stored.operator})
         return
     click.echo(key)
 
@@ -62,12 +68,15 @@ def list_command(path: Path | None, as_json: bool) -> None:
 
     keys = read_keys(path or default_keys_file())
     if as_json:
-        rows = [{"id": each.id, "app": each.app, "created_s": each.created_s} for each in keys]
+        rows = [
+            {"id": each.id, "app": each.app, "created_s": each.created_s, "operator": each.operator}
+            for each in keys
+        ]
         print_json({"keys": rows})
         return
     for each in keys:
         made = datetime.fromtimestamp(each.created_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        click.echo(f"{each.id}  {each.app}  made {made}")
+        click.echo(f"{each.id}  {each.app}  made {made}{', operator' if each.operator else ''}")
     click.echo(f"{len(keys)} keys")
 
 

@@ -44,11 +44,16 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     metavar="DIR",
     help="Encrypt contexts on storage by keys in this folder, one of each app.  [default: no encryption]",
 )
-@click.option("--memory", type=Size(), help="Most memory for weights, caches and activations, such as 300MB.")
+@click.option("--memory", type=Size(), help="Most memory of the process, such as 2GB.")
 @click.option(
     "--draft",
     metavar="DRAFT",
     help="Draft tokens for the whole model's answers, as `jaxllm generate --draft` does.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Least level of logs; records of requests are info.  [default: info]",
 )
 @click.option(
     "--config",

@@ -29,6 +29,8 @@ class GuidedDecoding:
       logprobs: of the tokens so far; None if they were not asked for.
     """
 
+    accepted = None
+
     def __init__(self, runner: Runner, matcher: Matcher | None, top_logprobs: int | None) -> None:
         """See the class; `matcher` follows the grammar, None for any text.
 

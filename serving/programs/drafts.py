@@ -91,6 +91,8 @@ class ProgramDrafter:
       steps: number of the program's runs.
     """
 
+    memory = None
+
     def __init__(self, runner: ProgramRunner, shape: TreeShape) -> None:
         self.step_s, self.steps = 0.0, 0
         self._runner, self._shape = runner, shape

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.steps.batch import RowLimits, can_decode_rows, can_mix_levels
 from serving.buckets.batch import BatchBucket
@@ -29,6 +30,8 @@ class Batch:
         sizes = [cfg.units(layer) for layer in range(cfg.layers)]
         counts = np.array([(each.kv_heads, each.neurons) for each in sizes], np.int32)
         self.units = counts if self._mixes else None
+        # Of the last dispatch's padding rows, which never change them.
+        self._padding: list[KVCache] = []
 
     @classmethod
     def of(cls, runner: LevelRunner) -> "Batch | None":
@@ -60,14 +63,16 @@ class Batch:
         for capacity in runner.options.cache_tokens:
             for rows in runner.options.batch_rows:
                 if self._bucket(rows, capacity) in runner.buckets:
-                    self._dispatch([self._idle_row(capacity, limit=1) for _ in range(rows)])
+                    caches = [runner.empty_cache(capacity) for _ in range(rows)]
+                    self._dispatch([self._idle_row(each, limit=1) for each in caches])
 
     def _dispatch(self, rows: Sequence[BatchRow]) -> list[DecodedRow]:
         runner = self._runner
         size = next(each for each in runner.options.batch_rows if each >= len(rows))
         capacity = max(row.cache.capacity_tokens for row in rows)
         compiled = runner.buckets.get(self._bucket(size, capacity))
-        filled = [*rows, *(self._idle_row(capacity, limit=0) for _ in range(size - len(rows)))]
+        padding = self._padding_caches(size - len(rows), capacity)
+        filled = [*rows, *(self._idle_row(each, limit=0) for each in padding)]
         tokens, counts, caches, progress = compiled(
             runner.params,
             np.array([int(np.asarray(row.token)[0]) for row in filled], np.int32),
@@ -78,6 +83,7 @@ class Batch:
         )
         # Both transfers wait for the device.
         drawn, taken = np.asarray(tokens), np.asarray(counts)
+        self._padding = list(caches[len(rows) :])
         return [
             DecodedRow(drawn[at, : taken[at]].tolist(), caches[at], row.sampler.after(progress[at]))
             for at, row in enumerate(rows)
@@ -94,11 +100,17 @@ class Batch:
         block, level = self._runner.options.decode_block, self._runner.model.bucket_level
         return BatchBucket(rows=rows, block_tokens=block, cache_tokens=cache, level=level)
 
-    def _idle_row(self, capacity: int, *, limit: int) -> BatchRow:
+    def _padding_caches(self, count: int, capacity: int) -> list[KVCache]:
+        """Caches for so many padding rows. Those of the last dispatch are taken: a failure leaves none."""
+        there, self._padding = self._padding, []
+        found = [each for each in there if each.capacity_tokens == capacity][:count]
+        return found + [self._runner.empty_cache(capacity) for _ in range(count - len(found))]
+
+    def _idle_row(self, cache: KVCache, *, limit: int) -> BatchRow:
         """A row of no answer."""
         return BatchRow(
             token=np.zeros(1, np.int32),
-            cache=self._runner.empty_cache(capacity),
+            cache=cache,
             sampler=self._idle_sampler,
             stop_ids=np.full(MAX_STOP_IDS, -1, np.int32),
             limit=limit,

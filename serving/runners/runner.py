@@ -202,11 +202,14 @@ class DecodedRow:
     Attributes:
       tokens: at least one.
       cache, sampler: after them (see `Runner.decode`).
+      accepted: number of the first of them that were drafted and accepted; None where no drafts were
+        verified.
     """
 
     tokens: list[int]
     cache: Any
     sampler: SamplerState
+    accepted: int | None = None
 
 
 class BatchRunner(Protocol):

@@ -10,6 +10,7 @@ from serving.server.backend import EngineBackend
 from serving.server.calls import Call, Conversation, Ended, Event, Piece, Refused, Started, Ticket
 from serving.server.job import prompt_ids_of
 from serving.server.limits import Admission, AppLimits, Limiter, Limits
+from serving.server.logs import CallRecord, current_request
 from serving.server.metrics import Metrics
 
 
@@ -48,7 +49,14 @@ class AccountedBackend(EngineBackend):
             self.metrics.refused(call.app, error.reason)
             raise
         self.metrics.taken(call.app)
-        return AccountedTicket(ticket, admission, self.metrics)
+        record, request = CallRecord(), current_request()
+        if request is not None:
+            request.calls.append(record)
+        return AccountedTicket(ticket, admission, self.metrics, record)
+
+    def prefix_bytes_of(self, app: str) -> int:
+        """Most bytes of an app's caches of ended answers; 0 for no limit. From any thread."""
+        return self.limiter.limits.of(app).prefix_bytes
 
     def limits_of(self, app: str) -> AppLimits:
         """An app's limits now. From any thread."""
@@ -71,11 +79,9 @@ class AccountedBackend(EngineBackend):
 class AccountedTicket:
     """A ticket whose events are counted (see `serving.server.calls.Ticket`)."""
 
-    def __init__(self, ticket: Ticket, admission: Admission, metrics: Metrics) -> None:
+    def __init__(self, ticket: Ticket, admission: Admission, metrics: Metrics, record: CallRecord) -> None:
         self._ticket, self._admission, self._metrics = ticket, admission, metrics
-        self._app = ticket.call.app
-        self._started: Started | None = None
-        self._tokens = 0
+        self._app, self._record = ticket.call.app, record
         self._over = False
 
     @property
@@ -98,7 +104,8 @@ class AccountedTicket:
                 yield event
         except JaxllmError as error:
             if not self._over:
-                self._metrics.failed(self._app, type(error).__name__)
+                self._record.outcome = type(error).__name__
+                self._metrics.failed(self._app, self._record.outcome)
                 self._end()
             raise
         finally:
@@ -106,23 +113,24 @@ class AccountedTicket:
             self.cancel()
 
     def _count(self, event: Event) -> None:
+        record = self._record
         match event:
             case Started():
-                self._started = event
+                record.started = event
                 self._admission.started()
                 self._metrics.started(self._app, event)
             case Piece():
-                self._tokens += len(event.tokens)
+                record.tokens += len(event.tokens)
             case Ended():
-                self._tokens = event.tokens
-                self._metrics.ended(self._app, event, self._started)
+                record.ended, record.tokens, record.outcome = event, event.tokens, "ended"
+                self._metrics.ended(self._app, event, record.started)
                 self._end()
 
     def _end(self) -> None:
-        self._over = True
-        start = self._started
+        self._over, record = True, self._record
+        start = record.started
         prompt = 0 if start is None else start.prompt_tokens - start.context_tokens
-        self._admission.ended(tokens=prompt + self._tokens, now_s=time.monotonic())
+        self._admission.ended(tokens=prompt + record.tokens, now_s=time.monotonic())
 
 
 def _content_tokens(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, ...]) -> int:

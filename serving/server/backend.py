@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from jaxllm.errors import ConfigError
 from serving.server.calls import Call, ContextFacts, Conversation, ModelFacts, Refused
 from serving.server.context_turns import ContextTurns
+from serving.server.engine_figures import reading_figures
 from serving.server.executor import Executor
 from serving.server.job import prompt_ids_of
 from serving.server.ticket import EngineTicket
@@ -126,27 +127,15 @@ class EngineBackend:
         return {"ready": alive and not self._why, "alive": alive, "why": why}
 
     def snapshot(self) -> Mapping[str, Any]:
-        """See `Backend`: the queue, the running answers by app and level, and the kept prefixes."""
+        """See `Backend`; as `serving.server.figures.Figures` has it."""
         executor = self.executor
         if executor is None:
             return {}
         queue, contexts = executor.queue(), executor.contexts
-        holdings = {
-            "prefixes": {
-                "size_bytes": executor.sessions.size_bytes,
-                "limit_bytes": executor.sessions.budget_bytes,
-                "least_bytes": 0,
-            }
-        }
-        if contexts is not None:
-            holdings["contexts"] = {
-                "size_bytes": contexts.size_bytes,
-                "limit_bytes": contexts.limit_bytes,
-                "least_bytes": 0,
-            }
         waits = [queue.now_ms - each.since_ms for each in queue.waiting]
         running = Counter(executor.running())
         return {
+            **reading_figures(executor.service.engine.model),
             "queue": {
                 "waiting": len(waits),
                 "limit": executor.options.queued,
@@ -155,7 +144,7 @@ class EngineBackend:
             "running": [
                 {"app": app, "level": level, "count": count} for (app, level), count in running.items()
             ],
-            "memory": {"holdings": holdings},
+            "memory": executor.memory.figures(executor.cache_bytes),
             "contexts": {} if contexts is None else contexts.figures(),
         }
 

@@ -25,6 +25,7 @@ import uvloop
 from jaxllm.errors import JaxllmError
 from serving import batch
 from serving.options import EngineOptions
+from serving.server.access import AccessLogged
 from serving.server.accounting import AccountedBackend
 from serving.server.context_turns import ContextTurns
 from serving.server.executor import Executor
@@ -33,11 +34,12 @@ from serving.server.guard import Guard
 from serving.server.identity import Identity, IdentityOptions
 from serving.server.keys import KeyFile, default_keys_file
 from serving.server.logs import stop_logs, write_logs
+from serving.server.memory import ServiceMemory, engine_bytes
 from serving.server.notifying import Notifier
 from serving.server.peer import protocol
 from serving.server.service_options import ServerOptions, read_options
 from serving.server.sockets import bound, described
-from serving.server.watching import PAGES, watch_routes
+from serving.server.watching import PAGES, allow_operators, watch_routes
 from serving.service import LLMService
 from serving.speculation.options import SpeculationOptions
 
@@ -67,7 +69,7 @@ def run(
     options.context_options()
     notifier = Notifier(os.environ)
     identity = Identity(IdentityOptions(remote=options.remote), KeyFile(options.keys or default_keys_file()))
-    with bound(options, identity) as sockets, _logs():
+    with bound(options, identity) as sockets, _logs(options):
         daemon = Daemon(options, identity, notifier, config=config, speculation=speculation)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(daemon.serve(sockets))
@@ -86,7 +88,7 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         options.model or None,
         options=EngineOptions(
             context_tokens=options.context_tokens,
-            memory_bytes=options.memory,
+            memory_bytes=engine_bytes(options.memory),
             batch_rows=options.batch_rows,
         ),
         contexts=options.context_options(),
@@ -161,7 +163,8 @@ class Daemon:
             raise self._failure
 
     def _server_config(self) -> uvicorn.Config:
-        routes = watch_routes(self.backend.metrics, self._feed)
+        allow = allow_operators(self._identity.operates)
+        routes = watch_routes(self.backend.metrics, self._feed, allow=allow)
         # Imported here alone: it is the front, and knows nothing of the daemon.
         from serving.server.api.app import make_app
 
@@ -170,7 +173,7 @@ class Daemon:
         # A browser loads the dashboard before it can send a key.
         guard = dataclasses.replace(guard, open_paths=guard.open_paths | PAGES)
         return uvicorn.Config(
-            Guard(app, self._identity, guard),  # pyright: ignore[reportArgumentType]
+            AccessLogged(Guard(app, self._identity, guard)),  # pyright: ignore[reportArgumentType]
             http=protocol(self._options.peers()),
             ws="none",
             lifespan="off",
@@ -216,7 +219,17 @@ class Daemon:
         contexts = None
         if service.contexts is not None:
             contexts = ContextTurns(service.contexts, service.profile, self.backend.limits_of)
-        executor = Executor(service, scheduler, together=batch, contexts=contexts)
+        memory = ServiceMemory(
+            service, self._options.memory_options(), app_bytes=self.backend.prefix_bytes_of
+        )
+        executor = Executor(
+            service,
+            scheduler,
+            memory=memory,
+            together=batch,
+            contexts=contexts,
+            observer=self.backend.metrics,
+        )
         executor.start()
         self.backend.opened(executor, self._options.model_name)
         self._notifier.send("READY=1", f"STATUS=serving {self._options.model_name}")
@@ -293,8 +306,8 @@ class _Stages:
 
 
 @contextlib.contextmanager
-def _logs() -> Iterator[None]:
-    handler = write_logs(sys.stderr)
+def _logs(options: ServerOptions) -> Iterator[None]:
+    handler = write_logs(sys.stderr, logging.getLevelNamesMapping()[options.log_level.upper()])
     try:
         yield
     finally:

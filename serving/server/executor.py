@@ -7,6 +7,7 @@ Between any two dispatches calls are accepted and cancelled. Every accepted call
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import threading
@@ -21,9 +22,11 @@ from serving.run import Run
 from serving.server.beginning import begin, begin_turn, guided, load_of
 from serving.server.calls import Call, ContextBusy, Refused
 from serving.server.context_turns import ContextTurns
+from serving.server.dispatches import DispatchObserver, dispatch_of
 from serving.server.engine_work import EngineWork
 from serving.server.job import Job, prompt_ids_of
-from serving.server.prefix_sessions import PrefixSessions
+from serving.server.logs import named
+from serving.server.memory import ServiceMemory
 from serving.server.scheduler import (
     Queue,
     SchedulerOptions,
@@ -77,6 +80,7 @@ class Executor:
     Attributes:
       service: whose engine and planner answer; used by the thread alone.
       options: of the scheduler.
+      memory: that the service takes.
       sessions: of ended answers, for prompts that begin in the same way.
       contexts: of apps; None where the service keeps none.
     """
@@ -86,13 +90,15 @@ class Executor:
         service: LLMService,
         options: SchedulerOptions,
         *,
-        prefix_bytes: int = 64 << 20,
+        memory: ServiceMemory | None = None,
         together: Together | None = None,
         contexts: ContextTurns | None = None,
+        observer: DispatchObserver | None = None,
     ) -> None:
-        self.service, self.options, self.sessions = service, options, PrefixSessions(prefix_bytes)
-        self.contexts = contexts
-        self._together = together or OneByOne()
+        self.service, self.options, self.contexts = service, options, contexts
+        self.memory = ServiceMemory(service) if memory is None else memory
+        self.sessions = self.memory.sessions
+        self._together, self._observer = together or OneByOne(), observer
         self._wake = threading.Condition()
         self._numbers = itertools.count()
         # Guarded by `_wake`: calls that no dispatch has seen yet, and why none are taken.
@@ -221,6 +227,11 @@ class Executor:
         runs = [(job.call.app, job.run) for job in list(self._jobs.values())]
         return [(app, run.request.level) for app, run in runs if run is not None]
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the caches of answers that run now."""
+        return sum(job.cache_bytes for job in list(self._jobs.values()))
+
     def _notify(self) -> None:
         with self._wake:
             self._wake.notify()
@@ -246,7 +257,9 @@ class Executor:
             while self._one_turn():
                 pass
         except BaseException:
-            _log.exception("the engine's thread has failed")
+            _log.exception(
+                "the engine's thread has failed", extra=named(job.call for job in self._jobs.values())
+            )
         with self._wake:
             self._refusing = self._refusing or "draining"
             jobs = [*self._jobs.values(), *self._inbox]
@@ -258,6 +271,7 @@ class Executor:
     def _one_turn(self) -> bool:
         """Accepts and cancels calls, does other work, then takes one dispatch or waits; False where the
         thread should end."""
+        self.memory.step()
         with self._wake:
             self.beat_s = time.monotonic()
             accepted, self._inbox = self._inbox, []
@@ -283,6 +297,14 @@ class Executor:
         with self._failing([job]):
             job.take_turn(self.kept().turn(job.call))
 
+    def _startable(self) -> Queue:
+        """The queue, without calls that wait where there is too little memory for more than those that
+        run."""
+        queue = self.queue()
+        return (
+            dataclasses.replace(queue, work=queue.running) if self.memory.short and queue.running else queue
+        )
+
     def _close(self, job: Job, *, late: bool) -> None:
         if job.run is not None and job.run.stage != "ended":
             try:
@@ -295,7 +317,7 @@ class Executor:
             job.ticket.put(Refused("the service has stopped in the middle of the answer", reason="draining"))
 
     def _dispatch(self) -> None:
-        action = next_action(self.queue(), self.options)
+        action = next_action(self._startable(), self.options)
         jobs = [self._jobs[each] for each in action.ids]
         began = time.perf_counter()
         with self._failing(jobs):
@@ -313,6 +335,7 @@ class Executor:
                 for run in runs:
                     step(run)
         took_ms = 1000 * (time.perf_counter() - began)
+        self._observe([job for job in jobs if job.id in self._jobs], took_ms)
         for job in jobs:
             self._count({job.call.app: took_ms / len(jobs)})
             if job.id in self._jobs:
@@ -342,9 +365,14 @@ class Executor:
         except JaxllmError as error:
             self._failed(jobs, error)
         except Exception as error:
-            _log.exception("the engine failed while it answered")
+            _log.exception("the engine failed while it answered", extra=named(job.call for job in jobs))
             name = type(error).__name__
             self._failed(jobs, JaxllmError(f"the engine failed while it answered ({name}); see its log"))
+
+    def _observe(self, jobs: Sequence[Job], took_ms: float) -> None:
+        dispatch = dispatch_of(jobs, took_ms)
+        if dispatch is not None and self._observer is not None:
+            self._observer.dispatched(dispatch)
 
     def _failed(self, jobs: Sequence[Job], error: JaxllmError) -> None:
         for job in jobs:

@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 class Holding(Protocol):
-    """Memory that can be resized while the service runs. All is called in the thread that owns it."""
+    """Memory that can be resized while the service runs. All is called in the thread that owns it, but for
+    `size_bytes` and `limit_bytes`, which others may read."""
 
     @property
     def name(self) -> str:
@@ -95,6 +96,8 @@ class Governor:
         # Here, so that a system that does not tell is known at the start.
         self._seen = Observed(now_s=clock(), taken_bytes=taken_bytes())
         self._tells = True
+        # As of the last step: holdings that are called in another thread may fail.
+        self._least = {each.name: each.least_bytes for each in own}
 
     @property
     def short_bytes(self) -> int:
@@ -117,6 +120,7 @@ class Governor:
             )
             for each in self._holdings
         ]  # fmt: skip
+        self._least = {each.name: each.least_bytes for each in portions}
         before, self._division = self._division, divide(portions, self._division, self._seen, self._options)
         if self._division.short_bytes and not before.short_bytes:
             _log.warning(
@@ -141,7 +145,7 @@ class Governor:
         return changed
 
     def figures(self, fixed: Mapping[str, int] | None = None) -> MemoryFigures:
-        """What the last step saw, for metrics and the dashboard; see `MemoryFigures`.
+        """What the last step saw, for metrics and the dashboard; see `MemoryFigures`. From any thread.
 
         Args:
           fixed: bytes by kind of what cannot be resized, such as "weights".
@@ -153,7 +157,7 @@ class Governor:
             holdings[each.name] = {
                 "size_bytes": each.size_bytes,
                 "limit_bytes": each.limit_bytes,
-                "least_bytes": each.least_bytes,
+                "least_bytes": self._least[each.name],
             }
         figures: MemoryFigures = {
             "process_bytes": self._seen.taken_bytes,

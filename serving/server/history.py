@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from serving.server.calls import Ended, Started
+from serving.server.dispatches import Dispatch
 
 SPAN_S, SPANS = 10, 60
 _RECENT, _OF_AN_APP = 200, 100
@@ -87,6 +88,7 @@ class History:
         self._spans: collections.deque[_Span] = collections.deque(maxlen=SPANS)
         self._apps: dict[str, _App] = {}
         self._plans: collections.Counter[tuple[int, str]] = collections.Counter()
+        self._chunks: collections.Counter[tuple[int, str]] = collections.Counter()
         self._ended = 0
 
     def counted(self, app: str, kind: str) -> None:
@@ -126,15 +128,17 @@ class History:
                 )
             )  # fmt: skip
 
-    def dispatched(self, rows: int, ms: float, kind: str, tokens: int) -> None:
-        """Adds a dispatch; the rows of prefill are not a batch."""
+    def dispatched(self, dispatch: Dispatch) -> None:
+        """Adds a dispatch; only those that decode are batches."""
         with self._lock:
             span = self._span()
-            span.busy_ms += ms
-            span.tokens += tokens
-            if kind != "prefill":
-                span.rows += rows
+            span.busy_ms += dispatch.took_ms
+            span.tokens += dispatch.tokens
+            if dispatch.kind in ("decode", "verify"):
+                span.rows += dispatch.rows
                 span.dispatches += 1
+            if dispatch.chunk_tokens:
+                self._chunks[dispatch.chunk_tokens, dispatch.mode] += 1
 
     def calls_after(self, number: int) -> list[dict[str, Any]]:
         """Ended calls with a larger number, oldest first, as far as they are remembered."""
@@ -142,7 +146,7 @@ class History:
             return [dataclasses.asdict(each) for each in self._recent if each.number > number]
 
     def summary(self) -> dict[str, Any]:
-        """Sums by app, plans, and the course of the last `SPANS` spans, the oldest first.
+        """Sums by app, plans, chunks of prompts, and the course of the last `SPANS` spans, the oldest first.
 
         The rows of a span without a dispatch are None.
         """
@@ -156,6 +160,10 @@ class History:
                 "plans": [
                     {"level": level, "source": source, "count": count}
                     for (level, source), count in sorted(self._plans.items())
+                ],
+                "chunks": [
+                    {"tokens": tokens, "mode": mode, "count": count}
+                    for (tokens, mode), count in sorted(self._chunks.items())
                 ],
                 "course": {
                     "met": [each.met.total() for each in spans],

@@ -1,9 +1,15 @@
-"""Adapts what an engine keeps in memory to the governor: chunks of contexts, the expert buffer."""
+"""Adapts what an engine keeps in memory to the governor: chunks of contexts, drafts, layers, the expert
+buffer."""
 
+import contextlib
 import dataclasses
+from typing import Any
 
 from serving.contexts.memory import ChunkMemory
+from serving.speculation.drafter import DrafterMemory
+from serving.speculation.speculation import Speculation
 from serving.weights.experts.weights import ExpertWeights
+from serving.weights.streamed import StreamedWeights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,78 @@ class ContextChunks:
     def resize(self, limit_bytes: int) -> None:
         """Sets the budget; evicts chunks beyond it, in the order of the policy."""
         self.memory.resize(limit_bytes)
+
+
+class Drafts:
+    """What a drafter keeps: it drafts as long as all of that may be there.
+
+    Args:
+      speculation: whose drafter it is.
+      memory: of the drafter.
+      lock: of the model.
+
+    Attributes:
+      name: of this kind of holding.
+      least_bytes: none: answers do without drafts.
+      most_bytes: that the drafter may come to take.
+      limit_bytes: most that it may take now.
+    """
+
+    name = "drafts"
+    least_bytes = 0
+
+    def __init__(
+        self,
+        speculation: Speculation,
+        memory: DrafterMemory,
+        lock: contextlib.AbstractContextManager[Any],
+    ) -> None:
+        self._speculation, self._memory, self._lock = speculation, memory, lock
+        self.most_bytes = self.limit_bytes = memory.most_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the drafter, its caches among it."""
+        return self._memory.size_bytes
+
+    def resize(self, limit_bytes: int) -> None:
+        """Sets the budget; drafts stop where it is not all of it, and begin again where it is."""
+        with self._lock:
+            self._speculation.draft(limit_bytes >= self.most_bytes)
+        self.limit_bytes = limit_bytes
+
+
+class ResidentLayers:
+    """Layers of a streamed model that are in memory; others are read in each pass.
+
+    Args:
+      weights: that keep them, and are `resizable`.
+      lock: of the model.
+
+    Attributes:
+      name: of this kind of holding.
+      least_bytes: none: all layers can be read in each pass.
+      most_bytes: of those that the engine's budget left room for.
+      limit_bytes: most that they may take now; whole layers fill it up to a part of one.
+    """
+
+    name = "layers"
+    least_bytes = 0
+
+    def __init__(self, weights: StreamedWeights, lock: contextlib.AbstractContextManager[Any]) -> None:
+        self._weights, self._lock = weights, lock
+        self.most_bytes = self.limit_bytes = weights.plan.resident_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Of resident layers."""
+        return self._weights.resident_bytes
+
+    def resize(self, limit_bytes: int) -> None:
+        """Sets the budget: lets layers beyond it go, or reads those that it has room for again."""
+        with self._lock:
+            self._weights.resize(limit_bytes)
+        self.limit_bytes = limit_bytes
 
 
 class ExpertBuffer:

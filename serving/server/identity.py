@@ -10,6 +10,7 @@ loopback are the app `local`, and others are refused.
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,12 @@ from serving.server.peer import is_loopback, peer_of, require_app
 _log = logging.getLogger(__name__)
 # Where an app is kept in the scope once it is known; no client can write there.
 _APP = "jaxllm.app"
+_OPERATOR = "jaxllm.operator"
+
+
+def identified_app(scope: Mapping[str, Any]) -> str:
+    """The app of a request that was identified before; empty where it was not."""
+    return scope.get(_APP, "")
 
 
 class Unauthorized(JaxllmError):
@@ -89,22 +96,38 @@ class Identity:
         Raises:
           Unauthorized: it has no key, or an unknown one.
         """
-        if known := scope.get(_APP):
+        if known := identified_app(scope):
             return known
-        app = self._found(scope)
+        app, operator = self._found(scope)
         if isinstance(scope, dict):
-            scope[_APP] = app
+            scope[_APP], scope[_OPERATOR] = app, operator
         return app
 
-    def _found(self, scope: Mapping[str, Any]) -> str:
+    def operates(self, scope: Mapping[str, Any]) -> bool:
+        """Whether a request may watch the service, and so all of its apps: root and the service's own user
+        over the Unix socket, an operator's key over HTTP, and who is on the loopback where no keys are
+        needed.
+
+        Args:
+          scope: see `identify`.
+
+        Raises:
+          Unauthorized: see `identify`.
+        """
+        self.identify(scope)
+        return scope.get(_OPERATOR, False)
+
+    def _found(self, scope: Mapping[str, Any]) -> tuple[str, bool]:
+        """The app of a request, and whether it may watch."""
         peer = peer_of(scope)
         if peer is not None and peer.app:
-            return peer.app
+            own = peer.credentials is not None and peer.credentials.uid in (0, os.geteuid())
+            return peer.app, own
         try:
             needed = self.keys is not None and self.keys.needed()
             if not needed:
                 if peer is not None and peer.is_loopback:
-                    return self.options.local_app
+                    return self.options.local_app, True
                 raise Unauthorized(
                     "other machines may not call this service without an API key, and it has none",
                     code="unknown_peer",
@@ -115,14 +138,14 @@ class Identity:
                 raise Unauthorized(
                     "an API key is missing; send it as `Authorization: Bearer KEY`", code="missing_api_key"
                 )
-            app = self.keys.app_of(key)
+            stored = self.keys.find(key)
         except ConfigError as error:
             # Whatever is wrong with the file is not for callers to know.
             _log.error("API keys cannot be checked: %s", error)
             raise Unauthorized("API keys cannot be checked now; see the service's log") from error
-        if app is None:
+        if stored is None:
             raise Unauthorized("the API key is not valid; make one with `jaxllm keys add APP`")
-        return app
+        return stored.app, stored.operator
 
 
 def _key(scope: Mapping[str, Any]) -> str:

@@ -74,6 +74,7 @@ class Job:
       plan: of a call with an objective, once it begins.
       turn: of a call in a context, once it is encoded.
       kept_by: restores and stores its context; None until it begins.
+      cache_bytes: memory of its cache, as of its last step.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Job:
         self.kept_by: ContextCall | None = None
         self._expect(tuple(prompt), whole)
         self._began_s = self._first_s = self._last_s = ticket.arrived_s
-        self._told = 0
+        self._told = self._capacity_tokens = self.cache_bytes = 0
 
     @property
     def call(self) -> Call:
@@ -108,6 +109,11 @@ class Job:
         """Whether it changes an app's context."""
         call = self.call
         return (call.app, call.context) == (app, name) and call.context_tokens is None
+
+    @property
+    def untold_tokens(self) -> int:
+        """Tokens of the answer that no event has told yet."""
+        return 0 if self.run is None else len(self.run.tokens) - self._told
 
     def work(self, batchable: Callable[[Run], bool]) -> Work:
         """The call as the scheduler sees it."""
@@ -155,6 +161,9 @@ class Job:
         run, now = self.run, time.perf_counter()
         assert run is not None
         self._last_s = now
+        cache = run.session.cache
+        if cache is not None and cache.capacity_tokens != self._capacity_tokens:
+            self._capacity_tokens, self.cache_bytes = cache.capacity_tokens, run.session.size_bytes
         if len(run.tokens) > self._told:
             if not self._told:
                 self._first_s = now
@@ -193,7 +202,7 @@ class Job:
             met=None
             if self.call.objective is None
             else ttft_ms <= limits.ttft_ms and tpot_ms <= limits.tpot_ms,
-            drafted=0.0,
+            drafted=run.drafted_tokens / count if count else 0.0,
             seed=run.seed,
             context="" if self.kept_by is None else self.kept_by.record.name,
             context_tokens=0 if self.kept_by is None else len(run.sequence),

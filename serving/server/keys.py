@@ -45,12 +45,14 @@ class StoredKey:
       app: that the key stands for.
       sha256: of the key, in hex.
       created_s: in seconds since 1970.
+      operator: whether it may watch the service: metrics and the dashboard's events, of all apps.
     """
 
     id: str
     app: str
     sha256: str
     created_s: int
+    operator: bool = False
 
 
 def default_keys_file() -> Path:
@@ -85,20 +87,20 @@ class KeyFile:
         self._refresh()
         return self._was_there
 
-    def app_of(self, key: str) -> str | None:
-        """The app that a key stands for; None for an unknown key. Takes as long for one key as for another.
+    def find(self, key: str) -> StoredKey | None:
+        """What is stored of a key; None for an unknown one. Takes as long for one key as for another.
 
         Raises:
           ConfigError: see `read_keys`.
         """
         self._refresh()
         given = digest(key[:_MOST_KEY_CHARACTERS])
-        app = None
+        found = None
         for each in self._keys:
             # No early end: the time would tell of the key's place.
             if hmac.compare_digest(each.sha256, given):
-                app = each.app
-        return app if len(key) <= _MOST_KEY_CHARACTERS else None
+                found = each
+        return found if len(key) <= _MOST_KEY_CHARACTERS else None
 
     def _refresh(self) -> None:
         try:
@@ -141,12 +143,13 @@ def read_keys(path: Path) -> tuple[StoredKey, ...]:
         ) from error
 
 
-def add_key(path: Path, app: str) -> tuple[str, StoredKey]:
+def add_key(path: Path, app: str, *, operator: bool = False) -> tuple[str, StoredKey]:
     """Makes a key of an app.
 
     Args:
       path: the file of keys, made with its folder if missing.
       app: its name.
+      operator: see `StoredKey`.
 
     Returns:
       The key, which is nowhere stored, and what is.
@@ -162,7 +165,9 @@ def add_key(path: Path, app: str) -> tuple[str, StoredKey]:
         taken = {each.id for each in keys}
         ids = iter(lambda: secrets.token_hex(_ID_BYTES), "")
         name = next(each for each in ids if each not in taken)
-        stored = StoredKey(id=name, app=app, sha256=digest(key), created_s=int(time.time()))
+        stored = StoredKey(
+            id=name, app=app, sha256=digest(key), created_s=int(time.time()), operator=operator
+        )
         keys.append(stored)
     return key, stored
 
@@ -225,8 +230,11 @@ def _checked(facts: Any) -> tuple[StoredKey, ...]:
         raise ValueError("its keys are no list, or too many")
     names = {field.name for field in dataclasses.fields(StoredKey)}
     for each in facts["keys"]:
-        if not isinstance(each, dict) or each.keys() != names:
+        # Files of before there were operators have none.
+        if not isinstance(each, dict) or each.keys() | {"operator"} != names:
             raise ValueError("a key has other fields")
+        if type(each.get("operator", False)) is not bool:
+            raise ValueError("a key has a malformed operator")
         require_app(each["app"])
         if not _matches(_ID, each["id"]) or not _matches(_DIGEST, each["sha256"]):
             raise ValueError("a key has a malformed id or digest")

@@ -35,6 +35,7 @@ class AppLimits:
       queued: most calls that wait for their first step.
       tokens_per_minute: of prompts and answers; also the most that a call may have.
       contexts: most contexts.
+      prefix_bytes: most bytes of its caches of ended answers in memory.
       stored_bytes: most bytes of its contexts on storage.
       pinned: most pinned contexts.
     """
@@ -43,6 +44,7 @@ class AppLimits:
     queued: int = 0
     tokens_per_minute: int = 0
     contexts: int = 0
+    prefix_bytes: int = 0
     stored_bytes: int = 0
     pinned: int = 0
 

@@ -1,8 +1,8 @@
-"""Writes logs as JSON lines, with the request that they belong to, and an access record for each call.
+"""Writes logs as JSON lines, with the request that they belong to.
 
 A line is one JSON object: `time`, `level`, `logger`, `message`, the request's `request_id` and `app` where
-there is one, the fields of the record, and `error` with the traceback of an exception. Prompts and answers
-are never written, unless `AccessLog` is asked to.
+there is one, the fields of the record, and `error` with the traceback of an exception. Each request has an
+access record of its own (`serving.server.access`). Prompts and answers are never written.
 """
 
 import contextlib
@@ -11,27 +11,75 @@ import dataclasses
 import datetime
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
-from serving.server.calls import Ended, Started
+from serving.server.calls import Call, Ended, Started
+from serving.server.identity import identified_app
 
-ACCESS = "jaxllm.access"
 _LOGGERS = ("jaxllm", "serving", "uvicorn")
 # The attributes that every record has; others were passed as `extra`.
 _OWN = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 _MOST_MESSAGE, _MOST_ERROR = 4000, 16000
-_request: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar("request", default=None)
+
+
+@dataclasses.dataclass
+class CallRecord:
+    """A call of a request, as far as it has come.
+
+    Attributes:
+      started, ended: None until then.
+      tokens: of the answer so far.
+      outcome: "ended", "cancelled", or the name of the class of the error that ended it.
+    """
+
+    started: Started | None = None
+    ended: Ended | None = None
+    tokens: int = 0
+    outcome: str = "cancelled"
+
+
+class Served:
+    """A request that is being served, as logs tell of it. For one event loop.
+
+    Attributes:
+      request_id: names it.
+      calls: of it, in the order in which they were taken.
+    """
+
+    def __init__(self, request_id: str, scope: Mapping[str, Any]) -> None:
+        self.request_id, self._scope = request_id, scope
+        self.calls: list[CallRecord] = []
+
+    @property
+    def app(self) -> str:
+        """That asks; empty until it is known."""
+        return identified_app(self._scope)
+
+
+_request: contextvars.ContextVar[Served | None] = contextvars.ContextVar("request", default=None)
 
 
 @contextlib.contextmanager
-def request(request_id: str, app: str) -> Iterator[None]:
-    """Names the request that logs in this context belong to; a thread and a task have each their own."""
-    token = _request.set({"request_id": request_id, "app": app})
+def request(served: Served) -> Iterator[None]:
+    """Sets the request that logs in this context belong to; a thread and a task have each their own."""
+    token = _request.set(served)
     try:
         yield
     finally:
         _request.reset(token)
+
+
+def current_request() -> Served | None:
+    """The request of this context."""
+    return _request.get()
+
+
+def named(calls: Iterable[Call]) -> dict[str, str]:
+    """Fields for a record that belongs to calls, from a thread that serves many."""
+    own = list(calls)
+    ids, apps = ([getattr(each, name) for each in own] for name in ("request_id", "app"))
+    return {"request_id": " ".join(ids), "app": " ".join(dict.fromkeys(apps))} if own else {}
 
 
 class JsonLines(logging.Formatter):
@@ -47,7 +95,9 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage()[:_MOST_MESSAGE],
         }
         fields = {name: value for name, value in vars(record).items() if name not in _OWN}
-        line = {**(_request.get() or {}), **fields, **line}
+        served = _request.get()
+        own = {} if served is None else {"request_id": served.request_id, "app": served.app}
+        line = {**own, **fields, **line}
         if record.exc_info:
             # The end of a traceback says most.
             line["error"] = self.formatException(record.exc_info)[-_MOST_ERROR:]
@@ -82,72 +132,3 @@ def stop_logs(handler: logging.Handler) -> None:
         logger.setLevel(logging.NOTSET)
         logger.propagate = True
     handler.close()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Access:
-    """A call from its first to its last byte.
-
-    Attributes:
-      request_id, app: of the call; `app` is empty where it could not be identified.
-      path: of the route, without a query.
-      status: HTTP status.
-      total_ms: until the last byte.
-      started, ended: of the answer; None where it did not come so far.
-      outcome: "ended", "cancelled", or the name of an error's class.
-      prompt, answer: texts; written only where the log is asked to.
-    """
-
-    request_id: str
-    app: str
-    path: str
-    status: int
-    total_ms: float
-    started: Started | None = None
-    ended: Ended | None = None
-    outcome: str = "ended"
-    prompt: str | None = None
-    answer: str | None = None
-
-
-class AccessLog:
-    """Writes a record for each call, to the logger `jaxllm.access`.
-
-    Args:
-      texts: whether prompts and answers are written, too.
-    """
-
-    def __init__(self, *, texts: bool = False) -> None:
-        self._texts, self._log = texts, logging.getLogger(ACCESS)
-
-    def write(self, access: Access) -> None:
-        """Writes a record. Fields of what a call did not come to are left out."""
-        fields: dict[str, Any] = {
-            "request_id": access.request_id,
-            "app": access.app,
-            "path": access.path,
-            "status": access.status,
-            "outcome": access.outcome,
-            "total_ms": round(access.total_ms, 1),
-        }
-        if (started := access.started) is not None:
-            fields |= {
-                "level_percent": started.level,
-                "plan": started.source,
-                "prompt_tokens": started.prompt_tokens,
-                "kept_tokens": started.kept_tokens,
-                "reused_tokens": started.reused_tokens,
-                "queued_ms": round(started.queued_ms, 1),
-            }
-        if (ended := access.ended) is not None:
-            fields |= {
-                "finish_reason": ended.finish_reason,
-                "tokens": ended.tokens,
-                "ttft_ms": round(ended.ttft_ms, 1),
-                "tpot_ms": round(ended.tpot_ms, 2),
-                "met": ended.met,
-            }
-        if self._texts:
-            texts = {"prompt": access.prompt, "answer": access.answer}
-            fields |= {name: text for name, text in texts.items() if text is not None}
-        self._log.info("call", extra=fields)

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from jaxllm.errors import ConfigError
 from serving.server.calls import Ended, Started
+from serving.server.dispatches import Dispatch
 from serving.server.history import History
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -95,6 +96,9 @@ class Metrics:
         self._wait = histogram("queue_wait_seconds", "From the call to its first step.", _TTFT_S, "app")
         self._rows = histogram("batch_rows", "Answers in a dispatch, by its kind.", _ROWS, "kind")
         self._busy = histogram("dispatch_seconds", "Time of a dispatch, by its kind.", _DISPATCH_S, "kind")
+        self._chunks = counter(
+            "prefill_chunks", "Chunks of prompts that were fed, by length and arithmetic.", "tokens", "mode"
+        )
         own.register(_Gauges(snapshot, self._names))
 
     def taken(self, app: str) -> None:
@@ -152,20 +156,15 @@ class Metrics:
         self._cancelled.labels(app).inc()
         self.history.counted(app, "cancelled")
 
-    def dispatched(self, rows: int, ms: float, kind: str, tokens: int = 0) -> None:
-        """A dispatch has ended.
-
-        Args:
-          rows: answers in it.
-          ms: for which it ran.
-          kind: "prefill", "decode" or "verify".
-          tokens: that it gave to answers; 0 for prefill but its last chunk.
-        """
-        kind = self._kinds(kind)
-        self._rows.labels(kind).observe(rows)
-        self._busy.labels(kind).observe(ms / _MS_PER_S)
-        self._decoded.labels(kind).inc(tokens)
-        self.history.dispatched(rows, ms, kind, tokens)
+    def dispatched(self, dispatch: Dispatch) -> None:
+        """A dispatch has ended (see `serving.server.dispatches.DispatchObserver`)."""
+        kind = dispatch.kind
+        self._rows.labels(kind).observe(dispatch.rows)
+        self._busy.labels(kind).observe(dispatch.took_ms / _MS_PER_S)
+        self._decoded.labels(kind).inc(dispatch.tokens)
+        if dispatch.chunk_tokens:
+            self._chunks.labels(str(dispatch.chunk_tokens), dispatch.mode).inc()
+        self.history.dispatched(dispatch)
 
     def text(self) -> bytes:
         """All metrics in Prometheus's text format; its type is `CONTENT_TYPE`."""

@@ -2,8 +2,7 @@
 for what was computed before."""
 
 import dataclasses
-
-import jax
+from collections.abc import Callable
 
 from serving.request import Session, common_prefix
 
@@ -20,18 +19,28 @@ class _Kept:
 
 
 class PrefixSessions:
-    """Ended sessions of apps, the least recently used first; for one thread.
+    """Ended sessions of apps, the least recently used first; for one thread. A holding of the governor (see
+    `serving.server.governor.Holding`).
 
     A session is used for its own app alone. It is taken, not copied, so one of which the new prompt has only
     a small part is left to the conversation that it belongs to.
 
     Attributes:
-      budget_bytes: most bytes of the tokens of all sessions.
+      name: of this kind of holding.
+      least_bytes: none.
+      most_bytes: their budget as it was asked for.
+      limit_bytes: most bytes of the caches of all sessions.
       size_bytes: of them now.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes, self.size_bytes = budget_bytes, 0
+    name = "prefixes"
+    least_bytes = 0
+
+    def __init__(self, most_bytes: int, app_bytes: Callable[[str], int] = lambda app: 0) -> None:
+        """See the class; `app_bytes` tells most bytes of one app's sessions, 0 for no limit of its own."""
+        self.most_bytes = self.limit_bytes = most_bytes
+        self.size_bytes = 0
+        self._app_bytes = app_bytes
         self._kept: list[_Kept] = []
 
     def __len__(self) -> int:
@@ -54,22 +63,28 @@ class PrefixSessions:
         return best.session
 
     def keep(self, app: str, key: str, session: Session) -> None:
-        """Keeps the session of an answer that has ended; the least recently used go where the budget ends."""
-        if session.cache is None or len(session.tokens) < _LEAST_COMMON:
-            return
-        arrays = [each for each in jax.tree.leaves(session.cache) if each.ndim]
-        share = len(session.tokens) / session.cache.capacity_tokens
-        size = int(share * sum(each.nbytes for each in arrays))
-        if size > self.budget_bytes:
+        """Keeps the session of an answer that has ended; where a limit ends, the least recently used go, the
+        app's own before others'."""
+        size, own = session.size_bytes, self._app_bytes(app) or self.limit_bytes
+        if not size or len(session.tokens) < _LEAST_COMMON or size > min(own, self.limit_bytes):
             return
         self._kept.append(_Kept(app, key, session, size))
         self.size_bytes += size
-        self.shrink(self.budget_bytes)
+        self._shrink([each for each in self._kept if each.app == app], own)
+        self._shrink(self._kept, self.limit_bytes)
 
-    def shrink(self, budget_bytes: int) -> None:
-        """Drops the least recently used sessions until the others fit into so many bytes."""
-        while self.size_bytes > budget_bytes:
-            self._drop(self._kept[0])
+    def resize(self, limit_bytes: int) -> None:
+        """Sets the limit; the least recently used sessions beyond it go."""
+        self.limit_bytes = limit_bytes
+        self._shrink(self._kept, limit_bytes)
+
+    def _shrink(self, among: list[_Kept], limit_bytes: int) -> None:
+        excess = sum(each.size_bytes for each in among) - limit_bytes
+        for each in list(among):
+            if excess <= 0:
+                return
+            self._drop(each)
+            excess -= each.size_bytes
 
     def _drop(self, kept: _Kept) -> None:
         self._kept.remove(kept)

@@ -22,10 +22,12 @@ from serving.contexts.options import ContextOptions
 from serving.options import BATCH_ROWS
 from serving.server.guard import LOOPBACK_HOSTS, GuardOptions
 from serving.server.limits import Limits, limits_of
+from serving.server.memory import PREFIX_BYTES, MemoryOptions
 from serving.server.peer import PeerOptions
 from serving.server.scheduler import SchedulerOptions
 
 DEFAULT_HTTP = "127.0.0.1:8080"
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _MOST_FILE_BYTES = 1 << 20
 _MOST_PORT = (1 << 16) - 1
 _MOST_MODE = 0o777
@@ -48,7 +50,9 @@ class ServerOptions:
       origins: of web pages of other sites that may call.
       apps: apps of programs and users over the Unix socket, by rules (see `PeerOptions.apps`).
       context_tokens: most tokens of prompt and answer together; 0 for the model's window, within bounds.
-      memory: most bytes for weights, caches and activations; 0 for no limit.
+      memory: most bytes of the process; 0 for no limit.
+      prefix_memory: most bytes of the caches of ended answers, with which a conversation that is sent again
+        goes on; 0 keeps none.
       draft: as `jaxllm generate --draft` takes it; empty for none.
       batch_rows: numbers of answers that are decoded together, where native kernels read the weights;
         empty for one by one.
@@ -56,6 +60,8 @@ class ServerOptions:
       context_budget: most bytes of their chunks in memory; 0 for the default of `ContextOptions`.
       context_keys: folder of keys, one of each app, by which contexts are encrypted on storage; None for no
         encryption.
+      log_level: least level of logs that are written: "debug", "info", "warning" or "error"; records of
+        requests are "info".
       drain_s: seconds that running answers have to end once the service is told to stop.
       scheduler: bounds of the queue and of what runs.
       limits: of each app; read again at SIGHUP.
@@ -72,11 +78,13 @@ class ServerOptions:
     apps: Mapping[str, str] = dataclasses.field(default_factory=dict)
     context_tokens: int = 0
     memory: int = 0
+    prefix_memory: int = PREFIX_BYTES
     draft: str = ""
     contexts: Path | None = None
     context_budget: int = 0
     context_keys: Path | None = None
     batch_rows: tuple[int, ...] = BATCH_ROWS
+    log_level: str = "info"
     drain_s: float = 30.0
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
     limits: Limits = dataclasses.field(default_factory=Limits)
@@ -95,9 +103,11 @@ class ServerOptions:
             if value is not None and not (isinstance(value, str | Path) and str(value)):
                 raise ConfigError(f"{name} must be a path, got {value!r:.80}")
             object.__setattr__(self, name, None if value is None else Path(value))
-        for name in ("context_tokens", "memory", "context_budget"):
+        for name in ("context_tokens", "memory", "context_budget", "prefix_memory"):
             if type(value := getattr(self, name)) is not int or value < 0:
                 raise ConfigError(f"{name} must be a whole number from 0 up, got {value!r:.80}")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r:.80}")
         if type(self.socket_mode) is not int or not 0 < self.socket_mode <= _MOST_MODE:
             raise ConfigError(f"socket_mode must be permissions such as 0o660, got {self.socket_mode!r:.80}")
         number = isinstance(self.drain_s, int | float) and not isinstance(self.drain_s, bool)
@@ -158,6 +168,10 @@ class ServerOptions:
             app_quota_bytes=limits["app_quota_bytes"],
             encryption=self.context_keys,
         )
+
+    def memory_options(self) -> MemoryOptions:
+        """Options of memory."""
+        return MemoryOptions(limit_bytes=self.memory, prefix_bytes=self.prefix_memory)
 
     def peers(self) -> PeerOptions:
         """Options of connections.
@@ -257,6 +271,7 @@ def _sized(facts: Mapping[str, Any]) -> dict[str, Any]:
 _CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "memory": _size,
     "context_budget": _size,
+    "prefix_memory": _size,
     "hosts": _list,
     "origins": _list,
     "batch_rows": _list,

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.server.calls import Refused
 from serving.server.feed import Feed
+from serving.server.guard import error_body
 from serving.server.metrics import CONTENT_TYPE, Metrics
 
 _FOLDER = Path(__file__).parent / "dashboard"
@@ -44,12 +45,32 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
+_NOT_OPERATOR = (
+    "metrics and the dashboard's events tell of all apps, and are for operators: send a key made with "
+    "`jaxllm keys add NAME --operator`, or call over the Unix socket as root or as the service's user"
+)
 Allow = Callable[[Request], Response | None]
 
 
 def allow_all(request: Request) -> Response | None:
     """Lets everyone read who reaches the service."""
     del request
+
+
+def allow_operators(operates: Callable[[Scope], bool]) -> Allow:
+    """Lets operators read.
+
+    Args:
+      operates: `serving.server.identity.Identity.operates`; callers are identified by now.
+    """
+
+    def allow(request: Request) -> Response | None:
+        if operates(request.scope):
+            return None
+        body = error_body(_NOT_OPERATOR, kind="permission_error", code="not_operator")
+        return JSONResponse(body, 403, {"Cache-Control": "no-store"})
+
+    return allow
 
 
 def watch_routes(metrics: Metrics, feed: Feed, *, allow: Allow = allow_all) -> list[Route]:

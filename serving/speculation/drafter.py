@@ -7,16 +7,39 @@ from jaxllm.speculative.tree import TokenTree
 from serving.host.progress import Progress
 
 
+class DrafterMemory(Protocol):
+    """Memory that a drafter can do without while it does not draft.
+
+    Attributes:
+      size_bytes: that it takes now.
+      most_bytes: that it may come to take.
+    """
+
+    @property
+    def size_bytes(self) -> int: ...  # noqa: D102
+
+    @property
+    def most_bytes(self) -> int: ...  # noqa: D102
+
+    def let_go(self) -> None:
+        """Gives all of it up; the next tree takes it again."""
+        ...
+
+
 class Drafter(Protocol):
     """Proposes continuations of a sequence, as a token tree on the host.
 
     Attributes:
       step_s: time of a `step`.
       steps: number of steps so far.
+      memory: of weights and caches of its own; None for next to none.
     """
 
     step_s: float
     steps: int
+
+    @property
+    def memory(self) -> DrafterMemory | None: ...  # noqa: D102
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """Compiles all buckets for drafting, or those for a request of so many tokens."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.speculative.tree import TokenTree
 from serving.host.progress import Progress
-from serving.speculation.drafter import Drafter
+from serving.speculation.drafter import Drafter, DrafterMemory
 from serving.speculation.host_tree import united
 from serving.speculation.ngram_drafter import NgramDrafter
 from serving.speculation.options import TreeShape
@@ -36,6 +36,11 @@ class LookupDrafter:
     def steps(self) -> int:
         """Number of steps of the other drafter."""
         return self._drafter.steps
+
+    @property
+    def memory(self) -> DrafterMemory | None:
+        """That of the other drafter."""
+        return self._drafter.memory
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """See `Drafter`."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jaxllm.bundle import Bundle
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache
@@ -17,10 +18,11 @@ from serving.loading import LoadedModel
 from serving.request import common_prefix
 from serving.runners.resident import ResidentRunner
 from serving.runners.runner import prefill_prompt
+from serving.speculation.drafter import DrafterMemory
 from serving.speculation.host_tree import on_host, root_alone
 from serving.speculation.options import SpeculationOptions, TreeShape
 from serving.speculation.payoff import running_mean
-from serving.weights.footprint import draft_options
+from serving.weights.footprint import cache_bytes, draft_options
 
 # While the target waits for weights, drafting never ends for lack of confidence: the device would be idle.
 _ANY_CONFIDENCE = 1e-30
@@ -45,26 +47,51 @@ def model_drafter(
             f"{bundle.path} has another tokenizer than {target.bundle.path}: a drafter must have the "
             "target's tokens; train one on the target's tokenizer (jaxllm pretrain --tokenizer)"
         )
-    return ModelDrafter(draft.resident_runner(WHOLE), options.trees)
+    return ModelDrafter(draft.resident_runner(WHOLE), options.trees, own=bundle)
 
 
 class ModelDrafter:
-    """Grows trees with a model whose weights are in memory (see `Drafter`).
+    """Grows trees with a model whose weights are in memory (see `Drafter` and `DrafterMemory`).
 
     Attributes:
       step_s: a running mean.
       steps: number of the model's runs.
+      most_bytes: of its longest caches, and of weights of its own that can be read again from their file.
     """
 
-    def __init__(self, runner: ResidentRunner, shape: TreeShape) -> None:
+    def __init__(self, runner: ResidentRunner, shape: TreeShape, *, own: Bundle | None = None) -> None:
+        """See the class; `own` has the model's weights, None for weights of the target."""
         self.step_s, self.steps = 0.0, 0
         self._runner, self._shape = runner, shape
+        self._own = own if own is not None and own.read_in_place else None
+        self._weight_bytes = 0 if self._own is None else self._own.weight_bytes
+        self.most_bytes = self._weight_bytes + cache_bytes(runner.cfg, runner.options)
+        self._rests = False
         # The tokens in the cache, and the tree after them.
         self._cached: list[int] = []
         self._cache: KVCache | None = None
         self._version = runner.weights_version
         self._tree: TokenTree | None = None
         self._fed: jax.Array | np.ndarray | None = None
+
+    @property
+    def memory(self) -> DrafterMemory:
+        """See `Drafter`."""
+        return self
+
+    @property
+    def size_bytes(self) -> int:
+        """See `DrafterMemory`."""
+        cache = self._cache
+        arrays = [each for each in jax.tree.leaves(cache) if each.ndim]
+        return sum(each.nbytes for each in arrays) + (0 if self._rests else self._weight_bytes)
+
+    def let_go(self) -> None:
+        """See `DrafterMemory`."""
+        self._forget()
+        self._rests = True
+        if self._own is not None:
+            self._own.release_weights()
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """See `Drafter`. Runs every bucket once."""
@@ -85,6 +112,7 @@ class ModelDrafter:
         if len(sequence) + 1 + self._shape.room > self._runner.options.context_tokens:
             self._tree = None
             return root_alone(root, self._shape.room)
+        self._rests = False
         self._catch_up(sequence)
         if self._tree is None or int(np.asarray(self._tree.tokens)[0]) != root:
             self._tree = root_alone(root, self._shape.room)

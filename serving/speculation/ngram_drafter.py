@@ -34,6 +34,8 @@ def ngram_drafter(
 class NgramDrafter:
     """Grows trees of earlier continuations in the text (see `Drafter`)."""
 
+    memory = None
+
     def __init__(self, shape: TreeShape) -> None:
         self.step_s, self.steps = 0.0, 0
         self._shape = shape

@@ -68,16 +68,26 @@ class Speculation:
       drafter: that grows trees.
       options: of speculation.
       counts: see `SpeculationCounts`.
+      accepted: see `serving.decoding.Decoding`.
+      drafting: whether it drafts, where that pays; see `draft`.
     """
 
     complete, logprobs = False, None
 
     def __init__(self, runner: Runner, drafter: Drafter, options: SpeculationOptions) -> None:
         self.runner, self.options, self.counts = runner, options, SpeculationCounts()
+        self.accepted: int | None = None
+        self.drafting = True
         looked_up = options.lookup and options.drafter != "ngram"
         self.drafter = LookupDrafter(drafter, options.trees) if looked_up else drafter
         self._fallback, self._payoff = Fallback(options.alpha), Payoff()
         self._verify_cost = VerifyCost(options.trees.nodes[-1])
+
+    def draft(self, on: bool) -> None:
+        """Has it draft or not, from the next dispatch on; without drafts the drafter gives up its memory."""
+        if self.drafting and not on and self.drafter.memory is not None:
+            self.drafter.memory.let_go()
+        self.drafting = on
 
     def cache_tokens(self, tokens: int) -> int:
         """Positions for `tokens` and a tree after them, at most those of the context."""
@@ -115,9 +125,12 @@ class Speculation:
         Returns:
           The next tokens `[1, count]`, their count, the cache and the sampler.
         """
-        root = int(np.asarray(token)[0])
+        self.accepted, root = None, int(np.asarray(token)[0])
         cache = dataclasses.replace(cache, length=np.int32(len(cached)))
         room = min(cache.capacity_tokens - len(cached), self.options.trees.nodes[-1])
+        if not self.drafting:
+            most = self.runner.decode_limit(self._payoff.pace, limit)
+            return self._plain(root, cache, sampler, stop_ids, cached, most)
         if not self._worthwhile:
             # A block of plain tokens, while drafting pauses.
             most = min(limit, self._payoff.paused_tokens)
@@ -161,6 +174,7 @@ class Speculation:
         if verdict.tokens[-1] == NO_TOKEN:
             # The answer ends here with an error: nothing is learned from it.
             return verdict.tokens[None], len(verdict.tokens), cache, sampler
+        self.accepted = len(verdict.tokens) - 1
         self._verify_cost.measured(nodes, verify_s)
         self.drafter.follow(chosen[verdict.path].tolist(), int(verdict.tokens[-1]))
         self._learn(part, verdict, limit, draft_s, verify_s)

@@ -90,6 +90,7 @@ class WeightStream:
         """
         self.counts = StreamCounts()
         self._reader, self._pieces, self._kept = reader, list(pieces), {}
+        self._whole = list(pieces)
         self._checksums = checksums
         self._staying = {each: Slot(aligned(pieces[each].memory_bytes)) for each in resident}
         self._coming = [each for each in range(len(pieces)) if each not in self._staying]
@@ -105,6 +106,35 @@ class WeightStream:
     def staying(self) -> dict[int, np.ndarray]:
         """Number of a resident piece -> its memory."""
         return {number: slot.memory for number, slot in self._staying.items()}
+
+    def let_go(self, number: int) -> Slot:
+        """Gives up the memory of a resident piece, which is read in each pass from now on; returns its slot.
+        Slots for it must be there, and `checksums` have its blocks."""
+        with self._changed:
+            slot = self._staying.pop(number)
+            self._renumber()
+        return slot
+
+    def hold(self, number: int) -> None:
+        """Reads a whole piece and keeps it resident. At least one piece must be left that is not.
+
+        Raises:
+          CheckpointError: it cannot be read; all is as before.
+          ConfigError: the stream is closed.
+        """
+        with self._changed:
+            self._require_open()
+        slot = Slot(aligned(self._whole[number].memory_bytes))
+        self._read(self._whole[number].ranges, slot.memory)
+        with self._changed:
+            self._staying[number] = slot
+            self._renumber()
+
+    def _renumber(self) -> None:
+        """Forgets what was read ahead, after resident pieces have changed; under the lock."""
+        self._drop_all()
+        self._coming = [each for each in range(len(self._pieces)) if each not in self._staying]
+        self._next, self._wanted = 0, False
 
     def keep(self, kept: Mapping[int, np.ndarray]) -> None:
         """Sets the memory with the `LayerPiece.kept` ranges of pieces that are read, by their numbers."""

@@ -83,7 +83,7 @@ def plan_memory(sizes: Sequence[int], budget: MemoryBudget, *, slot_bytes: int =
             "largest layers); give more, or ask for a shorter context"
         )
     resident: list[int] = []
-    for each in _spread(len(sizes)):
+    for each in spread_evenly(len(sizes)):
         if sizes[each] <= room:
             resident.append(each)
             room -= sizes[each]
@@ -97,7 +97,7 @@ def plan_memory(sizes: Sequence[int], budget: MemoryBudget, *, slot_bytes: int =
     )
 
 
-def _spread(count: int) -> list[int]:
+def spread_evenly(count: int) -> list[int]:
     """The numbers [0, count) in an order whose every prefix is spread evenly: van der Corput's sequence."""
     bits = max(1, (count - 1).bit_length())
     reversed_bits = (int(f"{each:0{bits}b}"[::-1], 2) for each in range(1 << bits))

@@ -27,7 +27,7 @@ from serving.weights.level_memory import LevelMemory
 from serving.weights.model_level import ModelLevel
 from serving.weights.pieces import HeadPiece, LayerPiece, head_pieces, layer_pieces
 from serving.weights.prefetch import Meanwhile, Slot, StreamCounts, WeightStream
-from serving.weights.prefetch_plan import MemoryBudget, MemoryPlan, plan_memory
+from serving.weights.prefetch_plan import MemoryBudget, MemoryPlan, plan_memory, spread_evenly
 
 # Most bytes of kept rows of the embedding, and their largest share of the model.
 _KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
@@ -39,6 +39,7 @@ class StreamedWeights:
     Attributes:
       plan: the division of the budget.
       head: the pieces of the head.
+      resident_bytes: of resident pieces, which `resize` changes.
     """
 
     def __init__(
@@ -94,13 +95,15 @@ class StreamedWeights:
             read_ahead=read_ahead,
             checksums=first_read.checksums,
         )
+        self._kept_bytes = kept_bytes + (self._level.size_bytes if self._level else 0)
+        self._sizes, self.resident_bytes = sizes, self.plan.resident_bytes
         staying = self._stream.staying()
         for number, memory in staying.items():
             piece = streamed[number]
             first_read.keep((*piece.ranges, *piece.kept), memory)
         for pieces in self._pieces.values():
             for number, piece in enumerate(pieces):
-                if number not in staying:
+                if number not in staying or self.resizable:
                     first_read.watch(piece.ranges)
         if self._level is not None:
             self._stream.keep(self._level.load(first_read, staying))
@@ -116,6 +119,41 @@ class StreamedWeights:
         return self._stream.counts
 
     @property
+    def staying_bytes(self) -> int:
+        """Of weights that are always in memory, and of the slots that others are read into."""
+        pieces = 0 if self.resizable else self.resident_bytes
+        return self._kept_bytes + self.plan.slots * self.plan.slot_bytes + pieces
+
+    @property
+    def resizable(self) -> bool:
+        """Whether resident pieces can be given up: not where a level that drafts has a part of them, and
+        where there are no slots to read them into."""
+        return self._level is None and self.plan.slots > 0
+
+    def resize(self, resident_bytes: int) -> None:
+        """Keeps as many pieces resident as fit, spread evenly as at the start, and no others than then; lets
+        the rest go. Between two dispatches, under the model's lock; only where `resizable`.
+
+        Raises:
+          CheckpointError: a piece cannot be read.
+        """
+        kept, room = set[int](), resident_bytes
+        for number in spread_evenly(len(self._sizes)):
+            if number in self.plan.resident and self._sizes[number] <= room:
+                kept.add(number)
+                room -= self._sizes[number]
+        there = set(self._stream.staying())
+        for number in sorted(there - kept):
+            slot = self._stream.let_go(number)
+            # They alias its memory, and another slot may get its identity.
+            self._placed = {key: each for key, each in self._placed.items() if key[0] != id(slot)}
+            self._made = {key: each for key, each in self._made.items() if key[0] != id(slot)}
+            self.resident_bytes -= self._sizes[number]
+        for number in sorted(kept - there):
+            self._stream.hold(number)
+            self.resident_bytes += self._sizes[number]
+
+    @property
     def caching(self) -> str:
         """Mode of reads: "direct" or "buffered"."""
         return self._reader.caching
@@ -126,7 +164,7 @@ class StreamedWeights:
         return {
             "budget_bytes": plan.budget_bytes,
             "planned_bytes": plan.planned_bytes,
-            "resident_layers": len(plan.resident),
+            "resident_layers": len(self._stream.staying()),
             "read_bytes": counts.read_bytes,
             "read_bytes_per_s": round(counts.read_bytes / counts.read_s) if counts.read_s else None,
             "caching": self.caching,

@@ -97,6 +97,24 @@ def test_answers_join_and_leave_between_dispatches(engine):
 
 
 @needs_native
+def test_padding_rows_keep_their_cache_from_dispatch_to_dispatch(engine, monkeypatch):
+    made, real = [], engine.runner.empty_cache
+    monkeypatch.setattr(
+        engine.runner, "empty_cache", lambda capacity: (made.append(capacity), real(capacity))[1]
+    )
+    runs = [begun(engine, number, tokens=40) for number in range(3)]
+    made.clear()
+    engine.runner.batch._padding.clear()
+    # Three rows in a bucket of four.
+    for _ in range(3):
+        decode_together(runs, most_tokens=2)
+    assert len(made) == 1
+    decode_together(runs[:2], most_tokens=2)
+    assert engine.runner.batch._padding == []
+    check(engine, ended(runs))
+
+
+@needs_native
 def test_a_dispatch_gives_as_many_tokens_as_asked(engine):
     runs = [begun(engine, 0, tokens=20), begun(engine, 1, tokens=3), begun(engine, 2)]
     decode_together(runs, most_tokens=3)

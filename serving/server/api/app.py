@@ -1,8 +1,5 @@
 """Makes the ASGI app of the HTTP front: routes, request ids, and errors in the form of each format."""
 
-import logging
-import re
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -15,6 +12,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.errors import JaxllmError
+from serving.server.access import request_id_of
 from serving.server.api import (
     anthropic_messages,
     chat,
@@ -34,8 +32,6 @@ from serving.server.calls import Backend
 Handler = Callable[[Front, Visit], Awaitable[Response]]
 Identify = Callable[[Scope], str]
 
-_log = logging.getLogger(__name__)
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LEFT = 499
 # Path -> handlers by method. Health and readiness are told to whoever asks.
 _OPEN: tuple[tuple[str, str, Handler], ...] = (
@@ -117,16 +113,18 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        asked = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        request_id = asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
-        begun = False
+        state = scope.setdefault("state", {})
+        # Who logs requests has named it, and sends the name back.
+        named, begun = "request_id" in state, False
+        request_id = state["request_id"] if named else request_id_of(scope)
+        state["request_id"] = request_id
 
         async def sending(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if not named:
+                    message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:

@@ -143,7 +143,9 @@ function changed(how) {
     state("connecting", "Reconnecting");
     return null;
   }
-  state("trouble", "Key needed");
+  state("trouble", how === "key" ? "Key needed" : "Operator's key needed");
+  $("key-label").textContent = how === "key" ? "This service asks for a key. It stays in this tab."
+    : "This page tells of all apps, and is for operators: use a key made with jaxllm keys add NAME --operator.";
   $("key-form").hidden = false;
   $("key").focus();
   return new Promise((resolve) => {

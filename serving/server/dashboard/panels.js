@@ -69,9 +69,15 @@ export function tiles({ figures, history }, levels) {
   const batches = course.rows.slice(-6).filter((value) => value !== null);
   const rows = batches.length ? sum(batches) / batches.length : null;
   figure("tile-rows", rows === null ? DASH : rows.toFixed(1), "");
-  $("note-rows").textContent = rows === null ? "nothing was decoded of late" : "mean of the last minute";
+  $("note-rows").textContent = [rows === null ? "nothing was decoded of late" : "mean of the last minute", ...usual(history.chunks)].join("; ");
   show($("spark-rows"), course.rows, (values) =>
     sparkline(values, { least: 0, most: Math.max(2, ...values.map((each) => each ?? 0)), label: `Answers per dispatch, ${span}` }));
+}
+
+/** The most frequent chunk of prompts. */
+function usual(chunks) {
+  const most = [...chunks].sort((one, other) => other.count - one.count)[0];
+  return most ? [`prompts by ${most.tokens} tokens (${most.mode})`] : [];
 }
 
 function figure(id, value, unit) {
@@ -106,8 +112,11 @@ export function memory({ figures }) {
   show($("memory-parts"), parts, () => [...parts].sort((one, other) => other.value - one.value).map((part) =>
     el("li", {}, coloured(el("span", { class: "swatch" }), part.colour), part.name, el("span", {}, bytes(part.value)),
       el("span", { class: "faint" }, part.most === undefined ? "" : `of ${bytes(part.most)}`))));
-  $("memory-note").textContent = pressure > 0.01
-    ? `This machine is short of memory: tasks wait for it ${percent(pressure)} of the time.` : "";
+  const read = figures.read_bytes?.weights;
+  $("memory-note").textContent = [
+    pressure > 0.01 && `This machine is short of memory: tasks wait for it ${percent(pressure)} of the time.`,
+    read && `${bytes(read)} of weights were read from storage since the start.`,
+  ].filter(Boolean).join(" ");
 }
 
 export function apps({ history }) {

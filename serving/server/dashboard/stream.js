@@ -35,7 +35,8 @@ export async function readEvents(response, take) {
 const QUIET_MS = 6000, LEAST_WAIT_MS = 1000, MOST_WAIT_MS = 15000;
 const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-/** Follows events for ever, and connects again when they stop. `changed(state)`: "open", "lost" or "key". */
+/** Follows events for ever, and connects again when they stop. `changed(state)`: "open", "lost", "key" where one is
+ *  needed, or "operator" where this one is not an operator's. */
 export async function follow(path, take, changed) {
   let wait = LEAST_WAIT_MS;
   for (;;) {
@@ -49,7 +50,7 @@ export async function follow(path, take, changed) {
       heard();
       const response = await fetch(path, { headers: headers(), signal: control.signal, cache: "no-store" });
       if (response.status === 401 || response.status === 403) {
-        await changed("key");
+        await changed(response.status === 401 ? "key" : "operator");
         continue;
       }
       if (!response.ok) throw new Error(`status ${response.status}`);

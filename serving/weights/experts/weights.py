@@ -41,6 +41,7 @@ class ExpertWeights:
       head: the head as one piece.
       budget_bytes: for experts.
       planned_bytes: used bytes of the whole budget.
+      staying_bytes: of all weights but experts.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class ExpertWeights:
         budget_bytes, fixed_bytes = budget.total_bytes, budget.fixed_bytes
         self._bundle, self._memory_bytes, self.options = bundle, budget_bytes, options or ExpertOptions()
         self.store = ExpertStore(bundle)
-        hot = hot_bytes(bundle)
+        self.staying_bytes = hot = hot_bytes(bundle)
         self.budget_bytes = min(budget_bytes - fixed_bytes - hot, self.store.total_bytes)
         least = self.store.least_bytes()
         if self.budget_bytes < least:

@@ -13,11 +13,23 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "config" / "keys.json"
 
 
+def app_of(keys: KeyFile, key: str) -> str | None:
+    found = keys.find(key)
+    return None if found is None else found.app
+
+
+def test_an_operators_key(run: Run, path: Path) -> None:
+    made = answer(run("keys", "add", "admin", "--operator", "--file", path, "--json"))
+    assert made["operator"] is True
+    assert ", operator" in succeeded(run("keys", "list", "--file", path))
+    assert answer(run("keys", "list", "--file", path, "--json"))["keys"][0]["operator"] is True
+
+
 def test_the_command_makes_lists_and_removes(run: Run, path: Path) -> None:
     made = answer(run("keys", "add", "mail", "--file", path, "--json"))
-    assert KeyFile(path).app_of(made["key"]) == "mail"
+    assert app_of(KeyFile(path), made["key"]) == "mail"
     key = succeeded(run("keys", "add", "calendar", "--file", path)).strip()
-    assert KeyFile(path).app_of(key) == "calendar"
+    assert app_of(KeyFile(path), key) == "calendar"
     listed = succeeded(run("keys", "list", "--file", path))
     assert f"{made['id']}  mail  made " in listed
     assert "2 keys" in listed

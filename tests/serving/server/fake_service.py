@@ -15,6 +15,7 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from serving.server.calls import Ended, ModelFacts, Started
+from serving.server.dispatches import Dispatch
 from serving.server.feed import Feed
 from serving.server.history import History
 from serving.server.metrics import Metrics
@@ -104,25 +105,28 @@ def play(metrics, draw, app=None):
     if draw.random() < 0.02:
         return metrics.refused(name, "full")
     source = "whole" if level == 100 else draw.choices(("proposed", "fallback", "nearest"), (5, 2, 0.4))[0]
-    took = ttft * draw.lognormvariate(0, 0.32)
-    met = None if draw.random() < 0.04 else took <= limit
+    waited = ttft * draw.lognormvariate(0, 0.32)
+    met = None if draw.random() < 0.04 else waited <= limit
     prompt = draw.randrange(40, 900)
     kept = prompt if source == "whole" else int(prompt * 0.8)
     reused = int(kept * draw.choice((0, 0, 0.5, 0.9)))
     started = Started(
         prompt_tokens=prompt, kept_tokens=kept, reused_tokens=reused, level=level, source=source,
-        queued_ms=took * 0.1,
+        queued_ms=waited * 0.1,
     )  # fmt: skip
     metrics.started(name, started)
     tokens = draw.randrange(4, 120)
     ended = Ended(
-        finish_reason="stop", stop_string=None, tokens=tokens, ttft_ms=took, tpot_ms=18 + level / 4,
-        engine_ttft_ms=took * 0.9, engine_tpot_ms=16 + level / 4, met=met, drafted=0.4, seed=1,
+        finish_reason="stop", stop_string=None, tokens=tokens, ttft_ms=waited, tpot_ms=18 + level / 4,
+        engine_ttft_ms=waited * 0.9, engine_tpot_ms=16 + level / 4, met=met, drafted=0.4, seed=1,
         ttft_limit_ms=None if met is None else limit, tpot_limit_ms=60,
     )  # fmt: skip
     rows = draw.randrange(1, 6)
     for _ in range(2):
-        metrics.dispatched(rows, draw.uniform(800, 1700) / 2, "decode", tokens // 2)
+        took = draw.uniform(800, 1700) / 2
+        metrics.dispatched(Dispatch(kind="decode", rows=rows, took_ms=took, tokens=tokens // 2))
+    chunk = draw.choice((16, 64, 256))
+    metrics.dispatched(Dispatch(kind="prefill", rows=1, took_ms=took, chunk_tokens=chunk, mode="int8"))
     return metrics.ended(name, ended, started)
 
 

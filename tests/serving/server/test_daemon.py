@@ -1,9 +1,12 @@
 """The service as a process: started by systemd's means, called by real clients, drained, restarted."""
 
 import contextlib
+import json
+import queue
 import re
 import signal
 import socket
+import threading
 
 import httpx
 import openai
@@ -53,7 +56,10 @@ class Service:
             unix.listen()
             self.systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self.systemd.bind(str(folder / "notify"))
-            self.systemd.settimeout(60)
+            # Read all the time, as systemd does: ten unread states are all that the system keeps.
+            self._states: queue.Queue[str] = queue.Queue()
+            self._listening = threading.Thread(target=self._listen)
+            self._listening.start()
             self.url = f"http://127.0.0.1:{tcp.getsockname()[1]}"
             self.process = Process(
                 folder, "--model", write_tiny_bundle(folder / "tiny.jaxllm", "int4"), "--config", self.config,
@@ -61,9 +67,19 @@ class Service:
                 environment={"NOTIFY_SOCKET": str(folder / "notify"), "WATCHDOG_USEC": "3000000"},
             )  # fmt: skip
 
+    def _listen(self):
+        with contextlib.suppress(OSError):
+            while told := self.systemd.recv(1000).decode():
+                self._states.put(told)
+
+    def close(self):
+        self.systemd.sendto(b"", self.systemd.getsockname())
+        self._listening.join()
+        self.systemd.close()
+
     def told(self, state):
         """Waits until systemd has been told of a state."""
-        while state not in self.systemd.recv(1000).decode():
+        while state not in self._states.get(timeout=60):
             pass
 
     def streams(self, count=1):
@@ -90,7 +106,7 @@ def service(tmp_path_factory):
         yield made
     finally:
         made.process.kill()
-        made.systemd.close()
+        made.close()
 
 
 def test_it_is_ready_when_warm_and_tells_systemd(service):
@@ -128,6 +144,29 @@ def test_strange_hosts_and_pages_are_refused(service):
     for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
         assert httpx.get(service.url + "/v1/models", headers=headers).status_code == 403
     assert "<html" in httpx.get(service.url + "/").text
+
+
+def test_each_request_has_a_record_and_nothing_of_what_was_said(service):
+    body = {"prompt": "my secret", "max_tokens": 3, "logit_bias": {"262": -100}}
+    headers = {"X-Request-Id": "mine-1", "Authorization": "Bearer sesame"}
+    answer = httpx.post(service.url + "/v1/completions?q=hidden", json=body, headers=headers)
+    assert answer.headers.get_list("x-request-id") == ["mine-1"]
+    refused = httpx.get(
+        service.url + "/v1/models", headers={"Host": "evil.example", "X-Request-Id": "no good"}
+    )
+    name = refused.headers["x-request-id"]
+    service.process.until(lambda: name in service.process.text())
+    log = service.process.text()
+    records = [json.loads(line) for line in log.splitlines() if '"jaxllm.access"' in line]
+    by_id = {each["request_id"]: each for each in records}
+    own = by_id["mine-1"]
+    assert (own["method"], own["path"], own["status"]) == ("POST", "/v1/completions", 200)
+    assert (own["app"], own["outcome"], own["tokens"], own["plan"]) == ("local", "ended", 3, "unplanned")
+    assert (own["level_percent"], own["met"]) == (100, None)
+    assert own["total_ms"] >= own["ttft_ms"] > 0
+    assert (by_id[name]["status"], by_id[name]["outcome"], by_id[name]["app"]) == (403, "refused", "")
+    for secret in ("my secret", "sesame", "hidden", answer.json()["choices"][0]["text"] or "?"):
+        assert secret not in log
 
 
 def test_limits_are_read_again_and_counted(service):

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse
 
 from serving.server.calls import Refused
 from serving.server.metrics import Metrics
-from serving.server.watching import _FILES, _FOLDER
+from serving.server.watching import _FILES, _FOLDER, allow_operators
 from tests.serving.server.browser import CHROMIUM, Browser
 from tests.serving.server.fake_service import (
     ANSWER,
@@ -202,6 +202,20 @@ def test_it_asks_for_a_key(browser):
         browser.value("document.querySelector('#key-form button').click()")
         browser.wait(f"{TEXT.format('state')} === '{state}'")
     assert browser.value("document.getElementById('key-form').hidden")
+    stop()
+
+
+@slow
+@needs_browser
+def test_it_tells_an_app_that_it_is_for_operators(browser):
+    allow = allow_operators(lambda scope: (b"authorization", b"Bearer sesame") in scope["headers"])
+    backend = FakeBackend()
+    address, stop = start(application(backend, Metrics(backend.snapshot), allow=allow))
+    open_page(browser, address, state="Operator's key needed")
+    assert "--operator" in browser.value(TEXT.format("key-label"))
+    browser.value("document.getElementById('key').value = 'sesame'")
+    browser.value("document.querySelector('#key-form button').click()")
+    browser.wait(f"{TEXT.format('state')} === 'Ready'")
     stop()
 
 

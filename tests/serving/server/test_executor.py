@@ -1,6 +1,7 @@
 """The engine's thread, with a tiny model: turns, cancels, errors, a full queue, the end."""
 
 import asyncio
+import dataclasses
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from serving.server.calls import Call, Ended, Grammar, Piece, Refused, Started
 from serving.server.executor import Executor
 from serving.server.scheduler import SchedulerOptions
 from serving.service import LLMService
+from serving.speculation.options import SpeculationOptions, TreeShape
 from tests.tiny import write_tiny_bundle
 
 PROMPT = "the quick brown fox jumps over the lazy dog"
@@ -25,9 +27,24 @@ def service(tmp_path_factory):
     return LLMService.open(path, options=options)
 
 
+class Observer:
+    """Remembers dispatches."""
+
+    def __init__(self):
+        self.seen = []
+
+    def dispatched(self, dispatch):
+        self.seen.append(dispatch)
+
+
 @pytest.fixture
-def executor(service):
-    made = Executor(service, SchedulerOptions(queued=4, app_queued=3))
+def observer():
+    return Observer()
+
+
+@pytest.fixture
+def executor(service, observer):
+    made = Executor(service, SchedulerOptions(queued=4, app_queued=3), observer=observer)
     made.start()
     yield made
     made.stop(0)
@@ -63,6 +80,47 @@ def test_answers_in_turns_are_those_of_the_engine_alone(executor, service):
         assert events[-1].tokens == 12
         assert events[-1].met is None
         assert events[-1].engine_ttft_ms <= events[-1].ttft_ms
+
+
+def test_each_dispatch_is_told(executor, observer):
+    prompt = tuple(range(1, 41))
+    together(executor, call(prompt))
+    executor.stop(60)
+    told = [(each.kind, each.rows, each.tokens, each.chunk_tokens, each.mode) for each in observer.seen]
+    chunk = ("prefill", 1, 0, 16, "float")
+    # The last chunk of a prompt gives the first token.
+    assert told[:3] == [chunk, chunk, ("prefill", 1, 1, 16, "float")]
+    assert told[-1] == ("finish", 1, 0, 0, "")
+    decoded = told[3:-1]
+    assert {each[0] for each in decoded} == {"decode"}
+    assert sum(each[2] for each in decoded) == 11
+    assert all(each.took_ms > 0 for each in observer.seen)
+
+
+def test_the_drafted_share_of_an_answer(tmp_path, observer):
+    path = write_tiny_bundle(tmp_path / "target.jaxllm", "int8")
+    drafts = SpeculationOptions(
+        model=path, trees=TreeShape(nodes=(4, 8), room=16), pausing=False, fallback="fixed", alpha=1e-6
+    )
+    options = EngineOptions(
+        context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16,), decode_block=4, buckets_bytes=0
+    )
+    service = LLMService.open(path, options=options, speculation=drafts)
+    counts = service.engine.speculation.counts
+    # Opening rehearsed it.
+    before = dataclasses.replace(counts)
+    made = Executor(service, SchedulerOptions(), observer=observer)
+    made.start()
+    (events,) = together(made, call(tokens=20))
+    made.stop(60)
+    service.close()
+    accepted = counts.accepted - before.accepted
+    verified = [each for each in observer.seen if each.kind == "verify"]
+    assert 0 < accepted < 20
+    assert len(verified) == counts.verifications - before.verifications
+    # Of each verification all tokens but the last were drafted.
+    assert sum(each.tokens for each in verified) == accepted + len(verified)
+    assert events[-1].drafted == accepted / 20
 
 
 def test_an_answer_matches_its_grammar_and_tells_log_probabilities(executor):
@@ -116,7 +174,7 @@ def test_a_cancel_ends_one_answer_and_no_other(executor):
     assert asyncio.run(run())[-1].tokens == 80
 
 
-def test_an_error_in_the_middle_ends_that_answer_alone(executor, monkeypatch):
+def test_an_error_in_the_middle_ends_that_answer_alone(executor, observer, monkeypatch, caplog):
     real, count = executors.step, [0]
 
     def failing(run):
@@ -130,6 +188,9 @@ def test_an_error_in_the_middle_ends_that_answer_alone(executor, monkeypatch):
     with pytest.raises(JaxllmError, match="RuntimeError") as caught:
         together(executor, call())
     assert "secret" not in str(caught.value)
+    assert len(observer.seen) == 1
+    (record,) = caplog.records
+    assert (record.request_id, record.app) == ("1", "mail")
     assert together(executor, call())[0][-1].tokens == 12
 
 

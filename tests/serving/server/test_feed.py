@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse
 from serving.server.calls import Refused
 from serving.server.feed import Feed, event
 from serving.server.metrics import Metrics
-from serving.server.watching import EventStream
+from serving.server.watching import EventStream, allow_operators
 from tests.serving.server.fake_service import ENDED, MODEL, STARTED, FakeBackend, application
 
 
@@ -208,3 +208,14 @@ def test_who_may_not_read_gets_the_page_alone(backend, metrics):
     app = application(backend, metrics, allow=allow)
     assert [each.status_code for each in get(app, "/", "/metrics", "/dashboard/events")] == [200, 401, 401]
     assert get(app, "/metrics", authorization="Bearer k")[0].status_code == 200
+
+
+def test_apps_are_told_what_operators_need(backend, metrics):
+    app = application(backend, metrics, allow=allow_operators(lambda scope: False))
+    page, figures, events = get(app, "/", "/metrics", "/dashboard/events")
+    assert page.status_code == 200
+    for refused in (figures, events):
+        assert refused.status_code == 403
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("permission_error", "not_operator")
+        assert "jaxllm keys add NAME --operator" in error["message"]

@@ -1,5 +1,6 @@
 """The governor: it looks in its interval, resizes in the order of kinds, and tells figures."""
 
+import contextlib
 import dataclasses
 import logging
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from serving.contexts.memory import ChunkMemory
 from serving.host.process_memory import process_memory, resident_bytes
 from serving.server.division import GovernorOptions
 from serving.server.governor import Governor
-from serving.server.holdings import ContextChunks, ExpertBuffer
+from serving.server.holdings import ContextChunks, Drafts, ExpertBuffer, ResidentLayers
 
 
 @dataclasses.dataclass
@@ -147,3 +148,33 @@ def test_experts_are_adapted():
     assert (holding.size_bytes, holding.limit_bytes, holding.least_bytes, holding.most_bytes) == (5, 9, 2, 9)
     holding.resize(3)
     assert holding.limit_bytes == 3
+
+
+def test_drafts_stop_where_not_all_of_their_memory_may_be_there():
+    said = []
+    speculation = SimpleNamespace(draft=said.append)
+    memory = SimpleNamespace(size_bytes=70, most_bytes=100)
+    holding = Drafts(speculation, memory, contextlib.nullcontext())
+    assert (holding.size_bytes, holding.limit_bytes, holding.most_bytes) == (70, 100, 100)
+    for limit in (99, 0, 100):
+        holding.resize(limit)
+    assert said == [False, False, True]
+    assert holding.limit_bytes == 100
+
+
+def test_layers_are_resized_under_the_models_lock():
+    locked, asked = [], []
+
+    @contextlib.contextmanager
+    def lock():
+        locked.append(True)
+        yield
+        locked.append(False)
+
+    weights = SimpleNamespace(
+        plan=SimpleNamespace(resident_bytes=50), resident_bytes=50,
+        resize=lambda limit: asked.append((limit, locked[-1])),
+    )  # fmt: skip
+    holding = ResidentLayers(weights, lock())
+    holding.resize(20)
+    assert (asked, holding.limit_bytes, holding.most_bytes) == ([(20, True)], 20, 50)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from serving.server.dispatches import Dispatch
 from serving.server.history import SPAN_S, SPANS, History
 from tests.serving.server.fake_service import ENDED, STARTED
 
@@ -36,9 +37,11 @@ def test_sums_of_apps(history, clock):
 
 def test_spans_move_on(history, clock):
     history.ended("mail", ENDED, None)
-    history.dispatched(3, 5000.0, "decode", 40)
-    history.dispatched(5, 1000.0, "verify", 10)
-    history.dispatched(1, 2000.0, "prefill", 0)
+    history.dispatched(Dispatch(kind="decode", rows=3, took_ms=5000.0, tokens=40))
+    history.dispatched(Dispatch(kind="verify", rows=5, took_ms=1000.0, tokens=10))
+    for mode, length in (("int8", 64), ("float", 16), ("int8", 64)):
+        history.dispatched(Dispatch(kind="prefill", rows=1, took_ms=500.0, chunk_tokens=length, mode=mode))
+    history.dispatched(Dispatch(kind="finish", rows=1, took_ms=500.0))
     clock[0] += 2 * SPAN_S
     history.ended("mail", LATE, None)
     course = history.summary()["course"]
@@ -47,6 +50,9 @@ def test_spans_move_on(history, clock):
     assert course["tokens_per_s"][-3:] == [5.0, 0, 0]
     assert course["rows"][-3:] == [4.0, None, None]
     assert course["busy"][-3:] == [0.8, 0, 0]
+    assert history.summary()["chunks"] == [
+        {"tokens": 16, "mode": "float", "count": 1}, {"tokens": 64, "mode": "int8", "count": 2},
+    ]  # fmt: skip
     assert all(len(each) == SPANS for each in course.values())
     clock[0] += SPANS * SPAN_S
     assert history.summary()["course"]["met"] == [0] * SPANS

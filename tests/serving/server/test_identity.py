@@ -69,6 +69,25 @@ def test_a_program_is_its_file_and_not_its_name(tmp_path: Path) -> None:
     assert app_of(HERE, {f"exe:{copy}": "program"}) == f"uid-{HERE.uid}"
 
 
+def test_who_may_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    path = tmp_path / "keys.json"
+    identity = Identity(keys=KeyFile(path))
+    for uid, allowed in ((0, True), (1000, True), (1001, False)):
+        peer = Peer(credentials=Credentials(1, uid, uid), app="mail")
+        assert identity.operates(scope(peer)) is allowed
+    # Without keys who is on the loopback has the service to themselves.
+    assert identity.operates(scope(LOOPBACK))
+    monkeypatch.undo()
+    plain, _ = add_key(path, "mail")
+    operator, _ = add_key(path, "admin", operator=True)
+    assert not identity.operates(scope(LOOPBACK, bearer(plain)))
+    assert identity.operates(scope(LOOPBACK, bearer(operator)))
+    for unknown in (scope(LOOPBACK), scope(LOOPBACK, bearer("no"))):
+        with pytest.raises(Unauthorized):
+            identity.operates(unknown)
+
+
 @pytest.mark.parametrize(
     "rule", ["", "uid:", "uid:-1", "uid:01", "exe:mail", "user:root", "uid:1;exe:/x", "uid:1,"]
 )

@@ -17,6 +17,11 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "config" / "keys.json"
 
 
+def app_of(keys: KeyFile, key: str) -> str | None:
+    found = keys.find(key)
+    return None if found is None else found.app
+
+
 def test_a_key_is_of_its_app_and_is_not_stored(path: Path) -> None:
     key, stored = add_key(path, "mail")
     other, _ = add_key(path, "calendar")
@@ -24,9 +29,9 @@ def test_a_key_is_of_its_app_and_is_not_stored(path: Path) -> None:
     assert key not in path.read_text()
     assert digest(key) in path.read_text()
     keys = KeyFile(path)
-    assert (keys.app_of(key), keys.app_of(other)) == ("mail", "calendar")
+    assert (app_of(keys, key), app_of(keys, other)) == ("mail", "calendar")
     for wrong in ("", key[:-1], key + "x", key * 100, "\ud800", stored.sha256, stored.id):
-        assert keys.app_of(wrong) is None
+        assert app_of(keys, wrong) is None
 
 
 def test_changes_are_seen_at_once(path: Path) -> None:
@@ -34,17 +39,35 @@ def test_changes_are_seen_at_once(path: Path) -> None:
     assert not keys.needed()
     key, stored = add_key(path, "mail")
     assert keys.needed()
-    assert keys.app_of(key) == "mail"
+    assert app_of(keys, key) == "mail"
     second, _ = add_key(path, "mail")
     assert remove_keys(path, stored.id) == (stored,)
-    assert keys.app_of(key) is None
-    assert keys.app_of(second) == "mail"
+    assert app_of(keys, key) is None
+    assert app_of(keys, second) == "mail"
     remove_keys(path, "mail")
-    assert keys.app_of(second) is None
+    assert app_of(keys, second) is None
     assert keys.needed(), "an empty list shuts"
     path.unlink()
     assert keys.needed(), "so does a file that vanishes"
     assert not KeyFile(path).needed()
+
+
+def test_operators(path: Path) -> None:
+    plain, _ = add_key(path, "mail")
+    operator, stored = add_key(path, "admin", operator=True)
+    keys = KeyFile(path)
+    assert stored.operator
+    assert [getattr(keys.find(each), "operator", None) for each in (plain, operator)] == [False, True]
+    facts = json.loads(path.read_text())
+    # A file of before there were operators.
+    for each in facts["keys"]:
+        del each["operator"]
+    path.write_text(json.dumps(facts))
+    assert [each.operator for each in read_keys(path)] == [False, False]
+    facts["keys"][0]["operator"] = 1
+    path.write_text(json.dumps(facts))
+    with pytest.raises(ConfigError, match="malformed operator"):
+        read_keys(path)
 
 
 def test_unknown_keys_cannot_be_removed(path: Path) -> None:
@@ -79,11 +102,11 @@ def test_a_file_that_others_may_use_is_refused(path: Path) -> None:
 def test_a_damaged_file_lets_nobody_in(path: Path, content: bytes) -> None:
     key, _ = add_key(path, "mail")
     keys = KeyFile(path)
-    assert keys.app_of(key) == "mail"
+    assert app_of(keys, key) == "mail"
     path.write_bytes(content)
     for _ in range(2):
         with pytest.raises(ConfigError, match="not a file of API keys"):
-            keys.app_of(key)
+            app_of(keys, key)
     with pytest.raises(ConfigError, match="not a file of API keys"):
         add_key(path, "mail")
     assert path.read_bytes() == content

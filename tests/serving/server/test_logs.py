@@ -7,14 +7,14 @@ import logging
 
 import pytest
 
+from jaxllm import GenerationConfig
 from serving.server import logs
-from serving.server.logs import Access, AccessLog
-from tests.serving.server.fake_service import ENDED, STARTED
+from serving.server.calls import Call
+from serving.server.logs import Served
 
-ACCESS = Access(
-    request_id="r1", app="mail", path="/v1/chat/completions", status=200, total_ms=812.44,
-    started=STARTED, ended=ENDED, prompt="my secret", answer="your secret",
-)  # fmt: skip
+
+def served(request_id, app):
+    return Served(request_id, {"jaxllm.app": app})
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def lines():
 
 
 def test_a_record_is_one_line(lines):
-    with logs.request("r1", "mail"):
+    with logs.request(served("r1", "mail")):
         logging.getLogger("serving.x").warning(
             "a\nforged: %s\x1b[0m\u2028", "b", extra={"chunks": 3, "time": 0}
         )
@@ -54,7 +54,7 @@ def test_errors_have_their_traceback_and_long_texts_an_end(lines):
 
 def test_tasks_have_each_their_request(lines):
     async def work(name):
-        with logs.request(name, f"app of {name}"):
+        with logs.request(served(name, f"app of {name}")):
             await asyncio.sleep(0)
             logging.getLogger("serving").info("works")
 
@@ -68,27 +68,15 @@ def test_tasks_have_each_their_request(lines):
     ]
 
 
-def test_an_access_record(lines):
-    AccessLog().write(ACCESS)
+def test_a_thread_names_the_calls_that_it_serves(lines):
+    calls = [
+        Call(app=app, request_id=name, prompt="my secret", config=GenerationConfig())
+        for name, app in (("r1.a", "mail"), ("r1.b", "mail"), ("r2.a", "notes"))
+    ]
+    logging.getLogger("serving").error("failed", extra=logs.named(calls))
     (line,) = lines()
-    del line["time"]
-    assert line == {
-        "level": "info", "logger": "jaxllm.access", "message": "call", "request_id": "r1", "app": "mail",
-        "path": "/v1/chat/completions", "status": 200, "outcome": "ended", "total_ms": 812.4,
-        "level_percent": 70, "plan": "proposed", "prompt_tokens": 120, "kept_tokens": 96, "reused_tokens": 64,
-        "queued_ms": 12.0, "finish_reason": "stop", "tokens": 21, "ttft_ms": 200.0, "tpot_ms": 30.0,
-        "met": True,
-    }  # fmt: skip
-
-
-def test_what_was_said_is_written_only_where_asked(lines):
-    AccessLog(texts=True).write(ACCESS)
-    AccessLog(texts=True).write(
-        Access(request_id="r2", app="", path="/v1/models", status=401, total_ms=1, outcome="KeyError")
-    )
-    said, refused = lines()
-    assert (said["prompt"], said["answer"]) == ("my secret", "your secret")
-    assert not {"prompt", "tokens", "level_percent"} & set(refused)
+    assert (line["request_id"], line["app"]) == ("r1.a r1.b r2.a", "mail notes")
+    assert logs.named([]) == {}
 
 
 def test_loggers_are_left_as_they_were():

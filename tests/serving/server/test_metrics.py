@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllm.errors import ConfigError
+from serving.server.dispatches import Dispatch
 from serving.server.metrics import Metrics, Names
 from tests.serving.server.fake_service import ENDED, FIGURES, STARTED
 
@@ -26,7 +27,8 @@ def test_a_call_from_its_first_to_its_last_event():
     metrics = Metrics(dict)
     metrics.taken("mail")
     metrics.started("mail", STARTED)
-    metrics.dispatched(3, 40.0, "decode", 12)
+    metrics.dispatched(Dispatch(kind="decode", rows=3, took_ms=40.0, tokens=12))
+    metrics.dispatched(Dispatch(kind="prefill", rows=1, took_ms=9.0, chunk_tokens=64, mode="int8"))
     metrics.ended("mail", ENDED, STARTED)
     metrics.refused("mail", "full")
     metrics.failed("mail", "ContextGone")
@@ -53,6 +55,8 @@ def test_a_call_from_its_first_to_its_last_event():
     assert got["jaxllm_batch_rows_sum", ("kind", "decode")] == 3
     assert got["jaxllm_dispatch_seconds_sum", ("kind", "decode")] == pytest.approx(0.04)
     assert got["jaxllm_dispatched_tokens_total", ("kind", "decode")] == 12
+    assert got["jaxllm_prefill_chunks_total", ("mode", "int8"), ("tokens", "64")] == 1
+    assert not [key for key in got if key[0] == "jaxllm_prefill_chunks_total" and ("tokens", "0") in key]
 
 
 def test_answers_without_objective_and_of_one_token():
@@ -140,7 +144,7 @@ def test_the_guide_names_metrics_that_exist():
     metrics = Metrics(lambda: FIGURES)
     metrics.taken("mail")
     metrics.started("mail", STARTED)
-    metrics.dispatched(1, 1.0, "decode")
+    metrics.dispatched(Dispatch(kind="prefill", rows=1, took_ms=1.0, chunk_tokens=16, mode="float"))
     metrics.ended("mail", ENDED)
     metrics.refused("mail", "full")
     metrics.failed("mail", "ContextGone")

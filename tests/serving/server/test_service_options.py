@@ -18,6 +18,7 @@ context_tokens = 4096
 hosts = ["laptop.local"]
 origins = ["https://app.example"]
 batch_rows = [2, 4]
+log_level = "warning"
 drain_s = 2.5
 contexts = "kept"
 context_budget = "1MB"
@@ -55,6 +56,7 @@ def test_a_file_has_all_options(tmp_path):
     assert {"laptop.local", "127.0.0.1", "[::1]"} <= set(options.guard().hosts)
     assert options.guard().origins == ("https://app.example",)
     assert options.peers().apps == {"uid:1000": "mail"}
+    assert options.log_level == "warning"
     assert (options.scheduler.queued, options.scheduler.app_queued, options.drain_s) == (5, 2, 2.5)
     contexts = options.context_options()
     assert contexts is not None

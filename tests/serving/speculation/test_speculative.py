@@ -9,10 +9,12 @@ from jaxllm.bundle.elastic import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.sampling import Sampling
+from serving.bundles import open_model
 from serving.engine import Engine
 from serving.host.direct_io import Storage
 from serving.options import EngineOptions
 from serving.request import GenerationConfig, Session
+from serving.speculation.ngram_drafter import NgramDrafter
 from serving.speculation.options import SpeculationOptions, TreeShape
 from serving.weights import pieces
 from serving.weights.footprint import drafter_bytes, fixed_bytes, whole_budget
@@ -174,6 +176,30 @@ def test_an_answer_that_is_left_harms_no_later_one(folder, plain):
         engine.stream(PROMPT, GREEDY, session=session).result().tokens
         == plain.generate(PROMPT, GREEDY).tokens
     )
+
+
+@pytest.mark.slow
+def test_a_drafter_gives_its_memory_up_and_takes_it_again(folder, plain):
+    engine = open_drafted(folder, plain, speculation(folder, "small"))
+    drafts, expected = engine.speculation, plain.generate(PROMPT, GREEDY).tokens
+    memory, counts = drafts.drafter.memory, drafts.counts
+    assert engine.generate(PROMPT, GREEDY).tokens == expected
+    with open_model(folder / "small.jaxllm") as bundle:
+        assert bundle.weight_bytes < memory.size_bytes <= memory.most_bytes
+    verified = counts.verifications
+    drafts.draft(False)
+    assert memory.size_bytes == 0
+    assert engine.generate(PROMPT, GREEDY).tokens == expected
+    assert (memory.size_bytes, counts.verifications) == (0, verified)
+    drafts.draft(True)
+    assert engine.generate(PROMPT, GREEDY).tokens == expected
+    assert memory.size_bytes > 0
+    assert counts.verifications > verified
+    engine.close()
+
+
+def test_prompt_lookup_has_no_memory_to_give_up(folder):
+    assert NgramDrafter(TREES).memory is None
 
 
 @pytest.mark.slow

@@ -253,3 +253,43 @@ def test_threads_share_an_engine(bundle_of, resident_of):
     streamed.close()
     with pytest.raises(ConfigError, match="closed"):
         streamed.generate(PROMPT, CONFIG)
+
+
+def test_layers_are_let_go_and_read_again(bundle_of, resident_of):
+    whole = resident_of()
+    engine = open_streamed(bundle_of(), whole, 0.7, levels=(40,))
+    streamed = engine.model.streamed
+    there, most = set(streamed._stream.staying()), streamed.plan.resident_bytes
+    assert streamed.resizable
+    assert len(there) >= 2
+    for level in (100, 40):
+        expected = answer(whole.at(level) if level in whole.levels else engine, level=level)
+        for share in (0.5, 0.0, 0.6, 1.0):
+            streamed.resize(int(share * most))
+            kept = set(streamed._stream.staying())
+            assert kept < there if share < 1 else kept == there
+            assert streamed.resident_bytes == sum(streamed._sizes[each] for each in kept) <= share * most
+            read = streamed.counts.read_bytes
+            assert answer(engine, level=level) == expected
+            assert streamed.counts.read_bytes > read
+    assert streamed.facts()["resident_layers"] == len(there)
+    engine.close()
+
+
+def test_a_layer_that_was_changed_meanwhile_is_not_kept(bundle_of, resident_of, tmp_path):
+    path = tmp_path / "own.jaxllm"
+    path.write_bytes(bundle_of().read_bytes())
+    engine = open_streamed(path, resident_of(), 0.7)
+    streamed = engine.model.streamed
+    streamed.resize(0)
+    number = streamed.plan.resident[0]
+    at = streamed._stream._whole[number].ranges[0].offset
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(BundleError, match="changed in place"):
+        streamed.resize(streamed.plan.resident_bytes)
+    assert number not in streamed._stream.staying()
+    engine.close()

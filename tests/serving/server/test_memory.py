@@ -1,0 +1,202 @@
+"""The memory of a service: its caches shrink under a small limit and grow back, and figures tell it all."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from jaxllm import EngineOptions, GenerationConfig
+from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError
+from serving.contexts.options import ContextOptions
+from serving.request import Session
+from serving.server import memory as memories
+from serving.server.calls import Call, Ended
+from serving.server.executor import Executor
+from serving.server.governor import Governor
+from serving.server.memory import MemoryOptions, ServiceMemory, engine_bytes
+from serving.server.prefix_sessions import PrefixSessions
+from serving.server.scheduler import SchedulerOptions
+from serving.service import LLMService
+from tests.tiny import write_tiny_bundle
+
+LIMIT = 1 << 30
+
+
+class World:
+    """What a governor measures."""
+
+    def __init__(self):
+        self.now, self.fixed, self.sessions, self.looks = 0.0, LIMIT // 2, None, 0
+
+    def taken(self):
+        self.looks += 1
+        return self.fixed + (0 if self.sessions is None else self.sessions.size_bytes)
+
+    def governed(self, holdings, options):
+        return Governor(
+            holdings, options, taken_bytes=self.taken, pressure=lambda: None, clock=lambda: self.now
+        )
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory")
+    options = EngineOptions(
+        context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16,), decode_block=4, buckets_bytes=0
+    )
+    path = write_tiny_bundle(folder / "tiny.jaxllm")
+    made = LLMService.open(path, options=options, contexts=ContextOptions(folder=folder / "contexts"))
+    yield made
+    made.close()
+
+
+def answered(executor, prompt, app="mail"):
+    config = GenerationConfig(max_tokens=4, ignore_eos=True)
+    call = Call(app=app, request_id="1", prompt=prompt, config=config)
+
+    async def run():
+        ticket = executor.submit(call, asyncio.get_running_loop())
+        return [event async for event in ticket.events()]
+
+    return asyncio.run(run())
+
+
+def until(there):
+    """Waits for what the engine's thread does after the last event."""
+    late_s = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < late_s
+        time.sleep(0.01)
+
+
+def test_prefixes_shrink_under_a_small_limit_and_grow_back(service, world):
+    memory = ServiceMemory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
+    world.sessions = sessions = memory.sessions
+    executor = Executor(service, SchedulerOptions(), memory=memory)
+    executor.start()
+    try:
+        prompt = tuple(range(1, 33))
+        first, again = (answered(executor, prompt) for _ in range(2))
+        assert (first[0].reused_tokens, again[0].reused_tokens) == (0, 31)
+        until(lambda: sessions.size_bytes)
+        assert sessions.size_bytes <= sessions.limit_bytes == sessions.most_bytes
+        # Something else takes all of the memory.
+        world.fixed, world.now = LIMIT, 10.0
+        until(lambda: sessions.limit_bytes == 0)
+        assert sessions.size_bytes == 0
+        assert [answered(executor, prompt)[0].reused_tokens for _ in range(2)] == [0, 0]
+        # And gives it back.
+        world.fixed = LIMIT // 4
+        for _ in range(50):
+            if sessions.limit_bytes == sessions.most_bytes:
+                break
+            # What shrank last grows first.
+            looks, world.now = world.looks, world.now + 10.0
+            executor._notify()
+            until(lambda looks=looks: world.looks > looks)
+        assert [answered(executor, prompt)[0].reused_tokens for _ in range(2)] == [0, 31]
+    finally:
+        executor.stop(0)
+
+
+def test_figures_with_and_without_a_limit(service, world):
+    free = ServiceMemory(service).figures(7)
+    assert free["limit_bytes"] == 0
+    assert free["process_bytes"] > 1 << 20
+    assert set(free["holdings"]) == {"weights", "kv", "prefixes", "contexts"}
+    assert free["holdings"]["weights"]["size_bytes"] == service.engine.model.bundle.weight_bytes
+    assert free["holdings"]["kv"] == {"size_bytes": 7}
+    memory = ServiceMemory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
+    memory.step()
+    figures = memory.figures(7)
+    assert (figures["process_bytes"], figures["limit_bytes"]) == (LIMIT // 2, LIMIT)
+    assert figures["holdings"]["prefixes"] == {
+        "size_bytes": 0, "limit_bytes": LIMIT // 4, "least_bytes": 0
+    }  # fmt: skip
+    assert figures["holdings"]["contexts"]["least_bytes"] > 0
+
+
+def test_running_caches_are_counted(service):
+    executor, seen = Executor(service, SchedulerOptions()), []
+    executor.memory.step = lambda: seen.append(executor.cache_bytes)
+    executor.start()
+    try:
+        answered(executor, tuple(range(1, 40)))
+    finally:
+        executor.stop(0)
+    cache = service.engine.runner.empty_cache(64)
+    assert set(seen) == {0, Session(cache=cache).size_bytes}
+    assert executor.cache_bytes == 0
+
+
+def test_where_memory_is_short_answers_run_one_at_a_time(service, monkeypatch):
+    monkeypatch.setattr(ServiceMemory, "short", True)
+    executor = Executor(service, SchedulerOptions())
+
+    async def run():
+        loop, config = asyncio.get_running_loop(), GenerationConfig(max_tokens=4, ignore_eos=True)
+        calls = [Call(app="mail", request_id=each, prompt=(1, 2, 3), config=config) for each in "12"]
+        tickets, running = [executor.submit(each, loop) for each in calls], []
+        # In place of its thread.
+        executor._one_turn()
+        while executor._jobs:
+            running.append(len(executor.running()))
+            executor._one_turn()
+        return running, [[event async for event in each.events()][-1] for each in tickets]
+
+    running, ended = asyncio.run(run())
+    assert set(running) == {0, 1}
+    assert all(isinstance(each, Ended) for each in ended)
+
+
+def test_a_layer_that_cannot_be_read_again_ends_nothing(service, world, caplog):
+    memory = ServiceMemory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
+
+    def failing(limit_bytes):
+        raise CheckpointError("the disk is gone")
+
+    memory.sessions.resize = failing
+    world.fixed = LIMIT
+    memory.step()
+    assert "memory stays as it is: the disk is gone" in caplog.text
+
+
+def test_the_engines_part_of_the_budget(monkeypatch):
+    monkeypatch.setattr(memories, "resident_bytes", lambda: 300)
+    assert engine_bytes(0) == 0
+    assert engine_bytes(1000) == 700
+    with pytest.raises(BudgetExceeded, match="300 before a model is opened"):
+        engine_bytes(300)
+    with pytest.raises(ConfigError, match="prefix_bytes must be"):
+        MemoryOptions(prefix_bytes=-1)
+
+
+def session(first, tokens=20, size=100):
+    made = Session(tokens=[*range(first, first + tokens)], weights_version=(100, 0))
+    made.cache = np.zeros(size, np.uint8)  # pyright: ignore
+    return made
+
+
+def test_an_app_gives_up_its_own_prefixes_before_others():
+    sessions = PrefixSessions(450, lambda app: 250 if app == "small" else 0)
+    sessions.keep("mail", "", session(0))
+    for first in (100, 200, 300):
+        sessions.keep("small", "", session(first))
+    assert (len(sessions), sessions.size_bytes) == (3, 300)
+    taken = sessions.take("small", "", tuple(range(100, 120)), (100, 0))
+    assert taken.cache is None
+    sessions.keep("small", "", session(400, size=251))
+    assert len(sessions) == 3
+    for first in (500, 600):
+        sessions.keep("mail", "", session(first))
+    # Beyond the limit of all, the least recently used goes, whoever's it is.
+    assert sessions.take("mail", "", tuple(range(20)), (100, 0)).cache is None
+    assert sessions.size_bytes == 400
+    sessions.resize(0)
+    assert (len(sessions), sessions.size_bytes) == (0, 0)
