@@ -1,6 +1,8 @@
 """Names every request, sends its name back, and writes one access record when its last byte is sent.
 
-app = AccessLogged(app)          # around everything, so that refused requests have a record, too
+    app = AccessLogged(app)
+
+It goes around everything else, so that requests that are refused have a name and a record, too.
 """
 
 import dataclasses
@@ -21,7 +23,9 @@ _Send = Callable[[_Message], Awaitable[None]]
 _App = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MOST_PATH = 200
-_LEFT, _FAILED, _OTHER_FAILURES = 499, 500, (503, 507)
+_PROBES = ("/health", "/ready")
+# Statuses of HTTP: the first ones of refusals and of failures, refusals among those, and a client that left.
+_REFUSED, _FAILED, _REFUSALS, _LEFT = 400, 500, (503, 507), 499
 
 
 def request_id_of(scope: Mapping[str, Any]) -> str:
@@ -56,19 +60,21 @@ class Access:
     def outcome(self) -> str:
         """ "ended", "cancelled", "refused", "failed", or the name of the class of the error that ended a
         call."""
-        calls = [each.outcome for each in self.served.calls if each.outcome != "ended"]
-        if self.error or calls:
-            return self.error or calls[0]
-        if self.status in (0, _LEFT):
-            return "cancelled"
-        if self.status >= _FAILED and self.status not in _OTHER_FAILURES:
+        outcomes = [each.outcome for each in self.served.calls]
+        errors = [self.error, *(each for each in outcomes if each not in ("ended", "cancelled"))]
+        if any(errors):
+            return next(filter(None, errors))
+        if self.status >= _FAILED and self.status not in _REFUSALS:
             return "failed"
-        return "refused" if self.status >= 400 else "ended"
+        if self.status >= _REFUSED and self.status != _LEFT:
+            # Perhaps after others of its calls had been taken.
+            return "refused"
+        return "cancelled" if self.status in (0, _LEFT) or "cancelled" in outcomes else "ended"
 
 
 class AccessLog:
-    """Writes records to the logger `jaxllm.access`, at the level "info". No text of prompts and answers, no
-    keys and no queries."""
+    """Writes records to the logger `jaxllm.access`, at the level "info", those of probes at "debug". No text
+    of prompts and answers, no keys and no queries."""
 
     def __init__(self) -> None:
         self._log = logging.getLogger(ACCESS)
@@ -88,7 +94,8 @@ class AccessLog:
         }
         if served.calls:
             fields |= _of_calls(served)
-        self._log.info("request", extra=fields)
+        # Probes come every few seconds for as long as the service runs.
+        self._log.log(logging.DEBUG if access.path in _PROBES else logging.INFO, "request", extra=fields)
 
 
 def _of_calls(served: Served) -> dict[str, Any]:

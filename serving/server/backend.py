@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from jaxllm.errors import ConfigError
 from serving.server.calls import Call, ContextFacts, Conversation, ModelFacts, Refused
 from serving.server.context_turns import ContextTurns
-from serving.server.engine_figures import reading_figures
+from serving.server.engine_figures import storage_figures
 from serving.server.executor import Executor
 from serving.server.job import prompt_ids_of
 from serving.server.ticket import EngineTicket
@@ -135,7 +135,7 @@ class EngineBackend:
         waits = [queue.now_ms - each.since_ms for each in queue.waiting]
         running = Counter(executor.running())
         return {
-            **reading_figures(executor.service.engine.model),
+            **storage_figures(executor.service.engine.model),
             "queue": {
                 "waiting": len(waits),
                 "limit": executor.options.queued,

@@ -73,16 +73,6 @@ class ContextTurns:
         self._known = {(each.app, each.name): each for each in contexts.store.records()}
         self._damaged = frozenset((each.app, each.name) for each in contexts.store.damage())
 
-    @property
-    def size_bytes(self) -> int:
-        """Of chunks in memory."""
-        return self._contexts.memory.resident_bytes
-
-    @property
-    def limit_bytes(self) -> int:
-        """Most bytes of chunks in memory."""
-        return self._contexts.memory.budget_bytes
-
     def require(self, app: str, name: str) -> None:
         """Checks that an app has a context. From any thread.
 

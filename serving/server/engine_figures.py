@@ -4,7 +4,7 @@ from serving.loading import LoadedModel
 from serving.server.figures import Figures
 
 
-def reading_figures(model: LoadedModel) -> Figures:
+def storage_figures(model: LoadedModel) -> Figures:
     """The experts that were visited, and the bytes that were read from storage since the start; empty where
     all weights are in memory."""
     streamed = model.streamed

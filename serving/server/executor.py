@@ -301,9 +301,9 @@ class Executor:
         """The queue, without calls that wait where there is too little memory for more than those that
         run."""
         queue = self.queue()
-        return (
-            dataclasses.replace(queue, work=queue.running) if self.memory.short and queue.running else queue
-        )
+        if self.memory.short and queue.running:
+            return dataclasses.replace(queue, work=queue.running)
+        return queue
 
     def _close(self, job: Job, *, late: bool) -> None:
         if job.run is not None and job.run.stage != "ended":

@@ -66,8 +66,8 @@ class Governor:
       clock: seconds that do not go back.
 
     Attributes:
-      short_bytes: by which the budget is too small even with all holdings at their least; calls that need
-        more memory should be refused while it is not 0.
+      short_bytes: by which the budget is too small even with all holdings at their least; what needs more
+        memory should wait while it is not 0.
 
     Raises:
       ConfigError: a holding is of an unknown kind, or two are of one kind; or the system does not tell what
@@ -124,8 +124,8 @@ class Governor:
         before, self._division = self._division, divide(portions, self._division, self._seen, self._options)
         if self._division.short_bytes and not before.short_bytes:
             _log.warning(
-                "the memory budget of %s bytes is %s bytes too small although all that can shrink has: give "
-                "more, or ask for shorter contexts",
+                "the memory budget of %s bytes is %s bytes too small although all that can shrink has: until "
+                "it is enough, answers begin one at a time; give more, or ask for shorter contexts",
                 f"{self._options.limit_bytes:,}",
                 f"{self._division.short_bytes:,}",
             )

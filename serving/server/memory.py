@@ -12,6 +12,8 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
+import jax
+
 from jaxllm.errors import BudgetExceeded, ConfigError, JaxllmError
 from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.growth import most_bytes
@@ -59,6 +61,8 @@ def engine_bytes(limit_bytes: int) -> int:
     """
     if not limit_bytes:
         return 0
+    # Starts the backend, which takes memory whatever the model.
+    jax.default_backend()
     taken = resident_bytes()
     if taken >= limit_bytes:
         raise BudgetExceeded(

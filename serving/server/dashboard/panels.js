@@ -69,15 +69,9 @@ export function tiles({ figures, history }, levels) {
   const batches = course.rows.slice(-6).filter((value) => value !== null);
   const rows = batches.length ? sum(batches) / batches.length : null;
   figure("tile-rows", rows === null ? DASH : rows.toFixed(1), "");
-  $("note-rows").textContent = [rows === null ? "nothing was decoded of late" : "mean of the last minute", ...usual(history.chunks)].join("; ");
+  $("note-rows").textContent = rows === null ? "nothing was decoded of late" : "mean of the last minute";
   show($("spark-rows"), course.rows, (values) =>
     sparkline(values, { least: 0, most: Math.max(2, ...values.map((each) => each ?? 0)), label: `Answers per dispatch, ${span}` }));
-}
-
-/** The most frequent chunk of prompts. */
-function usual(chunks) {
-  const most = [...chunks].sort((one, other) => other.count - one.count)[0];
-  return most ? [`prompts by ${most.tokens} tokens (${most.mode})`] : [];
 }
 
 function figure(id, value, unit) {
@@ -158,6 +152,9 @@ export function plans({ figures, history }, levels) {
   const sources = Object.keys(SOURCES).filter((source) => history.plans.some((plan) => plan.source === source));
   show($("plans-key"), sources, () => sources.flatMap((source) =>
     [coloured(el("span", { class: "swatch" }), SOURCES[source][0]), SOURCES[source][1]]));
+  const fed = sum(history.chunks.map((chunk) => chunk.count));
+  $("chunks-note").textContent = fed ? `Prompts come in chunks of ${history.chunks
+    .map((chunk) => `${chunk.tokens} tokens in ${chunk.mode} (${percent(chunk.count / fed)})`).join(", ")}.` : "";
   const running = new Map();
   for (const each of figures.running ?? []) running.set(each.level, (running.get(each.level) ?? 0) + each.count);
   show($("plans"), [history.plans, known, [...running]], () => {

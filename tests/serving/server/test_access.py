@@ -68,8 +68,16 @@ def test_several_calls_and_one_that_was_cut_short(records):
     calls = (CallRecord(started=STARTED, tokens=5), CallRecord(tokens=2, outcome="NotFinite"))
     AccessLog().write(Access(served=served(*calls), method="POST", path="/", status=200, total_ms=1))
     told = fields(records()[0])
-    assert (told["calls"], told["tokens"], told["outcome"]) == (2, 7, "cancelled")
+    assert (told["calls"], told["tokens"]) == (2, 7)
+    assert told["outcome"] == "NotFinite"
     assert "finish_reason" not in told
+
+
+@pytest.mark.parametrize(("status", "outcome"), [(200, "cancelled"), (429, "refused"), (499, "cancelled")])
+def test_a_call_that_was_cancelled(records, status, outcome):
+    """By its client, or because another of the request was refused."""
+    AccessLog().write(Access(served=served(CallRecord()), method="POST", path="/", status=status, total_ms=1))
+    assert fields(records()[0])["outcome"] == outcome
 
 
 @pytest.mark.parametrize(
@@ -81,6 +89,15 @@ def test_requests_without_calls(records, status, outcome):
     told = fields(records()[0])
     assert (told["status"], told["outcome"], told["app"]) == (status, outcome, "notes")
     assert (b"x-request-id", told["request_id"].encode()) in sent[0]["headers"]
+
+
+def test_probes_are_told_to_who_debugs(records, caplog):
+    for path in ("/health", "/ready", "/metrics"):
+        run(answering(200), path=path)
+    assert [each.path for each in records()] == ["/metrics"]
+    caplog.set_level(logging.DEBUG)
+    run(answering(503), path="/ready")
+    assert records()[-1].status == 503
 
 
 def test_parts_of_a_path_that_clients_choose_are_not_told(records):

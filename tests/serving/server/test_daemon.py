@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from serving.server.keys import add_key
 from tests.serving.server.daemons import MAIN, Process
 from tests.tiny import write_tiny_bundle
 
@@ -48,7 +49,7 @@ class Service:
 
     def __init__(self, folder):
         self.config, self.path = folder / "service.toml", folder / "s"
-        self.config.write_text("context_tokens = 128\nbatch_rows = [2]\n" + LIMITS.format(8))
+        self.config.write_text("context_tokens = 128\nbatch_rows = [2]\nmemory = '8GB'\n" + LIMITS.format(8))
         with contextlib.ExitStack() as stack:
             tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             unix = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -137,6 +138,10 @@ def test_over_the_socket_an_app_is_known_by_its_user(service):
     with httpx.Client(transport=transport, base_url="http://service") as client:
         assert client.post("/v1/completions", json=CALL | {"max_tokens": 2}).status_code == 200
         figures = client.get("/metrics").text
+    # The kinds of what the engine did, and its memory against the budget.
+    assert 'jaxllm_dispatched_tokens_total{kind="prefill"}' in figures
+    assert "jaxllm_memory_limit_bytes 8e+09" in figures
+    assert 'jaxllm_holding_limit_bytes{holding="prefixes"} 2.68435456e+08' in figures
     assert re.search(r'jaxllm_calls_ended_total\{app="uid-\d+",\w+="\w+"\} 1.0', figures), figures
 
 
@@ -212,8 +217,16 @@ def test_it_drains_at_sigterm(service):
 
 def test_it_answers_and_stops_while_it_loads(tmp_path):
     path = tmp_path / "own"
-    process = Process(tmp_path, "--socket", path, script=LOADING)
+    app, _ = add_key(tmp_path / "keys.json", "mail")
+    operator, _ = add_key(tmp_path / "keys.json", "admin", operator=True)
+    process = Process(tmp_path, "--socket", path, "--http", "127.0.0.1:0", script=LOADING)
     try:
+        url = process.until(lambda: re.search(r"listening on (http://127[^\s\"]+)", process.text()))[1]
+        for key, status in ((app, 403), (operator, 200)):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert httpx.get(url + "/metrics", headers=headers).status_code == status
+            assert httpx.get(url + "/v1/models", headers=headers).status_code == 503
+        assert httpx.get(url + "/metrics").status_code == 401
         process.until(lambda: "listening on unix:" in process.text())
         with httpx.Client(
             transport=httpx.HTTPTransport(uds=str(path)), base_url="http://service", timeout=60

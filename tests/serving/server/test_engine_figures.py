@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from jaxllm import EngineOptions
 from serving.engine import Engine
-from serving.server.engine_figures import reading_figures
+from serving.server.engine_figures import storage_figures
 from serving.weights.experts.cache import ExpertCounts
 from serving.weights.experts.weights import ExpertWeights
 from serving.weights.footprint import fixed_bytes, whole_budget
@@ -16,7 +16,7 @@ OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), decode_block=4, b
 
 
 def test_weights_in_memory_are_not_read():
-    assert reading_figures(SimpleNamespace(streamed=None)) == {}
+    assert storage_figures(SimpleNamespace(streamed=None)) == {}
 
 
 def test_streamed_weights_tell_what_was_read(tmp_path):
@@ -25,9 +25,9 @@ def test_streamed_weights_tell_what_was_read(tmp_path):
     budget = whole_budget(fixed + 3 * path.stat().st_size // 4)
     engine = Engine.open(path, options=dataclasses.replace(OPTIONS, memory_bytes=budget))
     try:
-        before = reading_figures(engine.model)["read_bytes"]["weights"]
+        before = storage_figures(engine.model)["read_bytes"]["weights"]
         engine.generate("hello")
-        assert reading_figures(engine.model)["read_bytes"]["weights"] > before
+        assert storage_figures(engine.model)["read_bytes"]["weights"] > before
     finally:
         engine.close()
 
@@ -35,7 +35,7 @@ def test_streamed_weights_tell_what_was_read(tmp_path):
 def test_experts_tell_their_visits():
     streamed = ExpertWeights.__new__(ExpertWeights)
     streamed.cache = SimpleNamespace(counts=ExpertCounts(visits=9, hits=6, foreseen=2, read_bytes=300))
-    assert reading_figures(SimpleNamespace(streamed=streamed)) == {
+    assert storage_figures(SimpleNamespace(streamed=streamed)) == {
         "experts": {"visits": 9, "hits": 6, "foreseen": 2},
         "read_bytes": {"experts": 300},
     }

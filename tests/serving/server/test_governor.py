@@ -91,8 +91,8 @@ def test_a_budget_that_is_too_small_is_told_once(world, caplog):
             governor.step()
     assert governor.short_bytes == 100
     assert [each.message for each in caplog.records] == [
-        "the memory budget of 1,000 bytes is 100 bytes too small although all that can shrink has: give "
-        "more, or ask for shorter contexts"
+        "the memory budget of 1,000 bytes is 100 bytes too small although all that can shrink has: until it "
+        "is enough, answers begin one at a time; give more, or ask for shorter contexts"
     ]
 
 

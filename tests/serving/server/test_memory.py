@@ -1,7 +1,9 @@
 """The memory of a service: its caches shrink under a small limit and grow back, and figures tell it all."""
 
 import asyncio
+import dataclasses
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from jaxllm import EngineOptions, GenerationConfig
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError
 from serving.contexts.options import ContextOptions
+from serving.engine import Engine
 from serving.request import Session
 from serving.server import memory as memories
 from serving.server.calls import Call, Ended
@@ -18,7 +21,8 @@ from serving.server.memory import MemoryOptions, ServiceMemory, engine_bytes
 from serving.server.prefix_sessions import PrefixSessions
 from serving.server.scheduler import SchedulerOptions
 from serving.service import LLMService
-from tests.tiny import write_tiny_bundle
+from serving.weights.footprint import fixed_bytes, whole_budget
+from tests.tiny import TINY, write_tiny_bundle
 
 LIMIT = 1 << 30
 
@@ -27,11 +31,13 @@ class World:
     """What a governor measures."""
 
     def __init__(self):
-        self.now, self.fixed, self.sessions, self.looks = 0.0, LIMIT // 2, None, 0
+        self.now, self.fixed, self.looks = 0.0, LIMIT // 2, 0
+        self.sessions = self.layers = None
 
     def taken(self):
         self.looks += 1
-        return self.fixed + (0 if self.sessions is None else self.sessions.size_bytes)
+        prefixes = 0 if self.sessions is None else self.sessions.size_bytes
+        return self.fixed + prefixes + (0 if self.layers is None else self.layers.resident_bytes)
 
     def governed(self, holdings, options):
         return Governor(
@@ -103,6 +109,37 @@ def test_prefixes_shrink_under_a_small_limit_and_grow_back(service, world):
         assert [answered(executor, prompt)[0].reused_tokens for _ in range(2)] == [0, 31]
     finally:
         executor.stop(0)
+
+
+def test_layers_of_a_streamed_model_are_let_go_last_and_come_back_first(tmp_path, world):
+    cfg = dataclasses.replace(TINY, layers=8, attention_windows=())
+    options = EngineOptions(context_tokens=64, chunk_tokens=(16,), decode_block=4, buckets_bytes=0)
+    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=cfg)
+    fixed = fixed_bytes(cfg, options.resolve(cfg, quantized=False))
+    budget = whole_budget(fixed + 3 * path.stat().st_size // 4)
+    engine = Engine.open(path, options=dataclasses.replace(options, memory_bytes=budget))
+    streamed, expected = engine.model.streamed, engine.generate("hello").tokens
+    most = streamed.resident_bytes
+    memory = ServiceMemory(
+        SimpleNamespace(engine=engine, contexts=None),  # pyright: ignore
+        MemoryOptions(limit_bytes=4 * most), governed=world.governed,
+    )  # fmt: skip
+    assert set(memory.figures(0)["holdings"]) == {"weights", "kv", "prefixes", "layers"}
+    world.layers, world.fixed = streamed, 0
+    sizes, limits = [], []
+    # What else takes memory, at each look: room for prefixes, for half of the layers, for none, for all.
+    for fixed, looks in ((0, 1), (3.5 * most, 1), (4 * most, 1), (0, 40)):
+        world.fixed = int(fixed)
+        for _ in range(looks):
+            world.now += 20.0
+            memory.step()
+        sizes.append(streamed.resident_bytes)
+        limits.append(memory.sessions.limit_bytes)
+        assert engine.generate("hello").tokens == expected
+    assert (sizes[0], sizes[2], sizes[3]) == (most, 0, most)
+    assert 0 < sizes[1] <= most // 2
+    assert limits == [most, 0, 0, most]
+    engine.close()
 
 
 def test_figures_with_and_without_a_limit(service, world):
