@@ -39,6 +39,7 @@ class ContextTurn:
       prompt: these tokens and the turn's.
       whole: expected cost of the turn at the whole model.
       expected: the same at the context's level.
+      most_bytes: that chunks of the context will take in memory; at least 1.
     """
 
     record: Record
@@ -46,6 +47,7 @@ class ContextTurn:
     prompt: tuple[int, ...]
     whole: Cost
     expected: Cost
+    most_bytes: int
 
     @property
     def computed_tokens(self) -> int:
@@ -54,7 +56,7 @@ class ContextTurn:
 
 
 class ContextTurns:
-    """The contexts of a service. All but `require` and `figures` are for the engine's thread.
+    """The contexts of a service. All is for the engine's thread, but for what says otherwise.
 
     Args:
       contexts: of all apps.
@@ -72,16 +74,23 @@ class ContextTurns:
         # For other threads, which must not ask the store.
         self._known = {(each.app, each.name): each for each in contexts.store.records()}
         self._damaged = frozenset((each.app, each.name) for each in contexts.store.damage())
+        self._pinned_bytes = 0
+        self._count_pinned()
 
     @property
     def size_bytes(self) -> int:
-        """Of chunks in memory."""
+        """Of chunks in memory. From any thread."""
         return self._contexts.memory.resident_bytes
 
     @property
     def limit_bytes(self) -> int:
-        """Most bytes of chunks in memory."""
+        """Most bytes of chunks in memory. From any thread."""
         return self._contexts.memory.budget_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """For chunks of contexts that run: what pinned ones leave. From any thread."""
+        return max(0, self.limit_bytes - self._pinned_bytes)
 
     def require(self, app: str, name: str) -> None:
         """Checks that an app has a context. From any thread.
@@ -156,7 +165,12 @@ class ContextTurns:
             )
 
         return ContextTurn(
-            record=record, before=len(before), prompt=prompt, whole=cost(WHOLE), expected=cost(level)
+            record=record,
+            before=len(before),
+            prompt=prompt,
+            whole=cost(WHOLE),
+            expected=cost(level),
+            most_bytes=max(1, contexts.chunk_bytes(record, len(prompt) + config.max_tokens)),
         )
 
     def begin(self, turn: ContextTurn, call: Call, load: Load) -> tuple[Request, ContextCall]:
@@ -189,6 +203,7 @@ class ContextTurns:
             self._known[app, name] = self._contexts.store.record(name, app)
         except JaxllmError:
             self._known.pop((app, name), None)
+        self._count_pinned()
 
     def forked(self, turn: ContextTurn) -> Record:
         """A new context with those tokens that a turn follows.
@@ -205,6 +220,10 @@ class ContextTurns:
         with contextlib.suppress(JaxllmError):
             self._contexts.delete(record.name)
         self._contexts.pending_errors.forget(record.name)
+
+    def _count_pinned(self) -> None:
+        pinned = [each for each in self._known.values() if each.pinned]
+        self._pinned_bytes = sum(map(self._contexts.chunk_bytes, pinned))
 
     def _turn_ids(self, call: Call, before: Sequence[int]) -> Sequence[int]:
         engine, prompt, now = self._contexts.engine, call.prompt, datetime.now()
@@ -240,6 +259,7 @@ class ContextTurns:
             require_pin(self._limits_of(app), self.listed(app), name)
         record = self._contexts.pin(name, pinned)
         self._known[app, name] = record
+        self._count_pinned()
         return _facts(record)
 
     def delete(self, app: str, name: str) -> None:

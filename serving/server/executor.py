@@ -209,11 +209,14 @@ class Executor:
 
     def queue(self) -> Queue:
         """The calls that there are now."""
-        jobs = [*list(self._jobs.values()), *list(self._inbox)]
+        return self._queue([*list(self._jobs.values()), *list(self._inbox)])
+
+    def _queue(self, jobs: Iterable[Job]) -> Queue:
         return Queue(
             now_ms=1000 * time.perf_counter(),
             work=[job.work(self._together.batchable) for job in jobs],
             engine_ms=dict(self._engine_ms),
+            context_bytes=0 if self.contexts is None else self.contexts.room_bytes,
         )
 
     def running(self) -> list[tuple[str, int]]:
@@ -295,7 +298,8 @@ class Executor:
             job.ticket.put(Refused("the service has stopped in the middle of the answer", reason="draining"))
 
     def _dispatch(self) -> None:
-        action = next_action(self.queue(), self.options)
+        # Of those that were accepted: others may come at any moment.
+        action = next_action(self._queue(self._jobs.values()), self.options)
         jobs = [self._jobs[each] for each in action.ids]
         began = time.perf_counter()
         with self._failing(jobs):

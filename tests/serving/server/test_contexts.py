@@ -13,6 +13,7 @@ import pytest
 from jaxllm.client import Busy
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
 from jaxllm.sampling import Sampling
+from serving import batch
 from serving.contexts import store as stores
 from serving.request import GenerationConfig
 from serving.server import executor as executors
@@ -155,20 +156,43 @@ def test_a_context_has_its_level_and_objectives_are_judged(http):
     assert "level 50" in refused.text
 
 
-def test_answers_in_contexts_are_decoded_together_with_others(served, http):
-    one, other = made(http), made(http)
-    alone = [said(http, one, FOX, 40).json()["choices"][0]["text"]]
+def test_answers_in_contexts_are_decoded_together_with_others(served, http, monkeypatch):
+    together, real = [], batch.decode_together
+
+    def counted(runs):
+        together.append([run.request.prompt for run in runs])
+        return real(runs)
+
+    names = [made(http) for _ in range(3)]
+    alone = [said(http, names[0], FOX, 40).json()["choices"][0]["text"]]
     body = {"prompt": FOX, "max_tokens": 40, **WHOLE}
     alone.append(http.post("/v1/completions", json=body).json()["choices"][0]["text"])
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+    monkeypatch.setattr(batch, "decode_together", counted)
+    with slowly(monkeypatch), concurrent.futures.ThreadPoolExecutor(3) as pool:
         asked = [
-            pool.submit(said, http, other, FOX, 40),
-            *(pool.submit(http.post, "/v1/completions", json=body) for _ in range(2)),
+            *(pool.submit(said, http, name, FOX, 40) for name in names[1:]),
+            pool.submit(http.post, "/v1/completions", json=body),
         ]
         texts = [each.result().json()["choices"][0]["text"] for each in asked]
-    assert texts == [alone[0], alone[1], alone[1]]
-    # Contexts have their own caches, and no prefix of other calls.
-    assert served.executor.contexts.figures()["mail"]["contexts"] == 2
+    assert texts == [alone[0], alone[0], alone[1]]
+    assert any(len(each) == 2 and each[0] == each[1] for each in together)
+
+
+def test_contexts_wait_for_memory_that_others_have(served, http, monkeypatch):
+    names = [made(http) for _ in range(3)]
+    record = served.service.contexts.record("mail", names[0])
+    budget, most = served.service.contexts.options.budget_bytes, 0
+    served.restart(budget_bytes=served.service.contexts.chunk_bytes(record, WINDOW) + 1)
+    try:
+        with slowly(monkeypatch), concurrent.futures.ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(said, http, name, FOX, 80) for name in names]
+            while not all(each.done() for each in asked):
+                most = max(most, len(served.executor.running()))
+                time.sleep(0.01)
+        assert {each.result().status_code for each in asked} == {200}
+        assert most == 1
+    finally:
+        served.restart(budget_bytes=budget)
 
 
 def test_a_fork_leaves_the_context_as_it_is(served, http):
