@@ -242,7 +242,8 @@ class Backend(Protocol):
         ...
 
     def submit(self, call: Call) -> Ticket:
-        """Takes a call.
+        """Takes a call. What is wrong with a turn in a context, such as an instruction after the first one,
+        is told by the ticket's events.
 
         Raises:
           Refused: it is loading or draining, or its queue or the app's share of it is full.

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import errno
 import json
+import re
 import threading
 import time
 
@@ -193,6 +194,24 @@ def test_contexts_wait_for_memory_that_others_have(served, http, monkeypatch):
         assert most == 1
     finally:
         served.restart(budget_bytes=budget)
+
+
+def test_turns_are_guided_and_sampled_and_nothing_compiles(served, http, compiles):
+    name = made(http)
+    facts(http, name, FOX, 20)
+    with compiles() as count:
+        guided = said(http, name, "and?", grammar={"regex": "[a-c]{5}"}).json()
+        assert re.fullmatch("[a-c]{5}", guided["choices"][0]["text"])
+        drawn = [facts(http, made(http, level=50), FOX, temperature=1, seed=seed) for seed in (3, 3, 4)]
+        assert [each["seed"] for each in drawn] == [3, 3, 4]
+        tokens = [served.service.contexts.store.record(each["context"]).tokens[-8:] for each in drawn]
+        assert tokens[0] == tokens[1] != tokens[2]
+        forked(served, name, 18, "so?")
+        other = made(http)
+        assert facts(http, other, [7] * 60)["reused_tokens"] == 0
+        # From chunks in memory, because another one ran since.
+        assert facts(http, name, "and?")["reused_tokens"] >= 32
+    assert count() == 0
 
 
 def test_a_fork_leaves_the_context_as_it_is(served, http):
