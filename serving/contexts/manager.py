@@ -171,10 +171,27 @@ class Contexts:
         record.origin.require(origin_of(self.engine, self._chunk_io[record.origin.level]), name)
         return record
 
-    def chunk_bytes(self, record: Record, tokens: int | None = None) -> int:
-        """The most bytes of a context's chunks in memory, as it is, or when it has so many tokens; 0 where
-        its level is not served."""
-        chunk_io = self._chunk_io.get(record.origin.level)
+    def at_level(self, app: str, name: str, level: int) -> Record:
+        """Sets the level of an app's context. Its tokens stay, and the next call computes its chunks.
+
+        Raises:
+          ConfigError: the level is not served, or a call runs in the context.
+          ContextGone, BudgetExceeded, CheckpointError: see `record` and `ContextStore.commit`.
+        """
+        record = self.record(app, name)
+        origin = origin_of(self.engine, self._chunk_io[self.engine.runner_at(level).level])
+        if record.origin == origin:
+            return record
+        self._require_idle(name)
+        # Memory first: chunks in memory must never outlive those on storage.
+        self.memory.cut(name, 0)
+        self._forget_cache(name)
+        return self.store.commit(dataclasses.replace(record, origin=origin, bits=(), mass=(), seen=()))
+
+    def chunk_bytes(self, record: Record, tokens: int | None = None, level: int | None = None) -> int:
+        """The most bytes of a context's chunks in memory, as it is, or with so many tokens or at another
+        level; 0 where that is not served."""
+        chunk_io = self._chunk_io.get(level or record.origin.level)
         if chunk_io is None:
             return 0
         window = self.engine.options.context_tokens

@@ -99,8 +99,8 @@ class Started:
       kept_tokens: of them, what the plan kept.
       reused_tokens: of them, what a cache had already.
       level: that answers, in percent.
-      source: of the plan (see `serving.planning.planner.Plan`); "context" for a turn in a context, which has
-        the context's level, and "unplanned" where the call had no objective.
+      source: of the plan (see `serving.planning.planner.Plan`); "context" for a turn in a context, and
+        "unplanned" where another call had no objective.
       queued_ms: from the call to the first step.
       context_tokens: tokens of the prompt that a context had before.
     """

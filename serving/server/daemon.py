@@ -215,7 +215,10 @@ class Daemon:
         )
         contexts = None
         if service.contexts is not None:
-            contexts = ContextTurns(service.contexts, service.profile, self.backend.limits_of)
+            contexts = ContextTurns(
+                service.contexts, service.profile, self.backend.limits_of,
+                margin=service.planner.safety_margin,
+            )  # fmt: skip
         executor = Executor(service, scheduler, together=batch, contexts=contexts)
         executor.start()
         self.backend.opened(executor, self._options.model_name)

@@ -146,15 +146,40 @@ def test_what_is_no_turn_is_refused_and_changes_nothing(http):
     assert http.get(f"/v1/contexts/{name}").json() == before
 
 
-def test_a_context_has_its_level_and_objectives_are_judged(http):
+def test_a_context_has_its_level_until_an_objective_allows_more(http):
     assert http.post("/v1/contexts", json={"level": 70}).status_code == 400
     name = made(http, level=50)
-    told = facts(http, name, FOX, slo={"ttft_ms": 1e6, "tpot_ms": 1e6})
-    assert (told["level"], told["source"], told["met"]) == (50, "context", True)
-    assert facts(http, name, FOX, slo={"ttft_ms": 1e-3, "tpot_ms": 1e-3})["met"] is False
+    told = facts(http, name, FOX, 20)
+    assert (told["level"], told["source"], told["met"]) == (50, "context", None)
+    # What no level can do, the nearest does: that which has the context already.
+    told = facts(http, name, FOX, slo={"ttft_ms": 1e-3, "tpot_ms": 1e9})
+    assert (told["level"], told["met"]) == (50, False)
     refused = said(http, name, FOX, slo={"ttft_ms": 1e-3, "tpot_ms": 1e-3}, strict=True)
     assert refused.status_code == 422
-    assert "level 50" in refused.text
+    assert "no sub-model meets" in refused.text
+    told = facts(http, name, "and?", slo={"ttft_ms": 1e6, "tpot_ms": 1e6})
+    # All of it is computed again, and from here on it is there.
+    assert (told["level"], told["met"], told["reused_tokens"]) == (100, True, 0)
+    assert http.get(f"/v1/contexts/{name}").json()["level"] == 100
+    told = facts(http, name, "so?")
+    assert told["level"] == 100
+    assert told["reused_tokens"] > 16
+
+
+def test_a_context_that_changed_its_level_answers_as_a_new_one_of_that_level(served, http):
+    name = made(http, level=50)
+    facts(http, name, FOX, 20)
+    before = served.service.contexts.store.record(name)
+    facts(http, name, [5, 6, 7], 12, slo={"ttft_ms": 1e6, "tpot_ms": 1e6})
+    after = served.service.contexts.store.record(name)
+    config = GenerationConfig(max_tokens=12, sampling=GREEDY)
+    alone = served.service.engine.stream([*before.tokens, 5, 6, 7], config).result()
+    assert list(after.tokens) == [*before.tokens, 5, 6, 7, *alone.tokens]
+    assert after.origin.level == 100
+    assert len(after.bits) == (len(after.tokens) - 1) // 16
+    served.restart()
+    assert served.service.contexts.store.verify() == []
+    assert facts(http, name, [9])["reused_tokens"] == len(after.bits) * 16
 
 
 def test_answers_in_contexts_are_decoded_together_with_others(served, http, monkeypatch):
