@@ -6,10 +6,9 @@ them.
     finish    compresses new chunks by density, writes them ahead of time, and loads them into memory
     delete    removes a context from memory and storage
 
-Calls of different contexts may run in turns, each with its own cache; chunks of those that run stay in
-memory. In between, `ChunkMemory` evicts chunks, which are on storage already. The cache of the context that
-ran last stays as it is until another one begins. Options turn this into the baselines: write at eviction, or
-never, or compute only lost chunks.
+Calls of different contexts may run in turns, each with its own cache. `ChunkMemory` evicts chunks, which are
+on storage already, of those that do not run. The last one's cache stays until another call begins.
+Options turn this into the baselines: write at eviction, or never, or compute only lost chunks.
 
 An interrupt may come anywhere. The store decides what a context is; chunks in memory are valid only while the
 store's record is the one that memory knows (`_let_go`), which the next call checks.
@@ -175,8 +174,8 @@ class Contexts:
         """Sets the level of an app's context. Its tokens stay, and the next call computes its chunks.
 
         Raises:
-          ConfigError: the level is not served, or a call runs in the context.
-          ContextGone, BudgetExceeded, CheckpointError: see `record` and `ContextStore.commit`.
+          ConfigError: the level is not served, or a call runs in it.
+          ContextGone, BudgetExceeded, CheckpointError: see `record`, `ContextStore.commit`.
         """
         record = self.record(app, name)
         origin = origin_of(self.engine, self._chunk_io[self.engine.runner_at(level).level])
@@ -189,14 +188,15 @@ class Contexts:
         return self.store.commit(dataclasses.replace(record, origin=origin, bits=(), mass=(), seen=()))
 
     def chunk_bytes(self, record: Record, tokens: int | None = None, level: int | None = None) -> int:
-        """The most bytes of a context's chunks in memory, as it is, or with so many tokens or at another
-        level; 0 where that is not served."""
-        chunk_io = self._chunk_io.get(level or record.origin.level)
-        if chunk_io is None:
-            return 0
-        window = self.engine.options.context_tokens
-        count = len(record.bits) if tokens is None else min(tokens, window) // chunk_io.chunk_tokens
-        return most_bytes(chunk_io, self.options, count)
+        """The most bytes of a context's chunks in memory, perhaps with other tokens or at another level; 0
+        where that is not served."""
+        chunk_io, window = (
+            self._chunk_io.get(level or record.origin.level),
+            self.engine.options.context_tokens,
+        )
+        size = record.origin.chunk_tokens
+        count = len(record.bits) if tokens is None else min(tokens, window) // size
+        return 0 if chunk_io is None else most_bytes(chunk_io, self.options, count)
 
     def pin(self, name: str, pinned: bool) -> Record:
         """Keeps a context's chunks in memory once they are there, or lets them be evicted.
