@@ -81,6 +81,7 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     """
     return LLMService.open(
         options.model or None,
+        levels=options.levels or None,
         options=EngineOptions(
             context_tokens=options.context_tokens,
             memory_bytes=options.memory,
@@ -205,7 +206,7 @@ class Daemon:
             self._options.scheduler,
             batch_rows=min(self._options.scheduler.batch_rows, rows[-1] if rows else 1),
         )
-        executor = Executor(service, scheduler, together=batch)
+        executor = Executor(service, scheduler, prefix_bytes=self._options.prefix_memory, together=batch)
         executor.start()
         self.backend.opened(executor, self._options.model_name)
         self._notifier.send("READY=1", f"STATUS=serving {self._options.model_name}")

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from jaxllm.bundle import SUFFIX
+from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.option_types import Size
 from serving.options import BATCH_ROWS
@@ -25,6 +26,7 @@ from serving.server.peer import PeerOptions
 from serving.server.scheduler import SchedulerOptions
 
 DEFAULT_HTTP = "127.0.0.1:8080"
+DEFAULT_PREFIX_BYTES = 64 << 20
 _MOST_FILE_BYTES = 1 << 20
 _MOST_PORT = (1 << 16) - 1
 _MOST_MODE = 0o777
@@ -51,6 +53,9 @@ class ServerOptions:
       draft: as `jaxllm generate --draft` takes it; empty for none.
       batch_rows: numbers of answers that are decoded together, where native kernels read the weights;
         empty for one by one.
+      levels: of an elastic model to plan with, in percent; empty for all that it has, (100,) for the whole
+        model alone.
+      prefix_memory: most bytes of ended answers' caches, which prompts that begin alike reuse; 0 for none.
       drain_s: seconds that running answers have to end once the service is told to stop.
       scheduler: bounds of the queue and of what runs.
       limits: of each app; read again at SIGHUP.
@@ -69,6 +74,8 @@ class ServerOptions:
     memory: int = 0
     draft: str = ""
     batch_rows: tuple[int, ...] = BATCH_ROWS
+    levels: tuple[int, ...] = ()
+    prefix_memory: int = DEFAULT_PREFIX_BYTES
     drain_s: float = 30.0
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
     limits: Limits = dataclasses.field(default_factory=Limits)
@@ -87,7 +94,7 @@ class ServerOptions:
             if value is not None and not (isinstance(value, str | Path) and str(value)):
                 raise ConfigError(f"{name} must be a path, got {value!r:.80}")
             object.__setattr__(self, name, None if value is None else Path(value))
-        for name, least in {"context_tokens": 0, "memory": 0}.items():
+        for name, least in {"context_tokens": 0, "memory": 0, "prefix_memory": 0}.items():
             if type(value := getattr(self, name)) is not int or value < least:
                 raise ConfigError(f"{name} must be a whole number from {least} up, got {value!r:.80}")
         if type(self.socket_mode) is not int or not 0 < self.socket_mode <= _MOST_MODE:
@@ -101,6 +108,10 @@ class ServerOptions:
         whole = isinstance(rows, tuple) and all(type(each) is int for each in rows)
         if not whole or not set(rows) <= set(BATCH_ROWS) or list(rows) != sorted(set(rows)):
             raise ConfigError(f"batch_rows must be ascending and among {BATCH_ROWS}, got {rows!r:.80}")
+        levels = self.levels
+        whole = isinstance(levels, tuple) and all(type(each) is int for each in levels)
+        if not whole or list(levels) != sorted(set(levels)) or not all(0 < each <= WHOLE for each in levels):
+            raise ConfigError(f"levels must be ascending percents up to {WHOLE}, got {levels!r:.80}")
         if self.http:
             address_of(self.http)
         if not isinstance(self.apps, Mapping):
@@ -230,6 +241,8 @@ _CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "hosts": _list,
     "origins": _list,
     "batch_rows": _list,
+    "levels": _list,
+    "prefix_memory": _size,
     "scheduler": _scheduler,
     "limits": _limits,
 }
