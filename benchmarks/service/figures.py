@@ -31,14 +31,10 @@ def draw(rows: Sequence[Row], folder: Path, kept: Sequence[Measured] = ()) -> No
         axes.set_ylabel("answers in time per second")
         saved("goodput", figure)
     if lines := _lines(rows, "decode_tokens_per_s", _CLIENTS):
-        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-        for system, points in lines.items():
-            axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=system)
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
+        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        _bars(axes, lines)
         axes.set_xlabel("clients")
         axes.set_ylabel("tokens per second")
-        axes.legend(fontsize="small")
         saved("clients", figure)
     cases = [each for each in dict.fromkeys(one.case for one in kept) if _LOAD.match(each)]
     if cases:
@@ -82,6 +78,9 @@ def _shares(axes: Any, kept: Sequence[Measured]) -> None:
         if times:
             # Those without an answer have none, so that the curve ends below 1.
             axes.step(times, np.arange(1, len(times) + 1) / len(counted), where="post", label=system)
-    axes.set_xscale("log")
+    times = [one.ttft_ms for each in kept for one in each.window.counted if one.answered]
+    if times:
+        axes.set_xlim(min(times) / 1.1, max(times) * 1.1)
+        axes.set_xscale("log")
     axes.set_ylim(0, 1)
     axes.set_xlabel("time to the first token (ms)")

@@ -37,10 +37,10 @@ def send(job: Mapping[str, Any], *, alive: Callable[[], None] | None = None) -> 
       (of HTTP; 0 where there is none), `error` (None for an answer that ended), and `jaxllm` (our object).
 
     Raises:
-      RuntimeError: the process fails.
+      PeerFailed: the process fails.
     """
     # Here, because the new process must not import it: it brings JAX.
-    from benchmarks.peers.process import environment_of
+    from benchmarks.peers.process import PeerFailed, environment_of, last_words
 
     child = subprocess.Popen(
         (sys.executable, "-m", __name__),
@@ -64,7 +64,7 @@ def send(job: Mapping[str, Any], *, alive: Callable[[], None] | None = None) -> 
             child.kill()
             child.communicate()
     if child.returncode:
-        raise RuntimeError(f"the load generator failed: {err.decode(errors='replace').strip()[-500:]}")
+        raise PeerFailed(f"the load generator failed: {last_words(err.decode(errors='replace'))}")
     return json.loads(out)
 
 

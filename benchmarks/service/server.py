@@ -14,7 +14,7 @@ from benchmarks.peers.process import PeerFailed, environment_of, last_words, pin
 from jaxllm.errors import JaxllmError
 
 # A first start compiles, and measures the device.
-_START_S = 600.0
+_START_S = 1800.0
 _STOP_S = 15.0
 _LOOK_S = 0.1
 _SHOWN_BYTES = 4000
@@ -55,7 +55,7 @@ class Server:
           environment: variables besides those of all systems.
 
         Raises:
-          PeerFailed: it ends, or is not ready in ten minutes.
+          PeerFailed: it ends, or is not ready in half an hour.
         """
         self.name, self.url = name, f"http://127.0.0.1:{port}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
