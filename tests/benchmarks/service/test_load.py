@@ -127,7 +127,7 @@ def test_systems_are_asked_in_their_own_words(given):
     assert message["body"]["logit_bias"] == {"7": -100.0}
     assert "slo" not in OurService().message(request, None, given)["body"]
     # What asks for nothing is sent as it is written.
-    loose = OurService().message(dataclasses.replace(request, app=0), (float("inf"),) * 2, given)
+    loose = OurService().message(dataclasses.replace(request, app=0), (float("inf"), float("inf")), given)
     assert loose["body"]["slo"] == "<100,100>"
     assert LlamaServer(Path("llama-server")).message(request, None, given)["body"]["prompt"] == (20, 21)
     text = LlamaServer().message(request, None, given)["body"]["prompt"]

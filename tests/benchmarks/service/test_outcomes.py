@@ -15,7 +15,7 @@ from benchmarks.service.workload import Request
 REQUEST = Request(app=3, prompt=tuple(range(16, 116)), answer_tokens=11)
 
 
-def outcome(due_s=1.0, *, first_s=1.1, last_s=2.1, tokens=11, limits=(150.0, 100.0), **more):
+def outcome(due_s=1.0, *, first_s: float | None = 1.1, last_s=2.1, tokens=11, limits=(150.0, 100.0), **more):
     raw = {
         "number": 0, "due_s": due_s, "sent_s": due_s + 0.001, "first_s": first_s, "last_s": last_s,
         "tokens": tokens, "status": 200, "error": None, "jaxllm": {"level": 60, "reused_tokens": 25}, **more,
@@ -94,7 +94,7 @@ def test_rows_and_figures(tmp_path):
     assert only.metric == "decode_tokens_per_s"
     (mine, *_, other) = memory_rows("m", {"jaxllm": [30, 10, 20], "llama-server": [10]}, {"jaxllm": 5 << 20})
     assert (mine.value, mine.ratio, other.system) == (20, 0.5, "llama-server")
-    assert "proportional share" in mine.note
+    assert mine.note == "proportional share at the end 5 MB"
     kept = [Measured("m, load 1", "jaxllm", 0, Window(0.0, 6.0, [outcome()]))]
     draw([*rows, only], tmp_path, kept)
     assert {each.name for each in tmp_path.iterdir()} == {
