@@ -30,6 +30,10 @@ SECTIONS = {
             "benchmarks.commands.prefill:prefill_command",
             "Measure the speed and the loss of integer prefill.",
         ),
+        "service": (
+            "benchmarks.commands.service:service_command",
+            "Measure the service under load, beside ours without a technique and llama.cpp's server.",
+        ),
         "export": (
             "benchmarks.commands.export:export_command",
             "Measure exported programs beside the live engine.",

@@ -8,7 +8,6 @@ sampling.
 """
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from benchmarks.models.shapes import shape_folder
 from benchmarks.peers import PEERS
 from benchmarks.peers.alternation import alternate, prompt_ids
 from benchmarks.peers.perplexity import REFERENCE, Text, perplexity
-from benchmarks.peers.process import Child
+from benchmarks.peers.process import Child, threads_of
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from serving.host.progress import Progress
@@ -122,7 +121,7 @@ def run(
       JaxllmError: the model, a peer or the plan does not fit; or a system fails.
     """
     progress, tell = progress or (lambda *_: None), tell or (lambda _: None)
-    threads = _threads(subject.threads)
+    threads = threads_of(subject.threads)
     model = subject.model if subject.shape is None else shape_folder(subject.shape, progress)
     checkpoint = Checkpoint.find(model)
     widths = checkpoint.widths(subject.weights)
@@ -183,13 +182,6 @@ def run(
                 rows += quality_rows(f"{checkpoint.name} {width}", children, values, text)
     note = f"{threads} threads, between {min(speeds) / 1e9:.1f} and {max(speeds) / 1e9:.1f} GB/s meanwhile"
     return [*rows, row(MEMORY, "read_bandwidth", median(speeds), "bytes/s", system=MEMORY, note=note)]
-
-
-def _threads(wanted: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not 0 <= wanted <= cores:
-        raise ConfigError(f"--threads must be in [1, {cores}], the cores of this process; got {wanted}")
-    return wanted or cores
 
 
 def _peers(wanted: Sequence[str], cfg: ModelConfig, plan: Plan, tell: Callable[[str], None]) -> list[str]:

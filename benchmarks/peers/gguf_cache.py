@@ -11,7 +11,7 @@ from benchmarks.peers.peer import Progress
 from serving.host.user_cache import cache_folder
 
 # Changes whenever the same folder would make another file.
-_VERSION = "1"
+_VERSION = "2"
 
 
 def gguf_of(folder: Path, file_type: str, *, threads: int, progress: Progress) -> Path:

@@ -1,7 +1,8 @@
 """Writes our parameters as a GGUF file of llama.cpp's `llama` architecture, at any of its widths.
 
 The float weights are written once, in float32 so that llama.cpp's own quantizer starts from what the
-checkpoint holds; it makes the other formats. No vocabulary is written: benchmarks feed token ids.
+checkpoint holds; it makes the other formats. In its vocabulary every token is one character: benchmarks feed
+token ids, or texts of as many characters where a server takes no ids.
 
 Only rotary pairs differ. Hugging Face's Llama rotates dimension j of a head together with j + H/2;
 llama.cpp's rotates 2j together with 2j + 1. So the rows of q and k are interleaved within each head, as
@@ -28,6 +29,10 @@ FILE_TYPES = {
     "Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0",
     "Q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0",
 }
+# Characters of the supplementary planes, of which there are enough for any vocabulary.
+_FIRST_CHARACTER = 0x20000
+# SPM's kinds of tokens.
+_UNKNOWN, _NORMAL = 2, 1
 _TOP_NAMES = {
     "embed.tokens": "token_embd.weight",
     "final_norm.scale": "output_norm.weight",
@@ -126,6 +131,11 @@ def tensor_bytes(path: Path) -> dict[str, tuple[int, int]]:
     return {t.name: (int(t.n_bytes), int(t.n_elements)) for t in gguf.GGUFReader(path).tensors}
 
 
+def text_of_token(token: int) -> str:
+    """The text of a token in our GGUF files: one character."""
+    return chr(_FIRST_CHARACTER + token)
+
+
 def gguf_name(param: str) -> str:
     """llama.cpp's name of one of our parameters."""
     if param in _TOP_NAMES:
@@ -160,7 +170,21 @@ def _add_config(writer: Any, cfg: ModelConfig) -> None:
         writer.add_rope_scaling_factor(cfg.rope.factor)
     writer.add_vocab_size(cfg.vocab_size)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_tokenizer_model("no_vocab")
+    _add_vocabulary(writer, cfg.vocab_size)
+
+
+def _add_vocabulary(writer: Any, size: int) -> None:
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([text_of_token(each) for each in range(size)])
+    writer.add_token_scores([0.0] * size)
+    writer.add_token_types([_UNKNOWN] + [_NORMAL] * (size - 1))
+    # It needs some; the last token is as seldom chosen as any.
+    writer.add_bos_token_id(size - 1)
+    writer.add_eos_token_id(size - 1)
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(False)
 
 
 def _gguf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

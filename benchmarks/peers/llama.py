@@ -21,7 +21,8 @@ from benchmarks.peers.peer import Opening, Progress, Session, missing_packages
 from jaxllm.config import ModelConfig
 from jaxllm.errors import JaxllmError
 
-_FORMATS = {"f32": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0", "int4-all": "Q4_0"}
+# Our widths -> the nearest file type.
+FORMATS = {"f32": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0", "int4-all": "Q4_0"}
 _BATCH_TOKENS = 512
 _WARNING = 3  # of ggml's log levels
 _SETTINGS = {"flash attention": 1, "no flash attention": 0}
@@ -43,7 +44,7 @@ class LlamaCpp:
 
     def systems(self, weights: str) -> Mapping[str, str]:
         """One system, at the format of the same width."""
-        return {self.name: _FORMATS[weights]}
+        return {self.name: FORMATS[weights]}
 
     def open(self, opening: Opening, progress: Progress) -> Session:
         """Writes and quantizes the GGUF unless that has been done, and loads it."""

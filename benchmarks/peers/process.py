@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.measuring.quiet import Disturbance, wait_until_asleep
 from benchmarks.peers.peer import Opening, Progress
-from jaxllm.errors import JaxllmError, one_line
+from jaxllm.errors import ConfigError, JaxllmError, one_line
 
 _COMMAND = (sys.executable, "-m", "benchmarks.peers.child")
 _CLOSE_TIMEOUT_S = 5.0
@@ -166,8 +166,34 @@ def last_words(stderr: str) -> str:
     return one_line(lines[-1]) if lines else "it said nothing"
 
 
+def threads_of(wanted: int) -> int:
+    """The threads that a system computes with: so many, or for 0 all cores of this process.
+
+    Raises:
+      ConfigError: there are fewer cores.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not 0 <= wanted <= cores:
+        raise ConfigError(f"--threads must be in [1, {cores}], the cores of this process; got {wanted}")
+    return wanted or cores
+
+
+def environment_of(threads: int) -> dict[str, str]:
+    """The environment of a system that computes with so many threads."""
+    root = str(Path(__file__).parents[2])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": str(threads),
+        "JAXLLM_THREADS": str(threads),
+        # No library may look for a newer model.
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
 @contextlib.contextmanager
-def _pinned(threads: int) -> Iterator[None]:
+def pinned(threads: int) -> Iterator[None]:
     """Pins this thread, hence a process that it starts, to the first `threads` of its cores."""
     if not hasattr(os, "sched_getaffinity"):
         yield
@@ -181,23 +207,13 @@ def _pinned(threads: int) -> Iterator[None]:
 
 
 def _start(command: Sequence[str], threads: int, stderr: Any) -> "subprocess.Popen[bytes]":
-    root = str(Path(__file__).parents[2])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": str(threads),
-        "JAXLLM_THREADS": str(threads),
-        # No library may look for a newer model.
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    with _pinned(threads):
+    with pinned(threads):
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
-            env=environment,
+            env=environment_of(threads),
             # Ctrl-C is for the parent alone, which then closes its children.
             start_new_session=True,
         )

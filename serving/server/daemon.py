@@ -86,6 +86,7 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     """
     return LLMService.open(
         options.model or None,
+        levels=options.levels or None,
         options=EngineOptions(
             context_tokens=options.context_tokens,
             memory_bytes=engine_bytes(options.memory),

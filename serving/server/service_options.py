@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from jaxllm.bundle import SUFFIX
+from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.option_types import Size
 from serving.contexts.options import ContextOptions
@@ -62,6 +63,8 @@ class ServerOptions:
         encryption.
       log_level: least level of logs that are written: "debug", "info", "warning" or "error"; records of
         requests are "info".
+      levels: of an elastic model to plan with, in percent; empty for all that it has, (100,) for the whole
+        model alone.
       drain_s: seconds that running answers have to end once the service is told to stop.
       scheduler: bounds of the queue and of what runs.
       limits: of each app; read again at SIGHUP.
@@ -85,6 +88,7 @@ class ServerOptions:
     context_keys: Path | None = None
     batch_rows: tuple[int, ...] = BATCH_ROWS
     log_level: str = "info"
+    levels: tuple[int, ...] = ()
     drain_s: float = 30.0
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
     limits: Limits = dataclasses.field(default_factory=Limits)
@@ -119,6 +123,10 @@ class ServerOptions:
         whole = isinstance(rows, tuple) and all(type(each) is int for each in rows)
         if not whole or not set(rows) <= set(BATCH_ROWS) or list(rows) != sorted(set(rows)):
             raise ConfigError(f"batch_rows must be ascending and among {BATCH_ROWS}, got {rows!r:.80}")
+        levels = self.levels
+        whole = isinstance(levels, tuple) and all(type(each) is int for each in levels)
+        if not whole or list(levels) != sorted(set(levels)) or not all(0 < each <= WHOLE for each in levels):
+            raise ConfigError(f"levels must be ascending percents up to {WHOLE}, got {levels!r:.80}")
         if self.http:
             address_of(self.http)
         if not isinstance(self.apps, Mapping):
@@ -275,6 +283,7 @@ _CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "hosts": _list,
     "origins": _list,
     "batch_rows": _list,
+    "levels": _list,
     "scheduler": _scheduler,
     "limits": _limits,
 }

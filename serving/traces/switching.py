@@ -165,20 +165,28 @@ def read_switching(path: Path) -> list[ContextCall]:
 
 
 def read_azure_lengths(path: Path) -> list[Lengths]:
-    """(prompt, answer) tokens of the requests of a trace of Azure's LLM inference service (its CSV files:
-    TIMESTAMP, ContextTokens, GeneratedTokens).
+    """(prompt, answer) tokens of the requests of a trace (see `read_azure`)."""
+    return [lengths for _, lengths in read_azure(path)]
+
+
+def read_azure(path: Path) -> list[tuple[float, Lengths]]:
+    """The requests of a trace of Azure's LLM inference service (its CSV files: TIMESTAMP, ContextTokens,
+    GeneratedTokens): seconds from the first, and (prompt, answer) tokens.
 
     Raises:
       ConfigError: it cannot be read or is malformed.
     """
-    lengths = []
+    requests: list[tuple[float, Lengths]] = []
+    first: datetime | None = None
     for number, row in enumerate(_csv_rows(path), 2):
         try:
-            datetime.fromisoformat(row["TIMESTAMP"][:26])
-            lengths.append((int(row["ContextTokens"]), int(row["GeneratedTokens"])))
+            at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+            first = first or at
+            lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            requests.append(((at - first).total_seconds(), lengths))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path}, line {number}: {error!s:.200}") from error
-    return [(prompt, answer) for prompt, answer in lengths if prompt > 0 and answer > 0]
+    return [(at, (prompt, answer)) for at, (prompt, answer) in requests if prompt > 0 and answer > 0]
 
 
 def read_mooncake(path: Path, *, time_scale: float = 1.0, token_scale: float = 1.0) -> list[ContextCall]:

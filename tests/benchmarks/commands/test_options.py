@@ -10,15 +10,16 @@ from click.testing import CliRunner
 
 from benchmarks import speculative
 from benchmarks.cli import SECTIONS, bench_command
-from benchmarks.commands import contexts, engine, options
+from benchmarks.commands import contexts, engine, options, service
 from benchmarks.measuring import storage
 from benchmarks.models import shapes
 from benchmarks.peers import PEERS
+from benchmarks.service import systems
 from serving.bundles import packaged_models
 from serving.cli import cli
 from serving.traces.switching import PATTERNS
 
-NAMES = ("engine", "elastic", "speculative", "contexts", "experts", "prefill", "export")
+NAMES = ("engine", "elastic", "speculative", "contexts", "experts", "prefill", "service", "export")
 
 
 def test_values_are_those_of_the_modules_that_define_them():
@@ -27,6 +28,7 @@ def test_values_are_those_of_the_modules_that_define_them():
     assert {*options.PHONES, *options.BOARDS} == {*storage.DEVICES}
     assert tuple(PATTERNS) == contexts.PATTERNS
     assert tuple(PEERS) == engine.PEERS
+    assert (*systems.ABLATIONS, systems.LLAMA) == service.SYSTEMS
 
 
 def test_every_benchmark_is_a_command():

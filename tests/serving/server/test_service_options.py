@@ -19,6 +19,8 @@ hosts = ["laptop.local"]
 origins = ["https://app.example"]
 batch_rows = [2, 4]
 log_level = "warning"
+levels = [50, 100]
+prefix_memory = "1MB"
 drain_s = 2.5
 contexts = "kept"
 context_budget = "1MB"
@@ -53,6 +55,7 @@ def test_a_file_has_all_options(tmp_path):
         ("::1", 0), tmp_path / "service.sock", 0o660,
     )  # fmt: skip
     assert (options.memory, options.context_tokens, options.batch_rows) == (1_500_000_000, 4096, (2, 4))
+    assert (options.levels, options.prefix_memory) == ((50, 100), 1_000_000)
     assert {"laptop.local", "127.0.0.1", "[::1]"} <= set(options.guard().hosts)
     assert options.guard().origins == ("https://app.example",)
     assert options.peers().apps == {"uid:1000": "mail"}
@@ -97,6 +100,10 @@ def test_addresses():
         ("drain_s = -1", "drain_s"),
         ("drain_s = nan", "drain_s"),
         ("batch_rows = [3]", "batch_rows"),
+        ("levels = [100, 50]", "levels"),
+        ("levels = [101]", "levels"),
+        ("levels = 50", "levels"),
+        ("prefix_memory = -1", "prefix_memory"),
         ("batch_rows = [[]]", "batch_rows"),
         ("batch_rows = 2", "batch_rows"),
         ("hosts = 'a'", "hosts must be a list"),

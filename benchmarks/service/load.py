@@ -1,0 +1,185 @@
+"""Sends requests to a server and times what comes back, in a process of its own.
+
+    python -m benchmarks.service.load < job.json > outcomes.json
+
+Without `clients` the requests are sent at their times, whether earlier ones are answered or not (open loop),
+and times count from when a request was due, so that a sender that is late hides nothing. With `clients` so
+many send their requests one after another for `duration_s`, or each once where that is 0 (closed loop). What
+is not answered `patience_s` after the last request was due, or after `duration_s`, is given up.
+
+It speaks OpenAI's completions as a stream of server-sent events, and imports no JAX.
+"""
+
+import asyncio
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_CHECKS_S = 0.5
+_AFTER_REFUSAL_S = 0.1
+
+
+def send(job: Mapping[str, Any], *, alive: Callable[[], None] | None = None) -> list[dict[str, Any]]:
+    """Sends a job's requests from a new process.
+
+    Args:
+      job: `url`; `requests`, each with `time_s`, `headers` and `body`; `patience_s`; for a closed loop
+        `clients` and `duration_s`.
+      alive: called now and then; what it raises ends the process.
+
+    Returns:
+      One outcome for each request that was sent: `number` of the request, `due_s`, `sent_s`, `first_s` and
+      `last_s` (times of the first and the last text, None without text), `tokens` of the answer, `status`
+      (of HTTP; 0 where there is none), `error` (None for an answer that ended), and `jaxllm` (our object).
+
+    Raises:
+      PeerFailed: the process fails.
+    """
+    # Here, because the new process must not import it: it brings JAX.
+    from benchmarks.peers.process import PeerFailed, environment_of, last_words
+
+    child = subprocess.Popen(
+        (sys.executable, "-m", __name__),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment_of(1),
+    )
+    try:
+        given: bytes | None = json.dumps(job).encode()
+        while True:
+            try:
+                out, err = child.communicate(given, timeout=_CHECKS_S)
+                break
+            except subprocess.TimeoutExpired:
+                given = None
+                if alive is not None:
+                    alive()
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.communicate()
+    if child.returncode:
+        raise PeerFailed(f"the load generator failed: {last_words(err.decode(errors='replace'))}")
+    return json.loads(out)
+
+
+class Sender:
+    """Sends requests over connections of its own. In one event loop.
+
+    Attributes:
+      outcomes: of the requests sent so far.
+    """
+
+    def __init__(self, client: Any, began_s: float) -> None:
+        self._client, self._began_s = client, began_s
+        self.outcomes: list[dict[str, Any]] = []
+
+    def now_s(self) -> float:
+        """Seconds since the load began."""
+        return time.perf_counter() - self._began_s
+
+    async def send(self, number: int, request: Mapping[str, Any], due_s: float) -> dict[str, Any]:
+        """Sends one request, reads its answer and returns its outcome."""
+        outcome = {
+            "number": number, "due_s": due_s, "sent_s": self.now_s(), "first_s": None, "last_s": None,
+            "tokens": 0, "status": 0, "error": "not answered", "jaxllm": None,
+        }  # fmt: skip
+        self.outcomes.append(outcome)
+        try:
+            await self._read(request, outcome)
+        except Exception as error:
+            outcome["error"] = f"{type(error).__name__}: {error!s:.200}"
+        return outcome
+
+    async def _read(self, request: Mapping[str, Any], outcome: dict[str, Any]) -> None:
+        async with self._client.stream(
+            "POST", "/v1/completions", json=request["body"], headers=request["headers"]
+        ) as response:
+            outcome["status"] = response.status_code
+            if response.status_code != 200:
+                outcome["error"] = (await response.aread()).decode(errors="replace")[:200]
+                return
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    self._take(line[6:], outcome)
+        if outcome["error"] == "":
+            outcome["error"] = None
+
+    def _take(self, data: str, outcome: dict[str, Any]) -> None:
+        if data == "[DONE]":
+            return
+        event = json.loads(data)
+        if "error" in event:
+            outcome["error"] = json.dumps(event["error"])[:200]
+            return
+        for choice in event.get("choices") or ():
+            if choice.get("text"):
+                outcome["last_s"] = self.now_s()
+                outcome["first_s"] = outcome["first_s"] or outcome["last_s"]
+                # Peers' tokens are one character each; a usage says it better.
+                outcome["tokens"] += len(choice["text"])
+            if choice.get("finish_reason"):
+                # An answer that was cut off has no end.
+                outcome["error"] = ""
+        if event.get("usage"):
+            outcome["tokens"] = event["usage"]["completion_tokens"]
+        outcome["jaxllm"] = event.get("jaxllm") or outcome["jaxllm"]
+
+
+async def open_loop(sender: Sender, requests: Sequence[Mapping[str, Any]], patience_s: float) -> None:
+    """Sends each request when it is due."""
+    tasks = []
+    for number, request in enumerate(requests):
+        await asyncio.sleep(request["time_s"] - sender.now_s())
+        tasks.append(asyncio.create_task(sender.send(number, request, request["time_s"])))
+    await _until(tasks, patience_s)
+
+
+async def closed_loop(
+    sender: Sender, requests: Sequence[Mapping[str, Any]], clients: int, duration_s: float, patience_s: float
+) -> None:
+    """Lets clients send, one request after another each, until the time has passed; with a duration of 0
+    until each request was sent once."""
+    numbers = iter(itertools.cycle(range(len(requests))) if duration_s else range(len(requests)))
+
+    async def client() -> None:
+        for number in numbers:
+            if duration_s and sender.now_s() >= duration_s:
+                return
+            outcome = await sender.send(number, requests[number], sender.now_s())
+            if outcome["error"]:
+                # A server that refuses is not asked in a busy loop.
+                await asyncio.sleep(_AFTER_REFUSAL_S)
+
+    await _until([asyncio.create_task(client()) for _ in range(clients)], duration_s + patience_s)
+
+
+async def _until(tasks: Sequence["asyncio.Task[Any]"], limit_s: float) -> None:
+    if tasks:
+        await asyncio.wait(tasks, timeout=limit_s)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run(job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Carries out a job (see `send`)."""
+    import httpx
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=job["url"], timeout=None, limits=limits) as client:
+        sender = Sender(client, time.perf_counter())
+        if job.get("clients"):
+            await closed_loop(sender, job["requests"], job["clients"], job["duration_s"], job["patience_s"])
+        else:
+            await open_loop(sender, job["requests"], job["patience_s"])
+    return sender.outcomes
+
+
+if __name__ == "__main__":
+    json.dump(asyncio.run(run(json.load(sys.stdin))), sys.stdout)

@@ -1,0 +1,333 @@
+"""Runs every system under the same loads, one at a time and in turns, each in a new process.
+
+The limits of answers come from the idle whole model, timed once at the start. One load unit is as many
+requests per second as it would answer one after another.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.elastic.random_model import elastic_shape
+from benchmarks.measuring.quiet import wait_until_asleep
+from benchmarks.measuring.report import Row
+from benchmarks.models.checkpoint import Checkpoint
+from benchmarks.models.shapes import shape_folder
+from benchmarks.peers.process import threads_of
+from benchmarks.service import PARTS
+from benchmarks.service.load import send
+from benchmarks.service.outcomes import Outcome, Window, judged
+from benchmarks.service.reference import Reference, measure
+from benchmarks.service.rows import Cell, load_rows, memory_rows
+from benchmarks.service.server import Server, require_httpx
+from benchmarks.service.systems import OURS, Conditions, LlamaServer, OurService, System, keys_of, systems_of
+from benchmarks.service.workload import Arrivals, Request, Sizes, back_to_back, from_trace, poisson
+from jaxllm.bundle import WeightFormat
+from jaxllm.errors import ConfigError
+from serving.bundles import open_model
+from serving.host.progress import Progress
+
+# Seeds of one repetition's loads are so far from those of the next.
+_SEEDS = 1000
+# Without objectives it does what ours does.
+_OF_OBJECTIVES = f"{OURS}-no-planning"
+# Contexts have room for prompts and answers so many times as long as the medians.
+_CONTEXT_MEDIANS = 4
+_NO_LIMITS = (math.inf, math.inf)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Sizes of one measurement.
+
+    Attributes:
+      loads: of the six apps: requests per second, in those of the idle whole model one after another.
+      clients: numbers of clients that call as soon as they are answered.
+      repetitions: of everything, in servers of their own.
+      load_s: seconds of each load, of which the first `warm_up_share` is not counted.
+      clients_s: of each number of clients.
+      warm_up_share: see `load_s`.
+      patience_s: for answers after the last request.
+      slo_scale: objectives are shares of so many times the idle whole model's times.
+      prompt_tokens, answer_tokens: medians of lengths.
+      reference_repeats: of each prompt of the reference.
+      seed: of all draws.
+      parts: of `PARTS`, those to run.
+    """
+
+    loads: tuple[float, ...] = (0.5, 1.0, 2.0)
+    clients: tuple[int, ...] = (1, 8, 64)
+    repetitions: int = 3
+    load_s: float = 60.0
+    clients_s: float = 30.0
+    warm_up_share: float = 0.2
+    patience_s: float = 30.0
+    slo_scale: float = 3.0
+    prompt_tokens: int = 256
+    answer_tokens: int = 48
+    reference_repeats: int = 5
+    seed: int = 0
+    parts: tuple[str, ...] = tuple(PARTS)
+
+    @classmethod
+    def quick(cls) -> "Plan":
+        """Fits in about a minute for the packaged model, once it was served before."""
+        return cls(
+            loads=(1.0,), clients=(8,), repetitions=1, load_s=4.0, clients_s=2.5, patience_s=4.0,
+            prompt_tokens=128, answer_tokens=32, reference_repeats=3,
+        )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if not 0 < self.slo_scale < float("inf"):
+            raise ConfigError(f"--slo-scale must be above 0, got {self.slo_scale}")
+        if not all(0 < each < float("inf") for each in self.loads):
+            raise ConfigError(f"loads must be above 0, got {self.loads}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model and the systems that serve it.
+
+    Attributes:
+      model: an elastic bundle; None for a shape.
+      shape: a name of `shapes.SHAPES`: random weights.
+      weights: width of a shape's weights.
+      systems: of `systems.ABLATIONS` and `systems.LLAMA`, besides ours; empty for all that run here.
+      llama_server: the binary of that name; None for llama-cpp-python's server.
+      slots: of the binary.
+      trace: arrivals and lengths of a real service; None for a Poisson process.
+      threads: that every system computes with; 0 takes all cores of this process.
+    """
+
+    model: Path | None = None
+    shape: str | None = None
+    weights: WeightFormat = "int8"
+    systems: tuple[str, ...] = ()
+    llama_server: Path | None = None
+    slots: int = 8
+    trace: Path | None = None
+    threads: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The outcomes of one load on one system.
+
+    Attributes:
+      case: the load.
+      system: its name.
+      repetition: from 0.
+      window: its outcomes.
+    """
+
+    case: str
+    system: str
+    repetition: int
+    window: Window
+
+
+@dataclasses.dataclass(frozen=True)
+class _Load:
+    """Requests to send, by `clients` or, where that is 0, at their times."""
+
+    case: str
+    requests: Sequence[Request]
+    duration_s: float
+    clients: int = 0
+
+
+def run(
+    subject: Subject,
+    plan: Plan,
+    progress: Progress | None = None,
+    tell: Callable[[str], None] | None = None,
+    kept: list[Measured] | None = None,
+) -> list[Row]:
+    """Measures one model.
+
+    Args:
+      subject: see there.
+      plan: how much is measured.
+      progress: called with (stage, done, total).
+      tell: called with messages for the user.
+      kept: gets the outcomes of all requests.
+
+    Raises:
+      JaxllmError: the model, a peer or the plan does not fit, or a server fails.
+    """
+    progress, tell, kept = (
+        progress or (lambda *_: None),
+        tell or (lambda _: None),
+        [] if kept is None else kept,
+    )
+    require_httpx()
+    arrivals = None if subject.trace is None else Arrivals.read(subject.trace)
+    model, checkpoint = _model(subject, progress)
+    with open_model(model) as bundle:
+        cfg, weights, name = bundle.cfg, bundle.layout.weights, bundle.layout.name
+        end_ids = bundle.tokenizer_files().eos_ids
+    systems, left_out = systems_of(subject.systems, subject.llama_server, subject.slots, cfg)
+    for each in (*left_out, *(f"{system.name}: {system.note}" for system in systems if system.note)):
+        tell(each)
+    context = min(cfg.window_tokens, _CONTEXT_MEDIANS * (plan.prompt_tokens + plan.answer_tokens))
+    sizes = Sizes(
+        prompt_tokens=plan.prompt_tokens,
+        answer_tokens=plan.answer_tokens,
+        context_tokens=context,
+        vocab_size=cfg.vocab_size,
+    )
+    with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as folder:
+        given = Conditions(
+            model=model,
+            floats=checkpoint.folder(progress) if any(isinstance(e, LlamaServer) for e in systems) else None,
+            weights=weights,
+            threads=threads_of(subject.threads),
+            context_tokens=context,
+            end_ids=end_ids,
+            folder=Path(folder),
+            keys=keys_of(Path(folder)),
+        )
+        with OurService().start(given, progress) as server:
+            reference = measure(server, given, sizes, repeats=plan.reference_repeats, seed=plan.seed)
+        tell(reference.note)
+        bench = _Bench(given, reference, plan, kept, progress)
+        for repetition in range(plan.repetitions):
+            loads = _loads(name, plan, sizes, reference, arrivals, repetition, tell)
+            # Each system is first in its turn.
+            first = repetition % len(systems)
+            for system in (*systems[first:], *systems[:first]):
+                bench.measure(system, loads, repetition)
+    return _rows(name, kept, bench)
+
+
+class _Bench:
+    """Measures systems, and keeps what they needed."""
+
+    def __init__(
+        self,
+        given: Conditions,
+        reference: Reference,
+        plan: Plan,
+        kept: list[Measured],
+        progress: Progress,
+    ) -> None:
+        self._given, self._reference, self._plan, self._kept = given, reference, plan, kept
+        self._progress = progress
+        self.peaks: dict[str, list[int]] = {}
+        self.shares: dict[str, int] = {}
+
+    def measure(self, system: System, loads: Sequence[_Load], repetition: int) -> None:
+        """Starts a system and sends it all loads."""
+        if system.name == _OF_OBJECTIVES:
+            loads = [each for each in loads if not each.clients]
+        if not loads:
+            return
+        with system.start(self._given, self._progress) as server:
+            for number, load in enumerate(loads):
+                self._progress(f"{system.name}, run {repetition + 1}", number, len(loads))
+                wait_until_asleep(server.pid, limit_s=5.0)
+                outcomes = self._sent(system, server, load)
+                window = Window(self._plan.warm_up_share * load.duration_s, load.duration_s, outcomes)
+                self._kept.append(Measured(load.case, system.name, repetition, window))
+            self._progress(f"{system.name}, run {repetition + 1}", len(loads), len(loads))
+            peak, share = server.peak_bytes(), server.share_bytes()
+            if peak is not None:
+                self.peaks.setdefault(system.name, []).append(peak)
+            if share is not None:
+                self.shares[system.name] = share
+
+    def _sent(self, system: System, server: Server, load: _Load) -> list[Outcome]:
+        limits = [
+            None if load.clients else self._reference.limits(each, self._plan.slo_scale)
+            for each in load.requests
+        ]
+        job: dict[str, Any] = {
+            "url": server.url,
+            "requests": [
+                system.message(request, limit, self._given) | {"time_s": request.time_s}
+                for request, limit in zip(load.requests, limits, strict=True)
+            ],
+            "patience_s": self._plan.patience_s,
+            "clients": load.clients,
+            "duration_s": load.duration_s,
+        }
+        found = send(job, alive=server.require_alive)
+        return [
+            judged(each, load.requests[each["number"]], limits[each["number"]] or _NO_LIMITS)
+            for each in found
+        ]
+
+
+def _loads(
+    name: str,
+    plan: Plan,
+    sizes: Sizes,
+    reference: Reference,
+    arrivals: Arrivals | None,
+    repetition: int,
+    tell: Callable[[str], None],
+) -> list[_Load]:
+    """The loads of one repetition, the same for all systems."""
+    loads, seed = [], plan.seed + _SEEDS * repetition
+    typical = back_to_back(sizes, count=500, seed=plan.seed)
+    if "apps" in plan.parts:
+        for load in plan.loads:
+            rate = load / statistics.fmean(map(reference.answer_s, typical))
+            if arrivals is None:
+                sent = poisson(sizes, rate_per_s=rate, duration_s=plan.load_s, seed=seed)
+            else:
+                sent, faster = from_trace(sizes, arrivals, rate_per_s=rate, duration_s=plan.load_s, seed=seed)
+                tell(f"load {load:g} comes {faster:,.2g} times as fast as in the trace")
+            tell(f"load {load:g}: {len(sent)} requests, {rate:.3g} per second")
+            loads.append(_Load(f"{name}, load {load:g}", sent, plan.load_s))
+    if "clients" in plan.parts:
+        loads += [_Load(f"{name}, {count} clients", typical, plan.clients_s, count) for count in plan.clients]
+    return loads
+
+
+def _model(subject: Subject, progress: Progress) -> tuple[Path, Checkpoint]:
+    """The bundle that ours serves, and the float weights that peers are made of."""
+    if subject.shape is not None:
+        bundle = elastic_shape(subject.shape, subject.weights, progress)
+        return bundle, Checkpoint.find(shape_folder(subject.shape, progress))
+    assert subject.model is not None
+    if subject.model.is_dir():
+        raise ConfigError(
+            f"{subject.model} is a folder; make a bundle with `jaxllm prepare` or `jaxllm elasticize`"
+        )
+    return subject.model, Checkpoint.find(subject.model)
+
+
+def _rows(name: str, kept: Sequence[Measured], bench: _Bench) -> list[Row]:
+    figures: dict[tuple[str, str], list[Mapping[str, float]]] = {}
+    for each in kept:
+        figures.setdefault((each.case, each.system), []).append(each.window.figures())
+    cells = [Cell(case, system, found) for (case, system), found in figures.items()]
+    timed = [cell for cell in cells if ", load " in cell.case]
+    rows = load_rows(timed, objectives=True)
+    rows += load_rows([cell for cell in cells if cell not in timed], objectives=False)
+    return rows + memory_rows(name, bench.peaks, bench.shares)
+
+
+def write_outcomes(path: Path, kept: Sequence[Measured]) -> None:
+    """Writes the outcome of every request, a JSON line each.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    from serving.traces.files import write_lines
+
+    write_lines(
+        path,
+        (
+            json.loads(json.dumps(one.to_json()))
+            | {"case": each.case, "system": each.system, "repetition": each.repetition}
+            for each in kept
+            for one in each.window.outcomes
+        ),
+    )

@@ -1,0 +1,262 @@
+"""Describes the systems: how each server is started, and how each is asked.
+
+Ours runs as `jaxllm serve` does without options, and an ablation changes one of them. llama.cpp's server runs
+the same weights at the same width; it is the binary `llama-server`, with as many slots as ours decodes
+together, or the one of `llama-cpp-python`, which answers one request at a time.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from benchmarks.peers.gguf_cache import gguf_of
+from benchmarks.peers.gguf_file import refusal, text_of_token
+from benchmarks.peers.llama import FORMATS
+from benchmarks.service.server import Server, free_port
+from benchmarks.service.workload import APPS, Request
+from jaxllm.elastic.slo import SLOS
+from jaxllm.errors import ConfigError
+from serving.host.progress import Progress
+
+OURS, LLAMA = "jaxllm", "llama.cpp"
+# Ablation -> the options of the service that it changes.
+ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "no-batching": {"batch_rows": []},
+        "no-planning": {"levels": [100]},
+        "no-prefix-reuse": {"prefix_memory": 0},
+    }
+)
+# What an ablation leaves out, for the user.
+NOTES = {
+    "no-batching": "answers are decoded one by one",
+    "no-planning": "objectives order the queue, and the whole model answers",
+    "no-prefix-reuse": "every prompt is computed whole",
+}
+# A biased token is never chosen.
+_NEVER = -100.0
+_LLAMA_PYTHON = ("llama_cpp", "gguf", "starlette_context", "pydantic_settings", "sse_starlette")
+
+Limits = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What is the same for all systems.
+
+    Attributes:
+      model: the bundle that ours serves.
+      floats: a Hugging Face folder of the same weights, for peers; None where there is no peer.
+      weights: width of the bundle's weights.
+      threads: that each computes with.
+      context_tokens: most tokens of prompt and answer together.
+      end_ids: tokens that end an answer of the model; answers have the length that was asked for.
+      folder: for files of the servers.
+      keys: of the apps, in the order of `APPS`.
+    """
+
+    model: Path
+    floats: Path | None
+    weights: str
+    threads: int
+    context_tokens: int
+    end_ids: tuple[int, ...]
+    folder: Path
+    keys: Sequence[str]
+
+
+class System(Protocol):
+    """A server that can be measured.
+
+    Attributes:
+      name: in rows.
+      note: how it runs; None for nothing to say.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def note(self) -> str | None: ...  # noqa: D102
+
+    def start(self, given: Conditions, progress: Progress) -> Server:
+        """Starts the server.
+
+        Raises:
+          JaxllmError: it cannot be started.
+        """
+        ...
+
+    def message(self, request: Request, limits_ms: Limits | None, given: Conditions) -> dict[str, Any]:
+        """Headers and body of a request.
+
+        Args:
+          request: to send.
+          limits_ms: most TTFT and TPOT of its answer, infinity where the app's objective has none; None for a
+            request without an objective.
+          given: the conditions.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class OurService:
+    """`jaxllm serve`, with options changed for an ablation."""
+
+    ablation: str = ""
+
+    @property
+    def name(self) -> str:
+        """See `System`."""
+        return f"{OURS}-{self.ablation}" if self.ablation else OURS
+
+    @property
+    def note(self) -> str | None:
+        """See `System`."""
+        return NOTES.get(self.ablation)
+
+    def start(self, given: Conditions, progress: Progress) -> Server:
+        """See `System`."""
+        del progress
+        port = free_port()
+        options = {
+            "model": str(given.model.resolve()),
+            "http": f"127.0.0.1:{port}",
+            "context_tokens": given.context_tokens,
+            "drain_s": 0,
+            **(ABLATIONS[self.ablation] if self.ablation else {}),
+        }
+        config = given.folder / f"{self.name}.toml"
+        # A JSON number, text or list of them is one in TOML, too.
+        config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items()))
+        command = (sys.executable, "-m", "serving.entry", "serve", "--config", str(config))
+        environment = {"JAXLLM_KEYS": str(given.folder / "keys.json")}
+        return Server(
+            self.name, command, port=port, ready="/ready", threads=given.threads, environment=environment
+        )
+
+    def message(self, request: Request, limits_ms: Limits | None, given: Conditions) -> dict[str, Any]:
+        """See `System`: an app has a key, and a call its objective in milliseconds."""
+        body: dict[str, Any] = {
+            "prompt": request.prompt,
+            "max_tokens": request.answer_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if limits_ms is not None:
+            objective, (ttft_ms, tpot_ms) = SLOS[request.app], limits_ms
+            body["slo"] = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms} if objective.has_limit else str(objective)
+        if given.end_ids:
+            body["logit_bias"] = {str(each): _NEVER for each in given.end_ids}
+        return {"headers": {"Authorization": f"Bearer {given.keys[request.app]}"}, "body": body}
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaServer:
+    """llama.cpp's server: the binary, or llama-cpp-python's.
+
+    Attributes:
+      binary: path of `llama-server`; None for llama-cpp-python's.
+      slots: answers that the binary decodes together.
+    """
+
+    binary: Path | None = None
+    slots: int = 8
+
+    @property
+    def name(self) -> str:
+        """See `System`."""
+        return "llama-server" if self.binary else "llama-cpp-python"
+
+    @property
+    def note(self) -> str | None:
+        """See `System`."""
+        return f"{self.slots} slots" if self.binary else "its server answers one request at a time"
+
+    def start(self, given: Conditions, progress: Progress) -> Server:
+        """See `System`."""
+        assert given.floats is not None
+        model = gguf_of(given.floats, FORMATS[given.weights], threads=given.threads, progress=progress)
+        port, threads = free_port(), str(given.threads)
+        if self.binary:
+            command = [
+                str(self.binary), "--model", str(model), "--host", "127.0.0.1", "--port", str(port),
+                # The binary's context is of all slots together.
+                "--ctx-size", str(self.slots * given.context_tokens), "--parallel", str(self.slots),
+                "--threads", threads, "--threads-batch", threads, "--gpu-layers", "0",
+            ]  # fmt: skip
+            return Server(self.name, command, port=port, ready="/health", threads=given.threads)
+        command = [
+            sys.executable, "-m", "llama_cpp.server", "--model", str(model), "--host", "127.0.0.1",
+            "--port", str(port), "--n_ctx", str(given.context_tokens), "--n_threads", threads,
+            "--n_threads_batch", threads, "--n_batch", "512", "--logits_all", "false",
+            # Else it ends an answer when another request comes.
+            "--interrupt_requests", "false",
+        ]  # fmt: skip
+        return Server(self.name, command, port=port, ready="/v1/models", threads=given.threads)
+
+    def message(self, request: Request, limits_ms: Limits | None, given: Conditions) -> dict[str, Any]:
+        """See `System`: it knows neither apps nor objectives. llama-cpp-python's takes no token ids, but in
+        our GGUF a token is a character."""
+        del limits_ms, given
+        prompt = request.prompt if self.binary else "".join(map(text_of_token, request.prompt))
+        body = {
+            "prompt": prompt,
+            "max_tokens": request.answer_tokens,
+            "temperature": 0,
+            "stream": True,
+        }
+        if self.binary:
+            body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+        return {"headers": {}, "body": body}
+
+
+def missing(binary: Path | None) -> str | None:
+    """What llama.cpp's server lacks to run here; None where it runs."""
+    needed = ("gguf",) if binary else _LLAMA_PYTHON
+    absent = [name for name in needed if importlib.util.find_spec(name) is None]
+    if absent:
+        packages = "gguf" if binary else "'llama-cpp-python[server]' gguf"
+        return f"{' and '.join(absent)} is not installed: pip install {packages}"
+    return None
+
+
+def systems_of(
+    wanted: Sequence[str], binary: Path | None, slots: int, cfg: Any
+) -> tuple[list[System], list[str]]:
+    """The systems to measure, ours first, and why others that may be left out are.
+
+    Args:
+      wanted: of `ABLATIONS` and `LLAMA`; empty for all that run here.
+      binary: see `LlamaServer`.
+      slots: see `LlamaServer`.
+      cfg: the model's config.
+
+    Raises:
+      ConfigError: a system that was named cannot run here.
+    """
+    systems: list[System] = [OurService()]
+    systems += [OurService(each) for each in ABLATIONS if each in wanted or not wanted]
+    if wanted and LLAMA not in wanted:
+        return systems, []
+    if binary is not None and not binary.is_file():
+        raise ConfigError(f"--llama-server {binary}: there is no such file")
+    why = missing(binary) or refusal(cfg)
+    if why is None:
+        return [*systems, LlamaServer(binary, slots)], []
+    if LLAMA in wanted or binary is not None:
+        raise ConfigError(f"{LLAMA}: {why}")
+    return systems, [f"without {LLAMA}: {why}"]
+
+
+def keys_of(folder: Path) -> list[str]:
+    """New keys of the apps, in a file `keys.json` of the folder."""
+    from serving.server.keys import add_key
+
+    return [add_key(folder / "keys.json", app)[0] for app in APPS]

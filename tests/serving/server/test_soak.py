@@ -1,0 +1,114 @@
+"""The service under clients of all kinds for some time: no stuck call, no leak, the same answers at the end.
+
+JAXLLM_SOAK_MINUTES sets how long; 45 seconds without it.
+"""
+
+import asyncio
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serving.server.keys import add_key
+from tests.serving.server.daemons import Process
+from tests.serving.server.hard_clients import Clients
+
+MINUTES = float(os.environ.get("JAXLLM_SOAK_MINUTES", "0.75"))
+# Of the time, before what the process has is first looked at: its caches are full then.
+WARM_UP = 0.4
+QUIET_S = 60.0
+OPTIONS = """
+http = "127.0.0.1:0"
+context_tokens = 256
+levels = [50, 100]
+batch_rows = [2, 4]
+prefix_memory = "4MB"
+
+[scheduler]
+queued = 12
+app_queued = 8
+running = 6
+background_running = 3
+"""
+# What allocators keep of a peak, besides the share of a leak.
+ROUNDING_BYTES = 12 << 20
+MOST_GROWTH = 0.02
+
+
+class Service:
+    """A service, and what its process has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.keys = {app: add_key(folder / "keys.json", app)[0] for app in ("mail", "chat", "notes")}
+        config = folder / "service.toml"
+        config.write_text(OPTIONS)
+        self.process = Process(folder, "--config", config)
+        found = self.process.until(lambda: re.search(r"listening on (http://[\d.:]+)", self.process.text()))
+        self.url = found[1]
+        self.process.until(lambda: httpx.get(self.url + "/ready", timeout=60).status_code == 200)
+
+    def calls(self) -> dict[str, float]:
+        """Numbers of calls over all apps: taken, ended, cancelled, failed, judged, met."""
+        headers = {"Authorization": f"Bearer {self.keys['mail']}"}
+        text = httpx.get(self.url + "/metrics", headers=headers, timeout=60).text
+
+        def total(name: str, labels: str = "") -> float:
+            found = re.findall(
+                rf"^jaxllm_{name}_total\{{[^}}]*{labels}[^}}]*\}} ([\d.e+]+)$", text, re.MULTILINE
+            )
+            return sum(map(float, found))
+
+        counts = {each: total(f"calls_{each}") for each in ("taken", "ended", "cancelled", "failed")}
+        return counts | {"judged": total("objectives"), "met": total("objectives", 'met="true"')}
+
+    def quiet(self) -> tuple[dict[str, float], int, int, int]:
+        """Waits until nothing runs: numbers of calls, resident bytes, open files and threads."""
+        late_s = time.monotonic() + QUIET_S
+        while True:
+            found = self.calls()
+            if found["taken"] == found["ended"] + found["cancelled"] + found["failed"]:
+                break
+            assert time.monotonic() < late_s, f"calls that do not end: {found}"
+            time.sleep(0.2)
+        process = Path(f"/proc/{self.process.process.pid}")
+        # Connections that clients have left are closed in a moment.
+        time.sleep(1.0)
+        status = (process / "status").read_text()
+        resident = int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024  # pyright: ignore
+        return found, resident, len([*(process / "fd").iterdir()]), len([*(process / "task").iterdir()])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
+def test_soak(tmp_path):
+    service = Service(tmp_path)
+    try:
+        clients = Clients(service.url, service.keys)
+        asyncio.run(clients.run(60 * MINUTES * WARM_UP))
+        _, resident, files, threads = service.quiet()
+        asyncio.run(clients.run(60 * MINUTES * (1 - WARM_UP)))
+        found, resident_after, files_after, threads_after = service.quiet()
+        print(dict(clients.seen), found, f"{resident / 1e6:.1f} -> {resident_after / 1e6:.1f} MB")
+        print(f"objectives met: {found['met'] / max(1, found['judged']):.0%}")
+        assert not clients.strange, clients.strange[:5]
+        assert {"answered", "left", "refused 429", "read slowly", "never read", "nonsense", "died"} <= {
+            *clients.seen
+        }
+        assert found["failed"] == 0
+        assert found["judged"] > 0
+        # Whoever an answer was decoded with, it is the same.
+        assert clients.texts
+        assert all(len(texts) == 1 for texts in clients.texts.values()), clients.texts
+        assert resident_after <= resident * (1 + MOST_GROWTH) + ROUNDING_BYTES
+        assert files_after <= files + 2
+        assert threads_after <= threads
+        assert httpx.get(service.url + "/health", timeout=60).status_code == 200
+        assert "Traceback" not in service.process.text()
+        service.process.signal(signal.SIGTERM)
+        assert service.process.ended() == 0, service.process.text()
+    finally:
+        service.process.kill()
