@@ -75,7 +75,7 @@ def test_what_is_no_turn_is_refused_and_changes_nothing(http):
         ([70_000], {}),
         ("  ", {}),
     ):
-        answer = said(http, name, wrong, **more)
+        answer = said(http, name, wrong, 8, **more)
         assert answer.status_code == 400, answer.text
     assert "earlier turns" in said(http, name, [user("a"), user("b")]).json()["error"]["message"]
     assert http.get(f"/v1/contexts/{name}").json() == before
