@@ -1,4 +1,5 @@
-"""Defines the steps of a whole model: prefill of a chunk, decode of a block of tokens, scoring of text.
+"""Defines the steps of a whole model: prefill of a chunk, decode of a block of tokens, scoring and embedding of
+text.
 
 Pure functions of static shapes. `serving/buckets/` alone compiles them, with `cfg`, `block` and `dtype` bound
 and the caches donated.
@@ -185,6 +186,30 @@ def score_chunk(
     scores = jax.nn.log_softmax(logits(params, hidden, cfg=cfg), axis=-1)
     best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     return jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0], best, cache
+
+
+def embed_chunk(
+    params: Params,
+    tokens: jax.Array,
+    valid: jax.Array,
+    cache: KVCache,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, KVCache]:
+    """The sum of the hidden states after the final norm of `valid` tokens `[B, T]`.
+
+    Returns:
+      `[B, D]` float32, and the cache.
+    """
+    axes = Axes("embed_chunk", H=cfg.head_dim)
+    axes.check(jnp.int32, "B T", tokens=tokens)
+    axes.check(jnp.int32, "", valid=valid)
+    cache.check(axes)
+    hidden, cache = forward(params, tokens, cache, cfg=cfg, valid=valid, dtype=dtype)
+    # Selected, not multiplied: hidden states of padding may be anything.
+    real = (jnp.arange(tokens.shape[1], dtype=jnp.int32) < valid)[None, :, None]
+    return jnp.sum(jnp.where(real, hidden.astype(jnp.float32), jnp.float32(0)), axis=1), cache
 
 
 def route_documents(

@@ -1,4 +1,4 @@
-"""Buckets that score given text: log-probabilities of tokens, and the experts that tokens visit."""
+"""Buckets that score given text: log-probabilities of tokens, the experts that tokens visit, hidden states."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 
 from jaxllm.nn.documents import Branches
 from jaxllm.steps.branching import target_room
-from jaxllm.steps.model import ScoredTokens, route_documents, score_branches, score_chunk
+from jaxllm.steps.model import ScoredTokens, embed_chunk, route_documents, score_branches, score_chunk
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
 
 
@@ -28,6 +28,24 @@ class ScoreBucket(Bucket):
         row = ids(1, self.tokens)
         step = model.jitted(score_chunk, 4)
         return step.lower(model.params, row, row, SCALAR, model.cache(self.cache_tokens))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbedBucket(Bucket):
+    """Sums the hidden states of one chunk of a text behind a cache (see `steps.model.embed_chunk`).
+
+    Attributes:
+      tokens: length of the chunk, padding included.
+      cache_tokens: length of the cache.
+    """
+
+    tokens: int
+    cache_tokens: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(params, row, valid, cache) -> sum, cache."""
+        step = model.jitted(embed_chunk, 3)
+        return step.lower(model.params, ids(1, self.tokens), SCALAR, model.cache(self.cache_tokens))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -92,9 +92,18 @@ class EngineBackend:
         )
 
     async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
-        """Refuses: this backend computes no embeddings."""
-        del app, prompts
-        raise ConfigError("this service computes no embeddings")
+        """See `Backend`; a chunk at a time, so that answers go on."""
+        # Here, because a start should not wait for its import.
+        from serving.runners.embedding import Embedding
+
+        executor, found = self._ready(), []
+        for prompt in prompts:
+            embedding = Embedding(executor.service.engine.runner, prompt)
+            while await asyncio.wrap_future(executor.work(app, embedding.step)):
+                pass
+            assert embedding.vector is not None
+            found.append(embedding.vector.tolist())
+        return found
 
     async def create_context(
         self, app: str, *, level: int | None = None, pinned: bool = False

@@ -63,12 +63,28 @@ def test_text_tokens_and_templates(backend):
         text = await backend.render(SAID)
         assert "<|user|>hello<|assistant|>" in text
         assert len(await backend.tokenize(SAID)) > 2
-        with pytest.raises(ConfigError, match="no embeddings"):
-            await backend.embed("a", [ids])
         with pytest.raises(ConfigError, match="no contexts"):
             await backend.create_context("a")
 
     asyncio.run(run())
+
+
+def test_embeddings_are_means_of_hidden_states(backend):
+    engine = backend.executor.service.engine
+    texts = [list(range(1, 6)), list(range(1, 101)), [7]]
+
+    async def run():
+        return await backend.embed("a", texts)
+
+    found = asyncio.run(run())
+    assert [len(each) for each in found] == [engine.cfg.hidden_size] * 3
+    params = {name: jnp.asarray(value) for name, value in whole_params(engine).items()}
+    for ids, vector in zip(texts, found, strict=True):
+        hidden, _ = forward(params, jnp.asarray([ids], jnp.int32), cfg=engine.cfg)
+        mean = np.asarray(hidden)[0].mean(axis=0)
+        np.testing.assert_allclose(vector, mean / np.linalg.norm(mean), atol=2e-2)
+    with pytest.raises(ConfigError, match="1 to 128 tokens, got 0"):
+        asyncio.run(backend.embed("a", [[]]))
 
 
 def test_a_conversation_is_answered(backend):

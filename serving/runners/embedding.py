@@ -1,0 +1,92 @@
+"""Embeds a text with a resident model, chunk by chunk, so that answers go on in between."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllm.errors import ConfigError, NotFinite
+from jaxllm.kv.cache import KVCache
+from serving.buckets.cache import StartBucket
+from serving.buckets.scoring import EmbedBucket
+from serving.runners.chunks import padded, plan_chunks
+from serving.runners.level_runner import LevelRunner
+from serving.runners.resident import ResidentRunner
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    tokens: Sequence[int]
+    bucket: EmbedBucket
+
+
+class Embedding:
+    """The embedding of one text: the mean of the last layer's hidden states, after the final norm, over its
+    tokens, of length 1. A decoder sees at each token those before it alone; a model that was not trained for
+    embeddings gives such as they are.
+
+    Attributes:
+      vector: `[D]` float32; None until `step` has said that there is no more to do.
+    """
+
+    def __init__(self, runner: LevelRunner, tokens: Sequence[int]) -> None:
+        """Cuts a text into chunks.
+
+        Args:
+          runner: of the level that embeds.
+          tokens: of the text, at least one and at most the window.
+
+        Raises:
+          ConfigError: the weights are not all in memory, or the text is empty or too long.
+        """
+        if not isinstance(runner, ResidentRunner):
+            raise ConfigError("embeddings take all weights in memory; give more --memory")
+        options, level = runner.options, runner.model.bucket_level
+        if not 0 < len(tokens) <= options.context_tokens:
+            raise ConfigError(
+                f"a text to embed must have 1 to {options.context_tokens} tokens, got {len(tokens)}"
+            )
+        self.vector: np.ndarray | None = None
+        self._runner, self._count, at = runner, len(tokens), 0
+        self._capacity = runner.capacity_for(len(tokens))
+        self._start = StartBucket(cache_tokens=self._capacity, level=level)
+        self._chunks: collections.deque[_Chunk] = collections.deque()
+        for length in plan_chunks(len(tokens), options.chunk_tokens):
+            bucket = EmbedBucket(tokens=length, cache_tokens=self._capacity, level=level)
+            self._chunks.append(_Chunk(tokens[at : at + length], bucket))
+            at += length
+        self._sum: np.ndarray | None = None
+        self._cache: KVCache | None = None
+
+    def step(self) -> bool:
+        """Computes the next chunk; a bucket that no text has used yet is read from disk or compiled first.
+
+        Returns:
+          Whether there is more to do.
+
+        Raises:
+          NotFinite: the hidden states are not finite numbers.
+        """
+        runner, chunk = self._runner, self._chunks[0]
+        runner.fill([self._start, chunk.bucket])
+        with runner.lock:
+            cache = runner.empty_cache(self._capacity) if self._cache is None else self._cache
+            row, valid = padded(chunk.tokens, chunk.bucket.tokens)
+            compiled = runner.buckets.get(chunk.bucket)
+            found, self._cache = compiled(runner.params, row, np.int32(valid), cache)
+        found = np.asarray(found)[0]
+        self._sum = found if self._sum is None else self._sum + found
+        self._chunks.popleft()
+        if self._chunks:
+            return True
+        self._cache = None
+        self.vector = _of_length_one(self._sum)
+        return False
+
+
+def _of_length_one(vector: np.ndarray) -> np.ndarray:
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    if not np.isfinite(length) or not length:
+        raise NotFinite("the hidden states of a text are not finite numbers: prepare the model again")
+    return (vector / length).astype(np.float32)
