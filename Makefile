@@ -14,7 +14,7 @@ demo: $(VENV)/.demo
 # One process per core; tests that compare times come last, with the machine to themselves.
 test: $(VENV)/.dev
 	$(PYTEST) -m "not alone"
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m alone $$(grep -rl mark.alone tests)
 
 # Leaves out what takes more than some seconds.
 test-fast: $(VENV)/.dev
@@ -22,7 +22,7 @@ test-fast: $(VENV)/.dev
 
 # The formats of other runtimes, in an environment of their own: their converter needs older packages.
 test-export: $(VENV)-export/.ready
-	$(VENV)-export/bin/python -m pytest -p no:anyio \
+	$(VENV)-export/bin/python -m pytest -p no:anyio --numprocesses auto --maxprocesses 4 --dist loadfile \
 	  tests/export/test_tflite.py tests/export/test_architectures.py tests/export/test_litertlm.py \
 	  tests/export/test_edge_quantizer.py tests/export/test_iree.py
 

@@ -182,10 +182,16 @@ class LLMService:
         return unmet(self.planner, asked or dict.fromkeys([*SLOS, *bound]))
 
     def close(self) -> None:
-        """Closes the contexts, which releases their store, and the engine."""
-        if self.contexts is not None:
-            self.contexts.close()
-        self.engine.close()
+        """Closes the contexts, which releases their store, and the engine.
+
+        Raises:
+          BudgetExceeded, CheckpointError: an answer could not be stored; all is closed all the same.
+        """
+        try:
+            if self.contexts is not None:
+                self.contexts.close()
+        finally:
+            self.engine.close()
 
     def new_context(self, app: str, *, level: int | None = None, pinned: bool = False) -> Context:
         """Creates a context of an app, which outlives calls and restarts (newLLMCtx).

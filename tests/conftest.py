@@ -52,6 +52,23 @@ def shared_compilations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
+@pytest.fixture(scope="package")
+def quick_compilations(shared_compilations: None) -> Iterator[None]:
+    """Compiles with little optimization, in processes that tests start as well: for tests of what a program
+    does with its files and figures, whose large graphs (steps of training) compile in half of the time."""
+    import jax
+
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name.upper(), "1")
+        jax.config.update(name, True)
+        try:
+            yield
+        finally:
+            jax.config.update(name, before)
+
+
 @pytest.fixture(scope="module")
 def own_compilations(shared_compilations: None) -> Iterator[None]:
     """Compiles anew what this module's tests compile from here on: what JAX's own cache gives cannot be kept

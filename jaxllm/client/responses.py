@@ -139,7 +139,8 @@ def context_facts(body: Any) -> ContextFacts:
       ServiceError: they are malformed.
     """
     try:
-        return ContextFacts(**{field.name: body[field.name] for field in dataclasses.fields(ContextFacts)})
+        names = {field.name: field.name for field in dataclasses.fields(ContextFacts)} | {"name": "id"}
+        return ContextFacts(**{field: body[name] for field, name in names.items()})
     except (KeyError, TypeError) as error:
         raise ServiceError(
             f"the service told of no context ({error!s:.80}); is it another version?"

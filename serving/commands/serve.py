@@ -27,6 +27,23 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     help="Listen on a TCP address; port 0 takes a free one.  [default: 127.0.0.1:8080 without --socket]",
 )
 @click.option("--socket", type=click.Path(path_type=Path), metavar="PATH", help="Listen on a Unix socket.")
+@click.option(
+    "--contexts",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Keep apps' contexts in a folder, over restarts.  [default: no contexts]",
+)
+@click.option(
+    "--context-budget",
+    type=Size(),
+    help="Most memory for contexts that are not running, such as 500MB.  [default: 256MiB]",
+)
+@click.option(
+    "--context-keys",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Encrypt contexts on storage by keys in this folder, one of each app.  [default: no encryption]",
+)
 @click.option("--memory", type=Size(), help="Most memory of the process, such as 2GB.")
 @click.option(
     "--draft",

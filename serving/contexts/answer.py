@@ -22,6 +22,7 @@ class ContextCall(Lifecycle):
     error of storing them is raised by the context's next call.
 
     Attributes:
+      record: of the context, when the answer was asked for.
       restoration: how the context was restored; the default before the first step.
       finish_ms: time to make room in memory for new chunks, and to compress and store them when the answer
         has ended.
@@ -32,17 +33,17 @@ class ContextCall(Lifecycle):
 
         Args:
           contexts: of all apps.
-          record: of the context, when the answer was asked for.
+          record: see the class.
           base: `record`, or the rest of it after sliding.
           most_tokens: most tokens of the context when the answer ends.
         """
         self.restoration, self.finish_ms = Restoration(), 0.0
-        self._contexts, self._record, self._base, self._most_tokens = contexts, record, base, most_tokens
+        self.record, self._contexts, self._base, self._most_tokens = record, contexts, base, most_tokens
         self._turn: Turn | None = None
 
     def begin(self, run: Run) -> None:
         """See `Lifecycle`."""
-        record, contexts = self._record, self._contexts
+        record, contexts = self.record, self._contexts
         if contexts.record(record.app, record.name).tokens != record.tokens:
             raise ConfigError(f"the context {record.name} went on since this answer was asked for; ask again")
         self._turn = contexts.begin(
@@ -88,7 +89,7 @@ class ContextCall(Lifecycle):
         try:
             self.finish(run)
         except JaxllmError as error:
-            self._contexts.pending_errors.note(self._record.name, error)
+            self._contexts.pending_errors.note(self.record.name, error)
 
     def dropped(self, run: Run) -> None:
         """See `Lifecycle`."""

@@ -1,7 +1,8 @@
-"""Encodes a user's turn in a context."""
+"""Encodes a turn in a context: a user's text, or messages of a conversation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 from jaxllm.errors import ConfigError, TemplateError
 from jaxllm.text.prompts import Prompt, prompt_ids
@@ -42,11 +43,71 @@ def turn_ids(
         raise ConfigError("an instruction comes with the first prompt of a context; make a new context")
     if not chat:
         return tokenizer.encode(prompt, add_special_tokens=False)
-    turns = [("user", _PLACE), ("assistant", _PLACE), ("user", prompt)]
-    text = tokenizer.chat_text([{"role": role, "content": each} for role, each in turns], now=now)
+    return _following_ids(tokenizer, before, [{"role": "user", "content": prompt}], now=now)
+
+
+def conversation_turn_ids(
+    tokenizer: Tokenizer,
+    before: Sequence[int],
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    now: datetime | None = None,
+) -> list[int]:
+    """The tokens that messages add to a context.
+
+    Args:
+      tokenizer: of a model with a chat template.
+      before: see `turn_ids`.
+      messages: JSON objects with a `role` and a `content`. Before the first turn any conversation; later
+        results of tools, a user's message, or both in this order.
+      tools: that the model may call, as OpenAI has them. They come with the first turn, as far as the
+        template writes them before it; later turns may name them again.
+      now: see `turn_ids`.
+
+    Raises:
+      ConfigError: there is no chat template, the messages are others, or a tool is not in the context.
+      TemplateError: see `turn_ids`.
+    """
+    if not before:
+        return tokenizer.encode_chat(messages, tools=tools, now=now)
+    roles = [str(each.get("role")) for each in messages]
+    results = roles[:-1] if roles[-1:] == ["user"] else roles
+    if not roles or set(results) - {"tool"}:
+        raise ConfigError(
+            "a context has its instruction and earlier turns already: send a user's message, results of "
+            f"tools, or these and then a user's message; got messages of {', '.join(roles)[:80] or 'nobody'}"
+        )
+    ids = _following_ids(tokenizer, before, messages, tools=tools, now=now)
+    if tools:
+        _require_named(tools, tokenizer.decode([*before, *ids], skip_special_tokens=False))
+    return ids
+
+
+def _following_ids(
+    tokenizer: Tokenizer,
+    before: Sequence[int],
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    now: datetime | None,
+) -> list[int]:
+    """The tokens of messages that follow an answer."""
+    turns = [{"role": "user", "content": _PLACE}, {"role": "assistant", "content": _PLACE}, *messages]
+    text = tokenizer.chat_text(turns, tools=tools, now=now)
     answer = text.text.find(_PLACE, text.text.find(_PLACE) + len(_PLACE))
     if text.text.count(_PLACE) < 2:
         raise TemplateError("the model's chat template does not repeat answers: give prompts as token ids")
     ids = tokenizer.encode(text.part(answer + len(_PLACE)), add_special_tokens=False)
     # The template closes a turn with the token that ended the answer.
     return ids[1:] if ids[:1] == [before[-1]] and before[-1] in tokenizer.eos_ids else ids
+
+
+def _require_named(tools: Sequence[Mapping[str, Any]], text: str) -> None:
+    for tool in tools:
+        name = str(tool.get("function", tool).get("name"))
+        if name not in text:
+            raise ConfigError(
+                f"the context does not know the tool {name!r:.80}: tools come with its first turn; make a "
+                "new context for others"
+            )

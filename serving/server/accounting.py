@@ -5,10 +5,11 @@ import time
 from collections.abc import AsyncIterator
 
 from jaxllm.errors import JaxllmError
+from jaxllm.text.tokenizer import Tokenizer
 from serving.server.backend import EngineBackend
-from serving.server.calls import Call, ContextFacts, Ended, Event, Piece, Refused, Started, Ticket
+from serving.server.calls import Call, Conversation, Ended, Event, Piece, Refused, Started, Ticket
 from serving.server.job import prompt_ids_of
-from serving.server.limits import Admission, Limiter, Limits, require_context, require_pin
+from serving.server.limits import Admission, AppLimits, Limiter, Limits
 from serving.server.logs import CallRecord, current_request
 from serving.server.metrics import Metrics
 
@@ -32,10 +33,10 @@ class AccountedBackend(EngineBackend):
           Refused: also where a limit of the app is reached.
         """
         try:
-            call = self._encoded(call)
+            call, prompt_tokens = self._encoded(call)
             admission = self.limiter.admit(
                 call.app,
-                prompt_tokens=len(call.prompt) if isinstance(call.prompt, tuple) else 0,
+                prompt_tokens=prompt_tokens,
                 max_tokens=call.config.max_tokens,
                 now_s=time.monotonic(),
             )
@@ -53,34 +54,22 @@ class AccountedBackend(EngineBackend):
             request.calls.append(record)
         return AccountedTicket(ticket, admission, self.metrics, record)
 
-    def prefix_bytes_of(self, app: str) -> int:
-        """Most bytes of an app's caches of ended answers; 0 for no limit. From any thread."""
-        return self.limiter.limits.of(app).prefix_bytes
+    def limits_of(self, app: str) -> AppLimits:
+        """An app's limits now. From any thread."""
+        return self.limiter.limits.of(app)
 
-    async def create_context(
-        self, app: str, *, level: int | None = None, pinned: bool = False
-    ) -> ContextFacts:
-        """See `Backend`."""
-        there = await self.contexts(app)
-        require_context(self.limiter.limits.of(app), there)
-        if pinned:
-            require_pin(self.limiter.limits.of(app), there, "")
-        return await super().create_context(app, level=level, pinned=pinned)
-
-    async def pin_context(self, app: str, name: str, pinned: bool) -> ContextFacts:
-        """See `Backend`."""
-        if pinned:
-            require_pin(self.limiter.limits.of(app), await self.contexts(app), name)
-        return await super().pin_context(app, name, pinned)
-
-    def _encoded(self, call: Call) -> Call:
-        """The call with its prompt encoded, where the app's tokens are limited: the executor encodes the
-        others, once it has room for them."""
-        if not self.limiter.limits.of(call.app).tokens_per_minute:
-            return call
+    def _encoded(self, call: Call) -> tuple[Call, int]:
+        """The call with its prompt encoded, and the prompt's tokens, where the app's tokens are limited: the
+        executor encodes the others, once it has room for them. Of a turn in a context, whose tokens were
+        counted when they came, the messages alone count."""
+        if not self.limits_of(call.app).tokens_per_minute:
+            return call, 0
         engine = self._ready().service.engine
         tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
-        return dataclasses.replace(call, prompt=prompt_ids_of(tokenizer, call.prompt))
+        if call.context:
+            return call, _content_tokens(tokenizer, call.prompt)
+        prompt = prompt_ids_of(tokenizer, call.prompt)
+        return dataclasses.replace(call, prompt=prompt), len(prompt)
 
 
 class AccountedTicket:
@@ -135,5 +124,14 @@ class AccountedTicket:
 
     def _end(self) -> None:
         self._over, record = True, self._record
-        prompt = 0 if record.started is None else record.started.prompt_tokens
+        start = record.started
+        prompt = 0 if start is None else start.prompt_tokens - start.context_tokens
         self._admission.ended(tokens=prompt + record.tokens, now_s=time.monotonic())
+
+
+def _content_tokens(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, ...]) -> int:
+    """About how many tokens a turn has, whose context is known to the engine's thread alone."""
+    if isinstance(prompt, tuple):
+        return len(prompt)
+    texts = [prompt] if isinstance(prompt, str) else [str(each.get("content")) for each in prompt.messages]
+    return sum(len(tokenizer.encode(text, add_special_tokens=False, special=False)) for text in texts)

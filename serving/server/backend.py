@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxllm.errors import ConfigError
 from serving.server.calls import Call, ContextFacts, Conversation, ModelFacts, Refused
+from serving.server.context_turns import ContextTurns
 from serving.server.engine_figures import storage_figures
 from serving.server.executor import Executor
 from serving.server.job import prompt_ids_of
@@ -17,7 +18,7 @@ from serving.server.ticket import EngineTicket
 
 # A dispatch may take this long before the engine counts as stuck.
 _STUCK_S = 120.0
-_NO_CONTEXTS = "this service keeps no contexts"
+Found = TypeVar("Found")
 
 
 class EngineBackend:
@@ -98,24 +99,23 @@ class EngineBackend:
     async def create_context(
         self, app: str, *, level: int | None = None, pinned: bool = False
     ) -> ContextFacts:
-        """Refuses: this backend keeps no contexts."""
-        del app, level, pinned
-        raise ConfigError(_NO_CONTEXTS)
+        """See `Backend`."""
+        return await self._of_contexts(app, lambda each: each.create(app, level=level, pinned=pinned))
 
     async def contexts(self, app: str) -> Sequence[ContextFacts]:
-        """None: this backend keeps no contexts."""
-        del app
-        return ()
+        """See `Backend`."""
+        if self._ready().contexts is None:
+            return ()
+        return await self._of_contexts(app, lambda each: each.listed(app))
 
     async def pin_context(self, app: str, name: str, pinned: bool) -> ContextFacts:
-        """Refuses: this backend keeps no contexts."""
-        del app, name, pinned
-        raise ConfigError(_NO_CONTEXTS)
+        """See `Backend`."""
+        return await self._of_contexts(app, lambda each: each.pin(app, name, pinned))
 
     async def delete_context(self, app: str, name: str) -> None:
-        """Refuses: this backend keeps no contexts."""
-        del app, name
-        raise ConfigError(_NO_CONTEXTS)
+        """See `Backend`."""
+        executor = self._ready()
+        await self._of_contexts(app, lambda _: executor.delete_context(app, name))
 
     def health(self) -> Mapping[str, Any]:
         """See `Backend`."""
@@ -131,7 +131,7 @@ class EngineBackend:
         executor = self.executor
         if executor is None:
             return {}
-        queue = executor.queue()
+        queue, contexts = executor.queue(), executor.contexts
         waits = [queue.now_ms - each.since_ms for each in queue.waiting]
         running = Counter(executor.running())
         return {
@@ -145,6 +145,7 @@ class EngineBackend:
                 {"app": app, "level": level, "count": count} for (app, level), count in running.items()
             ],
             "memory": executor.memory.figures(executor.cache_bytes),
+            **({} if contexts is None else {"contexts": contexts.figures()}),
         }
 
     def close(self) -> None:
@@ -157,6 +158,12 @@ class EngineBackend:
                 "the model is loading; try again in some seconds", reason="loading", retry_after_s=2
             )
         return self.executor
+
+    async def _of_contexts(self, app: str, what: Callable[[ContextTurns], Found]) -> Found:
+        """What a function of the contexts returns in the engine's thread."""
+        executor = self._ready()
+        contexts = executor.kept()
+        return await asyncio.wrap_future(executor.work(app, lambda: what(contexts)))
 
     async def _work(self, work: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

@@ -102,6 +102,7 @@ class Started:
       source: of the plan (see `serving.planning.planner.Plan`); "context" for a turn in a context, which has
         the context's level, and "unplanned" where the call had no objective.
       queued_ms: from the call to the first step.
+      context_tokens: tokens of the prompt that a context had before.
     """
 
     prompt_tokens: int
@@ -110,6 +111,7 @@ class Started:
     level: int
     source: str
     queued_ms: float
+    context_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

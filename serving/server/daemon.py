@@ -27,6 +27,7 @@ from serving import batch
 from serving.options import EngineOptions
 from serving.server.access import AccessLogged
 from serving.server.accounting import AccountedBackend
+from serving.server.context_turns import ContextTurns
 from serving.server.executor import Executor
 from serving.server.feed import Feed
 from serving.server.guard import Guard
@@ -61,9 +62,11 @@ def run(
       speculation: of `options.draft`.
 
     Raises:
-      ConfigError: it cannot listen.
+      ConfigError: it cannot listen, or options contradict each other.
       JaxllmError: the model cannot be opened, or the engine has failed.
     """
+    # Checks them before there is a socket.
+    options.context_options()
     notifier = Notifier(os.environ)
     identity = Identity(IdentityOptions(remote=options.remote), KeyFile(options.keys or default_keys_file()))
     with bound(options, identity) as sockets, _logs(options):
@@ -88,6 +91,7 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
             memory_bytes=engine_bytes(options.memory),
             batch_rows=options.batch_rows,
         ),
+        contexts=options.context_options(),
         speculation=speculation,
         progress=_Stages(),
     )
@@ -150,7 +154,11 @@ class Daemon:
             stopping.cancel()
             self.backend.close()
             if service is not None:
-                await asyncio.to_thread(service.close)
+                try:
+                    await asyncio.to_thread(service.close)
+                except JaxllmError as error:
+                    # Nobody is left to be told by a call.
+                    _log.error("%s", error)
         if self._failure is not None:
             raise self._failure
 
@@ -208,10 +216,18 @@ class Daemon:
             self._options.scheduler,
             batch_rows=min(self._options.scheduler.batch_rows, rows[-1] if rows else 1),
         )
+        contexts = None
+        if service.contexts is not None:
+            contexts = ContextTurns(service.contexts, service.profile, self.backend.limits_of)
         memory = ServiceMemory(
-            service, self._options.memory_options(), app_bytes=self.backend.prefix_bytes_of
+            service,
+            self._options.memory_options(),
+            app_bytes=lambda app: self.backend.limits_of(app).prefix_bytes,
         )
-        executor = Executor(service, scheduler, memory=memory, together=batch, observer=self.backend.metrics)
+        executor = Executor(
+            service, scheduler,
+            memory=memory, contexts=contexts, together=batch, observer=self.backend.metrics,
+        )  # fmt: skip
         executor.start()
         self.backend.opened(executor, self._options.model_name)
         self._notifier.send("READY=1", f"STATUS=serving {self._options.model_name}")

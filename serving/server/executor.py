@@ -6,25 +6,24 @@ Between any two dispatches calls are accepted and cancelled. Every accepted call
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from typing import Protocol
-
-import numpy as np
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
 
 from jaxllm.errors import ConfigError, JaxllmError
-from jaxllm.text.droppable import PromptTokens
-from jaxllm.text.marked_text import MarkedText
-from serving.planned_answer import PlannedCall
-from serving.planning.objectives import whole_cost
-from serving.planning.planner import Load, Plan
-from serving.run import Lifecycle, Run
-from serving.server.calls import Call, Refused
+from serving.planning.objectives import Cost, whole_cost
+from serving.run import Run
+from serving.server.beginning import begin, begin_turn, guided, load_of
+from serving.server.calls import Call, ContextBusy, Refused
+from serving.server.context_turns import ContextTurns
 from serving.server.dispatches import DispatchObserver, dispatch_of
+from serving.server.engine_work import EngineWork
 from serving.server.job import Job, prompt_ids_of
 from serving.server.logs import named
 from serving.server.memory import ServiceMemory
@@ -32,19 +31,21 @@ from serving.server.scheduler import (
     Queue,
     SchedulerOptions,
     decayed,
-    expected_load,
     next_action,
     queue_refusal,
     retry_after_s,
 )
 from serving.server.ticket import EngineTicket
 from serving.service import LLMService
-from serving.step import close, step
+from serving.step import fail, step
 
+Found = TypeVar("Found")
 _log = logging.getLogger(__name__)
 # In this time an app's past use of the engine counts half.
 _HALF_LIFE_MS = 10_000.0
 _IDLE_S = 0.5
+# Of a turn in a context, until it is encoded.
+_UNKNOWN = Cost(ttft_ms=0.0, tpot_ms=0.0, tokens=1)
 
 
 class Together(Protocol):
@@ -81,6 +82,7 @@ class Executor:
       options: of the scheduler.
       memory: that the service takes.
       sessions: of ended answers, for prompts that begin in the same way.
+      contexts: of apps; None where the service keeps none.
     """
 
     def __init__(
@@ -90,9 +92,10 @@ class Executor:
         *,
         memory: ServiceMemory | None = None,
         together: Together | None = None,
+        contexts: ContextTurns | None = None,
         observer: DispatchObserver | None = None,
     ) -> None:
-        self.service, self.options = service, options
+        self.service, self.options, self.contexts = service, options, contexts
         self.memory = ServiceMemory(service) if memory is None else memory
         self.sessions = self.memory.sessions
         self._together, self._observer = together or OneByOne(), observer
@@ -100,6 +103,7 @@ class Executor:
         self._numbers = itertools.count()
         # Guarded by `_wake`: calls that no dispatch has seen yet, and why none are taken.
         self._inbox: list[Job] = []
+        self._waiting = EngineWork()
         self._refusing: str | None = None
         self._close_at_s: float | None = None
         # Of the thread alone; others read them as they are.
@@ -118,30 +122,85 @@ class Executor:
         return self._thread.is_alive()
 
     def submit(self, call: Call, loop: asyncio.AbstractEventLoop) -> EngineTicket:
-        """Takes a call; its prompt is encoded in the caller's thread, within the window.
+        """Takes a call; its prompt is encoded in the caller's thread, within the window. A turn in a context
+        is encoded in the engine's thread, which alone knows the context: what is wrong with it ends the
+        answer.
 
         Args:
-          call: to answer; one in a context or with an adapter is refused.
+          call: to answer; one with an adapter is refused.
           loop: in which its events are read.
 
         Raises:
           Refused: the service is stopping, or the queue is full.
           ConfigError, ContextOverflow: the call cannot be answered whatever the load.
+          ContextGone: the app has no such context.
+          ContextBusy: a call in the context has not ended.
         """
-        _require_supported(call)
-        engine, call = self.service.engine, _guided(call)
+        if call.adapter:
+            raise ConfigError("this service answers no call with an adapter; leave it out")
+        call = guided(call)
         self._require_room(call.app)
-        tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
-        prompt = prompt_ids_of(tokenizer, call.prompt)
-        engine.request(prompt, call.config).require_served_by(engine.runner)
-        whole = whole_cost(self.service.profile, len(prompt), call.config.max_tokens)
+        prompt, whole = (), _UNKNOWN
+        if call.context:
+            self.kept().require(call.app, call.context)
+        else:
+            engine = self.service.engine
+            tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
+            prompt = prompt_ids_of(tokenizer, call.prompt)
+            engine.request(prompt, call.config).require_served_by(engine.runner)
+            whole = whole_cost(self.service.profile, len(prompt), call.config.max_tokens)
         ticket = EngineTicket(call, loop, self._notify)
         job = Job(next(self._numbers), ticket, prompt, whole, options=self.options)
         with self._wake:
             self._require_room(call.app)
+            if call.context and call.context_tokens is None:
+                there = [*list(self._jobs.values()), *self._inbox]
+                _require_free((each for each in there if not each.over), call.app, call.context)
             self._inbox.append(job)
             self._wake.notify()
         return ticket
+
+    def work(self, app: str, what: Callable[[], Found]) -> "Future[Found]":
+        """Runs a function in the engine's thread, between two dispatches.
+
+        Args:
+          app: for which it runs, and which its time is counted for.
+          what: is called once, unless the future is cancelled before.
+
+        Returns:
+          What it returns or raises.
+
+        Raises:
+          Refused: the service is stopping, or too much of the app waits.
+        """
+        with self._wake:
+            self._require_taking()
+            future = self._waiting.add(app, what)
+            self._wake.notify()
+        return future
+
+    def kept(self) -> ContextTurns:
+        """The contexts of apps.
+
+        Raises:
+          ConfigError: the service keeps none.
+        """
+        if self.contexts is None:
+            raise ConfigError("this service keeps no contexts; start it with a folder for them (--contexts)")
+        return self.contexts
+
+    def delete_context(self, app: str, name: str) -> None:
+        """Deletes a context of an app. In the engine's thread.
+
+        Raises:
+          ContextGone: the app has no such context.
+          ContextBusy: a call in it has not ended.
+          ConfigError: the service keeps no contexts.
+        """
+        with self._wake:
+            there = [*self._jobs.values(), *(each for each in self._inbox if not each.over)]
+        _require_free(there, app, name)
+        self.kept().delete(app, name)
 
     def stop(self, within_s: float) -> None:
         """Takes no more calls, waits until those that were taken have ended, closes the others after
@@ -177,10 +236,13 @@ class Executor:
         with self._wake:
             self._wake.notify()
 
+    def _require_taking(self) -> None:
+        if self._refusing is not None:
+            raise Refused("the service is stopping; try again later", reason=self._refusing)
+
     def _require_room(self, app: str) -> None:
         with self._wake:
-            if self._refusing is not None:
-                raise Refused("the service is stopping; try again later", reason=self._refusing)
+            self._require_taking()
             queue = self.queue()
             waiting = [each.app for each in queue.waiting]
             why = queue_refusal(len(waiting), waiting.count(app), self.options)
@@ -204,15 +266,17 @@ class Executor:
             self._jobs, self._inbox = {}, []
         for job in jobs:
             job.ticket.put(error)
+        self._waiting.fail(error)
 
     def _one_turn(self) -> bool:
-        """Accepts and cancels calls, then takes one dispatch or waits; False where the thread should end."""
+        """Accepts and cancels calls, does other work, then takes one dispatch or waits; False where the
+        thread should end."""
         self.memory.step()
         with self._wake:
             self.beat_s = time.monotonic()
-            self._jobs |= {job.id: job for job in self._inbox}
-            self._inbox.clear()
-            if not self._jobs:
+            accepted, self._inbox = self._inbox, []
+            self._jobs |= {job.id: job for job in accepted}
+            if not self._jobs and not self._waiting:
                 if self._refusing is not None:
                     return False
                 self._wake.wait(_IDLE_S)
@@ -221,7 +285,12 @@ class Executor:
         for job in list(self._jobs.values()):
             if late or job.ticket.cancelled:
                 self._close(job, late=late)
-        self._dispatch()
+        self._count(self._waiting.run())
+        for job in accepted:
+            if job.call.context and job.id in self._jobs:
+                self._take_turn(job)
+        if self._jobs:
+            self._dispatch()
         return True
 
     def _startable(self) -> Queue:
@@ -232,11 +301,18 @@ class Executor:
             return dataclasses.replace(queue, work=queue.running)
         return queue
 
+    def _take_turn(self, job: Job) -> None:
+        with self._failing([job]):
+            job.take_turn(self.kept().turn(job.call))
+
     def _close(self, job: Job, *, late: bool) -> None:
-        del self._jobs[job.id]
         if job.run is not None and job.run.stage != "ended":
-            close(job.run)
-            self._keep(job)
+            try:
+                # An error of storing its context is told by the context's next call.
+                fail(job.run)
+            except Exception:
+                _log.exception("an answer could not be ended as it should")
+        self._remove(job)
         if late:
             job.ticket.put(Refused("the service has stopped in the middle of the answer", reason="draining"))
 
@@ -244,7 +320,7 @@ class Executor:
         action = next_action(self._startable(), self.options)
         jobs = [self._jobs[each] for each in action.ids]
         began = time.perf_counter()
-        try:
+        with self._failing(jobs):
             if action.kind == "start":
                 self._begin(jobs[0])
             runs = [job.run for job in jobs if job.run is not None]
@@ -258,23 +334,40 @@ class Executor:
             else:
                 for run in runs:
                     step(run)
+        took_ms = 1000 * (time.perf_counter() - began)
+        self._observe([job for job in jobs if job.id in self._jobs], took_ms)
+        for job in jobs:
+            self._count({job.call.app: took_ms / len(jobs)})
+            if job.id in self._jobs:
+                # A client that is told the end may call in the same context at once.
+                if job.run is not None and job.run.stage == "ended":
+                    self._remove(job)
+                job.tell()
+
+    def _count(self, took_ms: Mapping[str, float]) -> None:
+        """Counts time of the engine for apps."""
+        for app, each in took_ms.items():
+            self._engine_ms = decayed(self._engine_ms, each, _HALF_LIFE_MS)
+            self._engine_ms[app] = self._engine_ms.get(app, 0.0) + each
+
+    def _begin(self, job: Job) -> None:
+        load = load_of(job, self.queue(), self.options)
+        if job.turn is None:
+            begin(job, self.service, self.sessions, load)
+        else:
+            begin_turn(job, self.service, self.kept(), load)
+
+    @contextlib.contextmanager
+    def _failing(self, jobs: Sequence[Job]) -> Iterator[None]:
+        """Ends jobs by what is raised in here."""
+        try:
+            yield
         except JaxllmError as error:
             self._failed(jobs, error)
         except Exception as error:
             _log.exception("the engine failed while it answered", extra=named(job.call for job in jobs))
             name = type(error).__name__
             self._failed(jobs, JaxllmError(f"the engine failed while it answered ({name}); see its log"))
-        took_ms = 1000 * (time.perf_counter() - began)
-        self._engine_ms = decayed(self._engine_ms, took_ms, _HALF_LIFE_MS)
-        self._observe([job for job in jobs if job.id in self._jobs], took_ms)
-        for job in jobs:
-            app = job.call.app
-            self._engine_ms[app] = self._engine_ms.get(app, 0.0) + took_ms / len(jobs)
-            if job.id in self._jobs:
-                job.tell()
-                if job.run is not None and job.run.stage == "ended":
-                    del self._jobs[job.id]
-                    self._keep(job)
 
     def _observe(self, jobs: Sequence[Job], took_ms: float) -> None:
         dispatch = dispatch_of(jobs, took_ms)
@@ -283,73 +376,18 @@ class Executor:
 
     def _failed(self, jobs: Sequence[Job], error: JaxllmError) -> None:
         for job in jobs:
-            del self._jobs[job.id]
+            self._remove(job, keep=False)
             job.ticket.put(error)
 
-    def _keep(self, job: Job) -> None:
-        assert job.run is not None
-        self.sessions.keep(job.call.app, job.call.prefix_key, job.run.session)
-
-    def _begin(self, job: Job) -> None:
-        """Plans a call with an objective, with the time that it has waited and that others will take, and
-        makes its run."""
-        engine, call = self.service.engine, job.call
-        plan, lifecycle = None, None
-        ids, level, tpot_ms = job.prompt, None, None
-        if call.objective is not None:
-            plan = self._planned(job)
-            ids = tuple(np.asarray(job.prompt)[plan.kept].tolist())
-            level, tpot_ms = plan.level, plan.expected.tpot_ms
-            lifecycle = PlannedCall(
-                plan, call.objective, self.service.profile, margin=self.service.planner.safety_margin
-            )
-        request = engine.request(ids, call.config, level=level, tpot_ms=tpot_ms)
-        decoding = engine.decoding(request)
-        session = self.sessions.take(call.app, call.prefix_key, ids, decoding.runner.weights_version)
-        run = Run(decoding, engine.tokenizer, request, session=session, lifecycle=lifecycle or Lifecycle())
-        run.taken_whole = True
-        job.begin(run, plan)
-
-    def _planned(self, job: Job) -> Plan:
-        call = job.call
-        assert call.objective is not None
-        queue = self.queue()
-        others = Queue(now_ms=queue.now_ms, work=[each for each in queue.work if each.id != job.id])
-        # It begins now: of those that wait none goes first, and of those that run the decoding ones do.
-        there = expected_load(others, self.options, call.priority, due_ms=-np.inf)
-        passed_ms = 1000 * (time.perf_counter() - job.ticket.arrived_s)
-        load = Load(waiting_ms=passed_ms + there.waiting_ms, token_share=there.token_share)
-        return self.service.planner.plan(
-            _unmarked(job.prompt),
-            call.objective,
-            answer_tokens=call.config.max_tokens,
-            strict=bool(call.strict),
-            load=load,
-        )
+    def _remove(self, job: Job, *, keep: bool = True) -> None:
+        """Forgets a job, and keeps its cache for calls that begin in the same way."""
+        del self._jobs[job.id]
+        if job.kept_by is not None:
+            self.kept().ended(job.call.app, job.kept_by.record.name)
+        elif keep and job.run is not None:
+            self.sessions.keep(job.call.app, job.call.prefix_key, job.run.session)
 
 
-def _unmarked(ids: Sequence[int]) -> PromptTokens:
-    """Token ids as a planner takes them, of which none may be dropped."""
-    return PromptTokens(
-        marked=MarkedText.of_template(""),
-        ids=np.asarray(ids, np.int32),
-        offsets=np.zeros((len(ids), 2), np.int64),
-        find_spans=lambda: np.zeros((0, 2), np.int64),
-    )
-
-
-def _require_supported(call: Call) -> None:
-    asked = {"a context": call.context, "an adapter": call.adapter}
-    for what, given in asked.items():
-        if given:
-            raise ConfigError(f"this service answers no call with {what}; leave it out")
-
-
-def _guided(call: Call) -> Call:
-    """The call with its grammar and log-probabilities in its config, where the engine reads them."""
-    config = call.config
-    if call.grammar is not None:
-        config = dataclasses.replace(config, grammar=call.grammar)
-    if call.top_logprobs is not None:
-        config = dataclasses.replace(config, top_logprobs=call.top_logprobs)
-    return dataclasses.replace(call, config=config)
+def _require_free(jobs: Iterable[Job], app: str, name: str) -> None:
+    if any(each.continues(app, name) for each in jobs):
+        raise ContextBusy(f"the context {name} answers another call; wait for its end, or close it")

@@ -9,10 +9,12 @@ from datetime import datetime
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
 from jaxllm.text.tokenizer import Tokenizer
+from serving.contexts.answer import ContextCall
 from serving.planning.objectives import Cost, EndToEnd, Latency, Objective
 from serving.planning.planner import Plan
 from serving.run import Run
 from serving.server.calls import Call, Conversation, Ended, Piece, Started
+from serving.server.context_turns import ContextTurn
 from serving.server.scheduler import SchedulerOptions, Work
 from serving.server.ticket import EngineTicket
 
@@ -70,6 +72,8 @@ class Job:
       limits: of its objective.
       run: None until it begins.
       plan: of a call with an objective, once it begins.
+      turn: of a call in a context, once it is encoded.
+      kept_by: restores and stores its context; None until it begins.
       cache_bytes: memory of its cache, as of its last step.
     """
 
@@ -82,13 +86,12 @@ class Job:
         *,
         options: SchedulerOptions,
     ) -> None:
-        call = ticket.call
-        self.id, self.ticket, self.prompt, self.whole = number, ticket, tuple(prompt), whole
-        self.limits = time_limits(call.objective, whole)
+        self.id, self.ticket, self._options = number, ticket, options
         self.run: Run | None = None
         self.plan: Plan | None = None
-        self._ttft_ms = min(self.limits.ttft_ms, options.ttft_ms(call.priority))
-        self._tpot_ms = min(self.limits.tpot_ms, options.tpot_ms(call.priority))
+        self.turn: ContextTurn | None = None
+        self.kept_by: ContextCall | None = None
+        self._expect(tuple(prompt), whole)
         self._began_s = self._first_s = self._last_s = ticket.arrived_s
         self._told = self._capacity_tokens = self.cache_bytes = 0
 
@@ -96,6 +99,16 @@ class Job:
     def call(self) -> Call:
         """That was asked."""
         return self.ticket.call
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, or will before its next step."""
+        return self.ticket.cancelled or (self.run is not None and self.run.stage == "ended")
+
+    def continues(self, app: str, name: str) -> bool:
+        """Whether it changes an app's context."""
+        call = self.call
+        return (call.app, call.context) == (app, name) and call.context_tokens is None
 
     @property
     def untold_tokens(self) -> int:
@@ -108,7 +121,9 @@ class Job:
         stage = "start" if run is None else run.stage
         prefill = whole.ttft_ms
         if run is not None and run.stage == "prefill":
-            prefill *= max(0.0, 1 - len(run.session.tokens) / max(1, run.prompt_tokens))
+            left = run.prompt_tokens - len(run.session.tokens)
+            of = run.prompt_tokens if self.turn is None else self.turn.computed_tokens
+            prefill *= min(1.0, max(0.0, left / max(1, of)))
         decodes = stage in ("decode", "finish")
         told = 0 if run is None else len(run.tokens)
         return Work(
@@ -120,14 +135,26 @@ class Job:
             left_ms=whole.tpot_ms if decodes else prefill,
             rest_ms=(0.0 if decodes else prefill) + whole.tpot_ms * (self.call.config.max_tokens - told),
             stage=stage,
+            in_context=bool(self.call.context),
             token_ms=whole.tpot_ms,
             tpot_ms=self._tpot_ms,
             batchable=run is not None and batchable(run),
         )
 
-    def begin(self, run: Run, plan: Plan | None) -> None:
+    def take_turn(self, turn: ContextTurn) -> None:
+        """Takes the turn of a call in a context, before it begins."""
+        self.turn = turn
+        self._expect(turn.prompt, turn.whole)
+
+    def begin(self, run: Run, plan: Plan | None = None, kept_by: ContextCall | None = None) -> None:
         """Takes the run of the call, before its first step."""
-        self.run, self.plan, self._began_s = run, plan, time.perf_counter()
+        self.run, self.plan, self.kept_by, self._began_s = run, plan, kept_by, time.perf_counter()
+
+    def _expect(self, prompt: tuple[int, ...], whole: Cost) -> None:
+        priority = self.call.priority
+        self.prompt, self.whole, self.limits = prompt, whole, time_limits(self.call.objective, whole)
+        self._ttft_ms = min(self.limits.ttft_ms, self._options.ttft_ms(priority))
+        self._tpot_ms = min(self.limits.tpot_ms, self._options.tpot_ms(priority))
 
     def tell(self) -> None:
         """Puts the events of what the run's last step gave."""
@@ -149,14 +176,15 @@ class Job:
             self.ticket.put(run.closed_because or self._ended(run))
 
     def _started(self, run: Run) -> Started:
-        plan = self.plan
+        source = "unplanned" if self.plan is None else self.plan.source
         return Started(
             prompt_tokens=len(self.prompt),
             kept_tokens=run.prompt_tokens,
             reused_tokens=run.reused_tokens,
             level=run.request.level,
-            source="unplanned" if plan is None else plan.source,
+            source=source if self.turn is None else "context",
             queued_ms=1000 * (self._began_s - self.ticket.arrived_s),
+            context_tokens=0 if self.turn is None else self.turn.before,
         )
 
     def _ended(self, run: Run) -> Ended:
@@ -176,6 +204,8 @@ class Job:
             else ttft_ms <= limits.ttft_ms and tpot_ms <= limits.tpot_ms,
             drafted=run.drafted_tokens / count if count else 0.0,
             seed=run.seed,
+            context="" if self.kept_by is None else self.kept_by.record.name,
+            context_tokens=0 if self.kept_by is None else len(run.sequence),
             ttft_limit_ms=limits.ttft_ms if math.isfinite(limits.ttft_ms) else None,
             tpot_limit_ms=limits.tpot_ms if math.isfinite(limits.tpot_ms) else None,
         )

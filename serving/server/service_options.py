@@ -18,6 +18,7 @@ import click
 from jaxllm.bundle import SUFFIX
 from jaxllm.errors import ConfigError
 from jaxllm.option_types import Size
+from serving.contexts.options import ContextOptions
 from serving.options import BATCH_ROWS
 from serving.server.guard import LOOPBACK_HOSTS, GuardOptions
 from serving.server.limits import Limits, limits_of
@@ -55,6 +56,10 @@ class ServerOptions:
       draft: as `jaxllm generate --draft` takes it; empty for none.
       batch_rows: numbers of answers that are decoded together, where native kernels read the weights;
         empty for one by one.
+      contexts: folder in which apps' contexts are kept; None for no contexts.
+      context_budget: most bytes of their chunks in memory; 0 for the default of `ContextOptions`.
+      context_keys: folder of keys, one of each app, by which contexts are encrypted on storage; None for no
+        encryption.
       log_level: least level of logs that are written: "debug", "info", "warning" or "error"; records of
         requests are "info".
       drain_s: seconds that running answers have to end once the service is told to stop.
@@ -75,6 +80,9 @@ class ServerOptions:
     memory: int = 0
     prefix_memory: int = PREFIX_BYTES
     draft: str = ""
+    contexts: Path | None = None
+    context_budget: int = 0
+    context_keys: Path | None = None
     batch_rows: tuple[int, ...] = BATCH_ROWS
     log_level: str = "info"
     drain_s: float = 30.0
@@ -90,14 +98,14 @@ class ServerOptions:
         for name, kind in {"model": str, "http": str, "draft": str, "remote": bool}.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigError(f"{name} must be {_KINDS[kind]}, got {value!r:.80}")
-        for name in ("socket", "keys"):
+        for name in _PATHS:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str | Path) and str(value)):
                 raise ConfigError(f"{name} must be a path, got {value!r:.80}")
             object.__setattr__(self, name, None if value is None else Path(value))
-        for name, least in {"context_tokens": 0, "memory": 0, "prefix_memory": 0}.items():
-            if type(value := getattr(self, name)) is not int or value < least:
-                raise ConfigError(f"{name} must be a whole number from {least} up, got {value!r:.80}")
+        for name in ("context_tokens", "memory", "prefix_memory", "context_budget"):
+            if type(value := getattr(self, name)) is not int or value < 0:
+                raise ConfigError(f"{name} must be a whole number from 0 up, got {value!r:.80}")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r:.80}")
         if type(self.socket_mode) is not int or not 0 < self.socket_mode <= _MOST_MODE:
@@ -145,6 +153,26 @@ class ServerOptions:
         """Options of memory."""
         return MemoryOptions(limit_bytes=self.memory, prefix_bytes=self.prefix_memory)
 
+    def context_options(self) -> ContextOptions | None:
+        """Options of contexts; None where the service keeps none.
+
+        Raises:
+          ConfigError: there are options of contexts, and no folder for them.
+        """
+        for name in ("context_budget", "context_keys"):
+            if getattr(self, name) and self.contexts is None:
+                raise ConfigError(f"{name} needs a folder for contexts: give the option contexts, too")
+        if self.contexts is None:
+            return None
+        limits = self.limits.context_options()
+        return ContextOptions(
+            folder=self.contexts,
+            budget_bytes=self.context_budget or ContextOptions.budget_bytes,
+            contexts_per_app=limits["contexts_per_app"],
+            app_quota_bytes=limits["app_quota_bytes"],
+            encryption=self.context_keys,
+        )
+
     def peers(self) -> PeerOptions:
         """Options of connections.
 
@@ -154,6 +182,7 @@ class ServerOptions:
         return PeerOptions(apps=self.apps)
 
 
+_PATHS = ("socket", "keys", "contexts", "context_keys")
 _KINDS = {str: "text", bool: "true or false"}
 
 
@@ -198,7 +227,7 @@ def _options(facts: dict[str, Any], folder: Path) -> ServerOptions:
     for name, convert in _CONVERSIONS.items():
         if name in given:
             given[name] = convert(name, given[name])
-    for name in ("socket", "keys"):
+    for name in _PATHS:
         if isinstance(given.get(name), str) and given[name]:
             given[name] = folder / Path(given[name]).expanduser()
     # A name of a packaged model is no path.
@@ -242,6 +271,7 @@ def _sized(facts: Mapping[str, Any]) -> dict[str, Any]:
 _CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "memory": _size,
     "prefix_memory": _size,
+    "context_budget": _size,
     "hosts": _list,
     "origins": _list,
     "batch_rows": _list,

@@ -92,7 +92,7 @@ async def contexts(request: Request) -> Response:
     body = await request.json()
     name = f"c{len(CONTEXTS)}"
     CONTEXTS[name] = {
-        "name": name, "tokens": 0, "level": body.get("level", 100), "pinned": body["pinned"],
+        "id": name, "tokens": 0, "level": body.get("level", 100), "pinned": body["pinned"],
         "stored_bytes": 0, "object": "context",
     }  # fmt: skip
     return JSONResponse(CONTEXTS[name])

@@ -126,10 +126,10 @@ def _messages(value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
             blocks = inner if isinstance(inner, list) else []
             if not isinstance(inner, str | list | None) or not all(isinstance(each, dict) for each in blocks):
                 raise ApiError(f"{at}.content[{place}] has no text", param=at)
-            text = text_of(inner, f"{at}.content[{place}]")
+            text = text_of(inner, f"{at}.content[{place}].content")
             results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
         elif isinstance(block, dict):
-            texts.append(text_of([block], at))
+            texts.append(text_of([block], f"{at}.content"))
         else:
             raise ApiError(f"{at}.content[{place}] is no block", param=at)
     if not texts and not calls:

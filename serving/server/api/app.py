@@ -13,7 +13,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.errors import JaxllmError
 from serving.server.access import request_id_of
-from serving.server.api import anthropic_messages, chat, completions, contexts, model_routes, ollama
+from serving.server.api import (
+    anthropic_messages,
+    chat,
+    completions,
+    contexts,
+    model_routes,
+    ollama,
+    responses,
+)
 from serving.server.api.bodies import read_raw
 from serving.server.api.errors import ApiError, api_error, error_response, shape_of
 from serving.server.api.front import Front, Visit
@@ -33,6 +41,11 @@ _OPEN: tuple[tuple[str, str, Handler], ...] = (
 _ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", chat.chat),
     ("POST", "/v1/completions", completions.completions),
+    ("POST", "/v1/responses", responses.create),
+    ("GET", "/v1/responses/{name}", responses.get),
+    ("DELETE", "/v1/responses/{name}", responses.delete),
+    ("POST", "/v1/responses/{name}/cancel", responses.cancel),
+    ("GET", "/v1/responses/{name}/input_items", responses.input_items),
     ("POST", "/v1/embeddings", model_routes.embeddings),
     ("GET", "/v1/models", model_routes.models),
     ("GET", "/v1/models/{name}", model_routes.models),
@@ -144,6 +157,7 @@ def _endpoint(
                 raw=raw,
                 path=request.path_params,
                 slo=request.headers.get("x-slo", ""),
+                query=request.query_params.multi_items(),
             )
             handler = handlers["GET" if request.method == "HEAD" else request.method]
             return await while_connected(request, _run(handler, front, visit))

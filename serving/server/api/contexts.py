@@ -48,7 +48,7 @@ async def get(front: Front, visit: Visit) -> Response:
     for each in await front.backend.contexts(visit.app):
         if each.name == visit.path["name"]:
             return json_response(_told(each))
-    raise ContextGone(f"the app has no context {visit.path['name']!r:.80}")
+    raise ContextGone(f"there is no context {visit.path['name']!r:.80}; it was deleted, or never made")
 
 
 async def pin(front: Front, visit: Visit) -> Response:

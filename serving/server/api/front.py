@@ -11,6 +11,7 @@ import msgspec
 from serving.server.api.bodies import Neutral, read_body
 from serving.server.api.errors import ApiError
 from serving.server.api.options import ApiOptions
+from serving.server.api.response_store import ResponseStore
 from serving.server.calls import Backend, ModelFacts
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -27,6 +28,7 @@ class Visit:
       raw: the body.
       path: values in the path.
       slo: the header X-SLO; empty for none.
+      query: names and values behind the path.
     """
 
     app: str
@@ -34,6 +36,7 @@ class Visit:
     raw: bytes = b""
     path: Mapping[str, str] = dataclasses.field(default_factory=dict)
     slo: str = ""
+    query: Sequence[tuple[str, str]] = ()
 
     def call_id(self) -> str:
         """A new identifier of a call, which names the request and is unique whatever the client sent."""
@@ -46,10 +49,12 @@ class Front:
     Attributes:
       backend: that answers.
       options: limits and defaults.
+      responses: that are stored.
     """
 
     def __init__(self, backend: Backend, options: ApiOptions) -> None:
         self.backend, self.options = backend, options
+        self.responses = ResponseStore(options.stored_responses, options.stored_response_bytes)
         self._texts: dict[int, str] = {}
 
     def body(self, visit: Visit, kind: type[Body], neutral: Neutral | None = None) -> Body:

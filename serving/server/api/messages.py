@@ -15,6 +15,8 @@ from serving.server.calls import Grammar
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_TOOLS = 128
+# So many are read in a moment; more than these have no place in a prompt.
+MAX_MESSAGES = 8192
 
 
 class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -78,16 +80,25 @@ class ToolUse:
     scanner: Any = None
 
 
-def messages_of(values: Sequence[Any]) -> tuple[dict[str, Any], ...]:
+def messages_of(values: Sequence[Any], param: str = "messages") -> tuple[dict[str, Any], ...]:
     """Messages as templates take them: texts as one string, arguments of calls as objects. Templates of open
     models know no role `developer`: it is `system`.
 
+    Args:
+      values: JSON values.
+      param: the field of the request that has them.
+
     Raises:
-      ApiError: a message is malformed, or has a part that is no text.
+      ApiError: there are none or too many, a message is malformed, or it has a part that is no text.
     """
-    if not values:
-        raise ApiError("messages is empty; send at least one message", param="messages")
+    require_some(values, param)
     return tuple(_message(value, f"messages[{index}]") for index, value in enumerate(values))
+
+
+def require_some(values: Sequence[Any], param: str) -> None:
+    """Raises ApiError where there are no messages, or too many."""
+    if not 1 <= len(values) <= MAX_MESSAGES:
+        raise ApiError(f"{param} has {len(values)} messages; 1 to {MAX_MESSAGES} are taken", param=param)
 
 
 def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, chat_template: str) -> ToolUse:
@@ -128,6 +139,11 @@ def text_of(
 ) -> str:
     """The text of a message's content, its parts joined.
 
+    Args:
+      content: a text or parts.
+      at: the path of the content in the body.
+      kinds: types of parts that are texts.
+
     Raises:
       ApiError: a part is of another kind.
     """
@@ -138,9 +154,9 @@ def text_of(
         kind, text = part.get("type"), part.get("text")
         if kind not in kinds or not isinstance(text, str):
             raise ApiError(
-                f"{at}.content[{index}] is of the type {kind!r:.40}; the model reads texts alone",
+                f"{at}[{index}] is of the type {kind!r:.40}; the model reads texts alone",
                 code="unsupported_content",
-                param=f"{at}.content",
+                param=at,
             )
         texts.append(text)
     return "".join(texts)
@@ -162,7 +178,7 @@ def _message(value: Any, at: str) -> dict[str, Any]:
     message = convert(value, Message, at)
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": text_of(message.content, at),
+        "content": text_of(message.content, f"{at}.content"),
     }
     if message.content is None and not message.tool_calls:
         raise ApiError(f"{at} has no content", param=at)

@@ -70,6 +70,8 @@ async def props(front: Front, visit: Visit) -> Response:
                 "body_bytes": options.body_bytes,
                 "answers_per_request": options.answers_per_request,
                 "embeddings_per_request": options.embeddings_per_request,
+                "stored_responses": options.stored_responses,
+                "stored_response_bytes": options.stored_response_bytes,
             },
             "defaults": {"max_tokens": options.max_tokens, "temperature": options.temperature},
         }

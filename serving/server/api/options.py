@@ -17,6 +17,7 @@ class ApiOptions:
       write_s: most seconds that a client may leave a part of an answer unread.
       answers_per_request: most answers that one request may ask for, as prompts times `n`.
       embeddings_per_request: most inputs of a request for embeddings.
+      stored_responses, stored_response_bytes: most responses that are kept of an app, and most bytes of them.
       max_tokens: of answers whose request names no length; completions have 16, as OpenAI has it.
       temperature: of requests that name none.
     """
@@ -27,6 +28,8 @@ class ApiOptions:
     write_s: float = 60.0
     answers_per_request: int = 16
     embeddings_per_request: int = 256
+    stored_responses: int = 1000
+    stored_response_bytes: int = 16 << 20
     max_tokens: int = 1024
     temperature: float = 1.0
 

@@ -1,11 +1,14 @@
 """The backend: what the front gets of the engine."""
 
 import asyncio
+import json
 
+import httpx
 import pytest
 
 from jaxllm import EngineOptions, GenerationConfig
 from jaxllm.errors import ConfigError
+from serving.server.api.app import make_app
 from serving.server.backend import EngineBackend
 from serving.server.calls import Call, Conversation, Ended, Refused
 from serving.server.executor import Executor
@@ -74,3 +77,24 @@ def test_a_conversation_is_answered(backend):
         return [event async for event in backend.submit(call).events()]
 
     assert isinstance(asyncio.run(run())[-1], Ended)
+
+
+def test_a_response_continues_another_and_its_cache_is_used_again(backend):
+    """Over HTTP, so that what is stored and sent again gives the tokens that the cache has."""
+
+    async def run():
+        front = make_app(backend, identify=lambda scope: "responses")
+        transport = httpx.ASGITransport(front)
+        async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+            first = await client.post("/v1/responses", json=ask)
+            more = ask | {"previous_response_id": first.json()["id"], "input": "again", "stream": True}
+            streamed = await client.post("/v1/responses", json=more)
+            return first.json(), json.loads(streamed.text.rpartition("data: ")[2])["response"]
+
+    ask = {"input": "the quick brown fox jumps over", "max_output_tokens": 6, "temperature": 0}
+    first, second = asyncio.run(run())
+    assert first["usage"]["input_tokens_details"]["cached_tokens"] == 0
+    assert first["usage"]["output_tokens"] <= 6
+    reused = second["usage"]["input_tokens_details"]["cached_tokens"]
+    assert reused >= first["usage"]["input_tokens"] - 1
+    assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]

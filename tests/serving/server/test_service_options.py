@@ -20,6 +20,9 @@ origins = ["https://app.example"]
 batch_rows = [2, 4]
 log_level = "warning"
 drain_s = 2.5
+contexts = "kept"
+context_budget = "1MB"
+context_keys = "~/keys"
 
 [apps]
 "uid:1000" = "mail"
@@ -55,6 +58,10 @@ def test_a_file_has_all_options(tmp_path):
     assert options.peers().apps == {"uid:1000": "mail"}
     assert options.log_level == "warning"
     assert (options.scheduler.queued, options.scheduler.app_queued, options.drain_s) == (5, 2, 2.5)
+    contexts = options.context_options()
+    assert contexts is not None
+    assert (contexts.folder, contexts.budget_bytes) == (tmp_path / "kept", 1_000_000)
+    assert contexts.encryption == Path("~/keys").expanduser()
     mail = AppLimits(in_flight=3, stored_bytes=1_000_000)
     # What the file does not name keeps its default.
     assert options.limits.of("chat") == AppLimits(in_flight=64, queued=32, tokens_per_minute=1000)
@@ -116,3 +123,13 @@ def test_what_is_wrong_is_told_with_the_file(tmp_path, text, message):
 def test_a_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_options(tmp_path / "missing.toml")
+
+
+def test_options_of_contexts_need_a_folder_for_them(tmp_path):
+    assert ServerOptions().context_options() is None
+    kept = ServerOptions(contexts=tmp_path).context_options()
+    assert kept is not None
+    assert (kept.encryption, kept.budget_bytes) == (None, 256 << 20)
+    for given in ({"context_budget": 1}, {"context_keys": tmp_path}):
+        with pytest.raises(ConfigError, match=f"{next(iter(given))} needs a folder"):
+            ServerOptions(**given).context_options()

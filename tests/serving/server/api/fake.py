@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jaxllm.errors import ContextGone
 from serving.server.calls import (
@@ -53,8 +53,8 @@ class FakeTicket:
             if backend.hangs_at == "decode" and index == 0:
                 await asyncio.Event().wait()
         yield Ended(
-            finish_reason="stop", stop_string=None, tokens=len(backend.pieces), ttft_ms=5.0, tpot_ms=2.0,
-            engine_ttft_ms=4.0, engine_tpot_ms=2.0, met=True, drafted=0.0,
+            finish_reason=backend.finish_reason, stop_string=None, tokens=len(backend.pieces),
+            ttft_ms=5.0, tpot_ms=2.0, engine_ttft_ms=4.0, engine_tpot_ms=2.0, met=True, drafted=0.0,
             seed=self._call.config.sampling.seed or 0, context=self._call.context, context_tokens=9,
         )  # fmt: skip
 
@@ -69,6 +69,7 @@ class FakeBackend:
         self.late_error: Exception | None = None
         self.refusal: Exception | None = None
         self.hangs_at = ""
+        self.finish_reason: Literal["stop", "length"] = "stop"
         self.alive = self.ready = True
         self.tickets: list[FakeTicket] = []
         self.kept: dict[tuple[str, str], ContextFacts] = {}

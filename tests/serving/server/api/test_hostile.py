@@ -12,30 +12,65 @@ from serving.server.api.anthropic_messages import MessagesBody
 from serving.server.api.chat import NEUTRAL, ChatBody
 from serving.server.api.completions import CompletionBody
 from serving.server.api.ollama import GenerateBody
+from serving.server.api.response_bodies import NEUTRAL as RESPONSE_NEUTRAL
+from serving.server.api.response_bodies import ResponseBody
 from tests.serving.server.api.conftest import Served
 from tests.serving.server.api.fake import FakeBackend
 
 STATUSES = {200, 201, 400, 401, 404, 405, 408, 409, 413, 422, 429, 503, 507}
-PATHS = [path.replace("{name}", "c0") for _, path, _ in front._ROUTES] + ["/", "/v1/%ff", "/v1/contexts/%00"]
+# Stands for a response that is there.
+STORED = "resp_stored"
+PATHS = [path.replace("{name}", STORED if "responses" in path else "c0") for _, path, _ in front._ROUTES] + [
+    "/",
+    "/v1/%ff",
+    "/v1/contexts/%00",
+]
 FIELDS = sorted(
-    {*NEUTRAL, "input", "content", "tokens", "level", "pinned", "unknown"}.union(
-        *(kind.__struct_fields__ for kind in (ChatBody, CompletionBody, MessagesBody, GenerateBody))
+    {*NEUTRAL, *RESPONSE_NEUTRAL, "input", "content", "tokens", "level", "pinned", "unknown"}.union(
+        *(
+            kind.__struct_fields__
+            for kind in (ChatBody, CompletionBody, MessagesBody, GenerateBody, ResponseBody)
+        )
     )
 )
 MESSAGES = [{"role": "user", "content": "Hi"}]
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.just(10**30), st.floats(), st.text(max_size=8),
-    st.sampled_from(["tiny", "auto", "required", "<40,70>", "json", "function", "\ud800", "user"]),
+    st.sampled_from(["tiny", "auto", "required", "<40,70>", "json", "function", "\ud800", "user",
+                     "message", "function_call", "function_call_output", "input_text", STORED]),
 )  # fmt: skip
 NAMES = st.sampled_from(
-    ["type", "name", "role", "content", "text", "function", "id", "ttft_ms", "tpot_ms", "regex"]
+    [
+        "type",
+        "name",
+        "role",
+        "content",
+        "text",
+        "function",
+        "id",
+        "ttft_ms",
+        "tpot_ms",
+        "regex",
+        "call_id",
+        "arguments",
+        "output",
+        "format",
+        "schema",
+    ]
 )
 VALUES = st.recursive(
     LEAVES,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
     max_leaves=8,
 )
-GOOD = {"model": "tiny", "messages": MESSAGES, "max_tokens": 3, "prompt": "a"}
+GOOD = {
+    "model": "tiny",
+    "messages": MESSAGES,
+    "max_tokens": 3,
+    "prompt": "a",
+    "input": "Hi",
+    "previous_response_id": STORED,
+}
 BODIES = st.one_of(
     st.builds(lambda base, more: json.dumps({k: GOOD[k] for k in base} | more).encode(),
               st.sets(st.sampled_from(sorted(GOOD))), st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3)),  # noqa: E501
@@ -53,6 +88,8 @@ BODIES = st.one_of(
 )  # fmt: skip
 def test_hostile_requests(served: Served, path: str, method: str, body: bytes) -> None:
     served.backend = FakeBackend()
+    stored = served.post("/v1/responses", {"input": "Hi"}).json()["id"]
+    path, body = path.replace(STORED, stored), body.replace(STORED.encode(), stored.encode())
     answer = served.http.request(method, path, content=body)
     told: Any = answer.text
     assert answer.status_code in STATUSES, (answer.status_code, told)

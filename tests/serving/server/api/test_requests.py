@@ -64,7 +64,8 @@ def test_an_error_in_mid_stream_is_told(served: Served, path: str, body: dict[st
         ({"audio": {}}, "audio"), ({"max_tokens": "x"}, "max_tokens"), ({"n": 5}, None), ({"n": 0}, "n"),
         ({"top_logprobs": 2}, "top_logprobs"), ({"logit_bias": {"x": 1}}, "logit_bias"), ({"stop": [""]}, "stop"),  # noqa: E501
         ({"tool_choice": "required"}, "tool_choice"), ({"slo": {"ttft_ms": 1}}, "slo"), ({"grammar": {}}, "grammar"),  # noqa: E501
-        ({"service_tier": "scale"}, "service_tier"), ({"messages": []}, "messages"), ({"seed": -1}, None),
+        ({"service_tier": "scale"}, "service_tier"), ({"messages": []}, "messages"),
+        ({"messages": [0] * 8193}, "messages"), ({"seed": -1}, None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "tools"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -116,13 +117,16 @@ def test_texts_and_tokens(served: Served) -> None:
 
 @pytest.mark.parametrize("hangs_at", ["prefill", "decode"])
 @pytest.mark.parametrize("stream", [b"false", b"true"])
-def test_a_client_that_leaves_ends_its_call(served: Served, hangs_at: str, stream: bytes) -> None:
+@pytest.mark.parametrize(("path", "field"), [(b"chat/completions", b"messages"), (b"responses", b"input")])
+def test_a_client_that_leaves_ends_its_call(
+    served: Served, path: bytes, field: bytes, hangs_at: str, stream: bytes
+) -> None:
     served.backend.hangs_at = hangs_at
-    body = b'{"messages": [{"role": "user", "content": "Hi"}], "stream": %s}' % stream
+    body = b'{"%s": [{"role": "user", "content": "Hi"}], "stream": %s}' % (field, stream)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(served.path)
         client.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+            b"POST /v1/%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path, len(body))
             + body
         )
         _until(lambda: served.backend.tickets)

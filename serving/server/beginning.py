@@ -1,0 +1,98 @@
+"""Begins calls: plans those with an objective, takes the turns of those in contexts, and makes their runs."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllm.text.droppable import PromptTokens
+from jaxllm.text.marked_text import MarkedText
+from serving.planned_answer import PlannedCall
+from serving.planning.planner import Load, Plan
+from serving.run import Lifecycle, Run
+from serving.server.calls import Call
+from serving.server.context_turns import ContextTurns
+from serving.server.job import Job
+from serving.server.prefix_sessions import PrefixSessions
+from serving.server.scheduler import Queue, SchedulerOptions, expected_load
+from serving.service import LLMService
+
+
+def guided(call: Call) -> Call:
+    """The call with its grammar and log-probabilities in its config, where the engine reads them."""
+    config = call.config
+    if call.grammar is not None:
+        config = dataclasses.replace(config, grammar=call.grammar)
+    if call.top_logprobs is not None:
+        config = dataclasses.replace(config, top_logprobs=call.top_logprobs)
+    return dataclasses.replace(call, config=config)
+
+
+def load_of(job: Job, queue: Queue, options: SchedulerOptions) -> Load:
+    """What a job that begins now has waited, and what others will take from it."""
+    others = Queue(now_ms=queue.now_ms, work=[each for each in queue.work if each.id != job.id])
+    # Of those that wait none goes first, and of those that run the decoding ones do.
+    there = expected_load(others, options, job.call.priority, due_ms=-np.inf)
+    passed_ms = 1000 * (time.perf_counter() - job.ticket.arrived_s)
+    return Load(waiting_ms=passed_ms + there.waiting_ms, token_share=there.token_share)
+
+
+def begin(job: Job, service: LLMService, sessions: PrefixSessions, load: Load) -> None:
+    """Makes the run of a call that is in no context, with the cache of an earlier answer where one begins in
+    the same way.
+
+    Raises:
+      ObjectiveMissed: no choice is in time, and the call insists.
+      JaxllmError: the engine cannot answer it.
+    """
+    engine, call = service.engine, job.call
+    plan, lifecycle = None, None
+    ids, level, tpot_ms = job.prompt, None, None
+    if call.objective is not None:
+        plan = _planned(job, service, load)
+        ids = tuple(np.asarray(job.prompt)[plan.kept].tolist())
+        level, tpot_ms = plan.level, plan.expected.tpot_ms
+        lifecycle = PlannedCall(plan, call.objective, service.profile, margin=service.planner.safety_margin)
+    request = engine.request(ids, call.config, level=level, tpot_ms=tpot_ms)
+    decoding = engine.decoding(request)
+    session = sessions.take(call.app, call.prefix_key, ids, decoding.runner.weights_version)
+    run = Run(decoding, engine.tokenizer, request, session=session, lifecycle=lifecycle or Lifecycle())
+    run.taken_whole = True
+    job.begin(run, plan)
+
+
+def begin_turn(job: Job, service: LLMService, contexts: ContextTurns, load: Load) -> None:
+    """Makes the run of a call in a context, whose level it has.
+
+    Raises:
+      ObjectiveMissed: the context's level will not be in time, and the call insists.
+      JaxllmError: the engine cannot answer it.
+    """
+    assert job.turn is not None
+    engine = service.engine
+    request, kept_by = contexts.begin(job.turn, job.call, load)
+    run = Run(engine.decoding(request), engine.tokenizer, request, lifecycle=kept_by)
+    job.begin(run, kept_by=kept_by)
+
+
+def _planned(job: Job, service: LLMService, load: Load) -> Plan:
+    call = job.call
+    assert call.objective is not None
+    return service.planner.plan(
+        _unmarked(job.prompt),
+        call.objective,
+        answer_tokens=call.config.max_tokens,
+        strict=bool(call.strict),
+        load=load,
+    )
+
+
+def _unmarked(ids: Sequence[int]) -> PromptTokens:
+    """Token ids as a planner takes them, of which none may be dropped."""
+    return PromptTokens(
+        marked=MarkedText.of_template(""),
+        ids=np.asarray(ids, np.int32),
+        offsets=np.zeros((len(ids), 2), np.int64),
+        find_spans=lambda: np.zeros((0, 2), np.int64),
+    )

@@ -1,0 +1,310 @@
+"""Keeps apps' contexts for the engine's thread: prepares and begins turns in them, creates, forks, pins and
+deletes them.
+
+An app's context is looked up by the app and its name together, so that another app's name is as unknown as
+one that never was.
+"""
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import datetime
+
+from jaxllm.config import WHOLE
+from jaxllm.errors import ConfigError, ContextGone, JaxllmError, ObjectiveMissed
+from jaxllm.kv.codecs import RAW
+from serving.contexts.answer import ContextCall
+from serving.contexts.forking import fork
+from serving.contexts.manager import Contexts
+from serving.contexts.record import Record
+from serving.contexts.turn_ids import conversation_turn_ids, turn_ids
+from serving.planning.objectives import Cost, EnergyBudget, meets
+from serving.planning.planner import Load
+from serving.planning.profile import DeviceProfile
+from serving.request import Request
+from serving.run import Run
+from serving.server.calls import Call, ContextFacts, Conversation
+from serving.server.figures import ContextsFigures
+from serving.server.limits import AppLimits, require_context, require_pin, require_stored
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextTurn:
+    """A call's turn in a context.
+
+    Attributes:
+      record: of the context that the call names.
+      before: number of its tokens that the turn follows.
+      prompt: these tokens and the turn's.
+      whole: expected cost of the turn at the whole model.
+      expected: the same at the context's level.
+    """
+
+    record: Record
+    before: int
+    prompt: tuple[int, ...]
+    whole: Cost
+    expected: Cost
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of the prompt that are in no stored chunk."""
+        return _computed(self.record, self.before, len(self.prompt))
+
+
+class ContextTurns:
+    """The contexts of a service. All but `require` and `figures` are for the engine's thread.
+
+    Args:
+      contexts: of all apps.
+      profile: of this device.
+      limits_of: an app's limits now.
+    """
+
+    def __init__(
+        self,
+        contexts: Contexts,
+        profile: DeviceProfile,
+        limits_of: Callable[[str], AppLimits] = lambda app: AppLimits(),
+    ) -> None:
+        self._contexts, self._profile, self._limits_of = contexts, profile, limits_of
+        # For other threads, which must not ask the store.
+        self._known = {(each.app, each.name): each for each in contexts.store.records()}
+        self._damaged = frozenset((each.app, each.name) for each in contexts.store.damage())
+
+    @property
+    def size_bytes(self) -> int:
+        """Of chunks in memory."""
+        return self._contexts.memory.resident_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most bytes of chunks in memory."""
+        return self._contexts.memory.budget_bytes
+
+    def require(self, app: str, name: str) -> None:
+        """Checks that an app has a context. From any thread.
+
+        Raises:
+          ContextGone: it has not.
+        """
+        if (app, name) not in self._known and (app, name) not in self._damaged:
+            raise _gone(name)
+
+    def figures(self) -> dict[str, ContextsFigures]:
+        """Contexts by app, and their chunks in memory by width. From any thread."""
+        told: dict[str, ContextsFigures] = {}
+        chunks: dict[str, Counter[str]] = {}
+        for record in list(self._known.values()):
+            own = told.setdefault(
+                record.app, ContextsFigures(contexts=0, pinned=0, stored_bytes=0, chunks={})
+            )
+            own["contexts"] = own.get("contexts", 0) + 1
+            own["pinned"] = own.get("pinned", 0) + record.pinned
+            own["stored_bytes"] = own.get("stored_bytes", 0) + _stored_bytes(record)
+            chunks.setdefault(record.app, Counter()).update(
+                "raw" if each.bits == RAW else str(each.bits)
+                for each in self._contexts.memory.chunks(record.name).values()
+            )
+        for app, own in told.items():
+            own["chunks"] = dict(chunks[app])
+        return told
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def turn(self, call: Call) -> ContextTurn:
+        """Encodes a call's turn in its context.
+
+        Raises:
+          ContextGone: the app has no context of this name, or it is of another model, level or codec.
+          ConfigError: the prompt is no turn (see `conversation_turn_ids`), the context has fewer tokens than
+            the call names, or the objective limits energy.
+          ContextOverflow: context and turn are longer than the window.
+          BudgetExceeded: the app's contexts take all that they may; or see `PendingErrors`.
+          CheckpointError: the context cannot be read; or see `PendingErrors`.
+        """
+        contexts, engine = self._contexts, self._contexts.engine
+        if isinstance(call.objective, EnergyBudget):
+            raise ConfigError(
+                "a context keeps its level, so that no budget of energy can be planned in it; ask for a time"
+            )
+        record = contexts.record(call.app, call.context)
+        limits = self._limits_of(call.app)
+        if limits.stored_bytes:
+            require_stored(limits, self.listed(call.app))
+        before = record.tokens
+        if call.context_tokens is None:
+            contexts.pending_errors.raise_for(record.name)
+        else:
+            if not 0 <= call.context_tokens <= len(before):
+                raise ConfigError(
+                    f"the context {record.name} has {len(before)} tokens, and the call continues the first "
+                    f"{call.context_tokens}"
+                )
+            before = before[: call.context_tokens]
+        config, level = call.config, record.origin.level
+        prompt = (*before, *self._turn_ids(call, before))
+        runner = engine.runner_at(level)
+        engine.request(prompt, config, level=level).require_served_by(runner)
+
+        def cost(level: int) -> Cost:
+            return Cost(
+                ttft_ms=self._profile.ttft(level, _computed(record, len(before), len(prompt))),
+                tpot_ms=self._profile.tpot(level, len(prompt)),
+                tokens=config.max_tokens,
+            )
+
+        return ContextTurn(
+            record=record, before=len(before), prompt=prompt, whole=cost(WHOLE), expected=cost(level)
+        )
+
+    def begin(self, turn: ContextTurn, call: Call, load: Load) -> tuple[Request, ContextCall]:
+        """The request of a turn, and what restores its context and stores it.
+
+        Raises:
+          ObjectiveMissed: the context's level will not be in time, and the call insists.
+        """
+        if call.objective is not None and call.strict:
+            cost = dataclasses.replace(
+                turn.expected,
+                ttft_ms=turn.expected.ttft_ms + load.waiting_ms,
+                tpot_ms=turn.expected.tpot_ms * load.token_share,
+            )
+            if not meets(call.objective, cost, turn.whole):
+                raise ObjectiveMissed(
+                    f"the context's level {turn.record.origin.level} takes {cost.ttft_ms:.0f} ms to the "
+                    f"first token and {cost.tpot_ms:.0f} ms per token, which does not meet {call.objective}; "
+                    "ask for more time, or without strict"
+                )
+        request = self._contexts.engine.request(turn.prompt, call.config, level=turn.record.origin.level)
+        most = len(turn.prompt) + call.config.max_tokens
+        if call.context_tokens is None:
+            return request, ContextCall(self._contexts, turn.record, turn.record, most_tokens=most)
+        return request, _ForkedCall(self, turn, most_tokens=most)
+
+    def ended(self, app: str, name: str) -> None:
+        """Takes notice of a context that has changed, or is gone."""
+        try:
+            self._known[app, name] = self._contexts.store.record(name, app)
+        except JaxllmError:
+            self._known.pop((app, name), None)
+
+    def forked(self, turn: ContextTurn) -> Record:
+        """A new context with those tokens that a turn follows.
+
+        Raises:
+          BudgetExceeded, CheckpointError: see `fork`.
+        """
+        app = turn.record.app
+        require_context(self._limits_of(app), self.listed(app))
+        return fork(self._contexts, turn.record, turn.before)
+
+    def dropped(self, record: Record) -> None:
+        """Deletes a forked context that nobody will know of."""
+        with contextlib.suppress(JaxllmError):
+            self._contexts.delete(record.name)
+        self._contexts.pending_errors.forget(record.name)
+
+    def _turn_ids(self, call: Call, before: Sequence[int]) -> Sequence[int]:
+        engine, prompt, now = self._contexts.engine, call.prompt, datetime.now()
+        tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
+        if isinstance(prompt, Conversation):
+            return conversation_turn_ids(tokenizer, before, prompt.messages, tools=prompt.tools, now=now)
+        if isinstance(prompt, str):
+            return turn_ids(tokenizer, before, prompt, now=now)
+        if not prompt:
+            raise ConfigError("the prompt is empty; give it at least one token")
+        return prompt
+
+    # -- contexts ---------------------------------------------------------------------------------
+
+    def create(self, app: str, *, level: int | None = None, pinned: bool = False) -> ContextFacts:
+        """See `Backend.create_context`."""
+        limits, there = self._limits_of(app), self.listed(app)
+        require_context(limits, there)
+        if pinned:
+            require_pin(limits, there, "")
+        record = self._contexts.create(app, level=level, pinned=pinned)
+        self._known[app, record.name] = record
+        return _facts(record)
+
+    def listed(self, app: str) -> list[ContextFacts]:
+        """All contexts of an app, also those of other models and levels."""
+        return [_facts(each) for each in self._contexts.store.records(app)]
+
+    def pin(self, app: str, name: str, pinned: bool) -> ContextFacts:
+        """See `Backend.pin_context`."""
+        self._contexts.record(app, name)
+        if pinned:
+            require_pin(self._limits_of(app), self.listed(app), name)
+        record = self._contexts.pin(name, pinned)
+        self._known[app, name] = record
+        return _facts(record)
+
+    def delete(self, app: str, name: str) -> None:
+        """See `Backend.delete_context`; it must not be answering."""
+        # Not of the manager, which refuses contexts of other models.
+        self._contexts.store.record(name, app)
+        try:
+            self._contexts.delete(name)
+        finally:
+            self.ended(app, name)
+
+
+class _ForkedCall(ContextCall):
+    """Forks a context before an answer, and stores the new one afterwards. If the answer does not end by
+    itself the new one is deleted: nobody has been told its name."""
+
+    def __init__(self, turns: ContextTurns, turn: ContextTurn, *, most_tokens: int) -> None:
+        super().__init__(turns._contexts, turn.record, turn.record, most_tokens=most_tokens)
+        self._turns, self._source = turns, turn
+        self._forked = self._deleted = False
+
+    def begin(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        self.record = self._base = self._turns.forked(self._source)
+        self._forked = True
+        super().begin(run)
+
+    def finish(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        kept = False
+        try:
+            super().finish(run)
+            kept = run.finish_reason is not None
+        finally:
+            if self._forked and not kept and not self._deleted:
+                self._deleted = True
+                self._turns.dropped(self.record)
+
+    def failed(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        super().failed(run)
+        if self._deleted:
+            self._contexts.pending_errors.forget(self.record.name)
+
+
+def _computed(record: Record, before: int, prompt_tokens: int) -> int:
+    size = record.origin.chunk_tokens
+    stored = sum(map(bool, record.files[: before // size]))
+    return max(1, prompt_tokens - stored * size)
+
+
+def _facts(record: Record) -> ContextFacts:
+    return ContextFacts(
+        name=record.name,
+        tokens=len(record.tokens),
+        level=record.origin.level,
+        pinned=record.pinned,
+        stored_bytes=_stored_bytes(record),
+    )
+
+
+def _stored_bytes(record: Record) -> int:
+    widths = Counter(bits for bits, file in zip(record.bits, record.files, strict=False) if file)
+    return sum(count * sum(record.origin.layer_bytes.get(bits, ())) for bits, count in widths.items())
+
+
+def _gone(name: str) -> ContextGone:
+    return ContextGone(f"there is no context {name!r:.80}; it was deleted, or never made")

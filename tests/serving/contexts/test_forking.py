@@ -1,0 +1,58 @@
+"""Forks of contexts: the same beginning, a life of their own, and nothing left where they fail."""
+
+import pytest
+
+from jaxllm.errors import BudgetExceeded
+from jaxllm.kv.recompute import LOST
+from serving.contexts.context import Context
+from serving.contexts.forking import fork
+from tests.serving.contexts.talking import TURNS, C, answers_without_contexts, found, new, say
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_fork_has_the_beginning_and_its_chunks(kept, tmp_path, encrypted):
+    contexts = kept(encryption=tmp_path / "keys" if encrypted else None)
+    wanted = answers_without_contexts(contexts.engine, TURNS[0])
+    context = new(contexts)
+    say(context, TURNS[0][0])
+    first = context.record
+    say(context, TURNS[0][2])
+    before = context.record
+    made = fork(contexts, before, len(first.tokens))
+    assert made.name != context.name
+    assert (made.tokens, made.origin, made.app) == (first.tokens, first.origin, first.app)
+    assert len(made.bits) == len(first.tokens) // C
+    assert LOST not in made.bits
+    assert context.record == before
+    # It answers as the context did then, after a restart too, when its chunks come from storage.
+    contexts = kept(encryption=tmp_path / "keys" if encrypted else None)
+    answer = say(found(contexts, Context(contexts, made)), TURNS[0][1])
+    assert answer.reused_tokens == len(made.bits) * C
+    assert answer.tokens == wanted[1]
+    assert contexts.record("mail", context.name).tokens == before.tokens
+    assert contexts.store.verify() == []
+
+
+def test_chunks_that_are_gone_are_computed_again(kept):
+    contexts = kept()
+    wanted = answers_without_contexts(contexts.engine, TURNS[0])
+    context = new(contexts)
+    say(context, TURNS[0][0])
+    record = context.record
+    context.delete()
+    made = fork(contexts, record, len(record.tokens))
+    assert set(made.bits) == {LOST}
+    assert say(found(contexts, Context(contexts, made)), TURNS[0][1]).tokens == wanted[1]
+
+
+def test_nothing_is_left_of_a_fork_that_fails(kept):
+    contexts = kept(contexts_per_app=1)
+    context = new(contexts)
+    say(context, TURNS[0][0])
+    with pytest.raises(BudgetExceeded, match="owns 1 contexts of at most 1"):
+        fork(contexts, context.record, 16)
+    contexts = kept(quota_bytes=contexts.store.used_bytes() + 2000)
+    with pytest.raises(BudgetExceeded, match="raise the quota"):
+        fork(contexts, contexts.record("mail", context.name), 32)
+    assert [each.name for each in contexts.store.records()] == [context.name]
+    assert contexts.store.verify() == []

@@ -1,0 +1,121 @@
+"""Serves a tiny model with contexts over HTTP, as the daemon does, for apps with keys."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from jaxllm import EngineOptions
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.client import Client
+from jaxllm.elastic.ladder import Ladder
+from serving import batch
+from serving.contexts.manager import Contexts
+from serving.contexts.options import ContextOptions
+from serving.server.accounting import AccountedBackend
+from serving.server.api.app import make_app
+from serving.server.context_turns import ContextTurns
+from serving.server.executor import Executor
+from serving.server.guard import Guard
+from serving.server.identity import Identity
+from serving.server.keys import KeyFile, add_key
+from serving.server.limits import Limits
+from serving.server.peer import PeerOptions, protocol
+from serving.server.scheduler import SchedulerOptions
+from serving.service import LLMService
+from tests.tiny import END_ID, write_tiny_bundle
+
+WINDOW = 128
+# An answer then has as many tokens as it may, the same each time.
+WHOLE = {"logit_bias": {str(END_ID): -100}, "temperature": 0}
+
+
+def open_tiny(folder: Path, **options: Any) -> LLMService:
+    """A service with contexts in `folder`."""
+    parts = elastic_parts(Ladder(levels=(50, 100)))
+    path = write_tiny_bundle(folder / "tiny.jaxllm", "int8", parts=parts)
+    engine = EngineOptions(
+        context_tokens=WINDOW, cache_tokens=(WINDOW,), chunk_tokens=(16,), decode_block=4, buckets_bytes=0,
+        batch_rows=(2,),
+    )  # fmt: skip
+    contexts = ContextOptions(folder=folder / "contexts", **options)
+    return LLMService.open(path, options=engine, contexts=contexts)
+
+
+class ContextService:
+    """A running service.
+
+    Attributes:
+      service: that answers.
+      backend: of the front.
+      keys: of apps.
+      url: of the service.
+    """
+
+    def __init__(self, service: LLMService, folder: Path) -> None:
+        self.service, self._folder = service, folder
+        self.backend = AccountedBackend(Limits())
+        self.keys = {app: add_key(folder / "keys.json", app)[0] for app in ("mail", "spy")}
+        self.executor: Any = None
+        self._sockets = [socket.create_server(("127.0.0.1", 0))]
+        self.url = f"http://127.0.0.1:{self._sockets[0].getsockname()[1]}"
+        self._clients = contextlib.ExitStack()
+        self.begin()
+
+    def begin(self) -> None:
+        """Answers calls."""
+        contexts = self.service.contexts
+        assert contexts is not None
+        turns = ContextTurns(contexts, self.service.profile, self.backend.limits_of)
+        options = SchedulerOptions(batch_rows=2)
+        self.executor = Executor(self.service, options, together=batch, contexts=turns)
+        self.executor.start()
+        self.backend.opened(self.executor, "tiny")
+
+    def restart(self, **options: Any) -> None:
+        """Ends all calls, closes the store and opens it again."""
+        self.executor.stop(0)
+        contexts = self.service.contexts
+        assert contexts is not None
+        before = {"folder": contexts.options.folder, "encryption": contexts.options.encryption}
+        contexts.close()
+        self.service.contexts = Contexts(self.service.engine, ContextOptions(**before | options))
+        self.begin()
+
+    def http(self, app: str, **headers: str) -> httpx.Client:
+        """A client of an app; closed at the end."""
+        key = {"Authorization": f"Bearer {self.keys[app]}"}
+        return self._clients.enter_context(httpx.Client(base_url=self.url, headers=key | headers, timeout=60))
+
+    def client(self, app: str) -> Client:
+        """Our own client of an app; closed at the end."""
+        return self._clients.enter_context(Client(self.url, api_key=self.keys[app]))
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator["ContextService"]:
+        """Serves until the end of the block."""
+        identity = Identity(keys=KeyFile(self._folder / "keys.json"))
+        app: Any = Guard(make_app(self.backend, identify=identity.identify), identity)
+        config = uvicorn.Config(
+            app, http=protocol(PeerOptions()), ws="none", lifespan="off", log_level="error", access_log=False
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=self._sockets)))
+        thread.start()
+        while not server.started:
+            thread.join(0.01)
+        try:
+            yield self
+        finally:
+            self._clients.close()
+            self.executor.stop(0)
+            server.should_exit = True
+            thread.join()
+            self.backend.close()
+            self.service.close()
