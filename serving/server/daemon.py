@@ -220,14 +220,16 @@ class Daemon:
         if service.contexts is not None:
             contexts = ContextTurns(service.contexts, service.profile, self.backend.limits_of)
         memory = ServiceMemory(
-            service,
-            self._options.memory_options(),
-            app_bytes=lambda app: self.backend.limits_of(app).prefix_bytes,
+            service, self._options.memory_options(), app_bytes=self.backend.prefix_bytes_of
         )
         executor = Executor(
-            service, scheduler,
-            memory=memory, contexts=contexts, together=batch, observer=self.backend.metrics,
-        )  # fmt: skip
+            service,
+            scheduler,
+            memory=memory,
+            together=batch,
+            contexts=contexts,
+            observer=self.backend.metrics,
+        )
         executor.start()
         self.backend.opened(executor, self._options.model_name)
         self._notifier.send("READY=1", f"STATUS=serving {self._options.model_name}")

@@ -103,7 +103,7 @@ class ServerOptions:
             if value is not None and not (isinstance(value, str | Path) and str(value)):
                 raise ConfigError(f"{name} must be a path, got {value!r:.80}")
             object.__setattr__(self, name, None if value is None else Path(value))
-        for name in ("context_tokens", "memory", "prefix_memory", "context_budget"):
+        for name in ("context_tokens", "memory", "context_budget", "prefix_memory"):
             if type(value := getattr(self, name)) is not int or value < 0:
                 raise ConfigError(f"{name} must be a whole number from 0 up, got {value!r:.80}")
         if self.log_level not in LOG_LEVELS:
@@ -149,10 +149,6 @@ class ServerOptions:
             hosts=tuple(dict.fromkeys((*LOOPBACK_HOSTS, *own, *self.hosts))), origins=self.origins
         )
 
-    def memory_options(self) -> MemoryOptions:
-        """Options of memory."""
-        return MemoryOptions(limit_bytes=self.memory, prefix_bytes=self.prefix_memory)
-
     def context_options(self) -> ContextOptions | None:
         """Options of contexts; None where the service keeps none.
 
@@ -172,6 +168,10 @@ class ServerOptions:
             app_quota_bytes=limits["app_quota_bytes"],
             encryption=self.context_keys,
         )
+
+    def memory_options(self) -> MemoryOptions:
+        """Options of memory."""
+        return MemoryOptions(limit_bytes=self.memory, prefix_bytes=self.prefix_memory)
 
     def peers(self) -> PeerOptions:
         """Options of connections.
@@ -270,8 +270,8 @@ def _sized(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 _CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "memory": _size,
-    "prefix_memory": _size,
     "context_budget": _size,
+    "prefix_memory": _size,
     "hosts": _list,
     "origins": _list,
     "batch_rows": _list,

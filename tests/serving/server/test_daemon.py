@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import queue
 import re
 import signal
 import socket
+import threading
 
 import httpx
 import openai
@@ -55,7 +57,10 @@ class Service:
             unix.listen()
             self.systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self.systemd.bind(str(folder / "notify"))
-            self.systemd.settimeout(60)
+            # Read all the time, as systemd does: ten unread states are all that the system keeps.
+            self._states: queue.Queue[str] = queue.Queue()
+            self._listening = threading.Thread(target=self._listen)
+            self._listening.start()
             self.url = f"http://127.0.0.1:{tcp.getsockname()[1]}"
             self.process = Process(
                 folder, "--model", write_tiny_bundle(folder / "tiny.jaxllm", "int4"), "--config", self.config,
@@ -63,9 +68,19 @@ class Service:
                 environment={"NOTIFY_SOCKET": str(folder / "notify"), "WATCHDOG_USEC": "3000000"},
             )  # fmt: skip
 
+    def _listen(self):
+        with contextlib.suppress(OSError):
+            while told := self.systemd.recv(1000).decode():
+                self._states.put(told)
+
+    def close(self):
+        self.systemd.sendto(b"", self.systemd.getsockname())
+        self._listening.join()
+        self.systemd.close()
+
     def told(self, state):
         """Waits until systemd has been told of a state."""
-        while state not in self.systemd.recv(1000).decode():
+        while state not in self._states.get(timeout=60):
             pass
 
     def streams(self, count=1):
@@ -92,7 +107,7 @@ def service(tmp_path_factory):
         yield made
     finally:
         made.process.kill()
-        made.systemd.close()
+        made.close()
 
 
 def test_it_is_ready_when_warm_and_tells_systemd(service):
