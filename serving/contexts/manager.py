@@ -6,19 +6,18 @@ them.
     finish    compresses new chunks by density, writes them ahead of time, and loads them into memory
     delete    removes a context from memory and storage
 
-In between, `ChunkMemory` evicts chunks, which are on storage already. The cache of the context that ran last
-stays as it is until another one runs. Options turn this into the baselines: write at eviction, or never, or
-compute only lost chunks.
+Calls of different contexts may run in turns, each with its own cache. `ChunkMemory` evicts chunks, which are
+on storage already, of those that do not run. The last one's cache stays until another call begins.
+Options turn this into the baselines: write at eviction, or never, or compute only lost chunks.
 
 An interrupt may come anywhere. The store decides what a context is; chunks in memory are valid only while the
-store's record is the one that memory knows (`_tidy`), which the next call checks.
+store's record is the one that memory knows (`_let_go`), which the next call checks.
 """
 
 import contextlib
 import dataclasses
 import os
 import time
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from jaxllm.kv.eviction import find_policy
 from serving.contexts.at_exit import close_at_exit, forget_at_exit
 from serving.contexts.blobs import Stored
 from serving.contexts.chunk_io import ChunkIO, origin_of
+from serving.contexts.claims import Claims
 from serving.contexts.delays import Delays, measure_compute, measure_read
 from serving.contexts.growth import ended_record, most_bytes, sink_record
 from serving.contexts.loading import ChunkLoader, cache_with_room
@@ -46,7 +46,7 @@ from serving.request import Session
 
 
 class Contexts:
-    """The contexts of all apps. Not thread-safe: one call at a time.
+    """The contexts of all apps. Not thread-safe. One call at a time runs in each.
 
     Attributes:
       engine: that answers.
@@ -79,11 +79,9 @@ class Contexts:
         try:
             self._writer = ChunkWriter(self.store, options.writing)
             self.memory = ChunkMemory(options.budget_bytes, find_policy(options.policy), self._writer.left)
-            # The call that runs, and the record by which memory has claimed its context.
-            self._turn: weakref.ref[Turn] | None = None
-            self._claimed: Record | None = None
+            self._claims = Claims(self._let_go)
             self.pending_errors = PendingErrors()
-            # The context that ran last, and its session with the cache.
+            # The context whose call ended last, and its session with the cache.
             self._last: tuple[str, Session] = ("", Session())
             self._process = os.getpid()
             self._delays: dict[int, Delays] = {}
@@ -105,7 +103,7 @@ class Contexts:
         return self._process != os.getpid()
 
     def close(self) -> None:
-        """Ends the answer that runs, keeps its tokens, and releases the store for other processes. Every
+        """Ends the answers that run, keeps their tokens, and releases the store for other processes. Every
         later call raises ConfigError.
 
         Raises:
@@ -126,18 +124,16 @@ class Contexts:
                 self._loader.close(wait=not self.forked)
 
     def stop(self) -> None:
-        """Ends the answer that runs, if there is one, and keeps its tokens so far.
+        """Ends the answers that run, and keeps their tokens so far.
 
         Raises:
-          BudgetExceeded, CheckpointError: they could not be stored.
+          BudgetExceeded, CheckpointError: those of one could not be stored.
         """
-        turn = self._answering()
-        if turn is None:
-            return
-        stop = turn.stop()
-        if stop is not None:
-            stop()
-        self.abandon(turn)
+        with contextlib.ExitStack() as stack:
+            for turn in self._claims.running():
+                stack.callback(self.abandon, turn)
+                if (stop := turn.stop()) is not None:
+                    stack.callback(stop)
 
     def create(self, app: str, *, level: int | None = None, pinned: bool = False) -> Record:
         """Creates an empty context.
@@ -174,6 +170,34 @@ class Contexts:
         record.origin.require(origin_of(self.engine, self._chunk_io[record.origin.level]), name)
         return record
 
+    def at_level(self, app: str, name: str, level: int) -> Record:
+        """Sets the level of an app's context. Its tokens stay, and the next call computes its chunks.
+
+        Raises:
+          ConfigError: the level is not served, or a call runs in it.
+          ContextGone, BudgetExceeded, CheckpointError: see `record`, `ContextStore.commit`.
+        """
+        record = self.record(app, name)
+        origin = origin_of(self.engine, self._chunk_io[self.engine.runner_at(level).level])
+        if record.origin == origin:
+            return record
+        self._require_idle(name)
+        # Memory first: chunks in memory must never outlive those on storage.
+        self.memory.cut(name, 0)
+        self._forget_cache(name)
+        return self.store.commit(dataclasses.replace(record, origin=origin, bits=(), mass=(), seen=()))
+
+    def chunk_bytes(self, record: Record, tokens: int | None = None, level: int | None = None) -> int:
+        """The most bytes of a context's chunks in memory, perhaps with other tokens or at another level; 0
+        where that is not served."""
+        chunk_io, window = (
+            self._chunk_io.get(level or record.origin.level),
+            self.engine.options.context_tokens,
+        )
+        size = record.origin.chunk_tokens
+        count = len(record.bits) if tokens is None else min(tokens, window) // size
+        return 0 if chunk_io is None else most_bytes(chunk_io, self.options, count)
+
     def pin(self, name: str, pinned: bool) -> Record:
         """Keeps a context's chunks in memory once they are there, or lets them be evicted.
 
@@ -183,7 +207,7 @@ class Contexts:
         """
         record = dataclasses.replace(self.store.record(name), pinned=pinned)
         if pinned:
-            self._require_share(record, self._most_bytes(record))
+            self._require_share(record, self.chunk_bytes(record))
         record = self.store.commit(record)
         self.memory.pin(name, pinned)
         return record
@@ -198,9 +222,8 @@ class Contexts:
           session: of the call; its cache counts attention from zero from here on.
           first: the position of the first token that the call fed.
         """
-        turn, cache = self._answering(), session.cache
-        assert turn is not None
-        assert turn.session is session
+        turn = next(each for each in self._claims.running() if each.session is session)
+        cache = session.cache
         assert cache is not None
         chunk_io = self._chunk_io[turn.base.origin.level]
         first = first if turn.counted_from is None else turn.counted_from
@@ -217,8 +240,7 @@ class Contexts:
           ConfigError: it is answering.
           CheckpointError: the device failed (see `ContextStore.delete`).
         """
-        turn = self._answering()
-        if turn is not None and turn.record.name == name:
+        if self._claims.of(name) is not None:
             raise ConfigError(f"the context {name} is answering; close its answer first")
         # Memory first: chunks in memory must never outlive those on storage.
         self.memory.forget(name)
@@ -250,20 +272,19 @@ class Contexts:
 
         Raises:
           ContextGone: see `record`.
-          ConfigError: another call runs.
+          ConfigError: another call runs in the context.
           BudgetExceeded: its chunks could not fit into memory, whatever is evicted.
         """
         began = time.perf_counter()
-        self._require_idle(app)
         record = self.record(app, name)
-        chunk_io, window = self._chunk_io[record.origin.level], self.engine.options.context_tokens
-        size = most_bytes(chunk_io, self.options, min(most_tokens, window) // chunk_io.chunk_tokens)
+        self._require_idle(name)
+        chunk_io, size = self._chunk_io[record.origin.level], self.chunk_bytes(record, most_tokens)
         if record.pinned:
             self._require_share(record, size)
         self.memory.pin(name, record.pinned)
         self.memory.require(name, size)
         turn = Turn(record=record, base=base or record, session=session)
-        self._claimed, self._turn = record, weakref.ref(turn)
+        self._claims.begin(turn)
         try:
             self.memory.claim(name, len(turn.base.bits), pinned=record.pinned)
             self.grow(turn, prompt_tokens)
@@ -305,9 +326,7 @@ class Contexts:
 
     def abandon(self, turn: Turn) -> None:
         """Unlocks a context whose call has ended, without storing anything."""
-        turn.over = True
-        if self._turn is not None and self._turn() in (turn, None):
-            self._tidy()
+        self._claims.end(turn)
 
     def _kept(self, turn: Turn, tokens: Sequence[int], first: int) -> Record:
         name, chunk_io, session = turn.record.name, self._chunk_io[turn.record.origin.level], turn.session
@@ -330,26 +349,15 @@ class Contexts:
         with contextlib.suppress(BudgetExceeded):
             self._loader.load(chunk_io, name, coded)
         # From here on memory agrees with the store.
-        self._claimed = record
+        self._claims.changed(turn, record)
         if session.cache is not None:
             session.cache = session.cache.uncounted()
             self._last = (name, session)
         return record
 
-    def _answering(self) -> Turn | None:
-        """The call that runs, if any; tidies up after a call that was interrupted."""
-        turn = None if self._turn is None else self._turn()
-        if turn is not None and not turn.over:
-            return turn
-        self._tidy()
-        return None
-
-    def _tidy(self) -> None:
-        """Ends a call: unlocks its context, and drops its chunks from memory where an interrupt or an error
-        left a record in the store that memory does not know. May be interrupted, and repeated."""
-        claimed = self._claimed
-        if claimed is None:
-            return
+    def _let_go(self, claimed: Record) -> None:
+        """Unlocks a context whose call has ended, and drops its chunks from memory where an interrupt or an
+        error left a record in the store that memory does not know. May be interrupted, and repeated."""
         name, known = claimed.name, False
         with contextlib.suppress(JaxllmError):
             known = self.store.record(name) == claimed
@@ -357,28 +365,20 @@ class Contexts:
             self.memory.forget(name)
             self._forget_cache(name)
         self.memory.release(name)
-        self._claimed = self._turn = None
 
     def _require_running(self, turn: Turn) -> None:
-        if self._turn is None or self._turn() is not turn:
+        if not self._claims.runs(turn):
             raise ConfigError(f"the call in the context {turn.record.name} has ended; begin another")
 
-    def _require_idle(self, app: str) -> None:
-        turn = self._answering()
-        if turn is not None:
-            which = f"the context {turn.record.name}" if turn.record.app == app else "another app's context"
+    def _require_idle(self, name: str) -> None:
+        if self._claims.of(name) is not None:
             raise ConfigError(
-                f"{which} is answering, and one call runs at a time: finish or close its answer, or let "
-                "the service end it (`service.contexts.stop()`)"
+                f"the context {name} is answering, and one call at a time runs in it: finish or close its "
+                "answer, or let the service end it (`service.contexts.stop()`)"
             )
 
     def _require_share(self, record: Record, size_bytes: int) -> None:
-        require_share(record, size_bytes, self.store.records(), self.options, self._most_bytes)
-
-    def _most_bytes(self, record: Record) -> int:
-        """The most bytes of a context's chunks in memory; 0 where its level is not served."""
-        chunk_io = self._chunk_io.get(record.origin.level)
-        return 0 if chunk_io is None else most_bytes(chunk_io, self.options, len(record.bits))
+        require_share(record, size_bytes, self.store.records(), self.options, self.chunk_bytes)
 
     def _forget_cache(self, name: str) -> None:
         if self._last[0] == name:
@@ -396,5 +396,5 @@ class Contexts:
         del there
         how = self._loader.bring_back(turn, chunk_io, cache, tokens)
         # The restore may have marked damaged chunks as lost in the store's record.
-        self._claimed = turn.record
+        self._claims.changed(turn, turn.record)
         return how

@@ -99,8 +99,8 @@ class Started:
       kept_tokens: of them, what the plan kept.
       reused_tokens: of them, what a cache had already.
       level: that answers, in percent.
-      source: of the plan (see `serving.planning.planner.Plan`); "context" for a turn in a context, which has
-        the context's level, and "unplanned" where the call had no objective.
+      source: of the plan (see `serving.planning.planner.Plan`); "context" for a turn in a context, and
+        "unplanned" where another call had no objective.
       queued_ms: from the call to the first step.
       context_tokens: tokens of the prompt that a context had before.
     """
@@ -242,7 +242,8 @@ class Backend(Protocol):
         ...
 
     def submit(self, call: Call) -> Ticket:
-        """Takes a call.
+        """Takes a call. What is wrong with a turn in a context, such as an instruction after the first one,
+        is told by the ticket's events.
 
         Raises:
           Refused: it is loading or draining, or its queue or the app's share of it is full.

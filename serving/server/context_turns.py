@@ -8,20 +8,22 @@ one that never was.
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
 from jaxllm.config import WHOLE
-from jaxllm.errors import ConfigError, ContextGone, JaxllmError, ObjectiveMissed
+from jaxllm.errors import ConfigError, ContextGone, JaxllmError
 from jaxllm.kv.codecs import RAW
 from serving.contexts.answer import ContextCall
 from serving.contexts.forking import fork
 from serving.contexts.manager import Contexts
 from serving.contexts.record import Record
 from serving.contexts.turn_ids import conversation_turn_ids, turn_ids
-from serving.planning.objectives import Cost, EnergyBudget, meets
+from serving.planning.objectives import Cost, EnergyBudget
 from serving.planning.planner import Load
 from serving.planning.profile import DeviceProfile
+from serving.planning.safety_margin import SafetyMargin
+from serving.planning.turns import level_of_turn
 from serving.request import Request
 from serving.run import Run
 from serving.server.calls import Call, ContextFacts, Conversation
@@ -37,29 +39,29 @@ class ContextTurn:
       record: of the context that the call names.
       before: number of its tokens that the turn follows.
       prompt: these tokens and the turn's.
-      whole: expected cost of the turn at the whole model.
-      expected: the same at the context's level.
+      computed_tokens: tokens of the prompt that are in no stored chunk of the context's level.
+      whole: expected cost of the whole model, if it had the context's chunks; ratios are relative to it.
+      costs: expected costs by level; at others than the context's all tokens are computed.
+      most_bytes: that chunks of the context will take in memory; at least 1.
     """
 
     record: Record
     before: int
     prompt: tuple[int, ...]
+    computed_tokens: int
     whole: Cost
-    expected: Cost
-
-    @property
-    def computed_tokens(self) -> int:
-        """Tokens of the prompt that are in no stored chunk."""
-        return _computed(self.record, self.before, len(self.prompt))
+    costs: Mapping[int, Cost]
+    most_bytes: int
 
 
 class ContextTurns:
-    """The contexts of a service. All but `require` and `figures` are for the engine's thread.
+    """The contexts of a service. All is for the engine's thread, but for what says otherwise.
 
     Args:
       contexts: of all apps.
       profile: of this device.
       limits_of: an app's limits now.
+      margin: how much later than the profile says answers come; None where that is not known.
     """
 
     def __init__(
@@ -67,21 +69,21 @@ class ContextTurns:
         contexts: Contexts,
         profile: DeviceProfile,
         limits_of: Callable[[str], AppLimits] = lambda app: AppLimits(),
+        *,
+        margin: SafetyMargin | None = None,
     ) -> None:
+        self._margin = margin
         self._contexts, self._profile, self._limits_of = contexts, profile, limits_of
         # For other threads, which must not ask the store.
         self._known = {(each.app, each.name): each for each in contexts.store.records()}
         self._damaged = frozenset((each.app, each.name) for each in contexts.store.damage())
+        self._pinned_bytes = 0
+        self._count_pinned()
 
     @property
-    def size_bytes(self) -> int:
-        """Of chunks in memory."""
-        return self._contexts.memory.resident_bytes
-
-    @property
-    def limit_bytes(self) -> int:
-        """Most bytes of chunks in memory."""
-        return self._contexts.memory.budget_bytes
+    def room_bytes(self) -> int:
+        """For chunks of contexts that run: what pinned ones leave. From any thread."""
+        return max(0, self._contexts.memory.budget_bytes - self._pinned_bytes)
 
     def require(self, app: str, name: str) -> None:
         """Checks that an app has a context. From any thread.
@@ -127,7 +129,7 @@ class ContextTurns:
         contexts, engine = self._contexts, self._contexts.engine
         if isinstance(call.objective, EnergyBudget):
             raise ConfigError(
-                "a context keeps its level, so that no budget of energy can be planned in it; ask for a time"
+                "no budget of energy is planned in a context, whose chunks took some before; ask for a time"
             )
         record = contexts.record(call.app, call.context)
         limits = self._limits_of(call.app)
@@ -145,43 +147,50 @@ class ContextTurns:
             before = before[: call.context_tokens]
         config, level = call.config, record.origin.level
         prompt = (*before, *self._turn_ids(call, before))
-        runner = engine.runner_at(level)
-        engine.request(prompt, config, level=level).require_served_by(runner)
+        engine.request(prompt, config, level=level).require_served_by(engine.runner_at(level))
+        computed = _computed(record, len(before), len(prompt))
 
-        def cost(level: int) -> Cost:
+        def cost(level: int, tokens: int) -> Cost:
             return Cost(
-                ttft_ms=self._profile.ttft(level, _computed(record, len(before), len(prompt))),
+                ttft_ms=self._profile.ttft(level, tokens),
                 tpot_ms=self._profile.tpot(level, len(prompt)),
                 tokens=config.max_tokens,
             )
 
+        costs = {level: cost(level, computed)}
+        if call.objective is not None:
+            costs |= {each: cost(each, len(prompt)) for each in engine.levels if each != level}
+        most = len(prompt) + config.max_tokens
         return ContextTurn(
-            record=record, before=len(before), prompt=prompt, whole=cost(WHOLE), expected=cost(level)
+            record=record,
+            before=len(before),
+            prompt=prompt,
+            computed_tokens=computed,
+            whole=cost(WHOLE, computed),
+            costs=costs,
+            most_bytes=max(1, *(contexts.chunk_bytes(record, most, each) for each in costs)),
         )
 
     def begin(self, turn: ContextTurn, call: Call, load: Load) -> tuple[Request, ContextCall]:
-        """The request of a turn, and what restores its context and stores it.
+        """The request of a turn, and what restores its context and stores it. A call with an objective is
+        answered by the largest level that is in time; others by the context's.
 
         Raises:
-          ObjectiveMissed: the context's level will not be in time, and the call insists.
+          ObjectiveMissed: no level is in time, and the call insists.
         """
-        if call.objective is not None and call.strict:
-            cost = dataclasses.replace(
-                turn.expected,
-                ttft_ms=turn.expected.ttft_ms + load.waiting_ms,
-                tpot_ms=turn.expected.tpot_ms * load.token_share,
+        level = turn.record.origin.level
+        if call.objective is not None:
+            level = level_of_turn(
+                turn.costs,
+                call.objective,
+                turn.whole,
+                margin=self._margin,
+                load=load,
+                strict=bool(call.strict),
             )
-            if not meets(call.objective, cost, turn.whole):
-                raise ObjectiveMissed(
-                    f"the context's level {turn.record.origin.level} takes {cost.ttft_ms:.0f} ms to the "
-                    f"first token and {cost.tpot_ms:.0f} ms per token, which does not meet {call.objective}; "
-                    "ask for more time, or without strict"
-                )
-        request = self._contexts.engine.request(turn.prompt, call.config, level=turn.record.origin.level)
+        request = self._contexts.engine.request(turn.prompt, call.config, level=level)
         most = len(turn.prompt) + call.config.max_tokens
-        if call.context_tokens is None:
-            return request, ContextCall(self._contexts, turn.record, turn.record, most_tokens=most)
-        return request, _ForkedCall(self, turn, most_tokens=most)
+        return request, _TurnCall(self, turn, forks=call.context_tokens is not None, most_tokens=most)
 
     def ended(self, app: str, name: str) -> None:
         """Takes notice of a context that has changed, or is gone."""
@@ -189,6 +198,7 @@ class ContextTurns:
             self._known[app, name] = self._contexts.store.record(name, app)
         except JaxllmError:
             self._known.pop((app, name), None)
+        self._count_pinned()
 
     def forked(self, turn: ContextTurn) -> Record:
         """A new context with those tokens that a turn follows.
@@ -205,6 +215,10 @@ class ContextTurns:
         with contextlib.suppress(JaxllmError):
             self._contexts.delete(record.name)
         self._contexts.pending_errors.forget(record.name)
+
+    def _count_pinned(self) -> None:
+        pinned = [each for each in self._known.values() if each.pinned]
+        self._pinned_bytes = sum(map(self._contexts.chunk_bytes, pinned))
 
     def _turn_ids(self, call: Call, before: Sequence[int]) -> Sequence[int]:
         engine, prompt, now = self._contexts.engine, call.prompt, datetime.now()
@@ -240,6 +254,7 @@ class ContextTurns:
             require_pin(self._limits_of(app), self.listed(app), name)
         record = self._contexts.pin(name, pinned)
         self._known[app, name] = record
+        self._count_pinned()
         return _facts(record)
 
     def delete(self, app: str, name: str) -> None:
@@ -252,19 +267,22 @@ class ContextTurns:
             self.ended(app, name)
 
 
-class _ForkedCall(ContextCall):
-    """Forks a context before an answer, and stores the new one afterwards. If the answer does not end by
-    itself the new one is deleted: nobody has been told its name."""
+class _TurnCall(ContextCall):
+    """Forks a context before an answer, or changes its level, where the call asks for that; and stores it
+    afterwards. A fork is deleted if its answer does not end by itself: nobody has been told its name."""
 
-    def __init__(self, turns: ContextTurns, turn: ContextTurn, *, most_tokens: int) -> None:
+    def __init__(self, turns: ContextTurns, turn: ContextTurn, *, forks: bool, most_tokens: int) -> None:
         super().__init__(turns._contexts, turn.record, turn.record, most_tokens=most_tokens)
-        self._turns, self._source = turns, turn
+        self._turns, self._source, self._forks = turns, turn, forks
         self._forked = self._deleted = False
 
     def begin(self, run: Run) -> None:
         """See `Lifecycle`."""
-        self.record = self._base = self._turns.forked(self._source)
-        self._forked = True
+        if self._forks:
+            self.record = self._turns.forked(self._source)
+            self._forked = True
+        name, level = self.record.name, run.request.level
+        self.record = self._base = self._contexts.at_level(self.record.app, name, level)
         super().begin(run)
 
     def finish(self, run: Run) -> None:

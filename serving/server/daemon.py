@@ -218,7 +218,10 @@ class Daemon:
         )
         contexts = None
         if service.contexts is not None:
-            contexts = ContextTurns(service.contexts, service.profile, self.backend.limits_of)
+            contexts = ContextTurns(
+                service.contexts, service.profile, self.backend.limits_of,
+                margin=service.planner.safety_margin,
+            )  # fmt: skip
         memory = ServiceMemory(
             service, self._options.memory_options(), app_bytes=self.backend.prefix_bytes_of
         )

@@ -215,11 +215,14 @@ class Executor:
 
     def queue(self) -> Queue:
         """The calls that there are now."""
-        jobs = [*list(self._jobs.values()), *list(self._inbox)]
+        return self._queue([*list(self._jobs.values()), *list(self._inbox)])
+
+    def _queue(self, jobs: Iterable[Job]) -> Queue:
         return Queue(
             now_ms=1000 * time.perf_counter(),
             work=[job.work(self._together.batchable) for job in jobs],
             engine_ms=dict(self._engine_ms),
+            context_bytes=0 if self.contexts is None else self.contexts.room_bytes,
         )
 
     def running(self) -> list[tuple[str, int]]:
@@ -293,17 +296,17 @@ class Executor:
             self._dispatch()
         return True
 
-    def _startable(self) -> Queue:
-        """The queue, without calls that wait where there is too little memory for more than those that
-        run."""
-        queue = self.queue()
-        if self.memory.short and queue.running:
-            return dataclasses.replace(queue, work=queue.running)
-        return queue
-
     def _take_turn(self, job: Job) -> None:
         with self._failing([job]):
             job.take_turn(self.kept().turn(job.call))
+
+    def _startable(self) -> Queue:
+        """The calls that were accepted, of which others may come at any moment; without those that wait where
+        there is too little memory for more than those that run."""
+        queue = self._queue(self._jobs.values())
+        if self.memory.short and queue.running:
+            return dataclasses.replace(queue, work=queue.running)
+        return queue
 
     def _close(self, job: Job, *, late: bool) -> None:
         if job.run is not None and job.run.stage != "ended":

@@ -18,8 +18,8 @@ class ContextChunks:
 
     Attributes:
       memory: that keeps them.
-      floor_bytes: that stays for a context to run in besides those that are pinned; at least what the longest
-        one takes, so that no call is refused that the whole budget would have had room for.
+      floor_bytes: that stays free of contexts that run or are pinned, as far as the whole budget has it; at
+        least what the longest one takes, for a call to begin or grow.
       most_bytes: their budget as it was asked for.
       name: of this kind of holding.
     """
@@ -41,7 +41,7 @@ class ContextChunks:
 
     @property
     def least_bytes(self) -> int:
-        """Of contexts that run or are pinned, and the floor: what runs may grow so far."""
+        """Of contexts that run or are pinned, and the floor."""
         kept = self.memory.kept_bytes
         return max(kept, min(kept + self.floor_bytes, self.most_bytes))
 

@@ -135,7 +135,7 @@ class Job:
             left_ms=whole.tpot_ms if decodes else prefill,
             rest_ms=(0.0 if decodes else prefill) + whole.tpot_ms * (self.call.config.max_tokens - told),
             stage=stage,
-            in_context=bool(self.call.context),
+            context_bytes=0 if self.turn is None else self.turn.most_bytes,
             token_ms=whole.tpot_ms,
             tpot_ms=self._tpot_ms,
             batchable=run is not None and batchable(run),

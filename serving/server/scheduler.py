@@ -89,7 +89,7 @@ class Work:
       left_ms: expected time of what must be computed until then.
       rest_ms: expected time of all that it needs until it ends.
       stage: what its next dispatch does: "start" for a call that waits.
-      in_context: whether it continues a context, of which one at a time may run.
+      context_bytes: most memory that chunks of the context that it continues will take; 0 for none.
       token_ms: expected time per token, of a decoding run; its limit per token is `tpot_ms`.
       tpot_ms: see `token_ms`.
       batchable: whether it may be decoded with others.
@@ -103,7 +103,7 @@ class Work:
     left_ms: float = 0.0
     rest_ms: float = 0.0
     stage: str = "start"
-    in_context: bool = False
+    context_bytes: int = 0
     token_ms: float = 0.0
     tpot_ms: float = math.inf
     batchable: bool = False
@@ -117,11 +117,13 @@ class Queue:
       now_ms: the time.
       work: calls that wait and calls that run.
       engine_ms: time of the engine that each app has had lately (see `decayed`).
+      context_bytes: memory for chunks of contexts that run.
     """
 
     now_ms: float
     work: Sequence[Work]
     engine_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    context_bytes: int = 0
 
     @property
     def waiting(self) -> list[Work]:
@@ -178,14 +180,14 @@ def startable(queue: Queue, options: SchedulerOptions) -> list[Work]:
     background = options.background_running - sum(each.priority == "background" for each in running)
     shared = free - options.reserved_running
     apps = {each.app for each in running}
-    in_context = any(each.in_context for each in running)
-    return [
+    found = [
         each
         for each in queue.waiting
         if (free if each.app not in apps else shared) > 0
         and (each.priority == "foreground" or background > 0)
-        and not (each.in_context and in_context)
     ]
+    fitting = _fitting(found, queue.context_bytes, sum(each.context_bytes for each in running))
+    return [each for each in found if not each.context_bytes or each.id in fitting]
 
 
 def expected_load(
@@ -236,6 +238,17 @@ def decayed(engine_ms: Mapping[str, float], passed_ms: float, half_life_ms: floa
     """Each app's time of the engine, after some time has passed: it halves in `half_life_ms`."""
     factor = 0.5 ** (passed_ms / half_life_ms)
     return {app: each * factor for app, each in engine_ms.items() if each * factor >= 1.0}
+
+
+def _fitting(waiting: Sequence[Work], most_bytes: int, taken_bytes: int) -> set[int]:
+    """Which calls in contexts may begin: those whose chunks fit beside those of the ones that run, or any
+    where none runs. What comes after one that does not fit waits, too, or a large one would never begin."""
+    found: set[int] = set()
+    for each in sorted(waiting, key=lambda each: (each.priority != "foreground", each.id)):
+        if taken_bytes and each.context_bytes and taken_bytes + each.context_bytes > most_bytes:
+            break
+        found.add(each.id)
+    return found
 
 
 def _rank(each: Work, now_ms: float, options: SchedulerOptions) -> int:

@@ -16,9 +16,9 @@ FILES = (
     *(
         f"/serving/contexts/{name}.py"
         for name in (
-            "answer", "catalog", "chunk_io", "context", "growth", "loading", "lock", "manager", "memory",
-            "pending_errors", "pins", "record", "record_file", "restore", "segment", "store", "stored",
-            "turn", "turn_ids", "writing",
+            "answer", "catalog", "chunk_io", "claims", "context", "growth", "loading", "lock", "manager",
+            "memory", "pending_errors", "pins", "record", "record_file", "restore", "segment", "store",
+            "stored", "turn", "turn_ids", "writing",
         )
     ),
     *(

@@ -9,6 +9,7 @@ import pytest
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, ContextOverflow
 from jaxllm.kv.recompute import LOST
 from serving.contexts.manager import Contexts
+from serving.step import step
 from tests.serving.contexts.mutations import change_record
 from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, found, new, say
 
@@ -186,20 +187,46 @@ def test_one_process_has_the_store(kept, engine_of):
         Contexts(contexts.engine, contexts.options)
 
 
-def test_one_call_runs_at_a_time(kept):
+def test_one_call_at_a_time_runs_in_a_context(kept):
     contexts = kept()
-    first, second = new(contexts), new(contexts)
+    first = new(contexts)
     running = first.generate(TURNS[0][0], max_tokens=9, ignore_eos=True)
     next(running)
-    with pytest.raises(ConfigError, match="one call runs at a time"):
-        say(second, [1])
+    with pytest.raises(ConfigError, match="one call at a time runs in it"):
+        say(first, [1])
     with pytest.raises(ConfigError, match="is answering; close its answer"):
         first.delete()
     late = first.generate([1])
     running.result()
     with pytest.raises(ConfigError, match="went on since"):
         next(late)
-    assert len(say(second, [1]).tokens) == 6
+    assert len(say(first, [1]).tokens) == 6
+
+
+def test_calls_of_different_contexts_take_turns(kept):
+    contexts = kept()
+    wanted = [answers_without_contexts(contexts.engine, turns) for turns in TURNS]
+    there = [new(contexts) for _ in TURNS]
+    for number in range(3):
+        running = [
+            each.generate(turns[number], max_tokens=6, ignore_eos=True)
+            for each, turns in zip(there, TURNS, strict=True)
+        ]
+        while any(each.stage != "ended" for each in running):
+            step(*(each for each in running if each.stage != "ended"))
+        assert [each.tokens for each in running] == [each[number] for each in wanted]
+    # Those that are dropped or stopped in the middle keep their tokens, and unlock their contexts.
+    running = [each.generate([1, 2], max_tokens=40, ignore_eos=True) for each in there]
+    for each in running:
+        next(each)
+    del running[0], each
+    contexts.stop()
+    with pytest.raises(ConfigError, match="ended by its service"):
+        running[0].result()
+    for each, turns in zip(there, TURNS, strict=True):
+        assert len(each.tokens) > sum(map(len, turns)) + 3 * 6 + 2
+        assert len(say(each, [1]).tokens) == 6
+    assert contexts.memory.kept_bytes == 0
 
 
 def test_bad_input_is_told(kept, engine_of):

@@ -1,11 +1,12 @@
-"""Forks of contexts: the same beginning, a life of their own, and nothing left where they fail."""
+"""Forks of contexts, and contexts whose level changes: what stays, and nothing left where a fork fails."""
 
 import pytest
 
-from jaxllm.errors import BudgetExceeded
+from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
 from jaxllm.kv.recompute import LOST
 from serving.contexts.context import Context
 from serving.contexts.forking import fork
+from serving.request import GenerationConfig
 from tests.serving.contexts.talking import TURNS, C, answers_without_contexts, found, new, say
 
 
@@ -43,6 +44,28 @@ def test_chunks_that_are_gone_are_computed_again(kept):
     made = fork(contexts, record, len(record.tokens))
     assert set(made.bits) == {LOST}
     assert say(found(contexts, Context(contexts, made)), TURNS[0][1]).tokens == wanted[1]
+
+
+def test_a_context_at_another_level_has_its_tokens_alone(kept):
+    contexts = kept(weights="int8", levels=(50,))
+    context = new(contexts, level=50)
+    say(context, TURNS[0][0])
+    before = context.record
+    assert contexts.at_level("mail", context.name, 50) == before
+    running = context.generate([1], max_tokens=9, ignore_eos=True)
+    next(running)
+    with pytest.raises(ConfigError, match="is answering"):
+        contexts.at_level("mail", context.name, 100)
+    running.close()
+    there = contexts.at_level("mail", context.name, 100)
+    assert (there.origin.level, there.bits, contexts.memory.chunks(context.name)) == (100, (), {})
+    asked = [*there.tokens, *TURNS[0][1]]
+    wanted = contexts.engine.stream(asked, GenerationConfig(max_tokens=6, ignore_eos=True)).result()
+    answer = say(context, TURNS[0][1])
+    assert (answer.reused_tokens, answer.tokens) == (0, wanted.tokens)
+    assert contexts.store.verify() == []
+    with pytest.raises(ContextGone):
+        contexts.at_level("spy", context.name, 50)
 
 
 def test_nothing_is_left_of_a_fork_that_fails(kept):

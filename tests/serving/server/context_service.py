@@ -72,7 +72,8 @@ class ContextService:
         """Answers calls."""
         contexts = self.service.contexts
         assert contexts is not None
-        turns = ContextTurns(contexts, self.service.profile, self.backend.limits_of)
+        margin = self.service.planner.safety_margin
+        turns = ContextTurns(contexts, self.service.profile, self.backend.limits_of, margin=margin)
         options = SchedulerOptions(batch_rows=2)
         self.executor = Executor(self.service, options, together=batch, contexts=turns)
         self.executor.start()

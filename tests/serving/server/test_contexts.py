@@ -1,86 +1,23 @@
-"""Contexts over HTTP: turns, forks, pins, limits, restarts, cancels, a full disk."""
+"""Contexts over HTTP: turns, levels, forks, pins, restarts, cancels."""
 
 import concurrent.futures
-import contextlib
-import errno
 import json
-import threading
+import re
 import time
 
-import httpx
 import pytest
 
 from jaxllm.client import Busy
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
 from jaxllm.sampling import Sampling
-from serving.contexts import store as stores
+from serving import batch
 from serving.request import GenerationConfig
-from serving.server import executor as executors
 from serving.server.limits import AppLimits, Limits
 from tests.serving.server.context_service import WHOLE, WINDOW
+from tests.serving.server.talking import FOX, facts, idle, made, said, slowly, streamed, user
 from tests.tiny import END_ID
 
 GREEDY = Sampling(logit_bias=((END_ID, -100.0),))
-FOX = "the quick brown fox"
-
-
-@pytest.fixture
-def served(context_service):
-    yield context_service
-    context_service.backend.limiter.limits = Limits()
-    with contextlib.suppress(ContextGone):
-        for each in context_service.client("mail").contexts():
-            each.delete()
-
-
-@pytest.fixture
-def http(served):
-    return served.http("mail")
-
-
-def made(http, **options):
-    answer = http.post("/v1/contexts", json=options)
-    assert answer.status_code == 201, answer.text
-    return answer.json()["id"]
-
-
-def said(http, name, prompt, tokens=8, **more):
-    """The answer to a text, token ids or messages in a context."""
-    field = "messages" if isinstance(prompt, list) and isinstance(prompt[0], dict) else "prompt"
-    body = {field: prompt, "max_tokens": tokens, **WHOLE, **more}
-    return http.post(f"/v1/contexts/{name}/generate", json=body)
-
-
-def facts(http, name, prompt, tokens=8, **more):
-    answer = said(http, name, prompt, tokens, **more)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["jaxllm"]
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-@contextlib.contextmanager
-def slowly(monkeypatch):
-    """Steps take a while, so that answers run while others come."""
-    real = executors.step
-
-    def step(run):
-        time.sleep(0.05)
-        return real(run)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(executors, "step", step)
-        yield
-
-
-def idle(served):
-    """Waits until the engine has noticed that a client has left."""
-    late_s = time.monotonic() + 30
-    while served.executor.queue().work:
-        assert time.monotonic() < late_s
-        time.sleep(0.01)
 
 
 def test_the_papers_calls(served):
@@ -144,31 +81,97 @@ def test_what_is_no_turn_is_refused_and_changes_nothing(http):
     assert http.get(f"/v1/contexts/{name}").json() == before
 
 
-def test_a_context_has_its_level_and_objectives_are_judged(http):
+def test_a_context_has_its_level_until_an_objective_allows_more(http):
     assert http.post("/v1/contexts", json={"level": 70}).status_code == 400
     name = made(http, level=50)
-    told = facts(http, name, FOX, slo={"ttft_ms": 1e6, "tpot_ms": 1e6})
-    assert (told["level"], told["source"], told["met"]) == (50, "context", True)
-    assert facts(http, name, FOX, slo={"ttft_ms": 1e-3, "tpot_ms": 1e-3})["met"] is False
+    told = facts(http, name, FOX, 20)
+    assert (told["level"], told["source"], told["met"]) == (50, "context", None)
+    # What no level can do, the nearest does: that which has the context already.
+    told = facts(http, name, FOX, slo={"ttft_ms": 1e-3, "tpot_ms": 1e9})
+    assert (told["level"], told["met"]) == (50, False)
     refused = said(http, name, FOX, slo={"ttft_ms": 1e-3, "tpot_ms": 1e-3}, strict=True)
     assert refused.status_code == 422
-    assert "level 50" in refused.text
+    assert "no sub-model meets" in refused.text
+    told = facts(http, name, "and?", slo={"ttft_ms": 1e6, "tpot_ms": 1e6})
+    # All of it is computed again, and from here on it is there.
+    assert (told["level"], told["met"], told["reused_tokens"]) == (100, True, 0)
+    assert http.get(f"/v1/contexts/{name}").json()["level"] == 100
+    told = facts(http, name, "so?")
+    assert told["level"] == 100
+    assert told["reused_tokens"] > 16
 
 
-def test_answers_in_contexts_are_decoded_together_with_others(served, http):
-    one, other = made(http), made(http)
-    alone = [said(http, one, FOX, 40).json()["choices"][0]["text"]]
+def test_a_context_that_changed_its_level_answers_as_a_new_one_of_that_level(served, http):
+    name = made(http, level=50)
+    facts(http, name, FOX, 20)
+    before = served.service.contexts.store.record(name)
+    facts(http, name, [5, 6, 7], 12, slo={"ttft_ms": 1e6, "tpot_ms": 1e6})
+    after = served.service.contexts.store.record(name)
+    config = GenerationConfig(max_tokens=12, sampling=GREEDY)
+    alone = served.service.engine.stream([*before.tokens, 5, 6, 7], config).result()
+    assert list(after.tokens) == [*before.tokens, 5, 6, 7, *alone.tokens]
+    assert after.origin.level == 100
+    assert len(after.bits) == (len(after.tokens) - 1) // 16
+    served.restart()
+    assert served.service.contexts.store.verify() == []
+    assert facts(http, name, [9])["reused_tokens"] == len(after.bits) * 16
+
+
+def test_answers_in_contexts_are_decoded_together_with_others(served, http, monkeypatch):
+    together, real = [], batch.decode_together
+
+    def counted(runs):
+        together.append([run.request.prompt for run in runs])
+        return real(runs)
+
+    names = [made(http) for _ in range(3)]
+    alone = [said(http, names[0], FOX, 40).json()["choices"][0]["text"]]
     body = {"prompt": FOX, "max_tokens": 40, **WHOLE}
     alone.append(http.post("/v1/completions", json=body).json()["choices"][0]["text"])
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+    monkeypatch.setattr(batch, "decode_together", counted)
+    with slowly(monkeypatch), concurrent.futures.ThreadPoolExecutor(3) as pool:
         asked = [
-            pool.submit(said, http, other, FOX, 40),
-            *(pool.submit(http.post, "/v1/completions", json=body) for _ in range(2)),
+            *(pool.submit(said, http, name, FOX, 40) for name in names[1:]),
+            pool.submit(http.post, "/v1/completions", json=body),
         ]
         texts = [each.result().json()["choices"][0]["text"] for each in asked]
-    assert texts == [alone[0], alone[1], alone[1]]
-    # Contexts have their own caches, and no prefix of other calls.
-    assert served.executor.contexts.figures()["mail"]["contexts"] == 2
+    assert texts == [alone[0], alone[0], alone[1]]
+    assert any(len(each) == 2 and each[0] == each[1] for each in together)
+
+
+def test_contexts_wait_for_memory_that_others_have(served, http, monkeypatch):
+    names = [made(http) for _ in range(3)]
+    record = served.service.contexts.record("mail", names[0])
+    budget, most = served.service.contexts.options.budget_bytes, 0
+    served.restart(budget_bytes=served.service.contexts.chunk_bytes(record, WINDOW) + 1)
+    try:
+        with slowly(monkeypatch), concurrent.futures.ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(said, http, name, FOX, 80) for name in names]
+            while not all(each.done() for each in asked):
+                most = max(most, len(served.executor.running()))
+                time.sleep(0.01)
+        assert {each.result().status_code for each in asked} == {200}
+        assert most == 1
+    finally:
+        served.restart(budget_bytes=budget)
+
+
+def test_turns_are_guided_and_sampled_and_nothing_compiles(served, http, compiles):
+    name = made(http)
+    facts(http, name, FOX, 20)
+    with compiles() as count:
+        guided = said(http, name, "and?", grammar={"regex": "[a-c]{5}"}).json()
+        assert re.fullmatch("[a-c]{5}", guided["choices"][0]["text"])
+        drawn = [facts(http, made(http, level=50), FOX, temperature=1, seed=seed) for seed in (3, 3, 4)]
+        assert [each["seed"] for each in drawn] == [3, 3, 4]
+        tokens = [served.service.contexts.store.record(each["context"]).tokens[-8:] for each in drawn]
+        assert tokens[0] == tokens[1] != tokens[2]
+        forked(served, name, 18, "so?")
+        other = made(http)
+        assert facts(http, other, [7] * 60)["reused_tokens"] == 0
+        # From chunks in memory, because another one ran since.
+        assert facts(http, name, "and?")["reused_tokens"] >= 32
+    assert count() == 0
 
 
 def test_a_fork_leaves_the_context_as_it_is(served, http):
@@ -227,14 +230,6 @@ def test_one_call_at_a_time_in_a_context(served, http, monkeypatch):
     assert facts(http, name, "hi")["reused_tokens"] > 16
 
 
-@contextlib.contextmanager
-def streamed(http, name, tokens=40):
-    body = {"prompt": FOX, "max_tokens": tokens, "stream": True, **WHOLE}
-    with http.stream("POST", f"/v1/contexts/{name}/generate", json=body) as answer:
-        assert answer.status_code == 200, answer.read()
-        yield answer.iter_lines()
-
-
 def test_a_cancel_keeps_the_tokens_that_are_complete(served, http, monkeypatch):
     name = made(http)
     with slowly(monkeypatch):
@@ -264,84 +259,3 @@ def test_a_restart_finds_the_contexts(served, http, monkeypatch):
     assert http.delete(f"/v1/contexts/{name}").json()["deleted"]
     served.restart()
     assert http.get(f"/v1/contexts/{name}").status_code == 404
-
-
-def test_limits_of_an_app(served, http):
-    served.backend.limiter.limits = Limits(default=AppLimits(contexts=2, pinned=1, tokens_per_minute=300))
-    name = made(http, pinned=True)
-    assert http.post("/v1/contexts", json={"pinned": True}).status_code == 507
-    other = made(http)
-    assert http.post("/v1/contexts", json={}).status_code == 507
-    assert http.post(f"/v1/contexts/{other}/pin", json={}).status_code == 507
-    assert http.post(f"/v1/contexts/{name}/pin", json={"pinned": False}).json()["pinned"] is False
-    assert http.post(f"/v1/contexts/{other}/pin", json={}).status_code == 200
-    # A turn counts its own tokens, not the context's again.
-    for _ in range(4):
-        facts(http, name, "hello", 8)
-    assert served.backend.limiter.usage("mail").tokens > 200
-    served.backend.limiter.limits = Limits(default=AppLimits(stored_bytes=1))
-    full = said(http, name, "hi")
-    assert full.status_code == 507
-    assert "delete some" in full.text
-    # Another app has its own.
-    spy = served.http("spy")
-    gone = made(spy)
-    assert spy.delete(f"/v1/contexts/{gone}").status_code == 200
-
-
-def test_a_full_disk_answers_507_and_the_service_lives(served, http, monkeypatch):
-    name = made(http)
-    before = facts(http, name, FOX, 20)["context_tokens"]
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stores, "write_segment", full)
-        answer = said(http, name, FOX, 20)
-        assert answer.status_code == 507, answer.text
-        assert http.get(f"/v1/contexts/{name}").json()["tokens"] == before
-        # A client that leaves is told by the context's next call.
-        with slowly(monkeypatch), streamed(served.http("mail"), name) as lines:
-            for _ in range(4):
-                next(lines)
-        idle(served)
-    late = said(http, name, "hi", 1)
-    assert late.status_code == 507
-    assert "could not be kept" in late.text
-    assert facts(http, name, "hi", 1)["prompt_tokens"] > before
-
-
-def test_encrypted_contexts(served, http, tmp_path):
-    before = served.service.contexts.options.folder
-    served.restart(folder=tmp_path / "sealed", encryption=tmp_path / "keys")
-    try:
-        name = made(http)
-        facts(http, name, [9] * 40, 8)
-        assert list((tmp_path / "keys").iterdir())
-        served.restart()
-        assert facts(http, name, [1])["reused_tokens"] >= 32
-    finally:
-        served.restart(folder=before, encryption=None)
-
-
-def test_many_requests_for_contexts_are_bounded(served, monkeypatch):
-    """An app that floods the engine with other work than answers is refused."""
-    enter = threading.Event()
-    held = served.executor.work("spy", lambda: enter.wait(20))
-    try:
-        with concurrent.futures.ThreadPoolExecutor(24) as pool:
-            asked = [
-                pool.submit(
-                    httpx.get, f"{served.url}/v1/contexts", timeout=60,
-                    headers={"x-api-key": served.keys["mail"]},
-                )
-                for _ in range(24)
-            ]  # fmt: skip
-            done, _ = concurrent.futures.wait(asked, timeout=60, return_when="FIRST_COMPLETED")
-            assert {each.result().status_code for each in done} == {429}
-            enter.set()
-            assert {each.result().status_code for each in asked} == {200, 429}
-    finally:
-        enter.set()
-    assert held.result(20)

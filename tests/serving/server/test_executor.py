@@ -225,6 +225,25 @@ def test_a_full_queue_and_a_stopping_service_refuse(service):
     assert all(isinstance(events[-1], Ended) for events in asyncio.run(run()))
 
 
+def test_a_call_that_comes_just_before_a_dispatch_waits_for_the_next(service):
+    async def run():
+        made, loop, late = Executor(service, SchedulerOptions()), asyncio.get_running_loop(), []
+
+        def come():
+            # In the engine's thread, after it has accepted calls; a foreground call goes first.
+            late.append(made.submit(call(), loop))
+
+        first = made.submit(call(priority="background"), loop)
+        done = made.work("mail", come)
+        made.start()
+        await asyncio.wrap_future(done)
+        events = [await read(each) for each in (first, *late)]
+        await asyncio.to_thread(made.stop, 60)
+        return events
+
+    assert all(isinstance(each[-1], Ended) for each in asyncio.run(run()))
+
+
 def test_the_deadline_of_a_stop_ends_what_runs(service):
     async def run():
         made = Executor(service, SchedulerOptions())

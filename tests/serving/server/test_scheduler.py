@@ -147,9 +147,21 @@ def test_slots_and_contexts_bound_what_begins():
     kept = SchedulerOptions(running=2, reserved_running=1)
     assert decide(run, work(2), options=kept).ids == (1,)
     assert decide(run, work(2, app="b"), options=kept).ids == (2,)
-    turn = work(1, stage="decode", in_context=True, due_ms=900.0)
-    assert decide(turn, work(2, in_context=True)).ids == (1,)
-    assert decide(turn, work(2)).ids == (2,)
+
+
+def test_contexts_begin_where_their_chunks_fit():
+    turn = work(1, stage="decode", context_bytes=60, due_ms=900.0)
+    small, large = work(2, context_bytes=30), work(3, context_bytes=50)
+    assert decide(turn, small, context_bytes=100).ids == (2,)
+    assert decide(turn, large, context_bytes=100).ids == (1,)
+    # One that takes all that there is, and more, runs alone.
+    assert decide(work(3, context_bytes=500), context_bytes=100).ids == (3,)
+    # A large one that waits is not overtaken for ever, but by a foreground call.
+    assert decide(turn, large, work(4, context_bytes=30), context_bytes=100).ids == (1,)
+    late = dataclasses.replace(large, priority="background")
+    assert decide(turn, late, work(4, context_bytes=30), context_bytes=100).ids == (4,)
+    # What is in no context begins.
+    assert decide(turn, large, work(4), context_bytes=100).ids == (4,)
 
 
 def test_the_load_that_a_new_call_finds():

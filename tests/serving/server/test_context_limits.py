@@ -1,0 +1,92 @@
+"""What apps may take with contexts: limits, a full disk, encrypted storage, floods."""
+
+import concurrent.futures
+import errno
+import threading
+
+import httpx
+
+from serving.contexts import store as stores
+from serving.server.limits import AppLimits, Limits
+from tests.serving.server.talking import FOX, facts, idle, made, said, slowly, streamed
+
+
+def test_limits_of_an_app(served, http):
+    served.backend.limiter.limits = Limits(default=AppLimits(contexts=2, pinned=1, tokens_per_minute=300))
+    name = made(http, pinned=True)
+    assert http.post("/v1/contexts", json={"pinned": True}).status_code == 507
+    other = made(http)
+    assert http.post("/v1/contexts", json={}).status_code == 507
+    assert http.post(f"/v1/contexts/{other}/pin", json={}).status_code == 507
+    assert http.post(f"/v1/contexts/{name}/pin", json={"pinned": False}).json()["pinned"] is False
+    assert http.post(f"/v1/contexts/{other}/pin", json={}).status_code == 200
+    # A turn counts its own tokens, not the context's again.
+    for _ in range(4):
+        facts(http, name, "hello", 8)
+    assert served.backend.limiter.usage("mail").tokens > 200
+    served.backend.limiter.limits = Limits(default=AppLimits(stored_bytes=1))
+    full = said(http, name, "hi")
+    assert full.status_code == 507
+    assert "delete some" in full.text
+    # Another app has its own.
+    spy = served.http("spy")
+    gone = made(spy)
+    assert spy.delete(f"/v1/contexts/{gone}").status_code == 200
+
+
+def test_a_full_disk_answers_507_and_the_service_lives(served, http, monkeypatch):
+    name = made(http)
+    before = facts(http, name, FOX, 20)["context_tokens"]
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "write_segment", full)
+        answer = said(http, name, FOX, 20)
+        assert answer.status_code == 507, answer.text
+        assert http.get(f"/v1/contexts/{name}").json()["tokens"] == before
+        # A client that leaves is told by the context's next call.
+        with slowly(monkeypatch), streamed(served.http("mail"), name) as lines:
+            for _ in range(4):
+                next(lines)
+        idle(served)
+    late = said(http, name, "hi", 1)
+    assert late.status_code == 507
+    assert "could not be kept" in late.text
+    assert facts(http, name, "hi", 1)["prompt_tokens"] > before
+
+
+def test_encrypted_contexts(served, http, tmp_path):
+    before = served.service.contexts.options.folder
+    served.restart(folder=tmp_path / "sealed", encryption=tmp_path / "keys")
+    try:
+        name = made(http)
+        facts(http, name, [9] * 40, 8)
+        assert list((tmp_path / "keys").iterdir())
+        served.restart()
+        assert facts(http, name, [1])["reused_tokens"] >= 32
+    finally:
+        served.restart(folder=before, encryption=None)
+
+
+def test_many_requests_for_contexts_are_bounded(served, monkeypatch):
+    """An app that floods the engine with other work than answers is refused."""
+    enter = threading.Event()
+    held = served.executor.work("spy", lambda: enter.wait(20))
+    try:
+        with concurrent.futures.ThreadPoolExecutor(24) as pool:
+            asked = [
+                pool.submit(
+                    httpx.get, f"{served.url}/v1/contexts", timeout=60,
+                    headers={"x-api-key": served.keys["mail"]},
+                )
+                for _ in range(24)
+            ]  # fmt: skip
+            done, _ = concurrent.futures.wait(asked, timeout=60, return_when="FIRST_COMPLETED")
+            assert {each.result().status_code for each in done} == {429}
+            enter.set()
+            assert {each.result().status_code for each in asked} == {200, 429}
+    finally:
+        enter.set()
+    assert held.result(20)
