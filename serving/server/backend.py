@@ -154,7 +154,7 @@ class EngineBackend:
                 {"app": app, "level": level, "count": count} for (app, level), count in running.items()
             ],
             "memory": executor.memory.figures(executor.cache_bytes),
-            "contexts": {} if contexts is None else contexts.figures(),
+            **({} if contexts is None else {"contexts": contexts.figures()}),
         }
 
     def close(self) -> None:

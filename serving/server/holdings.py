@@ -18,8 +18,8 @@ class ContextChunks:
 
     Attributes:
       memory: that keeps them.
-      floor_bytes: that stays for contexts to run in; at least what the longest one takes, so that no call is
-        refused that the whole budget would have had room for.
+      floor_bytes: that stays free of contexts that run or are pinned, as far as the whole budget has it; at
+        least what the longest one takes, for a call to begin or grow.
       most_bytes: their budget as it was asked for.
       name: of this kind of holding.
     """
@@ -41,8 +41,9 @@ class ContextChunks:
 
     @property
     def least_bytes(self) -> int:
-        """Of contexts that run or are pinned, and at least the floor."""
-        return max(self.memory.kept_bytes, min(self.floor_bytes, self.most_bytes))
+        """Of contexts that run or are pinned, and the floor."""
+        kept = self.memory.kept_bytes
+        return max(kept, min(kept + self.floor_bytes, self.most_bytes))
 
     def resize(self, limit_bytes: int) -> None:
         """Sets the budget; evicts chunks beyond it, in the order of the policy."""
