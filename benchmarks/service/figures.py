@@ -45,7 +45,8 @@ def draw(rows: Sequence[Row], folder: Path, kept: Sequence[Measured] = ()) -> No
             _shares(axes, [each for each in kept if each.case == case])
             axes.set_title(case)
         all_axes[0][0].set_ylabel("share of requests")
-        all_axes[0][-1].legend(fontsize="small")
+        if any(one.answered for each in kept for one in each.window.counted):
+            all_axes[0][0].legend(fontsize="small")
         saved("ttft", figure)
 
 

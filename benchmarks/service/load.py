@@ -65,6 +65,9 @@ def send(job: Mapping[str, Any], *, alive: Callable[[], None] | None = None) -> 
             child.communicate()
     if child.returncode:
         raise PeerFailed(f"the load generator failed: {last_words(err.decode(errors='replace'))}")
+    if alive is not None:
+        # What a dead server did not answer is no measurement.
+        alive()
     return json.loads(out)
 
 

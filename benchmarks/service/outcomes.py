@@ -132,20 +132,21 @@ class Window:
         return total / self.seconds
 
     def figures(self) -> dict[str, float]:
-        """Metric -> value, without those that nothing was answered for."""
+        """Metric -> value, without those that nothing was answered for; none where nothing was due."""
         counted = self.counted
+        if not counted:
+            return {}
         answered = [each for each in counted if each.answered]
         found = {"decode_tokens_per_s": self.tokens_per_s, "requests_per_s": len(answered) / self.seconds}
-        if counted:
-            found |= {
-                "goodput_per_s": sum(each.met for each in counted) / self.seconds,
-                "slo_met": statistics.fmean(each.met for each in counted),
-                "refused": statistics.fmean(each.status == "refused" for each in counted),
-                "failed": statistics.fmean(each.status == "failed" for each in counted),
-            }
-            for app in sorted({each.app for each in counted}):
-                own = [each.met for each in counted if each.app == app]
-                found[f"slo_met of {SLOS[app]}"] = statistics.fmean(own)
+        found |= {
+            "goodput_per_s": sum(each.met for each in counted) / self.seconds,
+            "slo_met": statistics.fmean(each.met for each in counted),
+            "refused": statistics.fmean(each.status == "refused" for each in counted),
+            "failed": statistics.fmean(each.status == "failed" for each in counted),
+        }
+        for app in sorted({each.app for each in counted}):
+            own = [each.met for each in counted if each.app == app]
+            found[f"slo_met of {SLOS[app]}"] = statistics.fmean(own)
         times = {
             "ttft": [each.ttft_ms for each in answered],
             "tpot": [each.tpot_ms for each in answered if each.tokens > 1],

@@ -49,8 +49,11 @@ class Plan:
       loads: of the six apps: requests per second, in those of the idle whole model one after another.
       clients: numbers of clients that call as soon as they are answered.
       repetitions: of everything, in servers of their own.
-      load_s: seconds of each load, of which the first `warm_up_share` is not counted.
-      clients_s: of each number of clients.
+      load_s: seconds of each load, of which the first `warm_up_share` is not counted; more where these would
+        be less than `least_requests`.
+      clients_s: of each number of clients; more where the idle whole model would answer fewer than
+        `least_requests` of one client.
+      least_requests: see `load_s` and `clients_s`.
       warm_up_share: see `load_s`.
       patience_s: for answers after the last request.
       slo_scale: objectives are shares of so many times the idle whole model's times.
@@ -65,6 +68,7 @@ class Plan:
     repetitions: int = 3
     load_s: float = 60.0
     clients_s: float = 30.0
+    least_requests: int = 50
     warm_up_share: float = 0.2
     patience_s: float = 30.0
     slo_scale: float = 3.0
@@ -79,6 +83,7 @@ class Plan:
         """Fits in about a minute for the packaged model, once it was served before."""
         return cls(
             loads=(1.0,), clients=(8,), repetitions=1, load_s=4.0, clients_s=2.5, patience_s=4.0,
+            least_requests=20,
             prompt_tokens=128, answer_tokens=32, reference_repeats=3,
         )  # fmt: skip
 
@@ -275,18 +280,21 @@ def _loads(
     """The loads of one repetition, the same for all systems."""
     loads, seed = [], plan.seed + _SEEDS * repetition
     typical = back_to_back(sizes, count=500, seed=plan.seed)
+    answer_s = statistics.fmean(map(reference.answer_s, typical))
     if "apps" in plan.parts:
         for load in plan.loads:
-            rate = load / statistics.fmean(map(reference.answer_s, typical))
+            rate = load / answer_s
+            duration_s = max(plan.load_s, plan.least_requests / rate)
             if arrivals is None:
-                sent = poisson(sizes, rate_per_s=rate, duration_s=plan.load_s, seed=seed)
+                sent = poisson(sizes, rate_per_s=rate, duration_s=duration_s, seed=seed)
             else:
-                sent, faster = from_trace(sizes, arrivals, rate_per_s=rate, duration_s=plan.load_s, seed=seed)
+                sent, faster = from_trace(sizes, arrivals, rate_per_s=rate, duration_s=duration_s, seed=seed)
                 tell(f"load {load:g} comes {faster:,.2g} times as fast as in the trace")
             tell(f"load {load:g}: {len(sent)} requests, {rate:.3g} per second")
-            loads.append(_Load(f"{name}, load {load:g}", sent, plan.load_s))
+            loads.append(_Load(f"{name}, load {load:g}", sent, duration_s))
     if "clients" in plan.parts:
-        loads += [_Load(f"{name}, {count} clients", typical, plan.clients_s, count) for count in plan.clients]
+        clients_s = max(plan.clients_s, plan.least_requests * answer_s)
+        loads += [_Load(f"{name}, {count} clients", typical, clients_s, count) for count in plan.clients]
     return loads
 
 

@@ -7,7 +7,7 @@ from jaxllm.errors import ConfigError
 from serving.bundles import find_model
 
 PLAN = Plan(
-    loads=(0.5,), clients=(2,), repetitions=2, load_s=2.0, clients_s=1.0, patience_s=30.0, prompt_tokens=32,
+    loads=(0.5,), clients=(2,), repetitions=1, load_s=2.0, clients_s=1.0, patience_s=30.0, prompt_tokens=32,
     answer_tokens=8, reference_repeats=1,
 )  # fmt: skip
 
