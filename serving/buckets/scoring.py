@@ -1,4 +1,4 @@
-"""Buckets that score given text: log-probabilities of tokens, the experts that tokens visit, hidden states."""
+"""Buckets that score given text: log-probabilities of tokens, experts that tokens visit, hidden states."""
 
 import dataclasses
 from typing import Any

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any, TypeVar
 
-from jaxllm.errors import ConfigError
 from serving.server.calls import Call, ContextFacts, Conversation, ModelFacts, Refused
 from serving.server.context_turns import ContextTurns
 from serving.server.engine_figures import storage_figures

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxllm.errors import ObjectiveMissed
 from jaxllm.text.droppable import PromptTokens
 from jaxllm.text.marked_text import MarkedText
 from serving.planned_answer import PlannedCall
-from serving.planning.planner import Load, Plan
+from serving.planning.planner import IDLE, Load, Plan
 from serving.run import Lifecycle, Run
-from serving.server.calls import Call
+from serving.server.calls import Call, Refused
 from serving.server.context_turns import ContextTurns
 from serving.server.job import Job
 from serving.server.prefix_sessions import PrefixSessions
@@ -43,7 +44,7 @@ def begin(job: Job, service: LLMService, sessions: PrefixSessions, load: Load) -
     the same way.
 
     Raises:
-      ObjectiveMissed: no choice is in time, and the call insists.
+      ObjectiveMissed, Refused: no choice is in time, and the call insists (see `_planned`).
       JaxllmError: the engine cannot answer it.
     """
     engine, call = service.engine, job.call
@@ -77,15 +78,26 @@ def begin_turn(job: Job, service: LLMService, contexts: ContextTurns, load: Load
 
 
 def _planned(job: Job, service: LLMService, load: Load) -> Plan:
-    call = job.call
-    assert call.objective is not None
-    return service.planner.plan(
-        _unmarked(job.prompt),
-        call.objective,
-        answer_tokens=call.config.max_tokens,
-        strict=bool(call.strict),
-        load=load,
-    )
+    """The plan of a call.
+
+    Raises:
+      ObjectiveMissed: no choice is in time even on an idle device, and the call insists.
+      Refused: the load alone is why none is.
+    """
+    call, ids = job.call, _unmarked(job.prompt)
+    objective, count = call.objective, call.config.max_tokens
+    assert objective is not None
+    plan = service.planner.plan
+    try:
+        return plan(ids, objective, answer_tokens=count, strict=bool(call.strict), load=load)
+    except ObjectiveMissed as missed:
+        # Raises the same where nobody else is the cause.
+        plan(ids, objective, answer_tokens=count, strict=True, load=IDLE)
+        raise Refused(
+            f"other calls take the time that this one insists on ({missed}); try again later",
+            reason="full",
+            retry_after_s=max(1.0, load.waiting_ms / 1000),
+        ) from missed
 
 
 def _unmarked(ids: Sequence[int]) -> PromptTokens:

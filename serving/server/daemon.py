@@ -142,11 +142,15 @@ class Daemon:
         opening = self._open(loop)
         service = None
         try:
-            await asyncio.wait({opening, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+            ending = {stopping, serving, watching}
+            await asyncio.wait({opening, *ending}, return_when=asyncio.FIRST_COMPLETED)
             if opening.done():
                 service = opening.result()
                 self._begin(service)
-                await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                # Unwatched, an engine that fails would be noticed by nobody.
+                watching.result()
             await self._drain()
         finally:
             server.should_exit = True

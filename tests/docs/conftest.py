@@ -1,9 +1,9 @@
 """Lets blocks share what they compile and measure, as commands of one user do."""
 
-import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +21,16 @@ def documentation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared / "documentation-cache"
 
 
+def _once(measure: Callable[..., Any]) -> Callable[..., Any]:
+    """Measures each case once, however often it is asked to."""
+
+    def measured(*arguments: Any, repeats: int = 1, **more: Any) -> Any:
+        del repeats
+        return measure(*arguments, repeats=1, **more)
+
+    return measured
+
+
 @pytest.fixture(scope="module")
 def kept_buckets(own_compilations: None, documentation_cache: Path) -> Iterator[None]:
     """Compiled buckets and profiles are kept, and profiles are measured once over."""
@@ -29,5 +39,7 @@ def kept_buckets(own_compilations: None, documentation_cache: Path) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXLLM_CACHE", str(documentation_cache))
         patch.delenv("JAXLLM_BUCKETS_BYTES")
-        patch.setattr("serving.service.measure", functools.partial(measure, repeats=1))
+        patch.setattr("serving.service.measure", _once(measure))
+        # The command imports it when it runs.
+        patch.setattr("serving.planning.profiling.measure", _once(measure))
         yield

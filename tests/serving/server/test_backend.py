@@ -4,17 +4,19 @@ import asyncio
 import json
 
 import httpx
+import numpy as np
 import pytest
 
 from jaxllm import EngineOptions, GenerationConfig
 from jaxllm.errors import ConfigError
+from jaxllm.models.decoder import forward
 from serving.server.api.app import make_app
 from serving.server.backend import EngineBackend
 from serving.server.calls import Call, Conversation, Ended, Refused
 from serving.server.executor import Executor
 from serving.server.scheduler import SchedulerOptions
 from serving.service import LLMService
-from tests.tiny import VOCAB_SIZE, write_tiny_bundle
+from tests.tiny import TINY, VOCAB_SIZE, tiny_params, write_tiny_bundle
 
 SAID = Conversation(messages=({"role": "user", "content": "hello"},))
 
@@ -78,11 +80,10 @@ def test_embeddings_are_means_of_hidden_states(backend):
 
     found = asyncio.run(run())
     assert [len(each) for each in found] == [engine.cfg.hidden_size] * 3
-    params = {name: jnp.asarray(value) for name, value in whole_params(engine).items()}
     for ids, vector in zip(texts, found, strict=True):
-        hidden, _ = forward(params, jnp.asarray([ids], jnp.int32), cfg=engine.cfg)
+        hidden, _ = forward(tiny_params(), np.array([ids], np.int32), cfg=TINY)
         mean = np.asarray(hidden)[0].mean(axis=0)
-        np.testing.assert_allclose(vector, mean / np.linalg.norm(mean), atol=2e-2)
+        np.testing.assert_allclose(vector, mean / np.linalg.norm(mean), atol=1e-5)
     with pytest.raises(ConfigError, match="1 to 128 tokens, got 0"):
         asyncio.run(backend.embed("a", [[]]))
 

@@ -8,7 +8,8 @@ import pytest
 
 from jaxllm import EngineOptions, GenerationConfig
 from jaxllm.errors import ConfigError, ContextOverflow, JaxllmError
-from serving.planning.objectives import Latency
+from serving.planning.objectives import Latency, whole_cost
+from serving.planning.planner import Load
 from serving.server import executor as executors
 from serving.server.calls import Call, Ended, Grammar, Piece, Refused, Started
 from serving.server.executor import Executor
@@ -147,6 +148,16 @@ def test_an_objective_is_planned_and_judged(executor):
     assert (missed[0].source, missed[-1].met) == ("nearest", False)
     with pytest.raises(JaxllmError, match="no sub-model meets"):
         together(executor, call(objective=Latency(ttft_ms=1e-3, tpot_ms=1.0), strict=True))
+
+
+def test_a_call_that_insists_is_refused_for_now_where_others_take_its_time(executor, service, monkeypatch):
+    times = whole_cost(service.profile, len(service.engine.tokenizer.encode(PROMPT)), 12)
+    insists = call(objective=Latency(ttft_ms=20 * times.ttft_ms, tpot_ms=20 * times.tpot_ms), strict=True)
+    assert together(executor, insists)[0][-1].tokens == 12
+    monkeypatch.setattr(executors, "load_of", lambda *_: Load(waiting_ms=30 * times.ttft_ms))
+    with pytest.raises(Refused, match="try again later") as caught:
+        together(executor, insists)
+    assert (caught.value.reason, caught.value.retry_after_s) == ("full", max(1.0, 0.03 * times.ttft_ms))
 
 
 def test_an_apps_own_cache_is_used_again_and_no_others(executor):
