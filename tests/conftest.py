@@ -1,6 +1,7 @@
 """Settings of the whole suite: strict dtype promotion, one small thread pool, shared data paths."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -14,6 +15,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 _WORTH_KEEPING_S = 0.05
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what collecting has made out of every later collection of garbage: thousands of tests, and the
+    modules that they import, which are there to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -69,6 +69,16 @@ SYSTEMS = ("no-batching", "no-planning", "no-prefix-reuse", "llama.cpp")
     "[default: 8; with --full 1, 8 and 64]",
 )
 @click.option(
+    "--prompt-tokens",
+    type=click.IntRange(min=16),
+    help="Median length of prompts.  [default: 128; with --full 256]",
+)
+@click.option(
+    "--answer-tokens",
+    type=click.IntRange(min=4),
+    help="Median length of answers.  [default: 32; with --full 48]",
+)
+@click.option(
     "--slo-scale",
     type=click.FloatRange(min=0, min_open=True),
     help="Objectives are shares of so many times the idle whole model's times.  [default: 3]",
@@ -90,6 +100,8 @@ def service_command(
     loads: tuple[float, ...],
     trace: Path | None,
     clients: tuple[int, ...],
+    prompt_tokens: int | None,
+    answer_tokens: int | None,
     slo_scale: float | None,
     outcomes: Path | None,
     threads: int,
@@ -114,6 +126,8 @@ def service_command(
         plan,
         loads=tuple(dict.fromkeys(loads)) or plan.loads,
         clients=tuple(dict.fromkeys(clients)) or plan.clients,
+        prompt_tokens=prompt_tokens or plan.prompt_tokens,
+        answer_tokens=answer_tokens or plan.answer_tokens,
         slo_scale=plan.slo_scale if slo_scale is None else slo_scale,
         parts=parts,
     )
