@@ -12,7 +12,6 @@ from serving.buckets.cache import StartBucket
 from serving.buckets.scoring import EmbedBucket
 from serving.runners.chunks import padded, plan_chunks
 from serving.runners.level_runner import LevelRunner
-from serving.runners.resident import ResidentRunner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +33,12 @@ class Embedding:
         """Cuts a text into chunks.
 
         Args:
-          runner: of the level that embeds.
+          runner: of the level that embeds, with its weights in memory (see `LevelRunner.scorer`).
           tokens: of the text, at least one and at most the window.
 
         Raises:
-          ConfigError: the weights are not all in memory, or the text is empty or too long.
+          ConfigError: the text is empty or too long.
         """
-        if not isinstance(runner, ResidentRunner):
-            raise ConfigError("embeddings take all weights in memory; give more --memory")
         options, level = runner.options, runner.model.bucket_level
         if not 0 < len(tokens) <= options.context_tokens:
             raise ConfigError(
@@ -75,13 +72,13 @@ class Embedding:
             row, valid = padded(chunk.tokens, chunk.bucket.tokens)
             compiled = runner.buckets.get(chunk.bucket)
             found, self._cache = compiled(runner.params, row, np.int32(valid), cache)
-        found = np.asarray(found)[0]
-        self._sum = found if self._sum is None else self._sum + found
+        total = np.asarray(found)[0] if self._sum is None else self._sum + np.asarray(found)[0]
+        self._sum = total
         self._chunks.popleft()
         if self._chunks:
             return True
         self._cache = None
-        self.vector = _of_length_one(self._sum)
+        self.vector = _of_length_one(total)
         return False
 
 

@@ -310,7 +310,7 @@ class LevelRunner(abc.ABC):
         Raises:
           ConfigError: its weights are not resident.
         """
-        raise ConfigError("scoring text takes all weights in memory; give more --memory")
+        raise ConfigError("scoring or embedding text takes all weights in memory; give more --memory")
 
 
 def _placed(sampler: SamplerState) -> SamplerState:

@@ -1,4 +1,4 @@
-"""Scores text with a resident model: log-probabilities, likeliest tokens, visited experts."""
+"""Scores text with a resident model: log-probabilities, likeliest tokens, visited experts; and embeds it."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -12,6 +12,7 @@ from serving.buckets.cache import StartBucket
 from serving.buckets.scoring import BranchesBucket, RoutingBucket, ScoreBucket
 from serving.host.progress import Progress
 from serving.runners.chunks import padded, plan_chunks
+from serving.runners.embedding import Embedding
 from serving.runners.level_runner import LevelRunner
 
 
@@ -95,6 +96,14 @@ class Scorer:
         scores, _, cache = self._scored(tokens, targets, cache, chunks)
         # Rows after the length of a cache are never attended to.
         return scores, dataclasses.replace(cache, length=np.int32(length))  # pyright: ignore
+
+    def embedding(self, tokens: Sequence[int]) -> Embedding:
+        """What computes the embedding of a text of so many tokens, chunk by chunk.
+
+        Raises:
+          ConfigError: the text is empty, or longer than the window.
+        """
+        return Embedding(self.runner, tokens)
 
     def score_branches(self, packed: Packed) -> np.ndarray:
         """Natural log-probability of each of `packed`'s targets, `[count]` float32."""

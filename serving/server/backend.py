@@ -92,12 +92,9 @@ class EngineBackend:
 
     async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
         """See `Backend`; a chunk at a time, so that answers go on."""
-        # Here, because a start should not wait for its import.
-        from serving.runners.embedding import Embedding
-
         executor, found = self._ready(), []
         for prompt in prompts:
-            embedding = Embedding(executor.service.engine.runner, prompt)
+            embedding = executor.service.engine.runner.scorer().embedding(prompt)
             while await asyncio.wrap_future(executor.work(app, embedding.step)):
                 pass
             assert embedding.vector is not None
