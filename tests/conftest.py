@@ -60,10 +60,10 @@ def shared_compilations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def quick_compilations(shared_compilations: None) -> Iterator[None]:
-    """Compiles with little optimization, in processes that tests start as well: for tests of what a program
-    does with its files and figures, whose large graphs (steps of training) compile in half of the time."""
+    """Compiles with little optimization, in processes that tests start as well: for tests of a few steps of
+    training, whose graphs take longer to compile than to run. Where a graph runs often, this is slower."""
     import jax
 
     name = "jax_disable_most_optimizations"

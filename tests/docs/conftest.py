@@ -8,11 +8,6 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="package")
-def _quick(quick_compilations: None) -> None:
-    """Blocks must run, not be fast."""
-
-
 @pytest.fixture(scope="session")
 def documentation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cache folder that pages and examples of this run share: what one has compiled, the others read."""

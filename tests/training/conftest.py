@@ -8,11 +8,6 @@ from tests.tiny import write_tiny_folder
 from tests.training.tiny_runs import write_data
 
 
-@pytest.fixture(autouse=True, scope="package")
-def _quick(quick_compilations: None) -> None:
-    """Every step of training is compiled for these tests alone."""
-
-
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model's folder."""
