@@ -6,6 +6,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from serving.server.scheduler import (
+    Action,
     Queue,
     SchedulerOptions,
     Work,
@@ -120,6 +121,9 @@ def test_single_decisions():
     # The latest time to begin counts, not the deadline.
     assert decide(work(1, due_ms=200.0, left_ms=150.0), work(2)).ids == (1,)
     assert decide(work(1, priority="background", due_ms=1.0), work(2)).ids == (2,)
+    # A complete answer ends at once, however early it is.
+    ahead = work(1, stage="finish", due_ms=9e9)
+    assert decide(ahead, work(2, stage="decode", batchable=True), work(3)) == Action("step", (1,))
     late = work(1, priority="background", due_ms=1.0)
     assert decide(late, work(2), now_ms=OPTIONS.patience_ms + 1).ids == (1,)
     # Among equals the app yields that has had more.
