@@ -1,5 +1,4 @@
-"""Defines the steps of a whole model: prefill of a chunk, decode of a block of tokens, scoring and embedding of
-text.
+"""Defines the steps of a whole model: prefill of a chunk, decode of a block of tokens, scoring and embedding.
 
 Pure functions of static shapes. `serving/buckets/` alone compiles them, with `cfg`, `block` and `dtype` bound
 and the caches donated.
