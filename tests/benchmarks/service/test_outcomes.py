@@ -1,4 +1,4 @@
-"""What came back, judged by hand; its rows and figures."""
+"""Outcomes judged by hand; their rows and figures."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What the apps send: times, lengths, conversations, and traces of real services."""
+"""Requests of the apps: times, lengths, conversations, and traces of real services."""
 
 import json
 import random

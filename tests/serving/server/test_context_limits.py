@@ -1,4 +1,4 @@
-"""What apps may take with contexts: limits, a full disk, encrypted storage, floods."""
+"""Limits of what apps take with contexts; a full disk, encrypted storage, floods."""
 
 import concurrent.futures
 import errno

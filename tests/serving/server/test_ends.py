@@ -1,4 +1,4 @@
-"""How a service ends when it does not end well, and readers that do not read."""
+"""Ends of a service that does not end well, and readers that do not read."""
 
 import contextlib
 import json
