@@ -54,10 +54,6 @@ class AccountedBackend(EngineBackend):
             request.calls.append(record)
         return AccountedTicket(ticket, admission, self.metrics, record)
 
-    def prefix_bytes_of(self, app: str) -> int:
-        """Most bytes of an app's caches of ended answers; 0 for no limit. From any thread."""
-        return self.limiter.limits.of(app).prefix_bytes
-
     def limits_of(self, app: str) -> AppLimits:
         """An app's limits now. From any thread."""
         return self.limiter.limits.of(app)

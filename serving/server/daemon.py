@@ -228,7 +228,9 @@ class Daemon:
                 margin=service.planner.safety_margin,
             )  # fmt: skip
         memory = ServiceMemory(
-            service, self._options.memory_options(), app_bytes=self.backend.prefix_bytes_of
+            service,
+            self._options.memory_options(),
+            app_bytes=lambda app: self.backend.limits_of(app).prefix_bytes,
         )
         executor = Executor(
             service,
