@@ -62,7 +62,9 @@ def test_every_command_has_an_example_that_it_takes(path: tuple[str, ...], comma
     for line in lines if path != ("completion",) else []:
         words = shlex.split(line)
         assert words[: len(path) + 1] == ["jaxllm", *path]
-        command.make_context(path[-1], words[len(path) + 1 :])
+        # click keeps the option of help on the command, by the names that its first context has.
+        with click.Context(cli, **cli.context_settings) as parent:
+            command.make_context(path[-1], words[len(path) + 1 :], parent=parent)
 
 
 @pytest.mark.parametrize(("path", "command"), ALL.items(), ids=names(ALL))
