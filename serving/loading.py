@@ -19,11 +19,11 @@ from jaxllm.kernels import native
 from jaxllm.models.lora import Adapter, LoraConfig, adapter_digest, padded
 from jaxllm.models.parameters import Params
 from jaxllm.quant import Weight
-from jaxllm.text.tokenizer import Tokenizer
 from serving.bundles import open_model
 from serving.host.forked import require_not_forked, watch_for_forks
 from serving.host.machine import give_back_memory
 from serving.host.progress import Progress, loading
+from serving.host.tokenizer_verdicts import open_tokenizer
 from serving.options import EngineOptions
 from serving.runners.level_runner import LevelRunner
 from serving.runners.make import make_runners
@@ -96,7 +96,7 @@ class LoadedModel:
         try:
             if read_ahead:
                 self.runners.read_ahead()
-            self.tokenizer = Tokenizer(bundle.tokenizer_files())
+            self.tokenizer = open_tokenizer(bundle.tokenizer_files())
             if checked_later:
                 _check(bundle, progress)
         except BaseException:

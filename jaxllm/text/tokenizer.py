@@ -108,9 +108,17 @@ class Tokenizer:
       CheckpointError: `files.tokenizer_json` is not a tokenizer.
     """
 
-    def __init__(self, files: TokenizerFiles) -> None:
+    def __init__(self, files: TokenizerFiles, *, ordinary: bool | None = None) -> None:
+        """Makes a tokenizer from its data.
+
+        Args:
+          files: a tokenizer as plain data.
+          ordinary: what `is_ordinary` said of `files.tokenizer_json`; None to ask it.
+        """
         self._files = files
-        self._tokenizer = open_tokenizer(files.tokenizer_json, files.eos_ids, files.special)
+        self._tokenizer = open_tokenizer(
+            files.tokenizer_json, files.eos_ids, files.special, ordinary=ordinary
+        )
         self._most_tokens: int | None = None
         self._unlimited = self
 
@@ -340,14 +348,26 @@ def _characters(messages: Any) -> int:
 
 
 def open_tokenizer(
-    tokenizer_json: str, eos_ids: Sequence[int] = (), special: Mapping[str, str] | None = None
+    tokenizer_json: str,
+    eos_ids: Sequence[int] = (),
+    special: Mapping[str, str] | None = None,
+    *,
+    ordinary: bool | None = None,
 ) -> AnyTokenizer:
     """A tokenizer: in this process if its cost is known to be bounded, else in a child process.
+
+    Args:
+      tokenizer_json: the text of a tokenizer.json.
+      eos_ids: tokens that end an answer.
+      special: names that a chat template may use, and their tokens.
+      ordinary: what `is_ordinary` said of the text; None to ask it.
 
     Raises:
       CheckpointError: `tokenizer_json` is not a tokenizer.
     """
-    make = LibraryTokenizer if is_ordinary(tokenizer_json) else ConfinedTokenizer
+    if ordinary is None:
+        ordinary = is_ordinary(tokenizer_json)
+    make = LibraryTokenizer if ordinary else ConfinedTokenizer
     return make(tokenizer_json, eos_ids, special or {})
 
 

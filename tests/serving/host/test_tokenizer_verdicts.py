@@ -1,0 +1,93 @@
+"""Kept verdicts about tokenizers: asked for once per text, never trusted from others, never needed."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxllm.text import tokenizer, tokenizer_bounds
+from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
+from serving.host import tokenizer_verdicts
+from serving.host.tokenizer_verdicts import open_tokenizer
+from tests.tiny import tiny_tokenizer
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenizerFiles:
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tokenizer_verdicts, "_MIN_TEXT_BYTES", 0)
+    return tiny_tokenizer()
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that are checked."""
+    asked: list[str] = []
+    check = tokenizer_bounds.is_ordinary
+
+    def counting(text: str) -> bool:
+        asked.append(text)
+        return check(text)
+
+    for module in (tokenizer, tokenizer_bounds):
+        monkeypatch.setattr(module, "is_ordinary", counting)
+    return asked
+
+
+def _kept(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "cache" / "tokenizers").iterdir())
+
+
+def test_a_text_is_checked_once(files: TokenizerFiles, checks: list[str], tmp_path: Path) -> None:
+    first = open_tokenizer(files)
+    again = open_tokenizer(files)
+    assert len(checks) == 1
+    assert again.same_tokens(first)
+    assert [path.read_bytes() for path in _kept(tmp_path)] == [b"ordinary"]
+
+
+def test_a_small_text_leaves_no_file(
+    files: TokenizerFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_verdicts, "_MIN_TEXT_BYTES", 1 << 20)
+    open_tokenizer(files)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("harm", ["mode", "content", "link"])
+def test_what_others_may_have_written_is_not_trusted(
+    harm: str, files: TokenizerFiles, checks: list[str], tmp_path: Path
+) -> None:
+    open_tokenizer(files)
+    (path,) = _kept(tmp_path)
+    if harm == "mode":
+        path.chmod(0o666)
+    elif harm == "content":
+        path.write_bytes(b"ordinaryordinaryordinary")
+    else:
+        path.unlink()
+        path.symlink_to("/dev/zero")
+    open_tokenizer(files)
+    assert len(checks) == 2
+
+
+def test_other_code_has_other_verdicts(
+    files: TokenizerFiles, checks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_tokenizer(files)
+    changed = tmp_path / "bounds.py"
+    changed.write_text("# Another check.\n")
+    monkeypatch.setattr(tokenizer_bounds, "__file__", str(changed))
+    open_tokenizer(files)
+    assert len(checks) == 2
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_cache_that_cannot_be_written(files: TokenizerFiles, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert open_tokenizer(files).same_tokens(Tokenizer(files))
+
+
+def test_a_cache_that_is_a_file(files: TokenizerFiles, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    assert open_tokenizer(files).same_tokens(Tokenizer(files))
