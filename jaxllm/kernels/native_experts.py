@@ -12,7 +12,7 @@ import numpy as np
 from jaxllm.config import Activation
 from jaxllm.kernels.native import target
 from jaxllm.kernels.native_call import call
-from jaxllm.kernels.native_operands import ACTIVATIONS, nothing, optional
+from jaxllm.kernels.native_operands import ACTIVATIONS, arrays_of, nothing, optional
 from jaxllm.kernels.weight_table import Operand
 from jaxllm.quant import BlockedArray
 
@@ -78,7 +78,7 @@ def visits(
         (
             optional(norm_scale),
             *(side for both in sides for side in both),
-            *(part for expert in experts for weight in expert for part in (weight.data, weight.scale)),
+            *(part for expert in experts for weight in expert for part in arrays_of(weight)),
         ),
         bits=np.array([expert[0].bits for expert in experts], np.int64),
         groups=np.array([expert[0].group for expert in experts], np.int64),

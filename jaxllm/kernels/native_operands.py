@@ -50,11 +50,21 @@ def block_of(used: UsedUnits | None, up: Adaptable, activation: Activation) -> d
 
 
 def parts_of(weight: Adaptable) -> tuple[Operand, ...]:
-    """Operands of a weight: data, scales, and its adapter's factors, empty without one."""
-    stored, sides = _stored(weight), (nothing(), nothing())
+    """Operands of a weight: its arrays, and its adapter's factors, empty without one."""
+    sides = (nothing(), nothing())
     if isinstance(weight, Adapted):
         sides = (_wide(weight.left), _wide(weight.right))
-    return stored.data, stored.scale, *sides
+    return *arrays_of(_stored(weight)), *sides
+
+
+def arrays_of(weight: BlockedArray) -> tuple[Operand, ...]:
+    """Operands of a weight without its adapter: data, scales, and the low plane, empty where there is none."""
+    return weight.data, weight.scale, nothing() if weight.low is None else weight.low
+
+
+def no_parts() -> tuple[Operand, ...]:
+    """The operands of a weight that is not there."""
+    return (nothing(),) * 5
 
 
 def _stored(weight: Adaptable) -> BlockedArray:

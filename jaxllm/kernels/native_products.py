@@ -17,11 +17,12 @@ from jaxllm.kernels.native import target
 from jaxllm.kernels.native_call import call
 from jaxllm.kernels.native_operands import (
     Adaptable,
+    arrays_of,
     block_of,
     count_operand,
     counts_operand,
     format_of,
-    nothing,
+    no_parts,
     optional,
     parts_of,
     segments_of,
@@ -117,7 +118,7 @@ def feed_forward(
             optional(norm_scale),
             counts_operand(used),
             steps_operand(*(steps or ())),
-            *((nothing(),) * 4 if gate is None else parts_of(gate)),
+            *(no_parts() if gate is None else parts_of(gate)),
             *parts_of(up),
             *parts_of(down),
         ),
@@ -151,7 +152,7 @@ def unit_rows(weight: BlockedArray, index: jax.Array, live: jax.Array | None = N
     """Rows of a weight `[R, C]`, contracted along its last axis, at `index` (any shape, int32; out of range
     counts as the last): `[*index.shape, C]` float32. For `live` see `to_units`."""
     result = jax.ShapeDtypeStruct((*index.shape, weight.shape[-1]), jnp.float32)
-    buffers, operands = (index, count_operand(live)), (weight.data, weight.scale)
+    buffers, operands = (index, count_operand(live)), arrays_of(weight)
     outputs = np.int64(weight.shape[0])
     return call("unit_rows", result, buffers, operands, **format_of(weight), outputs=outputs)
 

@@ -1,7 +1,7 @@
 """Storage of weights: widths (`formats`), the native kernels' order (`blocks`), types of weights (`weights`),
 parts of weights (`parts`) and dequantization (`dequantize`). Products are in `jaxllm/nn/linear.py`."""
 
-from jaxllm.quant.blocks import PANEL, BlockedArray, blocked_shapes, from_blocks, to_blocks
+from jaxllm.quant.blocks import PANEL, BlockedArray, blocked_shapes, from_blocks, nested_blocks, to_blocks
 from jaxllm.quant.dequantize import contracted_rows, dequantize, embedding_rows, unpack_int2, unpack_int4
 from jaxllm.quant.formats import (
     BITS,
@@ -51,6 +51,7 @@ __all__ = [
     "first_units",
     "from_blocks",
     "narrow",
+    "nested_blocks",
     "pack_int2",
     "pack_int4",
     "packed_columns",

@@ -5,19 +5,22 @@ which is the operand that byte-product instructions take, on x86 and Arm alike. 
 four inputs share their bytes: `[4, 16, 4]`, the low nibbles first, stored plus 8. At 2 bits four quarters do:
 `[2, 16, 4]`, the lowest bits first, as codes 0 to 3 for the levels -3, -1, 1 and 3.
 
+A nested weight (see `nested.py`) has two planes of blocks at 4 bits, its high one and its low one.
+
 Blocks are stored output panel by output panel where units are outputs, and input block by input block where
 units are inputs. In both cases the first n units are the first bytes of the buffer, so that a sub-model uses
 a prefix of it (`take_units` in `parts.py`) and nothing is copied.
 """
 
 import dataclasses
-from typing import cast
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.quant.formats import QArray, pack_int2, pack_int4
+from jaxllm.quant.nested import NESTED_GROUP, high_of, low_of, nest, pack_scales, unpack_scales
 
 PANEL = 16
 BLOCK = 32
@@ -37,6 +40,10 @@ class BlockedArray:
       of the K; `scale` float32 `[K, 16·P]`, or float16 `[K, groups, P, 16]`.
 
     `data` is int8 for 8 bits and uint8 for fewer. Buffers may hold more units than `shape` says.
+
+    A nested weight has `bits` 4, `group` 64, its high plane as `data`, its low plane, of the same shape, as
+    `low`, and packed scales `[P, 64 + 8·groups]` or `[K, 64·P + 8·P·groups]` uint8. Without `low` it stands for
+    its high plane alone.
     """
 
     data: jax.Array
@@ -45,6 +52,12 @@ class BlockedArray:
     group: int = dataclasses.field(metadata={"static": True})
     axis: int = dataclasses.field(metadata={"static": True})
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    low: jax.Array | None = None
+
+    @property
+    def nested(self) -> bool:
+        """Whether this is a nested weight, or its high plane."""
+        return self.scale.dtype == np.uint8
 
     @property
     def ndim(self) -> int:
@@ -53,15 +66,19 @@ class BlockedArray:
 
 
 def blocked_shapes(
-    shape: tuple[int, ...], *, bits: int, group: int, axis: int
+    shape: tuple[int, ...], *, bits: int, group: int, axis: int, nested: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of data and scales that a weight of `shape` has in blocks."""
+    """Shapes of data (of each plane of a nested weight) and scales that a weight of `shape` has in blocks."""
     if axis == -1:
         outputs, inputs, lead = int(np.prod(shape[:-1], dtype=object)), shape[-1], ()
     else:
         outputs, inputs, lead = shape[-1], shape[-2], (shape[0] if len(shape) == 3 else 1,)
     panels, blocks = -(-outputs // PANEL), -(-inputs // BLOCK)
     groups = -(-inputs // group) if group else 0
+    if nested:
+        data = (panels, blocks, bits * 64) if axis == -1 else (*lead, blocks, panels, bits * 64)
+        each = 64 + 8 * groups
+        return data, (panels, each) if axis == -1 else (*lead, panels * each)
     if axis == -1:
         return (panels, blocks, bits * 64), (panels, groups, PANEL) if group else (panels * PANEL,)
     data = (*lead, blocks, panels, bits * 64)
@@ -104,13 +121,58 @@ def to_blocks(weight: QArray) -> BlockedArray:
     )
 
 
+def nested_blocks(weight: np.ndarray, axis: Literal[-1, -2]) -> BlockedArray:
+    """Quantizes a float weight as a nested one (see `nested.py`), on the host.
+
+    Args:
+      weight: `[..., R, C]` floats, finite.
+      axis: the axis that a product contracts.
+
+    Raises:
+      ConfigError: the weight holds values that are not finite.
+    """
+    moved = np.asarray(weight, np.float32)
+    # [K, outputs, inputs]: of weights whose units are outputs K is 1.
+    if axis == -1:
+        stack = moved.reshape(1, -1, moved.shape[-1])
+    else:
+        stack = moved.reshape(-1, *moved.shape[-2:]).swapaxes(-1, -2)
+    found = nest(stack)
+    channel, factor = _padded(found.channel, PANEL, 1), _padded(found.factor, PANEL, 1)
+    # [K, P, 16] and [K, groups, P, 16].
+    channel = channel.reshape(len(stack), -1, PANEL)
+    factor = factor.transpose(0, 2, 1).reshape(len(stack), factor.shape[-1], -1, PANEL)
+    factor = np.where(factor == 0, np.int8(8), factor)
+    planes = []
+    for plane in (high_of(found.levels), low_of(found.levels)):
+        each = [_pack(_padded(matrix, PANEL, BLOCK), 4) for matrix in plane]
+        planes.append(each[0] if axis == -1 else np.stack([data.transpose(1, 0, 2) for data in each]))
+    if axis == -1:
+        # Each panel's scales lie together: [P, 64 + 8·groups].
+        scale = pack_scales(channel[0][:, None], factor[0].transpose(1, 0, 2)[:, :, None])
+    else:
+        scale = pack_scales(channel, factor)
+    high, low = (cast(jax.Array, np.ascontiguousarray(plane)) for plane in planes)
+    return BlockedArray(
+        data=high,
+        scale=cast(jax.Array, np.ascontiguousarray(scale)),
+        bits=4,
+        group=NESTED_GROUP,
+        axis=axis,
+        shape=weight.shape,
+        low=low,
+    )
+
+
 def from_blocks(weight: BlockedArray) -> QArray:
-    """The inverse of `to_blocks`, for host arrays: for devices that have no native kernels."""
+    """The inverse of `to_blocks`, for host arrays: for devices that have no native kernels. A nested weight
+    becomes one of 8 bits, its high plane one of 4, in groups with float32 scales."""
     levels, scale = np.asarray(blocked_levels(weight)), np.asarray(blocked_scales(weight))
+    bits = weight.bits if weight.low is None else 8
     return QArray(
-        data={8: np.asarray, 4: pack_int4, 2: pack_int2}[weight.bits](levels),  # pyright: ignore
+        data={8: np.asarray, 4: pack_int4, 2: pack_int2}[bits](levels),  # pyright: ignore
         scale=scale,  # pyright: ignore[reportArgumentType]
-        bits=weight.bits,
+        bits=bits,
         group=weight.group,
         axis=weight.axis,
         columns=weight.shape[-1],
@@ -119,12 +181,19 @@ def from_blocks(weight: BlockedArray) -> QArray:
 
 def blocked_levels(weight: BlockedArray) -> jax.Array:
     """The weight's integer levels, int8 of its shape. Host arrays stay on the host."""
+    levels = _plane_levels(weight, weight.data)
+    if weight.low is None:
+        return levels
+    return levels * np.int8(16) + _plane_levels(weight, weight.low)
+
+
+def _plane_levels(weight: BlockedArray, data: jax.Array) -> jax.Array:
     if weight.axis == -1:
-        rows = _unpack(weight.data, weight.bits)
+        rows = _unpack(data, weight.bits)
         rows = rows.reshape(-1, rows.shape[-1])
         return rows[: _count(weight.shape[:-1]), : weight.shape[-1]].reshape(weight.shape)
     # [K, B, P, ...] -> [K, P, 16, inputs] -> [K, inputs, outputs].
-    stack = _unpack(weight.data.transpose(0, 2, 1, 3), weight.bits)
+    stack = _unpack(data.transpose(0, 2, 1, 3), weight.bits)
     stack = stack.reshape(stack.shape[0], -1, stack.shape[-1]).transpose(0, 2, 1)
     lead, (rows, columns) = weight.shape[:-2], weight.shape[-2:]
     return stack[: lead[0] if lead else 1, :rows, :columns].reshape(weight.shape)
@@ -133,6 +202,9 @@ def blocked_levels(weight: BlockedArray) -> jax.Array:
 def blocked_scales(weight: BlockedArray) -> jax.Array:
     """Scales of the weight's rank, as `QArray` has them."""
     scale, shape, group = weight.scale, weight.shape, weight.group
+    if weight.nested:
+        # As halves are laid out: [P, groups, 16] or [K, groups, P, 16].
+        scale = _nested_scales(weight)
     if weight.axis == -1:
         if group:
             scale = scale.transpose(0, 2, 1)
@@ -141,6 +213,17 @@ def blocked_scales(weight: BlockedArray) -> jax.Array:
     stack = scale.reshape(scale.shape[0], scale.shape[1] if group else 1, -1)
     lead, rows = shape[:-2], -(-shape[-2] // group) if group else 1
     return stack[: lead[0] if lead else 1, :rows, : shape[-1]].reshape(*lead, rows, shape[-1])
+
+
+def _nested_scales(weight: BlockedArray, packed: jax.Array | None = None) -> jax.Array:
+    """Scales of a nested weight, or of some panels of one whose units are outputs: `[P, groups, 16]` or
+    `[K, groups, P, 16]` float32."""
+    packed = weight.scale if packed is None else packed
+    panels = 1 if weight.axis == -1 else weight.data.shape[-2]
+    scale = unpack_scales(packed, panels)
+    if weight.axis == -1:
+        scale = scale[..., 0, :]
+    return scale if weight.low is not None else scale * np.float32(16)
 
 
 def take_blocked_rows(weight: BlockedArray, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -155,11 +238,20 @@ def take_blocked_rows(weight: BlockedArray, rows: jax.Array) -> tuple[jax.Array,
     """
     panel, lane = rows // PANEL, rows % PANEL
     columns = weight.shape[-1]
-    # [P, B, quarters, 16, 4] at (panel, :, :, lane): the indexed axes come first.
-    data = weight.data.reshape(*weight.data.shape[:2], -1, PANEL, 4)[panel, :, :, lane]
-    if weight.bits != 8:
-        data = _levels_of_bytes(data, weight.bits, axis=-2)
-    levels = data.reshape(*rows.shape, -1)[..., :columns]
+
+    def levels_of(plane: jax.Array) -> jax.Array:
+        # [P, B, quarters, 16, 4] at (panel, :, :, lane): the indexed axes come first.
+        data = plane.reshape(*plane.shape[:2], -1, PANEL, 4)[panel, :, :, lane]
+        if weight.bits != 8:
+            data = _levels_of_bytes(data, weight.bits, axis=-2)
+        return data.reshape(*rows.shape, -1)[..., :columns]
+
+    levels = levels_of(weight.data)
+    if weight.low is not None:
+        levels = levels * np.int8(16) + levels_of(weight.low)
+    if weight.nested:
+        every = _nested_scales(weight, weight.scale[panel])
+        return levels, jnp.take_along_axis(every, lane[..., None, None], axis=-1)[..., 0]
     scale = weight.scale[panel, :, lane] if weight.group else weight.scale[rows][..., None]
     return levels, scale
 
@@ -174,11 +266,20 @@ def take_blocked_inputs(weight: BlockedArray, index: jax.Array) -> jax.Array:
     last = weight.axis == -1
     length = weight.shape[-1] if last else weight.shape[-2]
     stack, inner = index // length, index % length
-    # [N, P, bits·64] -> [N, P, 16 outputs, 32 inputs] -> the selected input of each block.
-    blocks = weight.data[:, inner // BLOCK].swapaxes(0, 1) if last else weight.data[stack, inner // BLOCK]
-    wide = _unpack(blocks[:, :, None], weight.bits)
-    levels = jnp.take_along_axis(wide, (inner % BLOCK)[:, None, None, None], axis=-1)[..., 0]
-    if not weight.group:
+
+    def levels_of(plane: jax.Array) -> jax.Array:
+        # [N, P, bits·64] -> [N, P, 16 outputs, 32 inputs] -> the selected input of each block.
+        blocks = plane[:, inner // BLOCK].swapaxes(0, 1) if last else plane[stack, inner // BLOCK]
+        wide = _unpack(blocks[:, :, None], weight.bits)
+        return jnp.take_along_axis(wide, (inner % BLOCK)[:, None, None, None], axis=-1)[..., 0]
+
+    levels = levels_of(weight.data)
+    if weight.low is not None:
+        levels = levels * np.int8(16) + levels_of(weight.low)
+    if weight.nested:
+        every, group = _nested_scales(weight), inner // weight.group
+        scale = every[:, group].swapaxes(0, 1) if last else every[stack, group]
+    elif not weight.group:
         scale = weight.scale.reshape(1 if last else len(weight.scale), -1, PANEL)[stack]
     elif last:
         scale = weight.scale[:, inner // weight.group].swapaxes(0, 1)

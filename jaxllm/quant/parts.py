@@ -132,12 +132,11 @@ def unit_at(weight: Weight, index: jax.Array) -> Weight:
     units, rows, columns = weight.shape
     if weight.axis == -2:
         # `BlockedArray` has a matrix as a stack of one.
-        data, scale = (entry(part)[None] for part in (weight.data, weight.scale))
-        return dataclasses.replace(weight, data=data, scale=scale, shape=(rows, columns))
+        matrix = jax.tree.map(lambda part: entry(part)[None], weight)
+        return dataclasses.replace(matrix, shape=(rows, columns))
     if rows % PANEL == 0:
-        data = entry(weight.data.reshape(units, -1, *weight.data.shape[1:]))
-        scale = entry(weight.scale.reshape(units, -1, *weight.scale.shape[1:]))
-        return dataclasses.replace(weight, data=data, scale=scale, shape=(rows, columns))
+        matrix = jax.tree.map(lambda part: entry(part.reshape(units, -1, *part.shape[1:])), weight)
+        return dataclasses.replace(matrix, shape=(rows, columns))
     flat = dataclasses.replace(weight, shape=(units * rows, columns))
     levels, scale = take_blocked_rows(flat, index * rows + jnp.arange(rows, dtype=jnp.int32))
     return QArray(levels, scale, bits=8, group=weight.group, axis=-1, columns=columns)

@@ -7,6 +7,12 @@
 // inputs 16v..16v+3 and so on, whose codes 0 to 3 stand for -3, -1, 1 and 3. Blocks lie panel by panel (16
 // outputs after another) when units are outputs, and input block by input block when units are inputs: a
 // prefix of units is a prefix of memory.
+//
+// A nested weight of 8 bits lies in two planes of 4 bits, each in blocks: level = 16 * high + low, where both
+// are in -8..7. The high plane alone is a weight of 4 bits. Its scales are bytes: a float for each output of
+// a panel, and of each group a factor of 4 bits for each output, which the float is multiplied with: codes 8
+// to 15 as they are, 0 to 7 less 16. Byte j of 8 has output j's in its low bits, output j + 8's in its high
+// ones.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -17,6 +23,8 @@ constexpr int kPanel = 16;  // outputs of a block
 constexpr int kBlock = 32;  // inputs of a block
 constexpr int kSpan = 256;  // inputs that share one activation scale
 constexpr int kSpanBlocks = kSpan / kBlock;
+constexpr size_t kChannelsBytes = kPanel * 4;  // of nested scales: a panel's floats
+constexpr size_t kFactorsBytes = kPanel / 2;   // and its factors of a group
 constexpr int kTaskPanels = 4;  // outputs / 16 that one task of a product with many rows computes
 constexpr int kTaskRows = 256;  // rows of it at a time, whose activations stay in the second-level cache
 
@@ -37,16 +45,22 @@ struct Inputs {
 
 struct Matrix {
   const uint8_t* data;
-  const void* scale;  // group 0: float [segments][panels * 16]; else half, 16 per panel and group
-  int bits, group;    // 2, 4 or 8; inputs per scale: 0 (a whole segment), 32 or 64
+  const uint8_t* low;  // the low plane of a nested weight, like `data`; null to read its high plane alone
+  const void* scale;   // group 0: float [segments][panels * 16]; else half, 16 per panel and group; or nested
+  int bits, group;     // 2, 4 or 8, of a plane; inputs per scale: 0 (a whole segment), 32 or 64
+  bool nested;
   Inputs inputs;
   size_t panels;                                  // of the product: ceil(outputs / 16)
   size_t panel_stride, block_stride;              // bytes from one panel, one input block to the next
   size_t scale_panel_stride, scale_group_stride;  // scales from one panel, one group to the next
+  // Of nested scales these are bytes, and so are the strides of segments and of panels' floats, and where
+  // factors begin.
+  size_t scale_segment_stride, channel_stride, factors_at;
   // Whether 4-bit and 2-bit weights of groups are read as 8-bit ones that share a scale: faster for many
   // rows, but not to the bit what is got without.
   bool widen;
   bool widened() const { return widen && group && bits != 8; }
+  size_t planes() const { return low ? 2 : 1; }
   size_t groups() const { return group ? (inputs.length + group - 1) / group : 1; }  // of a segment
 };
 

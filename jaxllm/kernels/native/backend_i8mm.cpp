@@ -34,7 +34,9 @@ void pair_outputs(const Matrix& m, size_t span, size_t panel, size_t panels, int
       W quarter[4];
       for (size_t i = 0; i < kBlockSteps; i++, out += kStepBytes) {
         W low, high;  // the first and the last four of eight inputs
-        if (m.bits == 8) {
+        if (m.low) {
+          wplanes(w + 64 * i, w + low_plane(m) + 64 * i, low, high);
+        } else if (m.bits == 8) {
           low = wload(w + 128 * i), high = wload(w + 128 * i + 64);
         } else if (m.bits == 2) {
           if (i % 2 == 0) wcrumbs(w + 32 * i, quarter);

@@ -45,7 +45,7 @@ ALWAYS_INLINE void few_dot(const uint8_t* w, size_t panel_stride, const int8_t* 
 }
 
 // What one span adds to `out`, rows kTaskPanels * 16 floats apart.
-template <int Bits, bool Grouped, int Rows, int Panels>
+template <int Bits, Scaling How, int Rows, int Panels>
 void few_span(const Matrix& m, const Activations& a, size_t span, size_t from, size_t panel, float* out) {
   const Inputs& in = m.inputs;
   constexpr size_t out_stride = kTaskPanels * kPanel;
@@ -55,32 +55,44 @@ void few_span(const Matrix& m, const Activations& a, size_t span, size_t from, s
   const int8_t* x = a.q + from * a.stride + first * kBlock;
   // Of one panel blocks follow each other; where panels do, a block's next one is a row of memory away.
   const size_t ahead = m.block_stride > m.panel_stride ? 4 * m.block_stride : kAhead;
-  const auto block = [&](I(&sum)[Rows][Panels]) {
-    UNROLL for (int p = 0; p < Panels; p++) prefetch_block<Bits>(w + p * m.panel_stride, ahead);
-    few_dot<Bits, Rows, Panels>(w, m.panel_stride, x, a.stride, sum);
-    w += m.block_stride, x += kBlock;
+  // Of the block that follows `on` blocks later, in a plane that lies `plane` bytes behind.
+  const auto block = [&](I(&sum)[Rows][Panels], size_t on, size_t plane) {
+    const uint8_t* own = w + on * m.block_stride + plane;
+    UNROLL for (int p = 0; p < Panels; p++) prefetch_block<Bits>(own + p * m.panel_stride, ahead);
+    few_dot<Bits, Rows, Panels>(own, m.panel_stride, x + on * kBlock, a.stride, sum);
   };
-  if constexpr (Grouped) {
-    const size_t shift = group_shift(m), local = first - segment * in.blocks();
+  if constexpr (How != kChannels) {
+    const size_t shift = group_shift(m), low = low_plane(m), local = first - segment * in.blocks();
     F part[Rows][Panels];
     UNROLL for (int r = 0; r < Rows; r++) { UNROLL for (int p = 0; p < Panels; p++) part[r][p] = fzero(); }
     for (size_t b = 0; b < count;) {
       const bool two = shift && b + 1 < count;
       I sum[Rows][Panels];
-      UNROLL for (int r = 0; r < Rows; r++) {
+      const auto none = [&](int r) {
         const int32_t* sums = a.block_sum + (from + r) * row_blocks + first + b;
-        const I start = iset(-bias_of(Bits) * (two ? sums[0] + sums[1] : sums[0]));
+        return iset(-bias_of(Bits) * (two ? sums[0] + sums[1] : sums[0]));
+      };
+      UNROLL for (int r = 0; r < Rows; r++) {
+        const I start = none(r);
         UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = start;
       }
-      block(sum);
-      if (two) block(sum);
+      block(sum, 0, 0);
+      if (two) block(sum, 1, 0);
+      if constexpr (How == kNested) {
+        UNROLL for (int r = 0; r < Rows; r++) {
+          const I start = none(r);
+          UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = iadd(sixteenfold(sum[r][p]), start);
+        }
+        block(sum, 0, low);
+        if (two) block(sum, 1, low);
+      }
+      const auto scale = group_scales<How>(m, segment, (local + b) >> shift, panel, true);
       UNROLL for (int p = 0; p < Panels; p++) {
-        const size_t group = segment * m.groups() + ((local + b) >> shift);
-        const F channel = fload_half(static_cast<const uint16_t*>(m.scale) +
-                                     (panel + p) * m.scale_panel_stride + group * m.scale_group_stride);
+        const F channel = scale(p);
         UNROLL for (int r = 0; r < Rows; r++) part[r][p] = fma(to_float(sum[r][p]), channel, part[r][p]);
       }
-      b += two ? 2 : 1;
+      const size_t blocks = two ? 2 : 1;
+      b += blocks, w += blocks * m.block_stride, x += blocks * kBlock;
     }
     UNROLL for (int r = 0; r < Rows; r++) {
       const F row = fset(a.scale[(from + r) * row_spans + span]);
@@ -95,7 +107,7 @@ void few_span(const Matrix& m, const Activations& a, size_t span, size_t from, s
       const I start = iset(-bias_of(Bits) * a.span_sum[(from + r) * row_spans + span]);
       UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = start;
     }
-    for (size_t b = 0; b < count; b++) block(sum);
+    for (size_t b = 0; b < count; b++, w += m.block_stride, x += kBlock) block(sum, 0, 0);
     const float* scale = static_cast<const float*>(m.scale) + segment * m.scale_group_stride;
     UNROLL for (int r = 0; r < Rows; r++) {
       const F row = fset(a.scale[(from + r) * row_spans + span]);
@@ -109,11 +121,11 @@ void few_span(const Matrix& m, const Activations& a, size_t span, size_t from, s
 }
 
 // The same for `rows` <= Rows rows and all panels of a task.
-template <int Bits, bool Grouped, int Rows>
+template <int Bits, Scaling How, int Rows>
 void few_spans(const Matrix& m, const Activations& a, size_t span, size_t from, size_t rows, size_t panel,
                size_t panels, float* out) {
   if constexpr (Rows > 1) {
-    if (rows != Rows) return few_spans<Bits, Grouped, Rows - 1>(m, a, span, from, rows, panel, panels, out);
+    if (rows != Rows) return few_spans<Bits, How, Rows - 1>(m, a, span, from, rows, panel, panels, out);
   }
   size_t p = 0;
   // Panels that follow each other in memory are read together, as many as registers hold the sums of.
@@ -121,14 +133,14 @@ void few_spans(const Matrix& m, const Activations& a, size_t span, size_t from, 
   if constexpr (together > 1) {
     if (m.block_stride > m.panel_stride) {
       for (; p + together <= panels; p += together)
-        few_span<Bits, Grouped, Rows, together>(m, a, span, from, panel + p, out + p * kPanel);
+        few_span<Bits, How, Rows, together>(m, a, span, from, panel + p, out + p * kPanel);
     }
   }
-  for (; p < panels; p++) few_span<Bits, Grouped, Rows, 1>(m, a, span, from, panel + p, out + p * kPanel);
+  for (; p < panels; p++) few_span<Bits, How, Rows, 1>(m, a, span, from, panel + p, out + p * kPanel);
 }
 
 // As `tile`. The rows behind the first kRowsTogether find a span's weights in the first-level cache.
-template <int Bits, bool Grouped>
+template <int Bits, Scaling How>
 void few_rows_of(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
                  float* out) {
   const bool apart = m.block_stride <= m.panel_stride;  // panels, in memory
@@ -137,7 +149,7 @@ void few_rows_of(const Matrix& m, const Activations& a, size_t from, size_t to, 
     for (size_t span = 0; span < m.inputs.all_spans(); span++) {
       for (size_t row = from; row < to; row += kRowsTogether) {
         const size_t rows = to - row < kRowsTogether ? to - row : kRowsTogether;
-        few_spans<Bits, Grouped, kRowsTogether>(m, a, span, row, rows, panel + p, width,
+        few_spans<Bits, How, kRowsTogether>(m, a, span, row, rows, panel + p, width,
                                                 out + (row - from) * kTaskPanels * kPanel + p * kPanel);
       }
     }
@@ -146,14 +158,5 @@ void few_rows_of(const Matrix& m, const Activations& a, size_t from, size_t to, 
 
 void few_rows(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
               float* out) {
-  if (m.bits == 8) {
-    return m.group ? few_rows_of<8, true>(m, a, from, to, panel, panels, out)
-                   : few_rows_of<8, false>(m, a, from, to, panel, panels, out);
-  }
-  if (m.bits == 2) {
-    return m.group ? few_rows_of<2, true>(m, a, from, to, panel, panels, out)
-                   : few_rows_of<2, false>(m, a, from, to, panel, panels, out);
-  }
-  return m.group ? few_rows_of<4, true>(m, a, from, to, panel, panels, out)
-                 : few_rows_of<4, false>(m, a, from, to, panel, panels, out);
+  OF_FORMAT(m, few_rows_of, m, a, from, to, panel, panels, out)
 }

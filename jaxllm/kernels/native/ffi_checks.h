@@ -104,13 +104,23 @@ inline bool read_row_counts(const Array& counts, int64_t at, size_t rows, size_t
   return true;
 }
 
+// A weight's arrays as operands list them: data, scale and the low plane, which is empty, or not in a table,
+// where there is none or only the high one is read.
+struct WeightArrays {
+  const Array &data, &scale, &low;
+  int64_t bits, group;
+};
+constexpr size_t kWeightArrays = 3;
+inline WeightArrays weight_at(const Operands& in, size_t at, int64_t bits, int64_t group) {
+  return {in[at], in[at + 1], in[at + 2], bits, group};
+}
+
 // A weight [panels, blocks, bytes] whose units are outputs; false where its shapes disagree.
-bool read_units(const Array& data, const Array& scale, int64_t bits, int64_t group, size_t inputs,
-                size_t outputs, Units& out);
+bool read_units(const WeightArrays& arrays, size_t inputs, size_t outputs, Units& out);
 
 // A weight [segments, blocks, panels, bytes] whose units are inputs; `segments` of `length` are used.
-bool read_reduction(const Array& data, const Array& scale, int64_t bits, int64_t group, size_t segments,
-                    size_t length, size_t outputs, Reduction& out);
+bool read_reduction(const WeightArrays& arrays, size_t segments, size_t length, size_t outputs,
+                    Reduction& out);
 
 // An adapter's sides: left [ranks, units] and right [ranks, width], of which counts[kRanks] are used where
 // that is given, or all if there are fewer. Empty arrays are none.

@@ -80,13 +80,13 @@ bool expert_side(const Array& sides, size_t expert, size_t experts, Array& out) 
 
 // x [rows, width], the tiles' tokens, experts, sizes and count -> y [pairs, width], zeros behind the last
 // tile. Operands: norm scale or nothing, both sides of the adapters of gate, up and down, [experts, rank,
-// units] and [experts, rank, width] (empty: none), then data and scale of gate, up and down of each expert.
+// units] and [experts, rank, width] (empty: none), then the arrays of gate, up and down of each expert.
 Error experts_call(AnyBuffer x, AnyBuffer token, AnyBuffer expert, AnyBuffer size, AnyBuffer count,
                    AnyBuffer table, AnyBuffer row, ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y,
                    int64_t units, int64_t activation, float eps, Numbers bits, Numbers groups,
                    Columns columns) {
   const Timer timer;
-  constexpr size_t kSides = 1, kFirst = 7;
+  constexpr size_t kSides = 1, kFirst = 7, kPerExpert = 3 * kWeightArrays;
   Array all_ranks;
   all_ranks.type = Type::kS32;
   Operands in;
@@ -97,8 +97,8 @@ Error experts_call(AnyBuffer x, AnyBuffer token, AnyBuffer expert, AnyBuffer siz
   if (!read_rows(*y, ffi::DataType::F32, pairs, out_width) || out_width != width)
     return wrong("the result has another width");
   const size_t experts = bits.size();
-  if (units <= 0 || experts == 0 || groups.size() != experts || in.size() != kFirst + 6 * experts)
-    return wrong("each expert needs data and scales of three weights");
+  if (units <= 0 || experts == 0 || groups.size() != experts || in.size() != kFirst + kPerExpert * experts)
+    return wrong("each expert needs the arrays of three weights");
   Norm applied{nullptr, eps};
   if (!read_floats(in[0], width, applied.scale))
     return wrong("a norm's scale must be float32 of the activations' width");
@@ -111,10 +111,11 @@ Error experts_call(AnyBuffer x, AnyBuffer token, AnyBuffer expert, AnyBuffer siz
     Block& block = blocks[e];
     Adapter* const adapters[3] = {&block.gate_adapter, &block.up_adapter, &block.down_adapter};
     for (size_t i = 0; i < 3; i++) {
-      const Array &data = in[kFirst + 6 * e + 2 * i], &scale = in[kFirst + 6 * e + 2 * i + 1];
+      const WeightArrays arrays =
+          weight_at(in, kFirst + kPerExpert * e + kWeightArrays * i, bits[e], groups[e]);
       Units& outwards = i == 0 ? block.gate : block.up;
-      if (i == 2 ? !read_reduction(data, scale, bits[e], groups[e], 1, all, width, block.down)
-                 : !read_units(data, scale, bits[e], groups[e], width, all, outwards)) {
+      if (i == 2 ? !read_reduction(arrays, 1, all, width, block.down)
+                 : !read_units(arrays, width, all, outwards)) {
         return wrong("a weight's shape does not fit");
       }
       Array left, right;

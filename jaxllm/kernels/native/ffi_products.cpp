@@ -44,16 +44,19 @@ int32_t* read_channels(ffi::RemainingRets& results, size_t at, size_t count) {
   return (*out)->reinterpret_data<int32_t>();
 }
 
+// Operands of a weight: its arrays, and both sides of its adapter.
+constexpr size_t kWithAdapter = kWeightArrays + 2;
+
 constexpr const char* kActivations = "activations must be float32 with at least one row";
 constexpr const char* kLive = "the number of rows is out of range";
 constexpr const char* kNorm = "a norm's scale must be float32 of the activations' width";
-constexpr const char* kShadow = "a shadow does not fit";
+constexpr const char* kNoShadow = "a shadow does not fit";
 constexpr const char* kSteps = "steps must be numbers in [1e-30, 1e30]";
 constexpr const char* kMisfit = "an adapter does not fit";
 constexpr const char* kCount = "a count is out of range";
 
-// x, live -> one result per weight. Operands: norm scale, counts, step, then data, scale and both sides of an
-// adapter of each weight. Weights have `units` units each, of which counts[units_at] are computed. With a
+// x, live -> one result per weight. Operands: norm scale, counts, step, then the arrays of each weight and
+// both sides of its adapter. Weights have `units` units each, of which counts[units_at] are computed. With a
 // shadow each channel's place in float rows and these rows of each weight follow, and the last result is how
 // many channels had outliers.
 Error to_units_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer row, ffi::RemainingArgs buffers,
@@ -65,7 +68,7 @@ Error to_units_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer row,
   if (!in.read(table, row, buffers, columns)) return wrong(kOperands);
   size_t rows, width;
   if (!read_rows(x, ffi::DataType::F32, rows, width)) return wrong(kActivations);
-  const size_t per_weight = shadowed ? 5 : 4, others = shadowed ? 4 : 3;
+  const size_t per_weight = kWithAdapter + shadowed, others = shadowed ? 4 : 3;
   const size_t count = in.size() < others ? 0 : (in.size() - others) / per_weight;
   if (count == 0 || count > kMost || results.size() != count + shadowed ||
       in.size() != others + per_weight * count) {
@@ -77,37 +80,37 @@ Error to_units_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer row,
   if (!read_floats(in[0], width, applied.scale)) return wrong(kNorm);
   Step step;
   if (!read_steps(in[2], 1, &step)) return wrong(kSteps);
-  const size_t first = 3, shadow = first + 4 * count;
+  const size_t first = 3, shadow = first + kWithAdapter * count;
   if (shadowed) {
     int32_t* const channels = read_channels(results, count, 1);
-    if (!channels || !read_shadow(in[shadow], width, bits, group, channels, step)) return wrong(kShadow);
+    if (!channels || !read_shadow(in[shadow], width, bits, group, channels, step)) return wrong(kNoShadow);
   }
   size_t used;
   if (units <= 0 || !read_count(in[1], units_at, 1, static_cast<size_t>(units), used)) return wrong(kCount);
   Outputs to[kMost];
   for (size_t i = 0; i < count; i++) {
-    const size_t at = first + 4 * i;
+    const size_t at = first + kWithAdapter * i, sides = at + kWeightArrays;
     auto out = results.get<AnyBuffer>(i);
     if (!out) return wrong("a result is missing");
     size_t out_rows, outputs;
     if (!read_rows(**out, ffi::DataType::F32, out_rows, outputs) || out_rows != all_rows)
       return wrong("a result has other rows");
-    if (!read_units(in[at], in[at + 1], bits, group, width, outputs, to[i].weight))
+    if (!read_units(weight_at(in, at, bits, group), width, outputs, to[i].weight))
       return wrong("a weight's shape does not fit");
     to[i].weight.widen = widen && all_rows >= kWidenedRows;
-    if (!read_adapter(in[at + 2], in[at + 3], outputs, width, in[1], to[i].adapter)) return wrong(kMisfit);
+    if (!read_adapter(in[sides], in[sides + 1], outputs, width, in[1], to[i].adapter)) return wrong(kMisfit);
     if (outputs % units) return wrong("the outputs do not divide into units");
     to[i].outputs = outputs / units * used;
     to[i].stride = outputs;
     to[i].y = (*out)->reinterpret_data<float>();
     to[i].floats = {};
-    if (shadowed && !read_float_rows(in[shadow + 1 + i], outputs, to[i].floats)) return wrong(kShadow);
+    if (shadowed && !read_float_rows(in[shadow + 1 + i], outputs, to[i].floats)) return wrong(kNoShadow);
   }
   return result(to_units(x.reinterpret_data<float>(), rows, applied, step, to, count));
 }
 
-// h [rows, segments * length], live, residual or nothing -> y [rows, outputs]. Operands: data, scale, both
-// sides of an adapter, counts, step. Of the segments, or of the inputs of the only one, counts[units_at] are
+// h [rows, segments * length], live, residual or nothing -> y [rows, outputs]. Operands: the arrays of a weight,
+// both sides of its adapter, counts, step. Of the segments, or of the inputs of the only one, counts[units_at] are
 // summed. With a shadow each channel's place in float rows and these rows follow, and how many channels had
 // outliers.
 Error from_units_call(AnyBuffer h, AnyBuffer live, AnyBuffer residual, AnyBuffer table, AnyBuffer row,
@@ -117,8 +120,9 @@ Error from_units_call(AnyBuffer h, AnyBuffer live, AnyBuffer residual, AnyBuffer
   const Timer timer;
   Operands in;
   if (!in.read(table, row, buffers, columns)) return wrong(kOperands);
-  const bool shadowed = in.size() == 8;
-  if (in.size() != (shadowed ? 8 : 6) || channels.size() != shadowed)
+  constexpr size_t kCounts = kWithAdapter, kStep = kCounts + 1, kShadow = kStep + 1;
+  const bool shadowed = in.size() == kShadow + 2;
+  if (in.size() != kShadow + (shadowed ? 2 : 0) || channels.size() != shadowed)
     return wrong("a product needs data, scales and an adapter");
   size_t rows, width, out_rows, outputs;
   if (!read_rows(h, ffi::DataType::F32, rows, width)) return wrong(kActivations);
@@ -131,21 +135,22 @@ Error from_units_call(AnyBuffer h, AnyBuffer live, AnyBuffer residual, AnyBuffer
     return wrong("the activations do not divide into segments");
   size_t count = static_cast<size_t>(segments), length = width / count;
   Reduction weight;
-  if (!read_reduction(in[0], in[1], bits, group, count, length, outputs, weight))
+  if (!read_reduction(weight_at(in, 0, bits, group), count, length, outputs, weight))
     return wrong("the weight's shape does not fit");
   weight.widen = widen && out_rows >= kWidenedRows;
   Adapter adapter;
-  if (!read_adapter(in[2], in[3], width, outputs, in[4], adapter)) return wrong(kMisfit);
+  if (!read_adapter(in[kWeightArrays], in[kWeightArrays + 1], width, outputs, in[kCounts], adapter))
+    return wrong(kMisfit);
   size_t& units = stacked ? count : length;
-  if (!read_count(in[4], units_at, 1, units, units)) return wrong(kCount);
+  if (!read_count(in[kCounts], units_at, 1, units, units)) return wrong(kCount);
   Step step;
-  if (!read_steps(in[5], 1, &step)) return wrong(kSteps);
+  if (!read_steps(in[kStep], 1, &step)) return wrong(kSteps);
   FloatRows floats{};
   if (shadowed) {
     int32_t* const found = read_channels(channels, 0, 1);
-    if (!found || !read_shadow(in[6], width, bits, group, found, step) ||
-        !read_float_rows(in[7], outputs, floats)) {
-      return wrong(kShadow);
+    if (!found || !read_shadow(in[kShadow], width, bits, group, found, step) ||
+        !read_float_rows(in[kShadow + 1], outputs, floats)) {
+      return wrong(kNoShadow);
     }
   }
   return result(from_units(h.reinterpret_data<float>(), rows, width, step, weight, adapter, floats, count,
@@ -153,7 +158,7 @@ Error from_units_call(AnyBuffer h, AnyBuffer live, AnyBuffer residual, AnyBuffer
 }
 
 // x [rows, width], live -> y [rows, width]. Operands: norm scale, counts, steps (of x, of what down takes),
-// then data, scale and both sides of an adapter of gate (empty: none), up and down. Of the `units`
+// then the arrays and both sides of an adapter of gate (empty: none), up and down. Of the `units`
 // counts[units_at] are computed; where counts have more rows, row i of x uses counts[1 + i][units_at] of
 // these. With a shadow places of x's channels, float rows of gate (empty: none) and
 // of up, places of units and float rows of down follow, and how many channels of x and how many units had
@@ -163,7 +168,7 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer 
                         int64_t bits, int64_t group, bool widen, int64_t units, int64_t activation,
                         bool residual, float eps, int64_t units_at, Columns columns) {
   const Timer timer;
-  constexpr size_t kFirst = 3, kShadowed = 15;
+  constexpr size_t kFirst = 3, kShadowed = kFirst + 3 * kWithAdapter;
   Operands in;
   if (!in.read(table, row, buffers, columns)) return wrong(kOperands);
   const bool shadowed = in.size() == kShadowed + 5;
@@ -186,27 +191,28 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer 
     return wrong(kCount);
   Adapter* const read[3] = {&block.gate_adapter, &block.up_adapter, &block.down_adapter};
   for (size_t i = 0; i < 3; i++) {
-    const size_t at = kFirst + 4 * i;
+    const size_t at = kFirst + kWithAdapter * i, sides = at + kWeightArrays;
+    const WeightArrays arrays = weight_at(in, at, bits, group);
     if (i == 0 && in[at].count == 0) continue;
     Units& outwards = i == 0 ? block.gate : block.up;
-    if (i == 2 ? !read_reduction(in[at], in[at + 1], bits, group, 1, all, width, block.down)
-               : !read_units(in[at], in[at + 1], bits, group, width, all, outwards)) {
+    if (i == 2 ? !read_reduction(arrays, 1, all, width, block.down)
+               : !read_units(arrays, width, all, outwards)) {
       return wrong("a weight's shape does not fit");
     }
-    if (!read_adapter(in[at + 2], in[at + 3], all, width, in[1], *read[i])) return wrong(kMisfit);
+    if (!read_adapter(in[sides], in[sides + 1], all, width, in[1], *read[i])) return wrong(kMisfit);
   }
   block.gate.widen = block.up.widen = block.down.widen = widen && all_rows >= kWidenedRows;
   Step steps[2];
   if (!read_steps(in[2], 2, steps)) return wrong(kSteps);
   if (shadowed) {
     int32_t* const found = read_channels(channels, 0, 2);
-    if (!found || !read_shadow(in[kShadowed], width, bits, group, found, steps[0])) return wrong(kShadow);
-    if (!read_shadow(in[kShadowed + 3], all, bits, group, found + 1, steps[1])) return wrong(kShadow);
+    if (!found || !read_shadow(in[kShadowed], width, bits, group, found, steps[0])) return wrong(kNoShadow);
+    if (!read_shadow(in[kShadowed + 3], all, bits, group, found + 1, steps[1])) return wrong(kNoShadow);
     FloatRows* const rows_of[3] = {&block.gate_floats, &block.up_floats, &block.down_floats};
     for (size_t i = 0; i < 3; i++) {
-      if (i == 0 && !block.gate.data) continue;
+      if (i == 0 && !block.gate.stored.data) continue;
       const Array& floats = in[kShadowed + (i == 2 ? 4 : 1 + i)];
-      if (!read_float_rows(floats, i == 2 ? width : all, *rows_of[i])) return wrong(kShadow);
+      if (!read_float_rows(floats, i == 2 ? width : all, *rows_of[i])) return wrong(kNoShadow);
     }
   }
   return result(feed_forward(x.reinterpret_data<float>(), rows, width, applied, {steps[0], steps[1]}, block,
@@ -246,7 +252,7 @@ Error integer_product_call(AnyBuffer x, AnyBuffer data, ffi::Result<AnyBuffer> y
       divide_up(outputs, kPanel) > dim(data, 0)) {
     return wrong("the weight's shape does not fit");
   }
-  const Units weight{data.untyped_data(), nullptr, 8, 0, dim(data, 0), width, false};
+  const Units weight{{data.untyped_data(), nullptr, nullptr, 8, 0, false}, dim(data, 0), width, false};
   return result(
       integer_product(x.reinterpret_data<int8_t>(), rows, weight, outputs, y->reinterpret_data<int32_t>()));
 }

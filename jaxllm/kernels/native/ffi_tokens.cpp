@@ -5,21 +5,22 @@
 namespace jaxllm {
 namespace {
 
-// index int32 [...], live -> y [..., inputs]. Of the rows the first `live` are written. Operands: data and
-// scale of a weight [outputs, inputs].
+// index int32 [...], live -> y [..., inputs]. Of the rows the first `live` are written. Operands: the
+// arrays of a weight [outputs, inputs].
 Error unit_rows_call(AnyBuffer index, AnyBuffer live, AnyBuffer table, AnyBuffer row,
                      ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y, int64_t bits, int64_t group,
                      int64_t outputs, Columns columns) {
   const Timer timer;
   Operands in;
-  if (!in.read(table, row, buffers, columns) || in.size() != 2) return wrong(kOperands);
+  if (!in.read(table, row, buffers, columns) || in.size() != kWeightArrays) return wrong(kOperands);
   size_t rows, width;
   if (!read_rows(*y, ffi::DataType::F32, rows, width)) return wrong("rows must be float32");
   if (index.element_type() != ffi::DataType::S32 || index.element_count() != rows)
     return wrong("indices must be int32, one for each row");
   if (!read_live(live, rows)) return wrong("the number of rows is out of range");
   Units weight;
-  if (outputs <= 0 || outputs > INT32_MAX || !read_units(in[0], in[1], bits, group, width, outputs, weight))
+  if (outputs <= 0 || outputs > INT32_MAX ||
+      !read_units(weight_at(in, 0, bits, group), width, static_cast<size_t>(outputs), weight))
     return wrong("the weight's shape does not fit");
   unit_rows(index.reinterpret_data<int32_t>(), rows, weight, outputs, y->reinterpret_data<float>());
   return Error::Success();

@@ -4,42 +4,66 @@
 namespace jaxllm {
 namespace {
 
-bool good_format(int64_t bits, int64_t group, const Array& data, const Array& scale) {
-  if (bits != 2 && bits != 4 && bits != 8) return false;
-  if (group != 0 && group != 32 && group != 64) return false;
-  if (data.type != (bits == 8 ? Type::kS8 : Type::kU8)) return false;
-  return scale.type == (group ? Type::kF16 : Type::kF32);
+bool same_shape(const Array& a, const Array& b) {
+  if (a.rank != b.rank) return false;
+  for (size_t i = 0; i < a.rank; i++) {
+    if (a.dim(i) != b.dim(i)) return false;
+  }
+  return true;
+}
+
+// The format of a weight's arrays; false where it is none. Shapes of data and scales are left to check.
+bool read_stored(const WeightArrays& w, Stored& out) {
+  if (w.bits != 2 && w.bits != 4 && w.bits != 8) return false;
+  if (w.group != 32 && w.group != 64 && (w.group != 0 || w.bits != 8)) return false;
+  if (w.data.type != (w.bits == 8 ? Type::kS8 : Type::kU8)) return false;
+  const bool nested = w.scale.type == Type::kU8;
+  if (nested ? w.bits != 4 || w.group != 64 : w.scale.type != (w.group ? Type::kF16 : Type::kF32)) return false;
+  const bool high_alone = w.low.type == Type::kNone || w.low.count == 0;
+  if (!high_alone && (!nested || w.low.type != Type::kU8 || !same_shape(w.low, w.data))) return false;
+  out = {w.data.data,
+         high_alone ? nullptr : w.low.data,
+         w.scale.data,
+         static_cast<int>(w.bits),
+         static_cast<int>(w.group),
+         nested};
+  return true;
 }
 
 }  // namespace
 
-bool read_units(const Array& data, const Array& scale, int64_t bits, int64_t group, size_t inputs,
-                size_t outputs, Units& out) {
-  if (!good_format(bits, group, data, scale) || data.rank != 3 || inputs == 0 || outputs == 0) return false;
+bool read_units(const WeightArrays& w, size_t inputs, size_t outputs, Units& out) {
+  const Array &data = w.data, &scale = w.scale;
+  if (!read_stored(w, out.stored) || data.rank != 3 || inputs == 0 || outputs == 0) return false;
   const size_t panels = data.dim(0), blocks = data.dim(1);
-  if (blocks != divide_up(inputs, kBlock) || data.dim(2) != static_cast<size_t>(bits) * 64) return false;
+  if (blocks != divide_up(inputs, kBlock) || data.dim(2) != static_cast<size_t>(w.bits) * 64) return false;
   if (divide_up(outputs, kPanel) > panels) return false;
-  const size_t scales = panels * kPanel * (group ? divide_up(inputs, group) : 1);
-  if (scale.count != scales) return false;
-  out = {data.data, scale.data, static_cast<int>(bits), static_cast<int>(group), panels, inputs, false};
+  const size_t groups = w.group ? divide_up(inputs, w.group) : 1;
+  const size_t per_panel = out.stored.nested ? kChannelsBytes + groups * kFactorsBytes : groups * kPanel;
+  if (scale.count != panels * per_panel) return false;
+  out.panels = panels, out.inputs = inputs, out.widen = false;
   return true;
 }
 
-bool read_reduction(const Array& data, const Array& scale, int64_t bits, int64_t group, size_t segments,
-                    size_t length, size_t outputs, Reduction& out) {
-  if (!good_format(bits, group, data, scale) || data.rank != 4) return false;
+bool read_reduction(const WeightArrays& w, size_t segments, size_t length, size_t outputs, Reduction& out) {
+  const Array &data = w.data, &scale = w.scale;
+  if (!read_stored(w, out.stored) || data.rank != 4) return false;
   if (segments == 0 || length == 0 || outputs == 0) return false;
   const size_t blocks = data.dim(1), panels = data.dim(2);
-  if (data.dim(3) != static_cast<size_t>(bits) * 64 || segments > data.dim(0)) return false;
+  if (data.dim(3) != static_cast<size_t>(w.bits) * 64 || segments > data.dim(0)) return false;
   if (divide_up(outputs, kPanel) > panels || divide_up(length, kBlock) > blocks) return false;
   // Segments follow each other by what they use: only the only one may be cut short.
   if (data.dim(0) > 1 && divide_up(length, kBlock) != blocks) return false;
-  const size_t groups = group ? scale.count / (data.dim(0) * panels * kPanel) : 1;
-  if (scale.count != data.dim(0) * groups * panels * kPanel) return false;
-  if (group && (groups < divide_up(length, group) || (data.dim(0) > 1 && groups != divide_up(length, group))))
-    return false;
-  out = {data.data, scale.data, static_cast<int>(bits), static_cast<int>(group), segments, blocks,
-         panels,    false};
+  const bool nested = out.stored.nested;
+  const size_t floats = nested ? kChannelsBytes : 0;  // of a panel, before those of groups
+  const size_t per_group = panels * (nested ? kFactorsBytes : kPanel);
+  const size_t per_segment = scale.count / data.dim(0);
+  if (per_segment < panels * floats) return false;
+  const size_t groups = w.group ? (per_segment - panels * floats) / per_group : 1;
+  if (scale.count != data.dim(0) * (panels * floats + groups * per_group)) return false;
+  const size_t needed = w.group ? divide_up(length, w.group) : 1;
+  if (groups < needed || (w.group && data.dim(0) > 1 && groups != needed)) return false;
+  out.segments = segments, out.blocks = blocks, out.panels = panels, out.groups = groups, out.widen = false;
   return true;
 }
 

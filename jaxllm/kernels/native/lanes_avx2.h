@@ -92,6 +92,12 @@ inline I iload_bytes(const uint8_t* p) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
 }
+// See lanes_avx512.h.
+inline I iload_nibbles(const uint8_t* p) {
+  const __m128i both = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), mask = _mm_set1_epi8(15);
+  return {_mm256_cvtepu8_epi32(_mm_and_si128(both, mask)),
+          _mm256_cvtepu8_epi32(_mm_and_si128(_mm_srli_epi16(both, 4), mask))};
+}
 inline I iload(const void* p) {
   const __m256i* q = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
@@ -138,6 +144,18 @@ inline void wnibbles(const void* p, W& low, W& high) {
           _mm256_sub_epi8(_mm256_and_si256(_mm256_srli_epi16(both.b, 4), mask), eight)};
 }
 // See lanes_avx512.h.
+inline void planes_half(__m256i h, __m256i l, __m256i& former, __m256i& latter) {
+  const __m256i mask = _mm256_set1_epi8(15), bias = _mm256_set1_epi8(static_cast<char>(kBias8 - 17 * kBias4));
+  former = _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(h, mask), 4), _mm256_and_si256(l, mask));
+  latter = _mm256_or_si256(_mm256_andnot_si256(mask, h), _mm256_and_si256(_mm256_srli_epi16(l, 4), mask));
+  former = _mm256_add_epi8(former, bias);
+  latter = _mm256_add_epi8(latter, bias);
+}
+inline void wplanes(const void* high, const void* low, W& former, W& latter) {
+  const W h = iload(high), l = iload(low);
+  planes_half(h.a, l.a, former.a, latter.a);
+  planes_half(h.b, l.b, former.b, latter.b);
+}
 inline __m256i crumb_half(__m256i shifted, int bias) {
   return _mm256_sub_epi8(_mm256_and_si256(shifted, _mm256_set1_epi8(6)),
                          _mm256_set1_epi8(static_cast<char>(bias)));
@@ -179,6 +197,18 @@ inline void wwiden_crumbs(const void* p, I factor, W (&quarter)[4]) {
     quarter[i] = {widen_half<3>(quarter[i].a, factor.a), widen_half<3>(quarter[i].b, factor.b)};
   }
 }
+inline __m256i share_half(__m256 factor) {
+  const __m256i fixed = _mm256_cvtps_epi32(_mm256_mul_ps(factor, _mm256_set1_ps(32767.0f)));
+  return _mm256_or_si256(_mm256_and_si256(fixed, _mm256_set1_epi32(0xffff)), _mm256_slli_epi32(fixed, 16));
+}
+inline I share(F factor) { return {share_half(factor.a), share_half(factor.b)}; }
+inline __m256i wshare_half(__m256i w, __m256i factor) {
+  const __m256i upper = _mm256_set1_epi16(static_cast<short>(0xff00)), half = _mm256_set1_epi16(128);
+  const __m256i even = _mm256_adds_epi16(_mm256_mulhrs_epi16(_mm256_slli_epi16(w, 8), factor), half);
+  const __m256i odd = _mm256_adds_epi16(_mm256_mulhrs_epi16(_mm256_and_si256(w, upper), factor), half);
+  return _mm256_or_si256(_mm256_and_si256(odd, upper), _mm256_srli_epi16(even, 8));
+}
+inline W wshare(W w, I factor) { return {wshare_half(w.a, factor.a), wshare_half(w.b, factor.b)}; }
 inline X xload(const int8_t* p) {
   int32_t four;
   memcpy(&four, p, 4);

@@ -77,6 +77,12 @@ inline I iload(const void* p) { return _mm512_loadu_si512(p); }
 inline I iload_bytes(const uint8_t* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+// Sixteen numbers of 4 bits: those in the low bits of 8 bytes, then those in the high ones.
+inline I iload_nibbles(const uint8_t* p) {
+  const __m128i both = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), mask = _mm_set1_epi8(15);
+  return _mm512_cvtepu8_epi32(
+      _mm_unpacklo_epi64(_mm_and_si128(both, mask), _mm_and_si128(_mm_srli_epi16(both, 4), mask)));
+}
 inline void istore(void* p, I a) { _mm512_storeu_si512(p, a); }
 inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I iand(I a, I b) { return _mm512_and_si512(a, b); }
@@ -94,6 +100,15 @@ inline void wnibbles(const void* p, W& low, W& high) {
   const W both = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
   low = _mm512_and_si512(both, mask);
   high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+}
+// Two planes of 4 bits as bytes, biased as 8-bit weights are: of the low bits, and of the high ones.
+inline void wplanes(const void* high, const void* low, W& former, W& latter) {
+  const W h = _mm512_loadu_si512(high), l = _mm512_loadu_si512(low), mask = _mm512_set1_epi8(15);
+  const W bias = _mm512_set1_epi8(kBias8 - 17 * kBias4);
+  former = _mm512_or_si512(_mm512_slli_epi16(_mm512_and_si512(h, mask), 4), _mm512_and_si512(l, mask));
+  latter = _mm512_or_si512(_mm512_andnot_si512(mask, h), _mm512_and_si512(_mm512_srli_epi16(l, 4), mask));
+  former = _mm512_add_epi8(former, bias);
+  latter = _mm512_add_epi8(latter, bias);
 }
 // Twice the codes of 2 bits: levels -3, -1, 1 and 3, plus kBias2.
 inline void wcrumbs(const void* p, W (&quarter)[4]) {
@@ -126,6 +141,17 @@ inline void wwiden(const void* p, I factor, W& low, W& high) {
 inline void wwiden_crumbs(const void* p, I factor, W (&quarter)[4]) {
   wcrumbs(p, quarter);
   for (int i = 0; i < 4; i++) quarter[i] = widen_bytes<3>(quarter[i], factor);
+}
+// Signed bytes times a factor in [-1, 1], rounded.
+inline I share(F factor) {
+  const I fixed = _mm512_cvtps_epi32(_mm512_mul_ps(factor, _mm512_set1_ps(32767.0f)));
+  return _mm512_or_si512(_mm512_and_si512(fixed, _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(fixed, 16));
+}
+inline W wshare(W w, I factor) {
+  const W upper = _mm512_set1_epi16(static_cast<short>(0xff00)), half = _mm512_set1_epi16(128);
+  const W even = _mm512_adds_epi16(_mm512_mulhrs_epi16(_mm512_slli_epi16(w, 8), factor), half);
+  const W odd = _mm512_adds_epi16(_mm512_mulhrs_epi16(_mm512_and_si512(w, upper), factor), half);
+  return _mm512_or_si512(_mm512_and_si512(odd, upper), _mm512_srli_epi16(even, 8));
 }
 inline X xload(const int8_t* p) {
   int32_t four;

@@ -89,6 +89,17 @@ inline I iload_bytes(const uint8_t* p) {
   out.v[3] = vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(high)));
   return out;
 }
+// See lanes_avx512.h.
+inline I iload_nibbles(const uint8_t* p) {
+  const uint8x8_t both = vld1_u8(p);
+  const uint16x8_t low = vmovl_u8(vand_u8(both, vdup_n_u8(15))), high = vmovl_u8(vshr_n_u8(both, 4));
+  I out;
+  out.v[0] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(low)));
+  out.v[1] = vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(low)));
+  out.v[2] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(high)));
+  out.v[3] = vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(high)));
+  return out;
+}
 inline I iload(const void* p) { return EACH(vld1q_s32(static_cast<const int32_t*>(p) + 4 * j)); }
 inline void istore(void* p, I a) {
   for (int j = 0; j < 4; j++) vst1q_s32(static_cast<int32_t*>(p) + 4 * j, a.v[j]);
@@ -120,6 +131,16 @@ inline void wnibbles(const void* p, W& low, W& high) {
     const uint8x16_t both = vld1q_u8(bytes + 16 * j);
     low.v[j] = vsubq_s8(vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15))), eight);
     high.v[j] = vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(both, 4)), eight);
+  }
+}
+// See lanes_avx512.h.
+inline void wplanes(const void* high, const void* low, W& former, W& latter) {
+  W high_former, high_latter;
+  wnibbles(high, high_former, high_latter);
+  wnibbles(low, former, latter);
+  for (int j = 0; j < 4; j++) {
+    former.v[j] = vaddq_s8(vshlq_n_s8(high_former.v[j], 4), former.v[j]);
+    latter.v[j] = vaddq_s8(vshlq_n_s8(high_latter.v[j], 4), latter.v[j]);
   }
 }
 // Levels -3, -1, 1 and 3, of codes of 2 bits.

@@ -106,6 +106,8 @@ inline F pow2(I n) {
 inline I iset(int32_t x) { EACH(I, x); }
 inline I izero() { return iset(0); }
 inline I iload_bytes(const uint8_t* p) { EACH(I, p[j]); }
+// See lanes_avx512.h.
+inline I iload_nibbles(const uint8_t* p) { EACH(I, p[j % 8] >> (j / 8 * 4) & 15); }
 inline I iload(const void* p) {
   I out;
   memcpy(out.v, p, sizeof out.v);
@@ -144,6 +146,16 @@ inline void wnibbles(const void* p, W& low, W& high) {
   for (int j = 0; j < 64; j++) {
     low.v[j] = static_cast<int8_t>((bytes[j] & 15) - 8);
     high.v[j] = static_cast<int8_t>((bytes[j] >> 4) - 8);
+  }
+}
+// See lanes_avx512.h.
+inline void wplanes(const void* high, const void* low, W& former, W& latter) {
+  W high_former, high_latter;
+  wnibbles(high, high_former, high_latter);
+  wnibbles(low, former, latter);
+  for (int j = 0; j < 64; j++) {
+    former.v[j] = static_cast<int8_t>(16 * high_former.v[j] + former.v[j]);
+    latter.v[j] = static_cast<int8_t>(16 * high_latter.v[j] + latter.v[j]);
   }
 }
 // Levels -3, -1, 1 and 3, of codes of 2 bits.

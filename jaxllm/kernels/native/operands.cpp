@@ -63,7 +63,6 @@ bool Operands::read(const ffi::AnyBuffer& table, const ffi::AnyBuffer& row, ffi:
       if (!found) return false;
       arrays_.push_back(*found);
     }
-    if (arrays_.back().type == Type::kNone) return false;
   }
   return next == buffers.size();
 }

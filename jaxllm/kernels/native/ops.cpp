@@ -18,35 +18,48 @@ constexpr size_t kRowsPerTask = 16;  // of what is done row by row
 size_t block_bytes(int bits) { return static_cast<size_t>(bits) * kPanel * kBlock / 8; }
 size_t panels_of(size_t outputs) { return (outputs + kPanel - 1) / kPanel; }
 
-Matrix matrix_of(const Units& w, size_t outputs) {
+Matrix matrix_of(const Stored& w, bool widen, size_t outputs) {
   Matrix m{};
   m.data = static_cast<const uint8_t*>(w.data);
+  m.low = static_cast<const uint8_t*>(w.low);
   m.scale = w.scale;
   m.bits = w.bits;
   m.group = w.group;
-  m.widen = w.widen;
-  m.inputs = {1, w.inputs};
+  m.nested = w.nested;
+  m.widen = widen;
   m.panels = panels_of(outputs);
-  m.block_stride = block_bytes(w.bits);
+  return m;
+}
+
+Matrix matrix_of(const Units& w, size_t outputs) {
+  Matrix m = matrix_of(w.stored, w.widen, outputs);
+  m.inputs = {1, w.inputs};
+  m.block_stride = block_bytes(m.bits);
   m.panel_stride = m.inputs.blocks() * m.block_stride;
-  m.scale_group_stride = w.group ? kPanel : 0;
-  m.scale_panel_stride = w.group ? m.groups() * kPanel : kPanel;
+  m.scale_group_stride = m.group ? kPanel : 0;
+  m.scale_panel_stride = m.group ? m.groups() * kPanel : kPanel;
+  if (m.nested) {
+    m.scale_group_stride = kFactorsBytes;
+    m.scale_panel_stride = m.channel_stride = kChannelsBytes + m.groups() * kFactorsBytes;
+    m.factors_at = kChannelsBytes;
+  }
   return m;
 }
 
 Matrix matrix_of(const Reduction& w, size_t segments, size_t length, size_t outputs) {
-  Matrix m{};
-  m.data = static_cast<const uint8_t*>(w.data);
-  m.scale = w.scale;
-  m.bits = w.bits;
-  m.group = w.group;
-  m.widen = w.widen;
+  Matrix m = matrix_of(w.stored, w.widen, outputs);
   m.inputs = {segments, length};
-  m.panels = panels_of(outputs);
-  m.panel_stride = block_bytes(w.bits);
+  m.panel_stride = block_bytes(m.bits);
   m.block_stride = w.panels * m.panel_stride;
   m.scale_panel_stride = kPanel;
   m.scale_group_stride = w.panels * kPanel;
+  if (m.nested) {
+    m.scale_panel_stride = kFactorsBytes;
+    m.scale_group_stride = w.panels * kFactorsBytes;
+    m.channel_stride = kChannelsBytes;
+    m.factors_at = w.panels * kChannelsBytes;
+    m.scale_segment_stride = m.factors_at + w.groups * m.scale_group_stride;
+  }
   return m;
 }
 
@@ -90,16 +103,17 @@ struct Tiling {
   }
 };
 
-size_t panel_bytes(const Matrix& m) { return m.inputs.all_blocks() * block_bytes(m.bits); }
+size_t plane_bytes(const Matrix& m) { return m.inputs.all_blocks() * block_bytes(m.bits); }  // of a panel
+size_t panel_bytes(const Matrix& m) { return m.planes() * plane_bytes(m); }
 
 // What the threads read first of a weight whose units are outputs, or inputs.
 Upcoming first_ranges(const Matrix& m, const Ranges& ranges) {
-  const size_t bytes = std::min(m.panels, ranges.longest()) * panel_bytes(m);
-  return {m.data, nullptr, static_cast<size_t>(threads()), bytes, bytes};
+  const size_t bytes = std::min(m.panels, ranges.longest()) * plane_bytes(m);
+  return {m.data, m.low, static_cast<size_t>(threads()), bytes, bytes};
 }
 Upcoming first_spans(const Matrix& m) {
   const size_t bytes = m.inputs.span_blocks(0) * m.block_stride;
-  return {m.data, nullptr, std::min(m.inputs.all_spans(), static_cast<size_t>(threads())), bytes, bytes};
+  return {m.data, m.low, std::min(m.inputs.all_spans(), static_cast<size_t>(threads())), bytes, bytes};
 }
 
 void row_to(const Matrix& m, const Activations& a, size_t from, size_t to, size_t outputs, float* y) {
@@ -255,7 +269,7 @@ Failure from_units(const float* h, size_t rows, size_t stride, const Step& step,
 
 Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Steps& steps,
                      const Block& block, size_t units, int activation, bool residual, float* y) {
-  const bool gated = block.gate.data != nullptr;
+  const bool gated = block.gate.stored.data != nullptr;
   const Matrix up_matrix = matrix_of(block.up, units), down_matrix = matrix_of(block.down, 1, units, width);
   // Without a gate, the other is what is activated.
   const Matrix gate_matrix = gated ? matrix_of(block.gate, units) : up_matrix;

@@ -15,19 +15,23 @@ int backends(const char* (&names)[8]);
 // shape, however many of them are computed: so a token gives the same bits however full its chunk is.
 constexpr size_t kWidenedRows = 16;
 
+// How a weight is stored; see Matrix.
+struct Stored {
+  const void *data, *low, *scale;
+  int bits, group;
+  bool nested;
+};
 // A weight whose units are outputs, [panels][blocks] blocks, of which the first `outputs` rows are used.
 struct Units {
-  const void *data, *scale;
-  int bits, group;
+  Stored stored;
   size_t panels, inputs;  // as stored
   bool widen;             // see Matrix
 };
 // A weight whose units are inputs, [segments][blocks][panels] blocks.
 struct Reduction {
-  const void *data, *scale;
-  int bits, group;
-  size_t segments, blocks, panels;  // as stored; blocks of a segment
-  bool widen;                       // see Matrix
+  Stored stored;
+  size_t segments, blocks, panels, groups;  // as stored; blocks and groups of a segment
+  bool widen;                               // see Matrix
 };
 
 // A low-rank change to a weight (LoRA): left * right is added to it, in floats. Rank 0 is none.
@@ -81,7 +85,7 @@ Failure to_units(const float* x, size_t rows, Norm norm, const Step& step, const
 Failure from_units(const float* h, size_t rows, size_t stride, const Step& step, const Reduction& weight,
                    const Adapter& adapter, const FloatRows& floats, size_t segments, size_t length,
                    size_t outputs, const float* residual, float* y);
-// The three weights of a block and what is changed of each; without a gate, its `data` is null.
+// The three weights of a block and what is changed of each; without a gate, its data is null.
 struct Block {
   Units gate, up;
   Reduction down;

@@ -2,6 +2,69 @@
 //
 // Sums are made in the order of tile.inl, so that a row comes out the same alone and among others.
 
+// How weights are scaled, and in which planes they lie.
+enum Scaling {
+  kChannels,  // a float for each output
+  kHalves,    // a half for each output and group of inputs
+  kHigh,      // nested scales, with the high plane alone
+  kNested,    // the same, with both planes
+};
+
+// Of nested weights the high plane counts sixteenfold.
+ALWAYS_INLINE I sixteenfold(I x) {
+  UNROLL for (int i = 0; i < 4; i++) x = iadd(x, x);
+  return x;
+}
+
+// A panel's factors of a group, whole numbers.
+ALWAYS_INLINE I factors(const uint8_t* p) {
+  const I stored = iload_nibbles(p), upper = iand(stored, iset(8));
+  return iadd(stored, iadd(iadd(upper, upper), iset(-16)));
+}
+
+// Scales of groups, each of a panel's 16 outputs: of some groups, or of some panels.
+template <Scaling How>
+struct GroupScales {
+  const uint8_t *at, *channel;
+  size_t stride, channel_stride;
+  ALWAYS_INLINE F operator()(size_t i) const {
+    if constexpr (How == kHalves) {
+      return fload_half(reinterpret_cast<const uint16_t*>(at + i * stride));
+    } else {
+      const F whole = fload(reinterpret_cast<const float*>(channel + i * channel_stride));
+      return fmul(to_float(factors(at + i * stride)), How == kHigh ? fmul(whole, fset(16.0f)) : whole);
+    }
+  }
+};
+
+// Those of group `group` and panel `panel`, from which either panels or groups are counted on.
+template <Scaling How>
+ALWAYS_INLINE GroupScales<How> group_scales(const Matrix& m, size_t segment, size_t group, size_t panel,
+                                            bool by_panel) {
+  const uint8_t* scale = static_cast<const uint8_t*>(m.scale);
+  GroupScales<How> out;
+  constexpr size_t unit = How == kHalves ? 2 : 1;  // bytes that the strides count
+  if constexpr (How == kHalves) {
+    scale += unit * segment * m.groups() * m.scale_group_stride;
+    out.channel = nullptr;
+  } else {
+    scale += segment * m.scale_segment_stride;
+    out.channel = scale + panel * m.channel_stride;
+    scale += m.factors_at;
+  }
+  out.at = scale + unit * (panel * m.scale_panel_stride + group * m.scale_group_stride);
+  out.stride = unit * (by_panel ? m.scale_panel_stride : m.scale_group_stride);
+  out.channel_stride = by_panel ? m.channel_stride : 0;
+  return out;
+}
+
+// The same of one group and panel, however the matrix is scaled.
+ALWAYS_INLINE F group_scale(const Matrix& m, size_t segment, size_t group, size_t panel) {
+  if (!m.nested) return group_scales<kHalves>(m, segment, group, panel, false)(0);
+  return m.low ? group_scales<kNested>(m, segment, group, panel, false)(0)
+               : group_scales<kHigh>(m, segment, group, panel, false)(0);
+}
+
 // Of few bits products may first be summed over a block in lanes of 16 bits: `begin_sum`, a `product` for
 // each four inputs, `end_sum`.
 #ifdef LANES_PAIRS
@@ -90,11 +153,38 @@ constexpr size_t kAhead = 4096;
 // Blocks that share a scale, as a shift: 1 or 2 of them.
 ALWAYS_INLINE size_t group_shift(const Matrix& m) { return m.group == 2 * kBlock; }
 
-template <int Bits, bool Grouped>
+// How far the low plane lies behind the high one; of weights of one plane 0.
+ALWAYS_INLINE size_t low_plane(const Matrix& m) {
+  return m.low ? reinterpret_cast<uintptr_t>(m.low) - reinterpret_cast<uintptr_t>(m.data) : 0;
+}
+
+// Sum over the one or two blocks of a group, `block_stride` apart.
+template <int Bits, Scaling How>
+ALWAYS_INLINE I group_dot(const uint8_t* w, size_t block_stride, size_t low, const int8_t* x, bool two,
+                          I none) {
+  prefetch_block<Bits>(w, kAhead);
+  I dots = block_dot<Bits>(w, x, none);
+  if (two) {
+    prefetch_block<Bits>(w + block_stride, kAhead);
+    dots = block_dot<Bits>(w + block_stride, x + kBlock, dots);
+  }
+  if constexpr (How == kNested) {
+    dots = iadd(sixteenfold(dots), none);
+    prefetch_block<Bits>(w + low, kAhead);
+    dots = block_dot<Bits>(w + low, x, dots);
+    if (two) {
+      prefetch_block<Bits>(w + low + block_stride, kAhead);
+      dots = block_dot<Bits>(w + low + block_stride, x + kBlock, dots);
+    }
+  }
+  return dots;
+}
+
+template <int Bits, Scaling How>
 void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to, float* y) {
   const Inputs& in = m.inputs;
   // Divisions stay out of the loop over blocks: each takes as long as a block.
-  const size_t spans = in.all_spans(), shift = group_shift(m), groups = m.groups();
+  const size_t spans = in.all_spans(), shift = group_shift(m), low = low_plane(m);
   for (size_t panel = from; panel < to; panel++, y += kPanel) {
     const uint8_t* data = m.data + panel * m.panel_stride;
     F total = fzero();
@@ -103,25 +193,19 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
       const size_t segment = span / in.spans();
       const uint8_t* w = data + first * m.block_stride;
       const int8_t* x = a.q + first * kBlock;
-      if (Grouped) {
+      if constexpr (How != kChannels) {
         F part = fzero();
-        const uint16_t* scale = static_cast<const uint16_t*>(m.scale) + panel * m.scale_panel_stride +
-                                segment * groups * m.scale_group_stride;
         const size_t local = first - segment * in.blocks();
+        const auto scale = group_scales<How>(m, segment, local >> shift, panel, false);
         for (size_t b = 0; b < count;) {
-          const F channel = fload_half(scale + ((local + b) >> shift) * m.scale_group_stride);
+          const F channel = scale(b >> shift);
           // A span begins with a group, and a group of two blocks may end after its first.
           const bool two = shift && b + 1 < count;
           const int32_t* sums = a.block_sum + first + b;
-          prefetch_block<Bits>(w, kAhead);
-          I dots = block_dot<Bits>(w, x, iset(-bias_of(Bits) * (two ? sums[0] + sums[1] : sums[0])));
-          b++, w += m.block_stride, x += kBlock;
-          if (two) {
-            prefetch_block<Bits>(w, kAhead);
-            dots = block_dot<Bits>(w, x, dots);
-            b++, w += m.block_stride, x += kBlock;
-          }
-          part = fma(to_float(dots), channel, part);
+          const I none = iset(-bias_of(Bits) * (two ? sums[0] + sums[1] : sums[0]));
+          part = fma(to_float(group_dot<Bits, How>(w, m.block_stride, low, x, two, none)), channel, part);
+          const size_t blocks = two ? 2 : 1;
+          b += blocks, w += blocks * m.block_stride, x += blocks * kBlock;
         }
         total = fma(part, fset(a.scale[span]), total);
       } else {
@@ -146,34 +230,43 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
 // The panels of one input block lie in a row of memory, and so do the rows: they are read in that order, both
 // rows of a group of two together, while the sums of all panels wait in y, as whole numbers where all of a
 // span shares its scales.
-template <int Bits, bool Grouped>
+template <int Bits, Scaling How>
 void row_span_of(const Matrix& m, const Activations& a, size_t span, size_t from, size_t to, float* y) {
   const Inputs& in = m.inputs;
   const size_t first = in.span_block(span), count = in.span_blocks(span), panels = to - from;
   const size_t segment = span / in.spans(), local = first - segment * in.blocks(), shift = group_shift(m);
   const size_t run = panels * m.panel_stride;  // of a block's row; the next one's begins block_stride on
+  const size_t low = low_plane(m);
   for (size_t b = 0; b < count;) {
-    const bool two = Grouped && shift && b + 1 < count;
+    const bool two = How != kChannels && shift && b + 1 < count;
     const size_t skip = (two ? 2 : 1) * m.block_stride - run;
     const uint8_t* w = m.data + (first + b) * m.block_stride + from * m.panel_stride;
     const int8_t* bytes = a.q + (first + b) * kBlock;
     const int32_t* sums = a.block_sum + first + b;
     X x[8];
     UNROLL for (int i = 0; i < 8; i++) x[i] = xload(bytes + 4 * i);
-    const uint16_t* scale = static_cast<const uint16_t*>(m.scale) + from * m.scale_panel_stride +
-                            (segment * m.groups() + ((local + b) >> shift)) * m.scale_group_stride;
-    const I none = iset(-bias_of(Bits) * (!Grouped ? a.span_sum[span] : two ? sums[0] + sums[1] : sums[0]));
+    const int32_t all = How == kChannels ? a.span_sum[span] : two ? sums[0] + sums[1] : sums[0];
+    const I none = iset(-bias_of(Bits) * all);
     for (size_t p = 0, at = 0; p < panels; p++, at += m.panel_stride) {
       const size_t ahead = at + kAhead < run ? kAhead : kAhead + skip;
       prefetch_block<Bits>(w + at, ahead);
       float* sum = y + p * kPanel;
-      if (Grouped) {
+      if constexpr (How != kChannels) {
         I dots = block_dot_with<Bits>(w + at, x, none);
         if (two) {
           prefetch_block<Bits>(w + m.block_stride + at, ahead);
           dots = block_dot<Bits>(w + m.block_stride + at, bytes + kBlock, dots);
         }
-        const F channel = fload_half(scale + p * m.scale_panel_stride);
+        if constexpr (How == kNested) {
+          const uint8_t* other = w + low + at;
+          prefetch_block<Bits>(other, ahead);
+          dots = block_dot_with<Bits>(other, x, iadd(sixteenfold(dots), none));
+          if (two) {
+            prefetch_block<Bits>(other + m.block_stride, ahead);
+            dots = block_dot<Bits>(other + m.block_stride, bytes + kBlock, dots);
+          }
+        }
+        const F channel = group_scales<How>(m, segment, (local + b) >> shift, from, true)(p);
         fstore(sum, fma(to_float(dots), channel, b ? fload(sum) : fzero()));
       } else {
         istore(sum, block_dot_with<Bits>(w + at, x, b ? iload(sum) : none));
@@ -202,23 +295,20 @@ void join_spans(const Matrix& m, const Activations& a, const float* parts, float
   }
 }
 
+// Calls a kernel of the matrix's format. Fewer bits than 8 have scales of groups.
+#define OF_FORMAT(m, kernel, ...)                                                  \
+  if (m.nested) {                                                                  \
+    m.low ? kernel<4, kNested>(__VA_ARGS__) : kernel<4, kHigh>(__VA_ARGS__);       \
+  } else if (m.bits == 8) {                                                        \
+    m.group ? kernel<8, kHalves>(__VA_ARGS__) : kernel<8, kChannels>(__VA_ARGS__); \
+  } else {                                                                         \
+    m.bits == 2 ? kernel<2, kHalves>(__VA_ARGS__) : kernel<4, kHalves>(__VA_ARGS__); \
+  }
+
 void row_panels(const Matrix& m, const Activations& a, size_t from, size_t to, float* y) {
-  if (m.bits == 8)
-    return m.group ? row_panels_of<8, true>(m, a, from, to, y) : row_panels_of<8, false>(m, a, from, to, y);
-  if (m.bits == 2)
-    return m.group ? row_panels_of<2, true>(m, a, from, to, y) : row_panels_of<2, false>(m, a, from, to, y);
-  return m.group ? row_panels_of<4, true>(m, a, from, to, y) : row_panels_of<4, false>(m, a, from, to, y);
+  OF_FORMAT(m, row_panels_of, m, a, from, to, y)
 }
 
 void row_span(const Matrix& m, const Activations& a, size_t span, size_t from, size_t to, float* y) {
-  if (m.bits == 8) {
-    return m.group ? row_span_of<8, true>(m, a, span, from, to, y)
-                   : row_span_of<8, false>(m, a, span, from, to, y);
-  }
-  if (m.bits == 2) {
-    return m.group ? row_span_of<2, true>(m, a, span, from, to, y)
-                   : row_span_of<2, false>(m, a, span, from, to, y);
-  }
-  return m.group ? row_span_of<4, true>(m, a, span, from, to, y)
-                 : row_span_of<4, false>(m, a, span, from, to, y);
+  OF_FORMAT(m, row_span_of, m, a, span, from, to, y)
 }

@@ -11,7 +11,7 @@ enum Unpacking {
 template <int Panels, bool Signed, Unpacking How>
 void unpack_span(const Matrix& m, size_t span, size_t panel, size_t panels, size_t blocks, uint8_t* out,
                  float* channel) {
-  const size_t first = m.inputs.span_block(span), count = m.inputs.span_blocks(span);
+  const size_t first = m.inputs.span_block(span), count = m.inputs.span_blocks(span), low = low_plane(m);
   for (size_t p = 0; p < (panels + Panels - 1) / Panels * Panels; p++) {
     uint8_t* at = out + (p / Panels * blocks * 8 * Panels + p % Panels) * 64;
     const size_t present = p < panels ? count : 0;
@@ -24,19 +24,28 @@ void unpack_span(const Matrix& m, size_t span, size_t panel, size_t panels, size
     if constexpr (How == kWidened) {
       const Inputs& in = m.inputs;
       const size_t segment = span / in.spans(), per = m.group / kBlock, groups = (present + per - 1) / per;
-      const uint16_t* scale =
-          static_cast<const uint16_t*>(m.scale) + (panel + p) * m.scale_panel_stride +
-          (segment * m.groups() + span % in.spans() * (kSpan / m.group)) * m.scale_group_stride;
+      const size_t first_group = span % in.spans() * (kSpan / m.group);
+      const auto scale = [&](size_t g) { return group_scale(m, segment, first_group + g, panel + p); };
       F most = fset(kTiny);
-      for (size_t g = 0; g < groups; g++)
-        most = fmax(fabs(fload_half(scale + g * m.scale_group_stride)), most);
-      const float top = m.bits == 4 ? 8.0f : 3.0f;  // the largest level
+      for (size_t g = 0; g < groups; g++) most = fmax(fabs(scale(g)), most);
+      const float top = m.low ? 127.0f : m.bits == 4 ? 8.0f : 3.0f;  // the largest level, nearly of nested ones
       fstore(channel + p * kPanel, fmul(most, fset(top / 127.0f)));
       const F inverse = fdiv(fset(127.0f / top), most);
       for (size_t g = 0; g < groups; g++) {
-        const I factor = widening(fmul(fload_half(scale + g * m.scale_group_stride), inverse));
+        const F own = fmul(scale(g), inverse);
+        const I factor = m.low ? share(own) : widening(own);
         for (size_t b = g * per; b < present && b < (g + 1) * per; b++, w += m.block_stride) {
           prefetch_block<4>(w, kSpanBlocks * m.block_stride);
+          if (m.low) {
+            prefetch_block<4>(w + low, kSpanBlocks * m.block_stride);
+            UNROLL for (int i = 0; i < 4; i++) {
+              W former, latter;
+              wplanes(w + 64 * i, w + low + 64 * i, former, latter);
+              put(wshare(wbiased(former), factor));
+              put(wshare(wbiased(latter), factor));
+            }
+            continue;
+          }
           if (m.bits == 2) {
             UNROLL for (int i = 0; i < 2; i++) {
               W quarter[4];
@@ -58,7 +67,15 @@ void unpack_span(const Matrix& m, size_t span, size_t panel, size_t panels, size
     {
       for (size_t b = 0; b < present; b++, w += m.block_stride) {
         prefetch_block<8>(w, kSpanBlocks * m.block_stride);  // of the next span, a whole tile's work away
-        if (m.bits == 8) {
+        if (m.low) {
+          prefetch_block<4>(w + low, kSpanBlocks * m.block_stride);
+          UNROLL for (int i = 0; i < 4; i++) {
+            W former, latter;
+            wplanes(w + 64 * i, w + low + 64 * i, former, latter);
+            put(wbiased(former));
+            put(wbiased(latter));
+          }
+        } else if (m.bits == 8) {
           UNROLL for (int i = 0; i < 8; i++) put(wload(w + 64 * i));
         } else if (m.bits == 2) {
           UNROLL for (int i = 0; i < 2; i++) {
@@ -94,13 +111,11 @@ template <int Panels>
 void unpack_scales(const Matrix& m, size_t span, size_t panel, size_t panels, size_t groups, float* out) {
   const Inputs& in = m.inputs;
   const size_t segment = span / in.spans();
-  const size_t first = segment * m.groups() + span % in.spans() * (kSpan / m.group);
-  const uint16_t* scale = static_cast<const uint16_t*>(m.scale);
+  const size_t first = span % in.spans() * (kSpan / m.group);
   for (size_t p = 0; p < (panels + Panels - 1) / Panels * Panels; p++) {
     for (size_t g = 0; g < groups; g++) {
-      const size_t at = (panel + p) * m.scale_panel_stride + (first + g) * m.scale_group_stride;
       fstore(out + ((p / Panels * groups + g) * Panels + p % Panels) * kPanel,
-             p < panels ? fload_half(scale + at) : fzero());
+             p < panels ? group_scale(m, segment, first + g, panel + p) : fzero());
     }
   }
 }
@@ -223,7 +238,7 @@ void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size
     SpanTile t;
     t.stride = a.stride;
     t.blocks = blocks;
-    t.bias = bias_of(How == kAsStored ? m.bits : 8);
+    t.bias = bias_of(How == kAsStored && !m.low ? m.bits : 8);
     t.group_blocks = group_blocks;
     t.row_spans = in.all_spans();
     t.row_blocks = in.all_blocks();

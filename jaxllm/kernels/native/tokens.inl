@@ -5,12 +5,10 @@ void unit_row(const Matrix& m, size_t row, float* out) {
   const size_t panel = row / kPanel, lane = row % kPanel, length = m.inputs.length;
   const uint8_t* data = m.data + panel * m.panel_stride;
   float scales[kPanel];
+  const size_t low = low_plane(m);
   if (!m.group) scales[lane] = static_cast<const float*>(m.scale)[row];
   for (size_t at = 0; at < length; at += kBlock, data += m.block_stride) {
-    if (m.group && at % m.group == 0) {
-      const size_t group = panel * m.scale_panel_stride + at / m.group * m.scale_group_stride;
-      fstore(scales, fload_half(static_cast<const uint16_t*>(m.scale) + group));
-    }
+    if (m.group && at % m.group == 0) fstore(scales, group_scale(m, 0, at / m.group, panel));
     int8_t levels[kBlock];
     for (size_t four = 0; four < kBlock / 4; four++) {
       if (m.bits == 8) {
@@ -23,7 +21,9 @@ void unit_row(const Matrix& m, size_t row, float* out) {
       } else {
         const uint8_t* both = data + (four / 2 * kPanel + lane) * 4;
         for (size_t i = 0; i < 4; i++) {
-          levels[4 * four + i] = static_cast<int8_t>((both[i] >> (four % 2 * 4) & 15) - 8);
+          int level = (both[i] >> (four % 2 * 4) & 15) - 8;
+          if (m.low) level = 16 * level + (both[low + i] >> (four % 2 * 4) & 15) - 8;
+          levels[4 * four + i] = static_cast<int8_t>(level);
         }
       }
     }

@@ -1,0 +1,150 @@
+"""Nested weights: two planes that make exactly one model of 8 bits, whose first is a model of 4."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.quant import dequantize, embedding_rows, from_blocks, nested_blocks, quantize, unit_at
+from jaxllm.quant.blocks import blocked_levels, blocked_shapes, take_blocked_inputs
+from jaxllm.quant.nested import (
+    FACTORS,
+    HIGHEST,
+    LOWEST,
+    high_of,
+    low_of,
+    nest,
+    pack_scales,
+    unpack_scales,
+)
+
+F32 = jnp.dtype(jnp.float32)
+SHAPES = [((40, 100), -1), ((3, 32, 64), -1), ((96, 40), -2), ((3, 64, 50), -2)]
+
+
+def weight_of(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def squared_error(weight: np.ndarray, other: jax.Array) -> float:
+    return float(np.square(weight - np.asarray(other)).mean())
+
+
+def test_planes_make_every_level() -> None:
+    levels = np.arange(LOWEST, HIGHEST + 1).astype(np.int8)
+    high, low = high_of(levels).astype(int), low_of(levels).astype(int)
+    assert ((16 * high + low) == levels).all()
+    for plane in (high, low):
+        assert plane.min() == -8
+        assert plane.max() == 7
+
+
+def test_the_high_plane_is_the_nearest() -> None:
+    levels = np.arange(LOWEST, HIGHEST + 1).astype(np.int8)
+    away = np.abs(16.0 * high_of(levels) - levels)
+    assert away.max() <= 8
+
+
+def test_a_weight_that_is_representable_is_exact() -> None:
+    """All levels at a factor of 15, which is what the largest weight asks for."""
+    rng = np.random.default_rng(3)
+    levels = rng.integers(LOWEST, HIGHEST + 1, (4, 128)).astype(np.float32)
+    levels[:, ::64] = LOWEST
+    found = nest(levels * np.float32(0.25))
+    scale = np.repeat(found.channel * found.factor, 64, axis=-1)
+    np.testing.assert_allclose(found.levels * scale, levels * 0.25, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("shape", "axis"), SHAPES)
+def test_both_readings_are_good(shape: tuple[int, ...], axis: int) -> None:
+    weight = weight_of(shape)
+    blocks = nested_blocks(weight, axis)  # pyright: ignore[reportArgumentType]
+    both, high = dequantize(blocks, F32), dequantize(dataclasses.replace(blocks, low=None), F32)
+    as_int8 = squared_error(weight, dequantize(quantize(weight, bits=8, axis=axis), F32))
+    as_int4 = squared_error(weight, dequantize(quantize(weight, bits=4, axis=axis), F32))
+    assert squared_error(weight, both) < 2.5 * as_int8
+    assert squared_error(weight, high) < 1.6 * as_int4
+    # The high plane is the level's, whatever the reading.
+    np.testing.assert_allclose(high, both, rtol=0, atol=8.01 * float(np.abs(np.asarray(both)).max()) / 119)
+
+
+@pytest.mark.parametrize(("shape", "axis"), SHAPES)
+def test_shapes_and_bytes(shape: tuple[int, ...], axis: int) -> None:
+    blocks = nested_blocks(weight_of(shape), axis)  # pyright: ignore[reportArgumentType]
+    assert blocks.nested
+    assert blocks.low is not None
+    expected = blocked_shapes(shape, bits=4, group=64, axis=axis, nested=True)
+    assert (blocks.data.shape, blocks.scale.shape) == expected
+    assert blocks.low.shape == blocks.data.shape
+
+
+def test_a_large_weight_takes_a_hundredth_more_than_int8() -> None:
+    blocks = nested_blocks(weight_of((64, 2048)), -1)
+    assert blocks.low is not None
+    taken = blocks.data.nbytes + blocks.low.nbytes + blocks.scale.nbytes
+    assert taken <= 1.01 * (64 * 2048 + 64 * 4)
+
+
+@pytest.mark.parametrize(("shape", "axis"), SHAPES)
+@pytest.mark.parametrize("alone", [False, True])
+def test_other_devices_read_the_same_numbers(shape: tuple[int, ...], axis: int, alone: bool) -> None:
+    blocks = nested_blocks(weight_of(shape), axis)  # pyright: ignore[reportArgumentType]
+    blocks = dataclasses.replace(blocks, low=None) if alone else blocks
+    other = from_blocks(blocks)
+    assert other.bits == (4 if alone else 8)
+    np.testing.assert_array_equal(dequantize(other, F32), dequantize(blocks, F32))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_rows_and_inputs(alone: bool) -> None:
+    weight = weight_of((40, 100))
+    blocks = nested_blocks(weight, -1)
+    blocks = jax.tree.map(jnp.asarray, dataclasses.replace(blocks, low=None) if alone else blocks)
+    whole = np.asarray(dequantize(blocks, F32))
+    rows, inputs = jnp.array([[0, 39], [17, 3]]), jnp.array([0, 99, 64, 31], jnp.int32)
+    np.testing.assert_array_equal(embedding_rows(blocks, rows, F32), whole[np.asarray(rows)])
+    np.testing.assert_array_equal(take_blocked_inputs(blocks, inputs), whole[:, np.asarray(inputs)].T)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((3, 32, 64), -1), ((3, 20, 64), -1), ((3, 64, 50), -2)])
+def test_one_matrix_of_a_stack(shape: tuple[int, ...], axis: int) -> None:
+    blocks = jax.tree.map(jnp.asarray, nested_blocks(weight_of(shape), axis))  # pyright: ignore
+    whole = np.asarray(dequantize(blocks, F32))
+    for unit in range(3):
+        one = unit_at(blocks, jnp.int32(unit))
+        np.testing.assert_array_equal(dequantize(one, F32), whole[unit])
+
+
+def test_inputs_of_a_reduction() -> None:
+    blocks = jax.tree.map(jnp.asarray, nested_blocks(weight_of((3, 64, 50)), -2))
+    whole = np.asarray(dequantize(blocks, F32)).reshape(-1, 50)
+    index = jnp.array([0, 63, 64, 150, 191], jnp.int32)
+    np.testing.assert_array_equal(take_blocked_inputs(blocks, index), whole[np.asarray(index)])
+
+
+def test_scales_are_packed_and_unpacked() -> None:
+    rng = np.random.default_rng(1)
+    channel = rng.standard_normal((2, 3, 16)).astype(np.float32)
+    factor = rng.choice(FACTORS, (2, 5, 3, 16))
+    packed = pack_scales(channel, factor)
+    assert packed.shape == (2, 3 * 64 + 5 * 3 * 8)
+    expected = channel[:, None] * factor.astype(np.float32)
+    for scales in (unpack_scales(packed, 3), unpack_scales(jnp.asarray(packed), 3)):  # pyright: ignore
+        np.testing.assert_array_equal(scales, expected)
+
+
+def test_weights_of_zeros() -> None:
+    blocks = nested_blocks(np.zeros((16, 64), np.float32), -1)
+    assert not np.asarray(blocked_levels(blocks)).any()
+    assert not np.asarray(dequantize(blocks, F32)).any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_that_are_not_finite(bad: float) -> None:
+    weight = weight_of((16, 64))
+    weight[3, 5] = bad
+    with pytest.raises(ConfigError, match="NaN or infinite"):
+        nested_blocks(weight, -1)
