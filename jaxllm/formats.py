@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-# int4 keeps embedding and head at 8 bits; int4-all has 4 bits everywhere: smaller, faster, less exact.
-WeightFormat = Literal["f32", "bf16", "int8", "int4", "int4-all"]
-WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("f32", "bf16", "int8", "int4", "int4-all")
+# int8-nested is int8 in two planes of 4 bits, of which the first is a 4-bit model that drafts for both. int4
+# keeps embedding and head at 8 bits; int4-all has 4 bits everywhere: smaller, faster, less exact.
+WeightFormat = Literal["f32", "bf16", "int8", "int8-nested", "int4", "int4-all"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("f32", "bf16", "int8", "int8-nested", "int4", "int4-all")
 # Allowed bitwidths of experts: 2, 4 and 8 quantized, 16 for bfloat16, 32 for float32.
 EXPERT_BITS = (2, 4, 8, 16, 32)

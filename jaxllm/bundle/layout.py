@@ -15,6 +15,7 @@ from jaxllm.errors import BundleError, ConfigError
 from jaxllm.formats import WEIGHT_FORMATS, WeightFormat
 from jaxllm.models.parameters import ParamSpec, param_specs, specs_apart
 from jaxllm.quant import BITS, GROUPS, blocked_shapes
+from jaxllm.quant.nested import NESTED_GROUP
 
 SUFFIX = ".jaxllm"
 VERSION = 2
@@ -65,7 +66,10 @@ class Extent:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One parameter: its array, or when it is quantized its blocks and scales (see `BlockedArray`)."""
+    """One parameter: its array, or when it is quantized its blocks and scales (see `BlockedArray`).
+
+    The low plane of a nested weight lies in a segment of its own, `low_segment(segment)`.
+    """
 
     segment: str
     data: Extent
@@ -73,17 +77,28 @@ class Tensor:
     bits: int = 0
     group: int = 0
     axis: int = 0
+    low: Extent | None = None
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """Its arrays."""
+        return tuple(each for each in (self.data, self.scale, self.low) if each is not None)
 
     @property
     def form(self) -> tuple[Any, ...]:
         """All but where it is stored, hashable."""
-        arrays = [(each.dtype, tuple(each.shape)) for each in (self.data, self.scale) if each is not None]
+        arrays = [(each.dtype, tuple(each.shape)) for each in self.extents]
         return (*arrays, self.bits, self.group, self.axis)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of data and scales."""
-        return self.data.size_bytes + (0 if self.scale is None else self.scale.size_bytes)
+        """Bytes of all its arrays."""
+        return sum(each.size_bytes for each in self.extents)
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """The names of the segments that hold it."""
+        return (self.segment,) if self.low is None else (self.segment, low_segment(self.segment))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +187,11 @@ def segment_of(param: str) -> str:
     return "embed" if param.startswith("embed.") else "final"
 
 
+def low_segment(segment: str) -> str:
+    """The segment that holds the low planes of a segment's nested weights."""
+    return f"{segment}.low"
+
+
 def part_segment(part: str) -> str:
     """The segment that holds the arrays of a part."""
     return f"part.{part}"
@@ -214,7 +234,7 @@ def _read_segment(entry: dict[str, Any]) -> Segment:
 
 def _read_tensor(entry: dict[str, Any]) -> Tensor:
     fields = dict(entry)
-    for part in ("data", "scale"):
+    for part in ("data", "scale", "low"):
         if fields.get(part) is not None:
             extent = fields[part]
             shape = tuple(extent["shape"])
@@ -261,13 +281,15 @@ def _check_layout(layout: "Layout", end: int) -> None:
     for part, each in layout.parts.items():
         for name, tensor in each.tensors.items():
             _check_place(f"{part}/{name}", tensor, part_segment(part), layout.segments)
-            if tensor.scale is not None or tensor.data.dtype not in PART_DTYPES:
+            if len(tensor.extents) > 1 or tensor.data.dtype not in PART_DTYPES:
                 raise ConfigError(f"{name} of part {part} must be one of {', '.join(PART_DTYPES)}")
 
 
 def _check_tensor(name: str, tensor: Tensor, spec: ParamSpec, segments: dict[str, Segment]) -> None:
     _check_place(name, tensor, segment_of(name), segments)
     if tensor.scale is None:
+        if tensor.low is not None:
+            raise ConfigError(f"parameter {name} has a low plane without scales")
         # Vectors must be float32: they are used without the conversion that products do.
         kinds = ("float32",) if spec.role == "vector" else ("float32", "bfloat16", "float16")
         if tensor.data.shape != spec.shape or tensor.data.dtype not in kinds:
@@ -278,10 +300,10 @@ def _check_tensor(name: str, tensor: Tensor, spec: ParamSpec, segments: dict[str
 
 
 def _check_place(name: str, tensor: Tensor, wanted: str, segments: dict[str, Segment]) -> None:
-    segment = segments.get(tensor.segment) if tensor.segment == wanted else None
-    for extent in (tensor.data, tensor.scale):
-        if extent is None:
-            continue
+    if tensor.segment != wanted:
+        raise ConfigError(f"parameter {name} lies outside its segment")
+    for extent in tensor.extents:
+        segment = segments.get(low_segment(wanted) if extent is tensor.low else wanted)
         if segment is None or not (
             segment.offset <= extent.offset
             and extent.offset + extent.size_bytes <= segment.offset + segment.size_bytes
@@ -297,7 +319,17 @@ def _quantized_as(tensor: Tensor, spec: ParamSpec) -> bool:
         return False
     if tensor.axis != contracted_axis(spec) or tensor.group not in (0, *GROUPS):
         return False
-    data, scale = blocked_shapes(spec.shape, bits=tensor.bits, group=tensor.group, axis=tensor.axis)
+    nested = tensor.low is not None
+    data, scale = blocked_shapes(
+        spec.shape, bits=tensor.bits, group=tensor.group, axis=tensor.axis, nested=nested
+    )
+    if nested:
+        packed = (tensor.data, tensor.low, tensor.scale)
+        return (
+            (tensor.bits, tensor.group) == (4, NESTED_GROUP)
+            and all(each is not None and each.dtype == "uint8" for each in packed)
+            and [each.shape for each in tensor.extents] == [data, scale, data]
+        )
     return (
         tensor.data.shape == data
         and tensor.data.dtype == ("int8" if tensor.bits == 8 else "uint8")

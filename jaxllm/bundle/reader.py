@@ -1,5 +1,6 @@
 """Opens bundles: maps the file, checks it, and gives its arrays to JAX without a copy."""
 
+import dataclasses
 import hashlib
 import json
 import mmap
@@ -13,7 +14,16 @@ import jax
 import numpy as np
 import xxhash
 
-from jaxllm.bundle.layout import HEADER, Extent, Layout, Part, Tensor, check_header, part_segment
+from jaxllm.bundle.layout import (
+    HEADER,
+    Extent,
+    Layout,
+    Part,
+    Tensor,
+    check_header,
+    low_segment,
+    part_segment,
+)
 from jaxllm.bundle.opened_file import OpenedFile
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, CheckpointError
@@ -138,10 +148,15 @@ class Bundle:
         Raises:
           BundleError: a segment's checksum is wrong.
         """
-        for name in dict.fromkeys(tensor.segment for tensor in self.layout.tensors.values()):
+        for name in self._weight_segments():
             self.verify_segment(name)
             if on_segment is not None:
                 on_segment(name, self.layout.segments[name].size_bytes)
+
+    def _weight_segments(self) -> list[str]:
+        """The names of the segments of all parameters, in file order."""
+        tensors = self.layout.tensors.values()
+        return list(dict.fromkeys(segment for tensor in tensors for segment in tensor.segments))
 
     def unchecked(self, *, stacked: bool = False) -> dict[str, Weight]:
         """`load` without checksums: where weights are used in place, nothing is read.
@@ -170,11 +185,12 @@ class Bundle:
         for segment, tensors in self.layout.by_segment.items():
             if ".experts." in segment:
                 continue
-            self.verify_segment(segment)
+            for each in dict.fromkeys(each for tensor in tensors.values() for each in tensor.segments):
+                self.verify_segment(each)
+                if on_segment is not None:
+                    on_segment(each, self.layout.segments[each].size_bytes)
             for name, tensor in tensors.items():
                 found[name] = self.place(tensor, self.layout.specs[name].shape, self._view)
-            if on_segment is not None:
-                on_segment(segment, self.layout.segments[segment].size_bytes)
         return found
 
     def _weight(self, name: str) -> Weight:
@@ -222,23 +238,37 @@ class Bundle:
         quantized = any(tensor.scale is not None for tensor in self.layout.tensors.values())
         return jax.default_backend() == "cpu" and (native.kernels().native or not quantized)
 
-    def segment_weights(self, segment: str, memory: np.ndarray) -> dict[str, Weight]:
+    def segment_weights(
+        self, segment: str, memory: np.ndarray, low_memory: np.ndarray | None = None
+    ) -> dict[str, Weight]:
         """The parameters of a segment whose bytes were read into other memory.
 
         Args:
           segment: its name.
           memory: `[segment.size_bytes]` uint8 or more, aligned to 64 bytes. Where weights are used in place,
             they alias it, so it must not change while they are in use.
+          low_memory: the same of the segment's low planes; None to read the high planes of nested weights
+            alone.
         """
-        start = self.layout.segments[segment].offset
+        segments = self.layout.segments
+        start = segments[segment].offset
+        low_start = segments[low_segment(segment)].offset if low_memory is not None else 0
 
-        def view(extent: Extent) -> np.ndarray:
+        def view(extent: Extent, memory: np.ndarray, start: int) -> np.ndarray:
             return extent.array(memory[extent.offset - start :][: extent.size_bytes])
 
-        return {
-            name: self.place(tensor, self.layout.specs[name].shape, view)
-            for name, tensor in self.layout.by_segment[segment].items()
-        }
+        found = {}
+        for name, tensor in self.layout.by_segment[segment].items():
+            if low_memory is None:
+                tensor = dataclasses.replace(tensor, low=None)
+
+            def views(extent: Extent, tensor: Tensor = tensor) -> np.ndarray:
+                if low_memory is not None and extent is tensor.low:
+                    return view(extent, low_memory, low_start)
+                return view(extent, memory, start)
+
+            found[name] = self.place(tensor, self.layout.specs[name].shape, views)
+        return found
 
     def place(self, tensor: Tensor, shape: tuple[int, ...], view: Callable[[Extent], np.ndarray]) -> Weight:
         """A weight of `shape` on the default device; `tensor` is its manifest entry, `view` gives its
@@ -252,7 +282,8 @@ class Bundle:
           BundleError: its segment's checksum is wrong.
         """
         tensor = self.layout.tensors[name]
-        self.verify_segment(tensor.segment)
+        for segment in tensor.segments:
+            self.verify_segment(segment)
         return _as_stored(tensor, self.layout.specs[name].shape, self._view)
 
     def load_part(self, name: str) -> Part | None:
@@ -276,7 +307,7 @@ class Bundle:
     def release_weights(self) -> None:
         """Releases the memory of all weights' pages, as `release_part` does; where weights were copied, the
         copies stay."""
-        for name in {each.segment for each in self.layout.tensors.values()}:
+        for name in self._weight_segments():
             self._release(name)
 
     def _release(self, name: str) -> None:
@@ -360,4 +391,5 @@ def _as_stored(
         group=tensor.group,
         axis=tensor.axis,
         shape=shape,
+        low=None if tensor.low is None else view(tensor.low),  # pyright: ignore[reportArgumentType]
     )

@@ -24,6 +24,7 @@ from jaxllm.bundle.layout import (
     Part,
     Segment,
     contracted_axis,
+    low_segment,
     part_segment,
     segment_of,
 )
@@ -33,7 +34,7 @@ from jaxllm.errors import BundleError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
 from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs
-from jaxllm.quant import BlockedArray, quantize, to_blocks
+from jaxllm.quant import BlockedArray, nested_blocks, quantize, to_blocks
 from jaxllm.quant.finite import all_finite
 from jaxllm.text.tokenizer import TokenizerFiles
 
@@ -131,6 +132,8 @@ def stored_form(
 ) -> np.ndarray | BlockedArray:
     """A parameter at the bits that `weights` gives its role, or at `width` bits if that is not 0."""
     bits = 32 if spec.role == "vector" else width or _width(spec, weights)
+    if weights == "int8-nested" and bits == 8:
+        return nested_blocks(np.asarray(value, np.float32), contracted_axis(spec))
     if bits in (16, 32):
         stored = np.asarray(value).astype(np.float32 if bits == 32 else ml_dtypes.bfloat16, copy=False)
         if not all_finite(stored):
@@ -151,7 +154,7 @@ def _width(spec: ParamSpec, weights: WeightFormat) -> int:
     floats = {"f32": 32, "bf16": 16}
     if weights in floats:
         return floats[weights]
-    return 8 if weights == "int8" or (weights == "int4" and spec.role == "embed") else 4
+    return 8 if weights in ("int8", "int8-nested") or (weights == "int4" and spec.role == "embed") else 4
 
 
 def _sorted_pairs(cfg: ModelConfig, params: Mapping[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
@@ -242,6 +245,8 @@ class _Writer:
         self._tensors: dict[str, Any] = {}
         self._parts: dict[str, Any] = {}
         self._name: str | None = None
+        # Low planes of the current segment, which follow it in one of their own.
+        self._low: dict[str, np.ndarray] = {}
         self._start = 0
         self._hash = xxhash.xxh3_128()
         self._position = 0
@@ -256,6 +261,8 @@ class _Writer:
         """Writes a parameter after the last one, in the same segment or a new one."""
         self._segment(segment)
         self._tensors[name] = self._tensor(stored)
+        if isinstance(stored, BlockedArray) and stored.low is not None:
+            self._low[name] = np.asarray(stored.low)
 
     def part(self, name: str, part: Part) -> None:
         """Writes a part."""
@@ -323,6 +330,13 @@ class _Writer:
             return
         size = self._position - self._start
         self._segments.append(Segment(self._name, self._start, size, self._hash.hexdigest()))
+        if self._low:
+            planes, self._low = self._low, {}
+            self._segment(low_segment(self._name))
+            for name, plane in planes.items():
+                self._tensors[name]["low"] = self._extent(plane)
+            self._close()
+            self._name = None
 
     def _pad(self, multiple: int) -> None:
         self._put(bytes(-self._position % multiple))
