@@ -171,17 +171,24 @@ class _UntilUnsure:
         self.step_s, self.steps = 0.0, 0
         self.warm_up, self.step, self.follow = drafter.warm_up, drafter.step, drafter.follow
 
-    def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
-        """See `Drafter`; `alpha`, a bound for whole paths, is not used."""
-        del alpha
-        tree = self._drafter.grow(sequence, root, LEAST, 2)
+    def grow(
+        self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
+    ) -> tuple[TokenTree, Any]:
+        """See `Drafter`; alpha, a bound for whole paths, is not used."""
+        return self._grown(sequence, root, growing.most, cache), cache
+
+    def _grown(self, sequence: Sequence[int], root: int, most: int, cache: Any) -> TokenTree:
+        def longer(alpha: float, most: int) -> TokenTree:
+            return self._drafter.grow(sequence, root, Growing(alpha, most), cache)[0]
+
+        tree = longer(LEAST, 2)
         while (count := int(tree.count)) <= most:
             whole = float(tree.confidences[count - 2]) if count > 1 else 1.0
             if count < 2 or float(tree.confidences[count - 1]) < _BLD_FALLBACK * whole:
                 break
             if count == most:
                 return tree
-            tree = self._drafter.grow(sequence, root, 1e-30, count + 1)
+            tree = longer(1e-30, count + 1)
             if int(tree.count) == count:
                 return tree
         return dataclasses.replace(tree, count=np.int32(max(1, int(tree.count) - 1)))  # pyright: ignore

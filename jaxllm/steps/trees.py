@@ -107,22 +107,26 @@ def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftEnd:
-    """Conditions that end drafting; any of them does.
+    """Conditions that end drafting, any of which does, and what drafting goes by.
 
     Attributes:
       alpha: float32 scalar; no branch is at least as confident (see `fallback`).
       most: int32 scalar, number of wanted nodes; no branch can add a node to the `most` most confident ones,
         though the tree may have more nodes. If not `paced`: the tree has `most` nodes.
       limit: int32 scalar, most runs of the drafter.
+      temperature: float32 scalar; confidences are the drafter's probabilities at this temperature. A drafter
+        that is the target at fewer bits knows better than its probabilities say what a target will take that
+        takes the likeliest token.
     """
 
     alpha: jax.Array | np.floating
     most: jax.Array | np.integer
     limit: jax.Array | np.integer
+    temperature: jax.Array | np.floating
 
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above, where a step that takes them is traced."""
-        axes.check(jnp.float32, "", alpha=self.alpha)
+        axes.check(jnp.float32, "", alpha=self.alpha, temperature=self.temperature)
         axes.check(jnp.int32, "", most=self.most, limit=self.limit)
 
 
@@ -175,7 +179,7 @@ def draft(
         tree, fed, cache, done = carry
         nodes, valid = next_tips(tree, fed, growth.tips, paced=growth.paced)
         out, cache = read_nodes(params, tree, nodes, valid, cache, cfg=cfg, dtype=dtype)
-        probabilities = jax.nn.softmax(out, axis=-1)
+        probabilities = jax.nn.softmax(out / end.temperature, axis=-1)
         grown = grow(tree, nodes, valid, probabilities, branches=growth.branches, threshold=growth.threshold)
         real = jnp.arange(growth.tips, dtype=jnp.int32) < valid
         fed = fed.at[jnp.where(real, nodes, tree.room)].set(True, mode="drop")

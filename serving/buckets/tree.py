@@ -67,9 +67,9 @@ class DraftBucket(Bucket):
         """(params, tree, fed, cache, end) -> tree, fed, cache, steps."""
         step = model.jitted(functools.partial(draft, growth=self.growth), 1, 2, 3)
         tree, fed, cache = tree_shapes(self.nodes), _fed(self.nodes), model.cache(self.cache_tokens)
-        alpha: Any = jax.ShapeDtypeStruct((), jnp.float32)
+        number: Any = jax.ShapeDtypeStruct((), jnp.float32)
         count: Any = SCALAR
-        return step.lower(model.params, tree, fed, cache, DraftEnd(alpha, count, count))
+        return step.lower(model.params, tree, fed, cache, DraftEnd(number, count, count, number))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

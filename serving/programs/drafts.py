@@ -8,6 +8,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from serving.programs.executor import open_executor
 from serving.programs.runner import ProgramCache, ProgramRunner
 from serving.request import common_prefix
 from serving.runners.runner import prefill_prompt
-from serving.speculation.drafter import Drafter
+from serving.speculation.drafter import Drafter, Growing
 from serving.speculation.host_tree import grown, root_alone
 from serving.speculation.ngram_drafter import NgramDrafter
 from serving.speculation.options import SpeculationOptions, TreeShape
@@ -107,8 +108,13 @@ class ProgramDrafter:
             wanted = self._runner.request_signatures(min(tokens, self._runner.options.context_tokens), 0)
         self._runner.executor.prepare([each for each in wanted if each.kind != "verify"], progress)
 
-    def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
-        """See `Drafter`."""
+    def grow(
+        self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
+    ) -> tuple[TokenTree, Any]:
+        """See `Drafter`; it has a cache of its own."""
+        return self._grown(sequence, root, growing.alpha, growing.most), cache
+
+    def _grown(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
         text, tree = [*sequence, root], root_alone(root, self._shape.room)
         most = min(most, self._runner.options.context_tokens - len(text), self._shape.room)
         if most < 2:

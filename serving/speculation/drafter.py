@@ -1,10 +1,26 @@
 """The protocol of drafters."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxllm.speculative.tree import TokenTree
 from serving.host.progress import Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Growing:
+    """When a drafter ends a tree.
+
+    Attributes:
+      alpha: no branch is more confident than this.
+      most: so many nodes are enough.
+      temperature: of the target's sampler; 0 takes the likeliest token.
+    """
+
+    alpha: float
+    most: int
+    temperature: float = 0.0
 
 
 class DrafterMemory(Protocol):
@@ -45,9 +61,22 @@ class Drafter(Protocol):
         """Compiles all buckets for drafting, or those for a request of so many tokens."""
         ...
 
-    def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
-        """Grows a tree after `sequence`, whose root is the next token `root`, until no branch is more
-        confident than `alpha` or there are `most` nodes. Only the root where it proposes nothing."""
+    def grow(
+        self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
+    ) -> tuple[TokenTree, Any]:
+        """Grows a tree after `sequence`, whose root is the next token `root`; only the root where it proposes
+        nothing.
+
+        Args:
+          sequence: tokens before the root.
+          root: the next token.
+          growing: when to end.
+          cache: the target's, of `sequence`; donated. A drafter may write the rows after the sequence, which
+            verification writes again.
+
+        Returns:
+          The tree, and the cache.
+        """
         ...
 
     def step(self) -> bool:

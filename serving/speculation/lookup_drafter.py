@@ -5,12 +5,13 @@ trees of the same root; their union is one tree, in which a token that both prop
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxllm.speculative.tree import TokenTree
 from serving.host.progress import Progress
-from serving.speculation.drafter import Drafter, DrafterMemory
+from serving.speculation.drafter import Drafter, DrafterMemory, Growing
 from serving.speculation.host_tree import united
 from serving.speculation.ngram_drafter import NgramDrafter
 from serving.speculation.options import TreeShape
@@ -46,10 +47,12 @@ class LookupDrafter:
         """See `Drafter`."""
         self._drafter.warm_up(progress, tokens=tokens)
 
-    def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
-        """See `Drafter`; the union may have twice as many nodes as `most`."""
-        tree = self._drafter.grow(sequence, root, alpha, most)
-        other = self._ngrams.grow(sequence, root, alpha, most)
+    def grow(
+        self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
+    ) -> tuple[TokenTree, Any]:
+        """See `Drafter`; the union may have twice as many nodes as are enough."""
+        tree, cache = self._drafter.grow(sequence, root, growing, cache)
+        other, cache = self._ngrams.grow(sequence, root, growing, cache)
         self._known = int(tree.count)
         if not self._lines:
             self._tree, self._places = united(tree, other)
@@ -57,7 +60,7 @@ class LookupDrafter:
             self._tree, self._known, self._places = other, 1, np.arange(int(other.count))
         else:
             self._tree, self._places = tree, np.full(int(tree.count), -1)
-        return self._tree
+        return self._tree, cache
 
     def step(self) -> bool:
         """See `Drafter`."""

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from serving.loading import LoadedModel
 from serving.request import common_prefix
 from serving.runners.resident import ResidentRunner
 from serving.runners.runner import prefill_prompt
-from serving.speculation.drafter import DrafterMemory
+from serving.speculation.drafter import DrafterMemory, Growing
 from serving.speculation.host_tree import on_host, root_alone
 from serving.speculation.options import SpeculationOptions, TreeShape
 from serving.speculation.payoff import running_mean
@@ -101,14 +102,19 @@ class ModelDrafter:
             if capacity > self._shape.room:
                 self._forget()
                 self._cache = self._runner.start(capacity)
-                self.grow([0], 0, _ANY_CONFIDENCE, 2)
+                self._grown([0], 0, _ANY_CONFIDENCE, 2)
                 self.step()
                 self.follow([0], 0)
         self._forget()
         self.step_s, self.steps = 0.0, 0
 
-    def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
-        """See `Drafter`."""
+    def grow(
+        self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
+    ) -> tuple[TokenTree, Any]:
+        """See `Drafter`; it has a cache of its own."""
+        return self._grown(sequence, root, growing.alpha, growing.most), cache
+
+    def _grown(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
         if len(sequence) + 1 + self._shape.room > self._runner.options.context_tokens:
             self._tree = None
             return root_alone(root, self._shape.room)

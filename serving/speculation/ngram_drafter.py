@@ -4,12 +4,13 @@ Prompt lookup as in llama.cpp and transformers, but as a tree: each different co
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxllm.speculative.tree import TokenTree
 from serving.host.progress import Progress
+from serving.speculation.drafter import Growing
 from serving.speculation.host_tree import grown, root_alone
 from serving.speculation.options import SpeculationOptions, TreeShape
 
@@ -46,8 +47,13 @@ class NgramDrafter:
         """Compiles nothing."""
         del progress, tokens
 
-    def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
+    def grow(
+        self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
+    ) -> tuple[TokenTree, Any]:
         """See `Drafter`."""
+        return self._grown(sequence, root, growing.alpha, growing.most), cache
+
+    def _grown(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
         text = np.array([*sequence, root], np.int64)
         tree, most = root_alone(root, self._shape.room), min(most, self._shape.room)
         self._length = next((each for each in _LENGTHS if _ends(text, each)[:1]), 0)

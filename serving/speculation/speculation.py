@@ -17,7 +17,7 @@ from jaxllm.speculative.fallback import LEAST, MOST, START, Fallback
 from jaxllm.speculative.tree import TokenTree
 from serving.runners.runner import Runner
 from serving.runners.verdict import Verdict
-from serving.speculation.drafter import Drafter
+from serving.speculation.drafter import Drafter, Growing
 from serving.speculation.host_tree import by_confidence, matching_tokens, open_confidence, some_nodes
 from serving.speculation.lookup_drafter import LookupDrafter
 from serving.speculation.options import SpeculationOptions
@@ -142,7 +142,8 @@ class Speculation:
         # The root is verified in any case.
         self.runner.expect(np.array([root]))
         most = max(each for each in self.options.trees.nodes if each <= room)
-        tree = self.drafter.grow(cached, root, self._fallback.alpha, most)
+        growing = Growing(self._fallback.alpha, most, float(sampler.temperature))
+        tree, cache = self.drafter.grow(cached, root, growing, cache)
         draft_s = time.perf_counter() - began
         if int(tree.count) < 2:
             # Nothing to verify: a plain token is cheaper.

@@ -66,7 +66,7 @@ def test_one_request_takes_programs_of_one_cache(stablehlo):
 
 
 def test_a_path_follows_what_is_chosen():
-    tree = Branching([1, 2, 3, 4], 8).grow([1], 2, 0.0, 8)
+    tree = Branching([1, 2, 3, 4], 8).grow([1], 2, Growing(0.0, 8), None)[0]
     assert tree.tokens[:5].tolist() == [2, 4, 3, 5, 4]
     assert accepted_path(tree, [3, 0, 4, 0, 0, 0, 0, 0]).tolist() == [0, 2, 4]
     assert accepted_path(tree, [4, 5, 4, 0, 0, 0, 0, 0]).tolist() == [0, 1]

@@ -121,13 +121,13 @@ def test_a_line_is_the_one_that_promises_more():
     # Who leaves trees out leaves out nothing else.
     both = Speculation(Target(), unsure, SpeculationOptions(model="draft", trees=shape)).drafter
     assert isinstance(both, LookupDrafter)
-    assert both.grow(text, 3, 0.01, 8).tokens[:4].tolist() == [3, 4, 5, 6]
+    assert both.grow(text, 3, Growing(0.01, 8), None)[0].tokens[:4].tolist() == [3, 4, 5, 6]
     # To the model, what the text knew is what the target said.
     both.follow([0, 1, 2], 7)
     assert unsure.followed == ([0], 4)
     both = LookupDrafter(sure, shape)
     rates = dict(both._ngrams._rates)
-    assert both.grow(text, 3, 0.01, 8).tokens[:4].tolist() == [3, 9, 8, 7]
+    assert both.grow(text, 3, Growing(0.01, 8), None)[0].tokens[:4].tolist() == [3, 9, 8, 7]
     both.follow([0, 1], 4)
     assert sure.followed == ([0, 1], 4)
     # What was not read says nothing of the text.

@@ -70,17 +70,17 @@ def test_each_follows_its_own_part():
     # The text says 5 6 behind 1 2; the model 5 8 or 4.
     other = Scripted((5, 0, 0.5), (8, 1, 0.25), (4, 0, 0.1))
     both = LookupDrafter(other, SHAPE)
-    union = both.grow([1, 2, 5, 6, 1], 2, 1e-3, 8)
+    union = both.grow([1, 2, 5, 6, 1], 2, Growing(1e-3, 8), None)[0]
     assert nodes_of(union)[:4] == [(5, 0, 0.6), (8, 1, 0.25), (4, 0, 0.1), (6, 1, 0.36)]
     assert both.step()
     assert (both.step_s, both.steps, other.stepped) == (0.5, 3, 1)
     # 5 and 6 were right, and 1: to the model, 6 is what was said behind 5.
     both.follow([0, 1, 4], 1)
     # 5 and 8 were right.
-    both.grow([1, 2, 5, 6, 1], 2, 1e-3, 8)
+    both.grow([1, 2, 5, 6, 1], 2, Growing(1e-3, 8), None)[0]
     both.follow([0, 1, 2], 3)
     # Nothing was.
-    both.grow([1, 2, 5, 6, 1], 2, 1e-3, 8)
+    both.grow([1, 2, 5, 6, 1], 2, Growing(1e-3, 8), None)[0]
     both.follow([0], 9)
     assert other.followed == [([0, 1], 6), ([0, 1, 2], 3), ([0], 9)]
 
@@ -89,7 +89,7 @@ def test_what_the_text_says_wrong_is_trusted_less():
     both = LookupDrafter(Scripted(), SHAPE)
 
     def trust():
-        return nodes_of(both.grow([1, 2, 5, 6, 1], 2, 1e-3, 8))[0][2]
+        return nodes_of(both.grow([1, 2, 5, 6, 1], 2, Growing(1e-3, 8), None)[0])[0][2]
 
     first = trust()
     for _ in range(5):
