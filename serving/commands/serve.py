@@ -44,6 +44,18 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     metavar="DIR",
     help="Encrypt contexts on storage by keys in this folder, one of each app.  [default: no encryption]",
 )
+@click.option(
+    "--adapter",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="A low-rank adapter that calls may name, a folder in PEFT's layout; may be repeated.",
+)
+@click.option(
+    "--adapters",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of further adapters, which operators may load while the service runs.  [default: none]",
+)
 @click.option("--memory", type=Size(), help="Most memory of the process, such as 2GB.")
 @click.option(
     "--draft",
@@ -61,7 +73,7 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     metavar="FILE",
     help="Options in TOML; those of the command line go before them. SIGHUP reads its limits again.",
 )
-def serve_command(config: Path | None, **given: Any) -> None:
+def serve_command(config: Path | None, adapter: tuple[str, ...], **given: Any) -> None:
     """Serve a model to the apps of this device.
 
     It speaks OpenAI's, Anthropic's and Ollama's protocols. SIGTERM and Ctrl-C let running answers end; a
@@ -75,6 +87,8 @@ def serve_command(config: Path | None, **given: Any) -> None:
     from serving.commands.model_choice import speculation
     from serving.server.daemon import run
 
+    if adapter:
+        given["adapter"] = dict(map(_named_folder, adapter))
     options = _options(config, {name: value for name, value in given.items() if value is not None})
     drafts = speculation(options.draft) if options.draft else None
     run(options, config=config, speculation=drafts)
@@ -85,6 +99,13 @@ def _options(config: Path | None, given: dict[str, Any]) -> "ServerOptions":
 
     options = ServerOptions() if config is None else read_options(config)
     return dataclasses.replace(options, **given)
+
+
+def _named_folder(text: str) -> tuple[str, Path]:
+    name, equals, folder = text.partition("=")
+    if not equals or not folder:
+        raise ConfigError(f"--adapter takes NAME=FOLDER, got {text!r:.80}")
+    return name, Path(folder)
 
 
 def _require_packages() -> None:

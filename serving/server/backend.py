@@ -1,6 +1,7 @@
 """Gives the front what the engine can do (see `serving.server.calls.Backend`), without blocking its loop."""
 
 import asyncio
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any, TypeVar
 
-from serving.server.calls import Call, ContextFacts, Conversation, ModelFacts, Refused
+from serving.server.calls import AdapterFacts, Call, ContextFacts, Conversation, ModelFacts, Refused
+from serving.server.changes import delete_context, load_adapter, unload_adapter
 from serving.server.context_turns import ContextTurns
 from serving.server.engine_figures import storage_figures
 from serving.server.executor import Executor
@@ -59,9 +61,9 @@ class EngineBackend:
 
     def facts(self) -> ModelFacts:
         """See `Backend`."""
-        self._ready()
+        adapters = self._ready().adapters.names
         assert self._facts is not None
-        return self._facts
+        return dataclasses.replace(self._facts, adapters=adapters)
 
     def submit(self, call: Call) -> EngineTicket:
         """See `Backend`; the prompt is encoded here, within the window."""
@@ -101,11 +103,28 @@ class EngineBackend:
             found.append(embedding.vector.tolist())
         return found
 
+    def adapters(self) -> Sequence[AdapterFacts]:
+        """See `Backend`."""
+        return self._ready().adapters.facts()
+
+    async def load_adapter(self, app: str, name: str, folder: str) -> AdapterFacts:
+        """See `Backend`."""
+        executor = self._ready()
+        path = await self._work(lambda: executor.adapters.options.path(folder))
+        return await asyncio.wrap_future(executor.work(app, lambda: load_adapter(executor, name, path)))
+
+    async def unload_adapter(self, app: str, name: str) -> None:
+        """See `Backend`."""
+        executor = self._ready()
+        await asyncio.wrap_future(executor.work(app, lambda: unload_adapter(executor, name)))
+
     async def create_context(
-        self, app: str, *, level: int | None = None, pinned: bool = False
+        self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
     ) -> ContextFacts:
         """See `Backend`."""
-        return await self._of_contexts(app, lambda each: each.create(app, level=level, pinned=pinned))
+        return await self._of_contexts(
+            app, lambda each: each.create(app, level=level, pinned=pinned, adapter=adapter)
+        )
 
     async def contexts(self, app: str) -> Sequence[ContextFacts]:
         """See `Backend`."""
@@ -120,7 +139,8 @@ class EngineBackend:
     async def delete_context(self, app: str, name: str) -> None:
         """See `Backend`."""
         executor = self._ready()
-        await self._of_contexts(app, lambda _: executor.delete_context(app, name))
+        executor.kept()
+        await asyncio.wrap_future(executor.work(app, lambda: delete_context(executor, app, name)))
 
     def health(self) -> Mapping[str, Any]:
         """See `Backend`."""
@@ -149,7 +169,8 @@ class EngineBackend:
             "running": [
                 {"app": app, "level": level, "count": count} for (app, level), count in running.items()
             ],
-            "memory": executor.memory.figures(executor.cache_bytes),
+            "memory": executor.memory.figures(executor.cache_bytes, executor.adapters.size_bytes),
+            "adapters": {each.name: each.size_bytes for each in executor.adapters.facts()},
             **({} if contexts is None else {"contexts": contexts.figures()}),
         }
 

@@ -36,6 +36,14 @@ class ContextBusy(ConfigError):
     """The context answers another call now."""
 
 
+class AdapterGone(ConfigError):
+    """There is no adapter of this name."""
+
+
+class AdapterBusy(ConfigError):
+    """Calls use the adapter now, or its name is taken."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversation:
     """Messages to answer by the model's chat template.
@@ -65,7 +73,7 @@ class Call:
       context_tokens: the prompt continues the context's first so many tokens, in a context forked there; None
         for all.
       prefix_key: calls of one app with the same key reuse each other's caches before those of other keys.
-      adapter: the name of a low-rank adapter; empty for none.
+      adapter: the name of a low-rank adapter; empty for none, or for the context's.
       grammar: what the text must match; None for any text.
       top_logprobs: so many of the likeliest tokens are told at each token; 0 for the token's own
         log-probability alone, None for none.
@@ -103,6 +111,7 @@ class Started:
         "unplanned" where another call had no objective.
       queued_ms: from the call to the first step.
       context_tokens: tokens of the prompt that a context had before.
+      adapter: that answers; empty for none.
     """
 
     prompt_tokens: int
@@ -112,6 +121,7 @@ class Started:
     source: str
     queued_ms: float
     context_tokens: int = 0
+    adapter: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +220,23 @@ class ModelFacts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterFacts:
+    """A low-rank adapter that calls may name.
+
+    Attributes:
+      name: for calls.
+      digest: of its arrays and scaling, in hex; contexts are kept by it.
+      size_bytes: of its factors in memory, at all levels.
+      loaded_s: seconds since 1970.
+    """
+
+    name: str
+    digest: str
+    size_bytes: int
+    loaded_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextFacts:
     """A context of an app.
 
@@ -220,6 +247,8 @@ class ContextFacts:
       pinned: whether its chunks stay in memory.
       stored_bytes: of its chunks on storage.
       created_s: seconds since 1970; 0 where it is not known.
+      adapter: the name of the low-rank adapter that answers in it; its digest where it is not loaded, empty
+        for none.
     """
 
     name: str
@@ -228,6 +257,7 @@ class ContextFacts:
     pinned: bool
     stored_bytes: int
     created_s: float = 0.0
+    adapter: str = ""
 
 
 class Backend(Protocol):
@@ -269,13 +299,38 @@ class Backend(Protocol):
         """The mean of the last layer's hidden states over each prompt's tokens, of length 1."""
         ...
 
+    def adapters(self) -> Sequence[AdapterFacts]:
+        """The adapters that calls may name."""
+        ...
+
+    async def load_adapter(self, app: str, name: str, folder: str) -> AdapterFacts:
+        """Loads an adapter for an operator, from within the folder of adapters.
+
+        Raises:
+          ConfigError, CheckpointError: it cannot be read, lies elsewhere or does not fit; or none may be
+            loaded.
+          AdapterBusy: there is one of this name.
+          BudgetExceeded: there are too many, or there is no memory.
+        """
+        ...
+
+    async def unload_adapter(self, app: str, name: str) -> None:
+        """Forgets an adapter for an operator.
+
+        Raises:
+          AdapterGone: there is none of this name.
+          AdapterBusy: calls use it.
+        """
+        ...
+
     async def create_context(
-        self, app: str, *, level: int | None = None, pinned: bool = False
+        self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
     ) -> ContextFacts:
         """Creates a context of an app.
 
         Raises:
           ConfigError: the service keeps no contexts, or the level is not served.
+          AdapterGone: there is no such adapter.
           BudgetExceeded: the app may own no more.
         """
         ...

@@ -84,6 +84,7 @@ class Choice:
                 "kept_tokens": start.kept_tokens, "reused_tokens": start.reused_tokens,
                 "queued_ms": start.queued_ms,
             }  # fmt: skip
+            told |= {"adapter": start.adapter} if start.adapter else {}
         if end is not None:
             told |= {
                 "ttft_ms": end.ttft_ms, "tpot_ms": end.tpot_ms, "engine_ttft_ms": end.engine_ttft_ms,

@@ -20,6 +20,7 @@ class CreateBody(msgspec.Struct, kw_only=True):
 
     level: int | None = None
     pinned: bool = False
+    adapter: str | None = None
 
 
 class PinBody(msgspec.Struct, kw_only=True):
@@ -31,9 +32,11 @@ class PinBody(msgspec.Struct, kw_only=True):
 async def create(front: Front, visit: Visit) -> Response:
     """Creates a context (newLLMCtx)."""
     body = front.body(dataclasses.replace(visit, raw=visit.raw or b"{}"), CreateBody)
-    return json_response(
-        _told(await front.backend.create_context(visit.app, level=body.level, pinned=body.pinned)), 201
+    adapter = front.adapter(front.backend.facts(), body.adapter or "")
+    facts = await front.backend.create_context(
+        visit.app, level=body.level, pinned=body.pinned, adapter=adapter
     )
+    return json_response(_told(facts), 201)
 
 
 async def listed(front: Front, visit: Visit) -> Response:

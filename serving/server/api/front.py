@@ -29,6 +29,7 @@ class Visit:
       path: values in the path.
       slo: the header X-SLO; empty for none.
       query: names and values behind the path.
+      operator: whether who asks may change what all apps have.
     """
 
     app: str
@@ -37,6 +38,7 @@ class Visit:
     path: Mapping[str, str] = dataclasses.field(default_factory=dict)
     slo: str = ""
     query: Sequence[tuple[str, str]] = ()
+    operator: bool = False
 
     def call_id(self) -> str:
         """A new identifier of a call, which names the request and is unique whatever the client sent."""

@@ -1,4 +1,4 @@
-"""Tells of the model and the service: models, adapters, props, health, ready; texts, tokens, embeddings."""
+"""Tells of the model and the service: models, props, health, ready; texts, tokens, embeddings."""
 
 import base64
 import struct
@@ -48,14 +48,6 @@ async def models(front: Front, visit: Visit) -> Response:
         return json_response(_model(facts, name))
     names = [facts.name, *(f"{facts.name}:{adapter}" for adapter in facts.adapters)]
     return json_response({"object": "list", "data": [_model(facts, name) for name in names]})
-
-
-async def adapters(front: Front, visit: Visit) -> Response:
-    """The adapters that requests may name."""
-    facts = front.backend.facts()
-    return json_response(
-        {"object": "list", "data": [{"id": name, "object": "adapter"} for name in facts.adapters]}
-    )
 
 
 async def props(front: Front, visit: Visit) -> Response:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError, ContextGone, JaxllmError, Unreadable
+from serving.contexts.compacting import compact
 from serving.contexts.context import Context
 from serving.contexts.erasing import erase
 from serving.contexts.root import folder_bytes
@@ -47,7 +48,7 @@ def test_a_context_is_there_again_and_nothing_of_it_can_be_read(tmp_path: Path, 
             np.testing.assert_array_equal(blob, blobs(chunk, record.bits[chunk])[1])
         for salt in range(1, 10):
             store.commit(*grown(record, [8, 4, 8], salt))
-            store.compact(name)
+            compact(store, name)
         holds(store, name, 9)
     plain = made(tmp_path / "plain", None)
     assert b'\\"tokens\\"' in content(tmp_path / "plain")
