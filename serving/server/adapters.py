@@ -18,7 +18,8 @@ from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
 from jaxllm.models.lora import MAX_RANK, TARGETS, LoraConfig
 from serving.bundles import open_model
 from serving.loading import LoadedModel
-from serving.server.calls import AdapterBusy, AdapterFacts, AdapterGone
+from serving.server.calls import AdapterBusy, AdapterGone
+from serving.server.facts import AdapterFacts
 from serving.weights.adapters import LoadedAdapter, rank_of, read_adapter_of
 
 ADAPTER_BYTES = 256 << 20

@@ -9,12 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any, TypeVar
 
-from serving.server.calls import AdapterFacts, Call, ContextFacts, Conversation, ModelFacts, Refused
+from serving.planning.objectives import Binding
+from serving.server.calls import Call, Conversation, Refused
 from serving.server.changes import delete_context, load_adapter, unload_adapter
 from serving.server.context_turns import ContextTurns
 from serving.server.engine_figures import storage_figures
 from serving.server.executor import Executor
+from serving.server.facts import AdapterFacts, ContextFacts, ModelFacts
 from serving.server.job import prompt_ids_of
+from serving.server.objectives import Bindings
 from serving.server.ticket import EngineTicket
 
 # A dispatch may take this long before the engine counts as stuck.
@@ -27,9 +30,11 @@ class EngineBackend:
 
     Attributes:
       executor: None while the model is loading.
+      bindings: objectives of apps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bindings: Bindings | None = None) -> None:
+        self.bindings = bindings or Bindings()
         self.executor: Executor | None = None
         self._facts: ModelFacts | None = None
         self._why = "loading"
@@ -67,7 +72,7 @@ class EngineBackend:
 
     def submit(self, call: Call) -> EngineTicket:
         """See `Backend`; the prompt is encoded here, within the window."""
-        return self._ready().submit(call, asyncio.get_running_loop())
+        return self._ready().submit(self.bindings.applied(call), asyncio.get_running_loop())
 
     async def tokenize(self, prompt: Conversation | str, *, special: bool = True) -> Sequence[int]:
         """See `Backend`."""
@@ -117,6 +122,21 @@ class EngineBackend:
         """See `Backend`."""
         executor = self._ready()
         await asyncio.wrap_future(executor.work(app, lambda: unload_adapter(executor, name)))
+
+    def binding(self, app: str) -> tuple[Binding | None, bool]:
+        """See `Backend`."""
+        return self.bindings.of(app), self.bindings.is_own(app)
+
+    async def bind(self, app: str, binding: Binding) -> Sequence[int]:
+        """See `Backend`."""
+        executor, asked = self._ready(), binding.objective
+        missed = await asyncio.wrap_future(executor.work(app, lambda: executor.service.unmet(asked)))
+        self.bindings.bind(app, binding)
+        return missed.get(asked, ())
+
+    def unbind(self, app: str) -> None:
+        """See `Backend`."""
+        self.bindings.unbind(app)
 
     async def create_context(
         self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""

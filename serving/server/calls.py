@@ -13,8 +13,9 @@ from jaxllm.errors import ConfigError, JaxllmError
 from serving.guided.grammar import Grammar as Grammar
 from serving.guided.grammar import GrammarKind as GrammarKind
 from serving.guided.logprobs import TokenLogprob as TokenLogprob
-from serving.planning.objectives import Objective
+from serving.planning.objectives import Binding, Objective
 from serving.request import GenerationConfig
+from serving.server.facts import AdapterFacts, ContextFacts, ModelFacts
 
 Priority = Literal["foreground", "background"]
 
@@ -68,6 +69,7 @@ class Call:
       config: length, stops and sampling.
       objective: of the answer's time; None for the app's.
       strict: refuse where no choice is in time; None for the app's.
+      bound: whether the objective is the app's, and not the call's own.
       priority: background calls run when no foreground call waits.
       context: the name of one of the app's contexts, which the prompt continues; empty for none.
       context_tokens: the prompt continues the context's first so many tokens, in a context forked there; None
@@ -85,6 +87,7 @@ class Call:
     config: GenerationConfig
     objective: Objective | None = None
     strict: bool | None = None
+    bound: bool = False
     priority: Priority = "foreground"
     context: str = ""
     context_tokens: int | None = None
@@ -112,6 +115,8 @@ class Started:
       queued_ms: from the call to the first step.
       context_tokens: tokens of the prompt that a context had before.
       adapter: that answers; empty for none.
+      objective: that counts for the answer; None for none.
+      bound: whether it is the app's, and not the call's own.
     """
 
     prompt_tokens: int
@@ -122,6 +127,8 @@ class Started:
     queued_ms: float
     context_tokens: int = 0
     adapter: str = ""
+    objective: Objective | None = None
+    bound: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,72 +201,6 @@ class Ticket(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """What the front tells of the model.
-
-    Attributes:
-      name: for people and `model` fields.
-      window_tokens: most tokens of prompt and answer together.
-      vocab_size: number of token ids.
-      levels: served, in percent, ascending.
-      has_chat_template: whether conversations can be answered.
-      adapters: names of the low-rank adapters that calls may name.
-      opened_s: when it was opened, in seconds since 1970.
-      chat_template: its source, in Jinja, which tells how the model writes calls of tools; empty for none.
-    """
-
-    name: str
-    window_tokens: int
-    vocab_size: int
-    levels: tuple[int, ...]
-    has_chat_template: bool
-    adapters: tuple[str, ...]
-    opened_s: float
-    chat_template: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AdapterFacts:
-    """A low-rank adapter that calls may name.
-
-    Attributes:
-      name: for calls.
-      digest: of its arrays and scaling, in hex; contexts are kept by it.
-      size_bytes: of its factors in memory, at all levels.
-      loaded_s: seconds since 1970.
-    """
-
-    name: str
-    digest: str
-    size_bytes: int
-    loaded_s: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ContextFacts:
-    """A context of an app.
-
-    Attributes:
-      name: unique in the store.
-      tokens: number of its tokens.
-      level: that answers in it, in percent.
-      pinned: whether its chunks stay in memory.
-      stored_bytes: of its chunks on storage.
-      created_s: seconds since 1970; 0 where it is not known.
-      adapter: the name of the low-rank adapter that answers in it; its digest where it is not loaded, empty
-        for none.
-    """
-
-    name: str
-    tokens: int
-    level: int
-    pinned: bool
-    stored_bytes: int
-    created_s: float = 0.0
-    adapter: str = ""
-
-
 class Backend(Protocol):
     """The engine's side of the service. All methods are called in the event loop; none blocks it."""
 
@@ -321,6 +262,26 @@ class Backend(Protocol):
           AdapterGone: there is none of this name.
           AdapterBusy: calls use it.
         """
+        ...
+
+    def binding(self, app: str) -> tuple[Binding | None, bool]:
+        """The objective that an app is bound to, and whether the app itself said so; None for none."""
+        ...
+
+    async def bind(self, app: str, binding: Binding) -> Sequence[int]:
+        """Binds an app to an objective.
+
+        Returns:
+          The profiled prompt lengths at which no choice meets it on this device.
+
+        Raises:
+          ConfigError: it limits energy, and the device's profile has none.
+          BudgetExceeded: too many apps are bound.
+        """
+        ...
+
+    def unbind(self, app: str) -> None:
+        """Ends what an app has bound itself to."""
         ...
 
     async def create_context(

@@ -4,8 +4,9 @@ the engine's thread (`Executor.work`)."""
 from pathlib import Path
 
 from jaxllm.errors import BudgetExceeded
-from serving.server.calls import AdapterBusy, AdapterFacts
+from serving.server.calls import AdapterBusy
 from serving.server.executor import Executor
+from serving.server.facts import AdapterFacts
 from serving.server.job import require_free
 
 

@@ -27,7 +27,8 @@ from serving.planning.turns import level_of_turn
 from serving.request import Request
 from serving.run import Run
 from serving.server.adapters import Adapters
-from serving.server.calls import Call, ContextFacts, Conversation
+from serving.server.calls import Call, Conversation
+from serving.server.facts import ContextFacts
 from serving.server.figures import ContextsFigures
 from serving.server.limits import AppLimits, require_context, require_pin, require_stored
 

@@ -37,6 +37,7 @@ from serving.server.keys import KeyFile, default_keys_file
 from serving.server.logs import stop_logs, write_logs
 from serving.server.memory import ServiceMemory, engine_bytes
 from serving.server.notifying import Notifier
+from serving.server.objectives import Bindings
 from serving.server.peer import protocol
 from serving.server.service_options import ServerOptions, read_options
 from serving.server.sockets import bound, described
@@ -131,7 +132,8 @@ class Daemon:
         config: Path | None = None,
         speculation: SpeculationOptions | None = None,
     ) -> None:
-        self.backend, self.loading = AccountedBackend(options.limits), False
+        self.backend = AccountedBackend(options.limits, Bindings(options.objectives))
+        self.loading = False
         self._options, self._notifier, self._config = options, notifier, config
         self._identity, self._speculation = identity, speculation
         self._feed = Feed(self.backend, self.backend.metrics)
@@ -305,15 +307,17 @@ class Daemon:
         self._stop.set()
 
     def _reload(self) -> None:
-        """Reads the apps' limits again; those that are there stay where the file is wrong."""
+        """Reads the apps' limits and objectives again; those that are there stay where the file is wrong."""
         if self._config is None:
             _log.warning("there are no limits to read again: the service was started without --config")
             return
         try:
-            self.backend.limiter.limits = read_options(self._config).limits
+            read = read_options(self._config)
         except JaxllmError as error:
             _log.error("limits stay as they are: %s", error)
         else:
+            self.backend.limiter.limits = read.limits
+            self.backend.bindings.given = read.objectives
             _log.info("limits were read from %s", self._config)
 
 

@@ -189,6 +189,8 @@ class Job:
             queued_ms=1000 * (self._began_s - self.ticket.arrived_s),
             context_tokens=0 if self.turn is None else self.turn.before,
             adapter=self.adapter,
+            objective=self.call.objective,
+            bound=self.call.bound,
         )
 
     def _ended(self, run: Run) -> Ended:

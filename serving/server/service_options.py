@@ -2,8 +2,8 @@
 
     options = read_options(Path("service.toml"))
 
-Keys of the file are the fields of `ServerOptions`; `[scheduler]`, `[limits]`, `[limits.apps.NAME]`, `[apps]`
-and `[adapter]` are sections. Sizes may be written as "1.5GB".
+Keys of the file are the fields of `ServerOptions`; `[scheduler]`, `[limits]`, `[limits.apps.NAME]`, `[apps]`,
+`[objectives]` and `[adapter]` are sections. Sizes may be written as "1.5GB".
 """
 
 import dataclasses
@@ -21,11 +21,13 @@ from jaxllm.errors import ConfigError
 from jaxllm.option_types import Size
 from serving.contexts.options import ContextOptions
 from serving.options import BATCH_ROWS
+from serving.planning.objectives import Binding
 from serving.server.adapters import ADAPTER_BYTES, ADAPTERS, AdapterOptions
 from serving.server.guard import LOOPBACK_HOSTS, GuardOptions
 from serving.server.limits import Limits, limits_of
 from serving.server.memory import PREFIX_BYTES, MemoryOptions
-from serving.server.peer import PeerOptions
+from serving.server.objectives import bound
+from serving.server.peer import PeerOptions, require_app
 from serving.server.scheduler import SchedulerOptions
 
 DEFAULT_HTTP = "127.0.0.1:8080"
@@ -73,6 +75,7 @@ class ServerOptions:
       drain_s: seconds that running answers have to end once the service is told to stop.
       scheduler: bounds of the queue and of what runs.
       limits: of each app; read again at SIGHUP.
+      objectives: app -> objective of its calls that name none, until it binds itself; read again at SIGHUP.
     """
 
     model: str = ""
@@ -103,6 +106,7 @@ class ServerOptions:
     drain_s: float = 30.0
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
     limits: Limits = dataclasses.field(default_factory=Limits)
+    objectives: Mapping[str, Binding] = dataclasses.field(default_factory=dict)
 
     @property
     def model_name(self) -> str:
@@ -152,6 +156,11 @@ class ServerOptions:
                 )
         folders = {name: Path(folder) for name, folder in self.adapter.items()}
         object.__setattr__(self, "adapter", MappingProxyType(folders))
+        for app, binding in self.objectives.items():
+            require_app(app)
+            if not isinstance(binding, Binding):
+                raise ConfigError(f"the objective of {app} must be a Binding, got {binding!r:.80}")
+        object.__setattr__(self, "objectives", MappingProxyType(dict(self.objectives)))
         # Each checks what it is given.
         self.guard()
         self.peers()
@@ -317,6 +326,16 @@ def _sized(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _size(name, value) if name in sizes else value for name, value in facts.items()}
 
 
+def _objectives(name: str, value: Any) -> dict[str, Binding]:
+    found = {}
+    for app, own in _section(name, value).items():
+        try:
+            found[app] = bound(own)
+        except ConfigError as error:
+            raise ConfigError(f"[{name}] {app!r:.80}: {error}") from error
+    return found
+
+
 _CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "memory": _size,
     "context_budget": _size,
@@ -329,6 +348,7 @@ _CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "adapter_memory": _size,
     "scheduler": _scheduler,
     "limits": _limits,
+    "objectives": _objectives,
 }
 
 

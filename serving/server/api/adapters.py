@@ -7,7 +7,7 @@ from jaxllm.errors import CheckpointError
 from serving.server.api.errors import ApiError
 from serving.server.api.front import Front, Visit
 from serving.server.api.streams import json_response
-from serving.server.calls import AdapterFacts
+from serving.server.facts import AdapterFacts
 
 
 class LoadBody(msgspec.Struct, kw_only=True):

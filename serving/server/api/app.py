@@ -20,6 +20,7 @@ from serving.server.api import (
     completions,
     contexts,
     model_routes,
+    objective,
     ollama,
     responses,
 )
@@ -54,6 +55,9 @@ _ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/adapters", adapters.listed),
     ("POST", "/v1/adapters", adapters.load),
     ("DELETE", "/v1/adapters/{name}", adapters.unload),
+    ("GET", "/v1/objective", objective.get),
+    ("POST", "/v1/objective", objective.bind),
+    ("DELETE", "/v1/objective", objective.unbind),
     ("POST", "/v1/contexts", contexts.create),
     ("GET", "/v1/contexts", contexts.listed),
     ("GET", "/v1/contexts/{name}", contexts.get),

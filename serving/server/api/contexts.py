@@ -12,7 +12,7 @@ from serving.server.api.completions import completions
 from serving.server.api.errors import ApiError
 from serving.server.api.front import Front, Visit
 from serving.server.api.streams import json_response
-from serving.server.calls import ContextFacts
+from serving.server.facts import ContextFacts
 
 
 class CreateBody(msgspec.Struct, kw_only=True):

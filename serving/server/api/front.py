@@ -12,7 +12,8 @@ from serving.server.api.bodies import Neutral, read_body
 from serving.server.api.errors import ApiError
 from serving.server.api.options import ApiOptions
 from serving.server.api.response_store import ResponseStore
-from serving.server.calls import Backend, ModelFacts
+from serving.server.calls import Backend
+from serving.server.facts import ModelFacts
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 _MOST_TEXTS = 1 << 18

@@ -13,7 +13,8 @@ from serving.server.api.errors import ApiError
 from serving.server.api.front import Front, Visit
 from serving.server.api.messages import messages_of, tools_of
 from serving.server.api.streams import json_response
-from serving.server.calls import Conversation, ModelFacts
+from serving.server.calls import Conversation
+from serving.server.facts import ModelFacts
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

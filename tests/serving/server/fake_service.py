@@ -14,8 +14,9 @@ from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from serving.server.calls import Ended, ModelFacts, Started
+from serving.server.calls import Ended, Started
 from serving.server.dispatches import Dispatch
+from serving.server.facts import ModelFacts
 from serving.server.feed import Feed
 from serving.server.history import History
 from serving.server.metrics import Metrics

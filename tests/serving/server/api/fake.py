@@ -4,21 +4,22 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
+from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ContextGone
+from serving.planning.objectives import Binding
 from serving.server.calls import (
-    AdapterFacts,
     AdapterGone,
     Call,
     ContextBusy,
-    ContextFacts,
     Conversation,
     Ended,
     Event,
-    ModelFacts,
     Piece,
     Started,
     TokenLogprob,
 )
+from serving.server.facts import AdapterFacts, ContextFacts, ModelFacts
+from serving.server.objectives import Bindings
 
 
 class FakeTicket:
@@ -75,6 +76,7 @@ class FakeBackend:
         self.alive = self.ready = True
         self.tickets: list[FakeTicket] = []
         self.kept: dict[tuple[str, str], ContextFacts] = {}
+        self.bindings = Bindings({"bound": Binding(Slo(ttft=0.4, tpot=0.7), strict=True)})
         self.named = {"mail": AdapterFacts(name="mail", digest="d1", size_bytes=5, loaded_s=1.0)}
 
     @property
@@ -118,6 +120,16 @@ class FakeBackend:
     async def unload_adapter(self, app: str, name: str) -> None:
         if self.named.pop(name, None) is None:
             raise AdapterGone(f"no adapter {name!r}")
+
+    def binding(self, app: str) -> tuple[Binding | None, bool]:
+        return self.bindings.of(app), self.bindings.is_own(app)
+
+    async def bind(self, app: str, binding: Binding) -> Sequence[int]:
+        self.bindings.bind(app, binding)
+        return (8,)
+
+    def unbind(self, app: str) -> None:
+        self.bindings.unbind(app)
 
     async def create_context(
         self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
