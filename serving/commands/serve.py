@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,7 @@ def serve_command(config: Path | None, adapter: tuple[str, ...], **given: Any) -
     from serving.server.daemon import run
 
     if adapter:
-        given["adapter"] = dict(map(_named_folder, adapter))
+        given["adapter"] = _named_folders(adapter)
     options = _options(config, {name: value for name, value in given.items() if value is not None})
     drafts = speculation(options.draft) if options.draft else None
     run(options, config=config, speculation=drafts)
@@ -101,11 +102,16 @@ def _options(config: Path | None, given: dict[str, Any]) -> "ServerOptions":
     return dataclasses.replace(options, **given)
 
 
-def _named_folder(text: str) -> tuple[str, Path]:
-    name, equals, folder = text.partition("=")
-    if not equals or not folder:
-        raise ConfigError(f"--adapter takes NAME=FOLDER, got {text!r:.80}")
-    return name, Path(folder)
+def _named_folders(texts: Sequence[str]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for text in texts:
+        name, equals, folder = text.partition("=")
+        if not equals or not folder:
+            raise ConfigError(f"--adapter takes NAME=FOLDER, got {text!r:.80}")
+        if name in found:
+            raise ConfigError(f"the adapter {name!r:.80} is named twice")
+        found[name] = Path(folder)
+    return found
 
 
 def _require_packages() -> None:
