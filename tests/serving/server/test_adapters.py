@@ -251,3 +251,32 @@ def test_a_service_without_adapters_takes_none(context_service):
     assert refused.status_code == 400
     assert "--adapters" in refused.json()["error"]["message"]
     assert http.post("/v1/completions", json={"prompt": "a", "adapter": "a"}).status_code == 404
+
+
+def test_embeddings_are_of_the_model_without_adapters(served, http):
+    def embedded():
+        answer = http.post("/v1/embeddings", json={"input": FOX, "model": "tiny"})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"][0]["embedding"]
+
+    before = embedded()
+    text(http, "formal")
+    assert embedded() == before
+    assert http.post("/v1/embeddings", json={"input": FOX, "model": "tiny:formal"}).status_code == 400
+
+
+def test_the_client_names_adapters(served):
+    client = served.client("mail")
+    assert [each["id"] for each in client.adapters()] == ["formal", "terse"]
+    formal = client.with_adapter("formal")
+    asked = formal.complete(FOX, max_tokens=24, sampling=GREEDY).result()
+    assert (asked.text, asked.facts["adapter"]) == (alone(served, "formal", FOX, 24).text, "formal")
+    context = formal.new_context()
+    assert context.facts.adapter == "formal"
+    # The context's own, where a client names none.
+    assert client.context(context.name).generate(FOX, max_tokens=4).result().facts["adapter"] == "formal"
+    with pytest.raises(ConfigError, match="was made with"):
+        client.with_adapter("terse").context(context.name).generate("and?")
+    with pytest.raises(ConfigError, match="no adapter 'none'"):
+        client.with_adapter("none").call("a")
+    context.delete()
