@@ -49,7 +49,7 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     "--adapter",
     multiple=True,
     metavar="NAME=FOLDER",
-    help="A low-rank adapter that calls may name, a folder in PEFT's layout; may be repeated.",
+    help="A low-rank adapter that calls may name, a folder in PEFT's layout. Repeatable.",
 )
 @click.option(
     "--adapters",
