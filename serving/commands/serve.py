@@ -72,7 +72,7 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     "--config",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Options in TOML; those of the command line go before them. SIGHUP reads its limits again.",
+    help="Options in TOML; the command line goes before them. SIGHUP reads limits and objectives again.",
 )
 def serve_command(config: Path | None, adapter: tuple[str, ...], **given: Any) -> None:
     """Serve a model to the apps of this device.

@@ -8,15 +8,18 @@ and changing from one to another between two dispatches, compiles nothing.
 """
 
 import dataclasses
+import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
+from jaxllm.config import WHOLE
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
-from jaxllm.models.lora import MAX_RANK, TARGETS, LoraConfig
-from serving.bundles import open_model
+from jaxllm.models.lora import MAX_RANK, TARGETS, LoraConfig, adapted_parameters, adapter_shapes
+from serving.bundles import levels_of, open_model
 from serving.loading import LoadedModel
 from serving.server.calls import AdapterBusy, AdapterGone
 from serving.server.facts import AdapterFacts
@@ -112,7 +115,7 @@ class Adapters:
         self._named: Mapping[str, _Named] = {}
         self._used = ""
         for name, folder in self.options.given.items():
-            self.load(name, folder)
+            self.add(name, self.read(folder))
 
     # -- from any thread --------------------------------------------------------------------------
 
@@ -139,6 +142,32 @@ class Adapters:
         if name and name not in self._named:
             known = ", ".join(map(repr, self.names[:20])) or "none"
             raise AdapterGone(f"the model has no adapter {name!r:.80}; it has {known}")
+
+    def require_free(self, name: str) -> None:
+        """Checks that an adapter of this name may be added.
+
+        Raises:
+          ConfigError: the name is not valid.
+          AdapterBusy: there is one of this name.
+          BudgetExceeded: there are as many as there may be.
+        """
+        require_adapter_name(name)
+        if name in self._named:
+            raise AdapterBusy(f"there is an adapter {name!r}; delete it first, or take another name")
+        if len(self._named) >= self.options.most:
+            raise BudgetExceeded(
+                f"{len(self._named)} adapters are loaded, which is the most; delete one first"
+            )
+
+    def read(self, folder: Path) -> LoadedAdapter:
+        """Reads an adapter, and makes what it takes to answer with it. Answers go on meanwhile.
+
+        Raises:
+          ConfigError, CheckpointError: it cannot be read, or does not fit the model or the options.
+        """
+        if (modes := self._model.runners.modes) is not None:
+            modes.require_adaptable()
+        return self._model.load_adapter(folder)
 
     def told(self, digest: str) -> str:
         """The name of the adapter of a digest; the digest itself where it is not loaded, empty for none."""
@@ -186,24 +215,14 @@ class Adapters:
         self._model.use_adapter(self._named[name].loaded if name else None)
         self._used = name
 
-    def load(self, name: str, folder: Path) -> AdapterFacts:
-        """Loads an adapter.
+    def add(self, name: str, loaded: LoadedAdapter) -> AdapterFacts:
+        """Lets calls name an adapter that was read.
 
         Raises:
-          ConfigError, CheckpointError: it cannot be read, or does not fit the model or the options.
-          AdapterBusy: there is one of this name.
-          BudgetExceeded: there are too many, or they would take too much memory.
+          ConfigError, AdapterBusy, BudgetExceeded: see `require_free`.
+          BudgetExceeded: also where all would take too much memory.
         """
-        require_adapter_name(name)
-        if name in self._named:
-            raise AdapterBusy(f"there is an adapter {name!r}; delete it first, or take another name")
-        if len(self._named) >= self.options.most:
-            raise BudgetExceeded(
-                f"{len(self._named)} adapters are loaded, which is the most; delete one first"
-            )
-        if self._model.runners.modes is not None:
-            self._model.runners.modes.require_adaptable()
-        loaded = self._model.load_adapter(folder)
+        self.require_free(name)
         size, limit = self.size_bytes + loaded.size_bytes, self.options.limit_bytes
         if size > limit:
             raise BudgetExceeded(
@@ -250,21 +269,44 @@ def require_adapter_name(name: object) -> str:
     return name
 
 
-def engine_shape(options: AdapterOptions, model: str | Path | None) -> tuple[int, tuple[str, ...]]:
-    """`EngineOptions.adapter_rank` and `adapter_targets` of an engine that takes a service's adapters: as the
-    options have them, else as large as the given adapters need.
+class EngineShape(NamedTuple):
+    """What an engine must be opened with, so that it takes a service's adapters.
+
+    Attributes:
+      rank: `EngineOptions.adapter_rank`.
+      targets: `EngineOptions.adapter_targets`.
+      given_bytes: that the given adapters will take at all levels.
+    """
+
+    rank: int = 0
+    targets: tuple[str, ...] = ()
+    given_bytes: int = 0
+
+
+def engine_shape(
+    options: AdapterOptions, model: str | Path | None, levels: Sequence[int] = ()
+) -> EngineShape:
+    """The shape of adapters as the options have it, else as large as the given ones need.
+
+    Args:
+      options: of the adapters.
+      model: of the service.
+      levels: that it serves, in percent; empty for all that it has.
 
     Raises:
       JaxllmError: the model or an adapter cannot be read.
     """
     if not options.any:
-        return 0, ()
-    rank, targets = options.rank, options.targets
-    if not rank or not targets:
-        bundle = open_model(model)
+        return EngineShape()
+    with open_model(model) as bundle:
         found = [read_adapter_of(bundle, each) for each in options.given.values()]
-        others = options.folder is not None
-        rank = rank or max([rank_of(adapter) for _, adapter in found] + [_RANK] * others)
-        wanted = {each for lora, _ in found for each in lora.targets} | {*(LoraConfig.targets * others)}
-        targets = targets or tuple(each for each in TARGETS if each in wanted)
-    return rank, targets
+        cfg = bundle.cfg
+    others = options.folder is not None
+    rank = options.rank or max([rank_of(adapter) for _, adapter in found] + [_RANK] * others)
+    wanted = {each for lora, _ in found for each in lora.targets} | {*(LoraConfig.targets * others)}
+    targets = options.targets or tuple(each for each in TARGETS if each in wanted)
+    names = adapted_parameters(cfg, targets)
+    factors = [shape for name in names for shape in adapter_shapes(cfg, name, rank)]
+    size = 4 * sum(map(math.prod, factors))
+    served = {*(levels or levels_of(model)), WHOLE}
+    return EngineShape(rank, targets, size * len(served) * len(found))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from serving.planning.objectives import Binding
 from serving.server.calls import Call, Conversation, Refused
-from serving.server.changes import delete_context, load_adapter, unload_adapter
+from serving.server.changes import add_adapter, delete_context, remove_adapter
 from serving.server.context_turns import ContextTurns
 from serving.server.engine_figures import storage_figures
 from serving.server.executor import Executor
@@ -19,6 +19,7 @@ from serving.server.facts import AdapterFacts, ContextFacts, ModelFacts
 from serving.server.job import prompt_ids_of
 from serving.server.objectives import Bindings
 from serving.server.ticket import EngineTicket
+from serving.weights.adapters import LoadedAdapter
 
 # A dispatch may take this long before the engine counts as stuck.
 _STUCK_S = 120.0
@@ -115,13 +116,19 @@ class EngineBackend:
     async def load_adapter(self, app: str, name: str, folder: str) -> AdapterFacts:
         """See `Backend`."""
         executor = self._ready()
-        path = await self._work(lambda: executor.adapters.options.path(folder))
-        return await asyncio.wrap_future(executor.work(app, lambda: load_adapter(executor, name, path)))
+        adapters = executor.adapters
+
+        def read() -> LoadedAdapter:
+            adapters.require_free(name)
+            return adapters.read(adapters.options.path(folder))
+
+        loaded = await self._work(read)
+        return await asyncio.wrap_future(executor.work(app, lambda: add_adapter(executor, name, loaded)))
 
     async def unload_adapter(self, app: str, name: str) -> None:
         """See `Backend`."""
         executor = self._ready()
-        await asyncio.wrap_future(executor.work(app, lambda: unload_adapter(executor, name)))
+        await asyncio.wrap_future(executor.work(app, lambda: remove_adapter(executor, name)))
 
     def binding(self, app: str) -> tuple[Binding | None, bool]:
         """See `Backend`."""

@@ -1,13 +1,12 @@
-"""Changes what calls use, where none uses it now: deletes contexts, loads and unloads adapters. All is for
+"""Changes what calls use, where none uses it now: deletes contexts, adds and removes adapters. All is for
 the engine's thread (`Executor.work`)."""
-
-from pathlib import Path
 
 from jaxllm.errors import BudgetExceeded
 from serving.server.calls import AdapterBusy
 from serving.server.executor import Executor
 from serving.server.facts import AdapterFacts
 from serving.server.job import require_free
+from serving.weights.adapters import LoadedAdapter
 
 
 def delete_context(executor: Executor, app: str, name: str) -> None:
@@ -22,19 +21,19 @@ def delete_context(executor: Executor, app: str, name: str) -> None:
     executor.kept().delete(app, name)
 
 
-def load_adapter(executor: Executor, name: str, folder: Path) -> AdapterFacts:
-    """Loads an adapter.
+def add_adapter(executor: Executor, name: str, loaded: LoadedAdapter) -> AdapterFacts:
+    """Lets calls name an adapter that was read.
 
     Raises:
-      BudgetExceeded: the process has no memory for it; or see `Adapters.load`.
-      ConfigError, CheckpointError, AdapterBusy: see `Adapters.load`.
+      BudgetExceeded: the process has no memory for it; or see `Adapters.add`.
+      ConfigError, AdapterBusy: see `Adapters.add`.
     """
     if executor.memory.short:
         raise BudgetExceeded("the service has no memory for an adapter; give it more (--memory)")
-    return executor.adapters.load(name, folder)
+    return executor.adapters.add(name, loaded)
 
 
-def unload_adapter(executor: Executor, name: str) -> None:
+def remove_adapter(executor: Executor, name: str) -> None:
     """Forgets an adapter, and the caches of ended answers that were computed with it.
 
     Raises:

@@ -22,7 +22,7 @@ from typing import NamedTuple, NoReturn
 import uvicorn
 import uvloop
 
-from jaxllm.errors import JaxllmError
+from jaxllm.errors import BudgetExceeded, JaxllmError
 from serving import batch
 from serving.options import EngineOptions
 from serving.server.access import AccessLogged
@@ -93,16 +93,23 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     Raises:
       JaxllmError: one cannot be opened.
     """
-    rank, targets = engine_shape(options.adapter_options(), options.model or None)
+    model = options.model or None
+    adapters = engine_shape(options.adapter_options(), model, options.levels)
+    memory = engine_bytes(options.memory)
+    if memory and adapters.given_bytes >= memory:
+        raise BudgetExceeded(
+            f"a memory budget of {options.memory:,} bytes leaves no room for a model beside its adapters; "
+            "give more"
+        )
     service = LLMService.open(
-        options.model or None,
+        model,
         levels=options.levels or None,
         options=EngineOptions(
             context_tokens=options.context_tokens,
-            memory_bytes=engine_bytes(options.memory),
+            memory_bytes=memory - adapters.given_bytes if memory else 0,
             batch_rows=options.batch_rows,
-            adapter_rank=rank,
-            adapter_targets=targets,
+            adapter_rank=adapters.rank,
+            adapter_targets=adapters.targets,
         ),
         contexts=options.context_options(),
         speculation=speculation,

@@ -17,7 +17,7 @@ class BindBody(msgspec.Struct, kw_only=True):
     """The objective of the app's calls that name none."""
 
     slo: str | dict[str, Any] | None = None
-    strict: bool = False
+    strict: bool | None = None
 
 
 async def get(front: Front, visit: Visit) -> Response:

@@ -212,13 +212,20 @@ def test_names_are_plain(operator, name):
 def test_options_say_what_the_engine_must_take(served, tmp_path):
     bundle = served.service.engine.model.bundle.path
     given = dict(served.executor.adapters.options.given)
-    assert engine_shape(AdapterOptions(), bundle) == (0, ())
-    assert engine_shape(AdapterOptions(given={"terse": given["terse"]}), bundle) == (2, LoraConfig.targets)
-    assert engine_shape(AdapterOptions(given=given), bundle)[0] == 4
-    assert engine_shape(AdapterOptions(folder=tmp_path), bundle)[0] == 16
-    assert engine_shape(AdapterOptions(folder=tmp_path, rank=3, targets=("attn.q",)), bundle) == (
-        3, ("attn.q",),
-    )  # fmt: skip
+
+    def shape(**options):
+        return engine_shape(AdapterOptions(**options), bundle)
+
+    assert shape() == (0, (), 0)
+    terse = shape(given={"terse": given["terse"]})
+    # As much as it takes in the end, where all matrices are adapted.
+    (loaded,) = (each for each in served.executor.adapters.facts() if each.name == "terse")
+    assert terse == (2, LoraConfig.targets, loaded.size_bytes // 2)
+    whole = engine_shape(AdapterOptions(given={"terse": given["terse"]}), bundle, (100,))
+    assert whole.given_bytes == loaded.size_bytes // 4
+    assert shape(given=given)[0] == 4
+    assert shape(folder=tmp_path) == (16, LoraConfig.targets, 0)
+    assert shape(folder=tmp_path, rank=3, targets=("attn.q",)) == (3, ("attn.q",), 0)
     for wrong in (
         {"rank": -1},
         {"targets": ("x",)},
@@ -239,7 +246,7 @@ def test_limits_of_memory_and_of_rank_are_told(served):
     with pytest.raises(BudgetExceeded, match="of at most 1,000"):
         opened(given=given, limit_bytes=1000)
     with pytest.raises(BudgetExceeded, match="which is the most"):
-        opened(given={"terse": given["terse"]}, most=1).load("formal", given["formal"])
+        opened(given={"terse": given["terse"]}, most=1).require_free("formal")
     with pytest.raises(ConfigError, match="loads no adapters while it runs"):
         AdapterOptions().path("x")
 

@@ -120,5 +120,6 @@ def test_what_cannot_be_bound_is_refused(http, body):
 
 
 def test_the_header_binds_too(http):
-    assert http.post("/v1/objective", json={}, headers={"X-SLO": "<40,70>"}).json()["slo"] == "<40,70>"
+    told = http.post("/v1/objective", json={}, headers={"X-SLO": "<40,70>; strict"}).json()
+    assert (told["slo"], told["strict"]) == ("<40,70>", True)
     assert http.delete("/v1/objective").json()["slo"] is None
