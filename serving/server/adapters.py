@@ -143,7 +143,7 @@ class Adapters:
             known = ", ".join(map(repr, self.names[:20])) or "none"
             raise AdapterGone(f"the model has no adapter {name!r:.80}; it has {known}")
 
-    def require_free(self, name: str) -> None:
+    def require_addable(self, name: str) -> None:
         """Checks that an adapter of this name may be added.
 
         Raises:
@@ -169,7 +169,7 @@ class Adapters:
             modes.require_adaptable()
         return self._model.load_adapter(folder)
 
-    def told(self, digest: str) -> str:
+    def name_of(self, digest: str) -> str:
         """The name of the adapter of a digest; the digest itself where it is not loaded, empty for none."""
         return self._name(digest) or digest
 
@@ -219,10 +219,10 @@ class Adapters:
         """Lets calls name an adapter that was read.
 
         Raises:
-          ConfigError, AdapterBusy, BudgetExceeded: see `require_free`.
+          ConfigError, AdapterBusy, BudgetExceeded: see `require_addable`.
           BudgetExceeded: also where all would take too much memory.
         """
-        self.require_free(name)
+        self.require_addable(name)
         size, limit = self.size_bytes + loaded.size_bytes, self.options.limit_bytes
         if size > limit:
             raise BudgetExceeded(

@@ -119,7 +119,7 @@ class EngineBackend:
         adapters = executor.adapters
 
         def read() -> LoadedAdapter:
-            adapters.require_free(name)
+            adapters.require_addable(name)
             return adapters.read(adapters.options.path(folder))
 
         loaded = await self._work(read)

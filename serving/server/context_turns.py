@@ -292,7 +292,7 @@ class ContextTurns:
             pinned=record.pinned,
             stored_bytes=_stored_bytes(record),
             created_s=record.created_s,
-            adapter=self._adapters.told(record.origin.adapter),
+            adapter=self._adapters.name_of(record.origin.adapter),
         )
 
 

@@ -246,7 +246,7 @@ def test_limits_of_memory_and_of_rank_are_told(served):
     with pytest.raises(BudgetExceeded, match="of at most 1,000"):
         opened(given=given, limit_bytes=1000)
     with pytest.raises(BudgetExceeded, match="which is the most"):
-        opened(given={"terse": given["terse"]}, most=1).require_free("formal")
+        opened(given={"terse": given["terse"]}, most=1).require_addable("formal")
     with pytest.raises(ConfigError, match="loads no adapters while it runs"):
         AdapterOptions().path("x")
 
