@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxllm.bundle import Bundle, WeightFormat
-from jaxllm.bundle.elastic import read_order, require_level
+from jaxllm.bundle.elastic import require_level
 from jaxllm.config import WHOLE
-from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
-from jaxllm.models.lora import Adapter, LoraConfig, adapter_digest, padded
+from jaxllm.models.lora import Adapter, adapter_digest, padded
 from jaxllm.models.parameters import Params
 from jaxllm.quant import Weight
 from serving.bundles import open_model
@@ -29,6 +28,7 @@ from serving.runners.level_runner import LevelRunner
 from serving.runners.make import make_runners
 from serving.runners.resident import ResidentRunner
 from serving.speculation.options import SpeculationOptions
+from serving.weights.adapters import LoadedAdapter, factor_bytes, rank_of, read_adapter_of
 from serving.weights.footprint import drafter_bytes, streamed_weights
 from serving.weights.levels import Levels
 
@@ -93,6 +93,9 @@ class LoadedModel:
         self.adapter_digest = ""
         self._levels = Levels(bundle, self.options.levels, self._frozen)
         self.runners = make_runners(bundle, self.options, self._levels, self._adapted({}, 1.0), self.streamed)
+        self._plain = LoadedAdapter(
+            "", {level: each.model.current for level, each in self.runners.by_level.items()}
+        )
         try:
             if read_ahead:
                 self.runners.read_ahead()
@@ -180,21 +183,46 @@ class LoadedModel:
 
     # -- adapters ---------------------------------------------------------------------------------
 
+    def load_adapter(self, folder: str | Path) -> LoadedAdapter:
+        """Reads a low-rank adapter, and makes the parameters of all levels with it, to be put there by
+        `use_adapter`. What answers meanwhile goes on as it is.
+
+        Raises:
+          ConfigError, CheckpointError: see `serving.engine.Engine.set_adapter`.
+        """
+        self._require_adaptable()
+        lora, adapter = read_adapter_of(self.bundle, folder)
+        return self._loaded(adapter, lora.scaling)
+
+    def use_adapter(self, adapter: LoadedAdapter | None) -> None:
+        """Puts an adapter on all levels, in place of the one before; None for none. Takes no time. A sequence
+        goes on with the adapter that its cache was computed with, and with no other."""
+        adapter = self._plain if adapter is None else adapter
+        with self.runner(WHOLE).lock:
+            self.runners.put(adapter.levels, adapted=bool(adapter.digest))
+            self.adapter_digest = adapter.digest
+
     def set_adapter(self, folder: str | Path | None) -> None:
         """Puts a low-rank adapter on all levels (see `serving.engine.Engine.set_adapter`)."""
-        if not self.options.adapter_rank:
-            raise ConfigError("this engine takes no adapters; open it with EngineOptions(adapter_rank=...)")
+        self._require_adaptable()
         # Answers go on while the files are read.
-        lora, adapter = (None, {}) if folder is None else _read_adapter(Path(folder), self.bundle)
-        with self.runner(WHOLE).lock:
-            self.put_adapter(adapter, 1.0 if lora is None else lora.scaling)
+        self.use_adapter(None if folder is None else self.load_adapter(folder))
 
     def put_adapter(self, adapter: Adapter, scaling: float) -> None:
         """`set_adapter` with an adapter that was read."""
+        self.use_adapter(self._loaded(adapter, scaling))
+
+    def _require_adaptable(self) -> None:
+        if not self.options.adapter_rank:
+            raise ConfigError("this engine takes no adapters; open it with EngineOptions(adapter_rank=...)")
+
+    def _loaded(self, adapter: Adapter, scaling: float) -> LoadedAdapter:
+        params = self._adapted(adapter, scaling)
         # All levels' parameters are made before the first changes: an adapter that does not fit changes
         # nothing.
-        self.runners.swap(self._adapted(adapter, scaling), adapted=bool(adapter))
-        self.adapter_digest = adapter_digest(adapter, scaling) if adapter else ""
+        levels = self.runners.prepared(params)
+        size = factor_bytes(params.values())
+        return LoadedAdapter(adapter_digest(adapter, scaling) if adapter else "", levels, size)
 
     def _adapted(self, adapter: Adapter, scaling: float) -> dict[int, Params]:
         """The parameters of all levels with this adapter, padded to the rank of the options, if they have
@@ -224,10 +252,9 @@ def load_model(
     if speculation is not None:
         options = dataclasses.replace(options, trees=speculation.trees)
         options = _with_levels(options, [speculation.level] if speculation.level else [])
-    lora, arrays = (None, {}) if adapter is None else _read_adapter(Path(adapter), bundle)
+    lora, arrays = (None, {}) if adapter is None else read_adapter_of(bundle, adapter)
     if lora is not None and not options.adapter_rank:
-        rank = max(part.shape[-2] for name, part in arrays.items() if name.endswith(".right"))
-        options = dataclasses.replace(options, adapter_rank=rank, adapter_targets=lora.targets)
+        options = dataclasses.replace(options, adapter_rank=rank_of(arrays), adapter_targets=lora.targets)
     reserved = drafting_level = 0
     if speculation is not None and options.memory_bytes:
         reserved = drafter_bytes(speculation, options.context_tokens, bundle.cfg)
@@ -261,16 +288,6 @@ def _load(bundle: Bundle, options: EngineOptions, progress: Progress | None) -> 
 def _check(bundle: Bundle, progress: Progress | None) -> None:
     checked = loading(progress, bundle.weight_bytes)
     bundle.verify_weights(on_segment=lambda _, size: checked(size))
-
-
-def _read_adapter(folder: Path, bundle: Bundle) -> tuple[LoraConfig, Adapter]:
-    """Reads an adapter of the model that the bundle was made from, and orders its units as the bundle's."""
-    # Imported here, because it takes time and most models have no adapter.
-    from jaxllm.checkpoints.peft_folder import read_adapter
-
-    lora, adapter = read_adapter(folder, bundle.cfg)
-    order = read_order(bundle)
-    return lora, adapter if order is None else reorder_adapter(adapter, order)
 
 
 def stacks_layers(bundle: Bundle, options: EngineOptions) -> bool:

@@ -35,7 +35,7 @@ from serving.host.progress import Progress
 from serving.loading import LoadedModel
 from serving.options import EngineOptions
 from serving.planned_answer import PlannedAnswer, PlannedCall
-from serving.planning.objectives import Objective
+from serving.planning.objectives import Binding, Objective
 from serving.planning.planner import Plan, Planner, Proposer
 from serving.planning.prefill_times import has_both_modes
 from serving.planning.profile import (
@@ -54,19 +54,6 @@ from serving.speculation.options import SpeculationOptions
 
 ANYTHING = Slo(ttft=1.0, tpot=1.0)
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Binding:
-    """The objective of an app's calls.
-
-    Attributes:
-      objective: of calls that name none.
-      strict: refuse calls that no sub-model can answer in time.
-    """
-
-    objective: Objective
-    strict: bool = False
 
 
 class LLMService:

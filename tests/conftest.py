@@ -11,6 +11,8 @@ from pathlib import Path
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Hundreds of processes that tests start would each compile this project's sources again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 

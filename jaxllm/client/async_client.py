@@ -1,5 +1,6 @@
 """The client of a service for asyncio: what `Client` has, awaited."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -9,15 +10,23 @@ from jaxllm.client.answer import AsyncAnswer
 from jaxllm.client.requests import (
     LIMITS,
     MAX_TOKENS,
-    Binding,
     answer_body,
+    bind_body,
     connection,
+    context_body,
     context_path,
     conversation,
     require_prompt,
-    wire_slo,
 )
-from jaxllm.client.responses import ContextFacts, checked, context_facts, health_of, list_of, reaching
+from jaxllm.client.responses import (
+    ContextFacts,
+    checked,
+    context_facts,
+    health_of,
+    list_of,
+    missed_of,
+    reaching,
+)
 from jaxllm.errors import ContextGone
 
 
@@ -36,11 +45,25 @@ class AsyncClient:
         settings, path = connection(url, socket, api_key, timeout_s)
         transport = httpx.AsyncHTTPTransport(uds=path, limits=LIMITS, trust_env=False)
         self._http = httpx.AsyncClient(transport=transport, **settings)
-        self._binding = Binding()
+        self._adapter = ""
 
-    def bind(self, slo: Any, *, strict: bool = False) -> None:
+    def with_adapter(self, name: str) -> "AsyncClient":
+        """See `Client.with_adapter`."""
+        other = copy.copy(self)
+        other._adapter = name
+        return other
+
+    async def bind(self, slo: Any, *, strict: bool = False) -> tuple[int, ...]:
         """See `Client.bind`."""
-        self._binding = Binding(wire_slo(slo), strict)
+        return missed_of(await self._ask("POST", "/v1/objective", bind_body(slo, strict)))
+
+    async def unbind(self) -> None:
+        """See `Client.unbind`."""
+        await self._ask("DELETE", "/v1/objective")
+
+    async def objective(self) -> dict[str, Any]:
+        """See `Client.objective`."""
+        return await self._ask("GET", "/v1/objective")
 
     async def call(
         self,
@@ -74,7 +97,7 @@ class AsyncClient:
         """Answers a conversation: messages with a `role` and a `content`, oldest first. For the rest see
         `call`."""
         body = answer_body(
-            self._binding, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop, sampling=sampling,
+            self._adapter, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop, sampling=sampling,
             extra=extra,
         )  # fmt: skip
         return await self._answer(
@@ -95,14 +118,14 @@ class AsyncClient:
         """Continues a text, without the model's chat template. For the rest see `call`."""
         require_prompt(prompt)
         body = answer_body(
-            self._binding, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop, sampling=sampling,
+            self._adapter, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop, sampling=sampling,
             extra=extra,
         )  # fmt: skip
         return await self._answer("/v1/completions", {"prompt": prompt, **body})
 
     async def new_context(self, *, level: int | None = None, pinned: bool = False) -> "AsyncContext":
         """See `Client.new_context`."""
-        body = {"pinned": pinned} if level is None else {"pinned": pinned, "level": level}
+        body = context_body(self._adapter, level, pinned)
         return AsyncContext(self, context_facts(await self._ask("POST", "/v1/contexts", body)))
 
     async def context(self, name: str) -> "AsyncContext":
@@ -122,6 +145,10 @@ class AsyncClient:
             AsyncContext(self, context_facts(each))
             for each in list_of(await self._ask("GET", "/v1/contexts"))
         ]
+
+    async def adapters(self) -> list[dict[str, Any]]:
+        """What the service tells of the low-rank adapters that calls may name; `id` is the name."""
+        return list_of(await self._ask("GET", "/v1/adapters"))
 
     async def models(self) -> list[dict[str, Any]]:
         """What the service tells of its models."""
@@ -192,7 +219,7 @@ class AsyncContext:
         """See `Context.generate`."""
         require_prompt(prompt)
         body = answer_body(
-            self._client._binding, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop,
+            self._client._adapter, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop,
             sampling=sampling, extra=extra,
         )  # fmt: skip
         return await self._client._answer(context_path(self.name, "generate"), {"prompt": prompt, **body})

@@ -1,5 +1,6 @@
 """The client of a service: its calls, and its contexts, as `LLMService` has them in one process."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -9,20 +10,28 @@ from jaxllm.client.answer import Answer
 from jaxllm.client.requests import (
     LIMITS,
     MAX_TOKENS,
-    Binding,
     answer_body,
+    bind_body,
     connection,
+    context_body,
     context_path,
     conversation,
     require_prompt,
-    wire_slo,
 )
-from jaxllm.client.responses import ContextFacts, checked, context_facts, health_of, list_of, reaching
+from jaxllm.client.responses import (
+    ContextFacts,
+    checked,
+    context_facts,
+    health_of,
+    list_of,
+    missed_of,
+    reaching,
+)
 from jaxllm.errors import ContextGone
 
 
 class Client:
-    """A service, as one app calls it. Thread-safe, but for `bind`."""
+    """A service, as one app calls it. Thread-safe."""
 
     def __init__(
         self,
@@ -46,19 +55,38 @@ class Client:
         settings, path = connection(url, socket, api_key, timeout_s)
         transport = httpx.HTTPTransport(uds=path, limits=LIMITS, trust_env=False)
         self._http = httpx.Client(transport=transport, **settings)
-        self._binding = Binding()
+        self._adapter = ""
 
-    def bind(self, slo: Any, *, strict: bool = False) -> None:
-        """Sets the objective of this client's calls that name none (bindLLMService).
+    def with_adapter(self, name: str) -> "Client":
+        """This client, with a low-rank adapter that answers its calls and is that of its new contexts; ""
+        for none. Both have the same connections."""
+        other = copy.copy(self)
+        other._adapter = name
+        return other
+
+    def bind(self, slo: Any, *, strict: bool = False) -> tuple[int, ...]:
+        """Binds the app, whatever client it uses, to an objective for its calls that name none, until it
+        unbinds or the service ends (bindLLMService).
 
         Args:
           slo: ratios such as "<40,70>"; `{"ttft_ms": 200, "tpot_ms": 50}`; or an objective of `jaxllm`.
           strict: refuse calls that no sub-model can answer in time.
 
+        Returns:
+          The prompt lengths at which no sub-model is in time on the service's device.
+
         Raises:
           ConfigError: the objective is malformed.
         """
-        self._binding = Binding(wire_slo(slo), strict)
+        return missed_of(self._ask("POST", "/v1/objective", bind_body(slo, strict)))
+
+    def unbind(self) -> None:
+        """Ends what the app was bound to; what the service's options say of it counts again."""
+        self._ask("DELETE", "/v1/objective")
+
+    def objective(self) -> dict[str, Any]:
+        """The app's objective, as the service tells it: `slo`, `strict` and whom it is `from`."""
+        return self._ask("GET", "/v1/objective")
 
     def call(
         self,
@@ -76,8 +104,8 @@ class Client:
 
         Args:
           prompt: the user's text.
-          slo: the objective; None for the bound one.
-          strict: refuse the call if no sub-model is fast enough; None for the bound choice.
+          slo: the objective; None for the app's.
+          strict: refuse the call if no sub-model is fast enough; None for the app's choice.
           instruction: stands before the prompt.
           max_tokens: most tokens of the answer.
           stop: strings that end it.
@@ -112,7 +140,7 @@ class Client:
         """Answers a conversation: messages with a `role` and a `content`, oldest first. For the rest see
         `call`."""
         body = answer_body(
-            self._binding, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop, sampling=sampling,
+            self._adapter, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop, sampling=sampling,
             extra=extra,
         )  # fmt: skip
         return self._answer("/v1/chat/completions", {"messages": [dict(each) for each in messages], **body})
@@ -131,7 +159,7 @@ class Client:
         """Continues a text, without the model's chat template. For the rest see `call`."""
         require_prompt(prompt)
         body = answer_body(
-            self._binding, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop, sampling=sampling,
+            self._adapter, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop, sampling=sampling,
             extra=extra,
         )  # fmt: skip
         return self._answer("/v1/completions", {"prompt": prompt, **body})
@@ -147,7 +175,7 @@ class Client:
           ConfigError: the service keeps no contexts, or the level is not served.
           BudgetExceeded: the app may own no more contexts, or there is no room.
         """
-        body = {"pinned": pinned} if level is None else {"pinned": pinned, "level": level}
+        body = context_body(self._adapter, level, pinned)
         return Context(self, context_facts(self._ask("POST", "/v1/contexts", body)))
 
     def context(self, name: str) -> "Context":
@@ -164,6 +192,10 @@ class Client:
     def contexts(self) -> "list[Context]":
         """All contexts of the app."""
         return [Context(self, context_facts(each)) for each in list_of(self._ask("GET", "/v1/contexts"))]
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """What the service tells of the low-rank adapters that calls may name; `id` is the name."""
+        return list_of(self._ask("GET", "/v1/adapters"))
 
     def models(self) -> list[dict[str, Any]]:
         """What the service tells of its models."""
@@ -240,7 +272,7 @@ class Context:
         """
         require_prompt(prompt)
         body = answer_body(
-            self._client._binding, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop,
+            self._client._adapter, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop,
             sampling=sampling, extra=extra,
         )  # fmt: skip
         return self._client._answer(context_path(self.name, "generate"), {"prompt": prompt, **body})

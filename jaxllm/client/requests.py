@@ -43,15 +43,6 @@ class Sampling:
     seed: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Binding:
-    """The objective of calls that name none: its wire form, and whether they insist on it; None for what the
-    service has for the app."""
-
-    slo: Any = None
-    strict: bool | None = None
-
-
 def wire_slo(slo: Any) -> Any:
     """An objective as the service reads it: ratios as text such as "<40,70>", or an object of milliseconds or
     joules.
@@ -78,8 +69,25 @@ def wire_slo(slo: Any) -> Any:
     )
 
 
+def bind_body(slo: Any, strict: bool) -> dict[str, Any]:
+    """The body of a request that binds the app.
+
+    Raises:
+      ConfigError: there is no objective, or a malformed one.
+    """
+    if slo is None:
+        raise ConfigError("bind takes an objective; `unbind` ends that of the app")
+    return {"slo": wire_slo(slo), "strict": strict}
+
+
+def context_body(adapter: str, level: int | None, pinned: bool) -> dict[str, Any]:
+    """The body of a request for a new context."""
+    named = {"adapter": adapter} if adapter else {}
+    return {"pinned": pinned, **named} if level is None else {"pinned": pinned, "level": level, **named}
+
+
 def answer_body(
-    binding: Binding,
+    adapter: str,
     *,
     slo: Any,
     strict: bool | None,
@@ -88,7 +96,7 @@ def answer_body(
     sampling: Any,
     extra: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The fields of a request for an answer, but for its prompt.
+    """The fields of a request for an answer, but for its prompt; an empty `adapter` is for none.
 
     Raises:
       ConfigError: a value is malformed, or `extra` asks for what an `Answer` cannot show.
@@ -98,10 +106,9 @@ def answer_body(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    own = wire_slo(slo)
-    objective, insists = binding.slo if own is None else own, binding.strict if strict is None else strict
-    body |= {} if objective is None else {"slo": objective}
-    body |= {} if insists is None else {"strict": insists}
+    body |= {"adapter": adapter} if adapter else {}
+    body |= {} if slo is None else {"slo": wire_slo(slo)}
+    body |= {} if strict is None else {"strict": strict}
     if isinstance(stop, str):
         raise ConfigError(f"stop takes a sequence of strings, got the string {stop!r:.80}")
     body |= {"stop": list(stop)} if stop else {}

@@ -61,6 +61,8 @@ class ContextFacts:
       level: that answers in it, in percent.
       pinned: whether its chunks stay in memory.
       stored_bytes: of its chunks on storage.
+      created: when it was made, in seconds since 1970; 0 where that is not known.
+      adapter: the low-rank adapter that answers in it; empty for none.
     """
 
     name: str
@@ -68,6 +70,8 @@ class ContextFacts:
     level: int
     pinned: bool
     stored_bytes: int
+    created: int
+    adapter: str
 
 
 _BY_CODE: dict[str, type[JaxllmError]] = {
@@ -145,6 +149,18 @@ def context_facts(body: Any) -> ContextFacts:
         raise ServiceError(
             f"the service told of no context ({error!s:.80}); is it another version?"
         ) from error
+
+
+def missed_of(body: Any) -> tuple[int, ...]:
+    """The prompt lengths at which an objective is missed.
+
+    Raises:
+      ServiceError: they are not told.
+    """
+    found = body.get("unmet_prompt_tokens")
+    if not isinstance(found, list):
+        raise ServiceError("the service bound no objective; is it another version?")
+    return tuple(found)
 
 
 def list_of(body: Any) -> list[Any]:

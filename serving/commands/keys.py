@@ -31,7 +31,7 @@ def keys_command() -> None:
 @click.option(
     "--operator",
     is_flag=True,
-    help="The key may watch the service, too: metrics and the dashboard, which tell of all apps.",
+    help="The key may watch the service, too, metrics and the dashboard, and change its adapters.",
 )
 @_file_option
 @json_option

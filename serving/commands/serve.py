@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,18 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     metavar="DIR",
     help="Encrypt contexts on storage by keys in this folder, one of each app.  [default: no encryption]",
 )
+@click.option(
+    "--adapter",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="A low-rank adapter that calls may name, a folder in PEFT's layout. Repeatable.",
+)
+@click.option(
+    "--adapters",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of further adapters, which operators may load while the service runs.  [default: none]",
+)
 @click.option("--memory", type=Size(), help="Most memory of the process, such as 2GB.")
 @click.option(
     "--draft",
@@ -59,9 +72,9 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     "--config",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Options in TOML; those of the command line go before them. SIGHUP reads its limits again.",
+    help="Options in TOML; the command line goes before them. SIGHUP reads limits and objectives again.",
 )
-def serve_command(config: Path | None, **given: Any) -> None:
+def serve_command(config: Path | None, adapter: tuple[str, ...], **given: Any) -> None:
     """Serve a model to the apps of this device.
 
     It speaks OpenAI's, Anthropic's and Ollama's protocols. SIGTERM and Ctrl-C let running answers end; a
@@ -75,6 +88,8 @@ def serve_command(config: Path | None, **given: Any) -> None:
     from serving.commands.model_choice import speculation
     from serving.server.daemon import run
 
+    if adapter:
+        given["adapter"] = _named_folders(adapter)
     options = _options(config, {name: value for name, value in given.items() if value is not None})
     drafts = speculation(options.draft) if options.draft else None
     run(options, config=config, speculation=drafts)
@@ -85,6 +100,18 @@ def _options(config: Path | None, given: dict[str, Any]) -> "ServerOptions":
 
     options = ServerOptions() if config is None else read_options(config)
     return dataclasses.replace(options, **given)
+
+
+def _named_folders(texts: Sequence[str]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for text in texts:
+        name, equals, folder = text.partition("=")
+        if not equals or not folder:
+            raise ConfigError(f"--adapter takes NAME=FOLDER, got {text!r:.80}")
+        if name in found:
+            raise ConfigError(f"the adapter {name!r:.80} is named twice")
+        found[name] = Path(folder)
+    return found
 
 
 def _require_packages() -> None:

@@ -89,6 +89,8 @@ class Record:
       checksums: checksum of the index of each segment in `files`, by name.
       pinned: whether its chunks are never evicted to make room for another context's.
       used: order of its last use in the store.
+      created_s: when it was made, in whole seconds since 1970; 0 where that is not known, as of records of
+        versions before 4.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Record:
     checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pinned: bool = False
     used: int = 0
+    created_s: int = 0
 
     @property
     def segments(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ by the context's next commit. Opening a store changes nothing in it: what cannot
 import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Iterable, Set
 from pathlib import Path
 
@@ -40,9 +41,6 @@ from serving.contexts.root import (
 from serving.contexts.segment import Chunks, file_bytes, write_segment
 from serving.contexts.stored import OpenSegments, StoredContext
 from serving.host.direct_io import Storage
-
-# A context in more segments than this is rewritten as one.
-_MOST_SEGMENTS = 8
 
 
 class ContextStore:
@@ -158,7 +156,10 @@ class ContextStore:
         with contextlib.suppress(JaxllmError):
             self._catalog.sweep()
         name = new_name()
-        record = Record(name=name, app=app, origin=origin, pinned=pinned, used=self._catalog.next_use())
+        record = Record(
+            name=name, app=app, origin=origin, pinned=pinned, used=self._catalog.next_use(),
+            created_s=int(time.time()),
+        )  # fmt: skip
         folder = self._catalog.folder(record)
         self._unsettled[name] = folder
         try:
@@ -237,25 +238,6 @@ class ContextStore:
             self._unflushed[name] = there
         del self._unsettled[name]
         return record
-
-    def compact(self, name: str) -> Record:
-        """Rewrites a context's chunks as one segment, if they are spread over many.
-
-        Raises:
-          ContextGone: there is no such context.
-          CheckpointError: a chunk cannot be read, or the new segment cannot be written.
-          BudgetExceeded: the device has no room for both.
-        """
-        record = self.record(name)
-        if len(record.segments) <= _MOST_SEGMENTS:
-            return record
-        opened = self.open(name)
-        chunks = {
-            chunk: (bits, [opened.read(layer, [chunk])[0] for layer in range(opened.layers)])
-            for chunk, bits in enumerate(record.bits)
-            if bits != LOST
-        }
-        return self.commit(record, chunks)
 
     def open(self, name: str, chunks: Iterable[int] | None = None) -> StoredContext:
         """Opens a context's segments to be read, until the next call of the store.

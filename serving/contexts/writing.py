@@ -8,6 +8,7 @@ from jaxllm.errors import BudgetExceeded, CheckpointError, JaxllmError
 from jaxllm.kv.eviction import Resident
 from jaxllm.kv.recompute import LOST
 from serving.contexts.blobs import Stored
+from serving.contexts.compacting import compact
 from serving.contexts.options import Writing
 from serving.contexts.record import Record
 from serving.contexts.store import ContextStore
@@ -42,7 +43,7 @@ class ChunkWriter:
             return self._store.commit(record.lose(changed))
         record = self._store.commit(record, {n: coded[n] for n in coded if n in changed})
         try:
-            return self._store.compact(record.name)
+            return compact(self._store, record.name)
         except BudgetExceeded:
             # No room for two copies: the context stays in many segments.
             return record

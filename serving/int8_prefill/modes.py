@@ -30,7 +30,7 @@ class PrefillModes:
         self.calibration, self.integer_levels = calibration, integer_levels
         self._options = options
         self._chooser: Chooser = lambda level, tokens: False
-        self._adapted = False
+        self._adapted = self._warned = False
 
     def both(self, level: int) -> bool:
         """Whether prompts of a level are prefilled in the faster mode (see `choose_by`)."""
@@ -74,7 +74,9 @@ class PrefillModes:
 
     def adapt(self, adapted: bool) -> None:
         """Sets whether the model has an adapter."""
-        if adapted and not self._adapted and not self._any_loss:
+        if adapted and not self._warned and not self._any_loss:
+            # Adapters may come and go with each step of a service.
+            self._warned = True
             _log.warning(
                 "all prompts are prefilled in floats while the model has an adapter: the loss of integer "
                 "prefill with it was not measured"

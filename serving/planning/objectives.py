@@ -76,6 +76,19 @@ class EnergyBudget:
 Objective = Slo | Latency | EndToEnd | EnergyBudget
 
 
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """The objective of an app's calls.
+
+    Attributes:
+      objective: of calls that name none.
+      strict: refuse calls that no sub-model can answer in time.
+    """
+
+    objective: Objective
+    strict: bool = False
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
     """Time and energy of an answer, expected or measured; or of many answers, in arrays of one shape.

@@ -20,7 +20,7 @@ from serving.options import EngineOptions
 from serving.runners.level_runner import LevelRunner
 from serving.runners.resident import ResidentRunner
 from serving.weights.levels import Levels
-from serving.weights.model_level import ModelLevel
+from serving.weights.model_level import LevelWeights, ModelLevel
 
 if TYPE_CHECKING:
     from serving.int8_prefill.processors import TwoProcessors
@@ -95,21 +95,28 @@ class Runners:
         if WHOLE in self.resident:
             self.buckets.read_ahead(self.resident[WHOLE].request_buckets(1, _SHORT_ANSWER))
 
-    def swap(self, params: LevelParams, *, adapted: bool) -> None:
-        """Replaces the parameters of all levels.
+    def prepared(self, params: LevelParams) -> dict[int, LevelWeights]:
+        """Other parameters of all levels, by level, ready for `put`.
+
+        Raises:
+          ConfigError: they have another form.
+        """
+        return {level: self.at(level).model.prepared(each) for level, each in params.items()}
+
+    def put(self, weights: Mapping[int, LevelWeights], *, adapted: bool) -> None:
+        """Replaces the parameters of all levels, without compiling.
 
         Args:
-          params: by level.
+          weights: by level, `prepared` here.
           adapted: whether they have an adapter.
 
         Raises:
-          ConfigError: they have another form, or integer prefill was asked for, which does not support
-            adapters.
+          ConfigError: integer prefill was asked for, which does not support adapters.
         """
         if self.modes is not None and adapted:
             self.modes.require_adaptable()
-        for level, each in params.items():
-            self.at(level).model.swap(each)
+        for level, each in weights.items():
+            self.at(level).model.put(each)
         if self.modes is not None:
             self.modes.adapt(adapted)
 

@@ -12,6 +12,7 @@ from serving.server.job import prompt_ids_of
 from serving.server.limits import Admission, AppLimits, Limiter, Limits
 from serving.server.logs import CallRecord, current_request
 from serving.server.metrics import Metrics
+from serving.server.objectives import Bindings
 
 
 class AccountedBackend(EngineBackend):
@@ -22,8 +23,8 @@ class AccountedBackend(EngineBackend):
       metrics: of all calls.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        super().__init__()
+    def __init__(self, limits: Limits, bindings: Bindings | None = None) -> None:
+        super().__init__(bindings)
         self.limiter, self.metrics = Limiter(limits), Metrics(self.snapshot)
 
     def submit(self, call: Call) -> Ticket:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,6 +1,7 @@
 """Gives the front what the engine can do (see `serving.server.calls.Backend`), without blocking its loop."""
 
 import asyncio
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -8,12 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any, TypeVar
 
-from serving.server.calls import Call, ContextFacts, Conversation, ModelFacts, Refused
+from serving.planning.objectives import Binding
+from serving.server.calls import Call, Conversation, Refused
+from serving.server.changes import add_adapter, delete_context, remove_adapter
 from serving.server.context_turns import ContextTurns
 from serving.server.engine_figures import storage_figures
 from serving.server.executor import Executor
+from serving.server.facts import AdapterFacts, ContextFacts, ModelFacts
 from serving.server.job import prompt_ids_of
+from serving.server.objectives import Bindings
 from serving.server.ticket import EngineTicket
+from serving.weights.adapters import LoadedAdapter
 
 # A dispatch may take this long before the engine counts as stuck.
 _STUCK_S = 120.0
@@ -25,9 +31,11 @@ class EngineBackend:
 
     Attributes:
       executor: None while the model is loading.
+      bindings: objectives of apps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bindings: Bindings | None = None) -> None:
+        self.bindings = bindings or Bindings()
         self.executor: Executor | None = None
         self._facts: ModelFacts | None = None
         self._why = "loading"
@@ -59,13 +67,13 @@ class EngineBackend:
 
     def facts(self) -> ModelFacts:
         """See `Backend`."""
-        self._ready()
+        adapters = self._ready().adapters.names
         assert self._facts is not None
-        return self._facts
+        return dataclasses.replace(self._facts, adapters=adapters)
 
     def submit(self, call: Call) -> EngineTicket:
         """See `Backend`; the prompt is encoded here, within the window."""
-        return self._ready().submit(call, asyncio.get_running_loop())
+        return self._ready().submit(self.bindings.applied(call), asyncio.get_running_loop())
 
     async def tokenize(self, prompt: Conversation | str, *, special: bool = True) -> Sequence[int]:
         """See `Backend`."""
@@ -101,11 +109,49 @@ class EngineBackend:
             found.append(embedding.vector.tolist())
         return found
 
+    def adapters(self) -> Sequence[AdapterFacts]:
+        """See `Backend`."""
+        return self._ready().adapters.facts()
+
+    async def load_adapter(self, app: str, name: str, folder: str) -> AdapterFacts:
+        """See `Backend`."""
+        executor = self._ready()
+        adapters = executor.adapters
+
+        def read() -> LoadedAdapter:
+            adapters.require_addable(name)
+            return adapters.read(adapters.options.path(folder))
+
+        loaded = await self._work(read)
+        return await asyncio.wrap_future(executor.work(app, lambda: add_adapter(executor, name, loaded)))
+
+    async def unload_adapter(self, app: str, name: str) -> None:
+        """See `Backend`."""
+        executor = self._ready()
+        await asyncio.wrap_future(executor.work(app, lambda: remove_adapter(executor, name)))
+
+    def binding(self, app: str) -> tuple[Binding | None, bool]:
+        """See `Backend`."""
+        return self.bindings.of(app), self.bindings.is_own(app)
+
+    async def bind(self, app: str, binding: Binding) -> Sequence[int]:
+        """See `Backend`."""
+        executor, asked = self._ready(), binding.objective
+        missed = await asyncio.wrap_future(executor.work(app, lambda: executor.service.unmet(asked)))
+        self.bindings.bind(app, binding)
+        return missed.get(asked, ())
+
+    def unbind(self, app: str) -> None:
+        """See `Backend`."""
+        self.bindings.unbind(app)
+
     async def create_context(
-        self, app: str, *, level: int | None = None, pinned: bool = False
+        self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
     ) -> ContextFacts:
         """See `Backend`."""
-        return await self._of_contexts(app, lambda each: each.create(app, level=level, pinned=pinned))
+        return await self._of_contexts(
+            app, lambda each: each.create(app, level=level, pinned=pinned, adapter=adapter)
+        )
 
     async def contexts(self, app: str) -> Sequence[ContextFacts]:
         """See `Backend`."""
@@ -120,7 +166,8 @@ class EngineBackend:
     async def delete_context(self, app: str, name: str) -> None:
         """See `Backend`."""
         executor = self._ready()
-        await self._of_contexts(app, lambda _: executor.delete_context(app, name))
+        executor.kept()
+        await asyncio.wrap_future(executor.work(app, lambda: delete_context(executor, app, name)))
 
     def health(self) -> Mapping[str, Any]:
         """See `Backend`."""
@@ -149,7 +196,8 @@ class EngineBackend:
             "running": [
                 {"app": app, "level": level, "count": count} for (app, level), count in running.items()
             ],
-            "memory": executor.memory.figures(executor.cache_bytes),
+            "memory": executor.memory.figures(executor.cache_bytes, executor.adapters.size_bytes),
+            "adapters": {each.name: each.size_bytes for each in executor.adapters.facts()},
             **({} if contexts is None else {"contexts": contexts.figures()}),
         }
 

@@ -13,8 +13,9 @@ from jaxllm.errors import ConfigError, JaxllmError
 from serving.guided.grammar import Grammar as Grammar
 from serving.guided.grammar import GrammarKind as GrammarKind
 from serving.guided.logprobs import TokenLogprob as TokenLogprob
-from serving.planning.objectives import Objective
+from serving.planning.objectives import Binding, Objective
 from serving.request import GenerationConfig
+from serving.server.facts import AdapterFacts, ContextFacts, ModelFacts
 
 Priority = Literal["foreground", "background"]
 
@@ -34,6 +35,14 @@ class Refused(JaxllmError):
 
 class ContextBusy(ConfigError):
     """The context answers another call now."""
+
+
+class AdapterGone(ConfigError):
+    """There is no adapter of this name."""
+
+
+class AdapterBusy(ConfigError):
+    """Calls use the adapter now, or its name is taken."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,12 +69,13 @@ class Call:
       config: length, stops and sampling.
       objective: of the answer's time; None for the app's.
       strict: refuse where no choice is in time; None for the app's.
+      bound: whether the objective is the app's, and not the call's own.
       priority: background calls run when no foreground call waits.
       context: the name of one of the app's contexts, which the prompt continues; empty for none.
       context_tokens: the prompt continues the context's first so many tokens, in a context forked there; None
         for all.
       prefix_key: calls of one app with the same key reuse each other's caches before those of other keys.
-      adapter: the name of a low-rank adapter; empty for none.
+      adapter: the name of a low-rank adapter; empty for none, or for the context's.
       grammar: what the text must match; None for any text.
       top_logprobs: so many of the likeliest tokens are told at each token; 0 for the token's own
         log-probability alone, None for none.
@@ -77,6 +87,7 @@ class Call:
     config: GenerationConfig
     objective: Objective | None = None
     strict: bool | None = None
+    bound: bool = False
     priority: Priority = "foreground"
     context: str = ""
     context_tokens: int | None = None
@@ -103,6 +114,9 @@ class Started:
         "unplanned" where another call had no objective.
       queued_ms: from the call to the first step.
       context_tokens: tokens of the prompt that a context had before.
+      adapter: that answers; empty for none.
+      objective: that counts for the answer; None for none.
+      bound: whether it is the app's, and not the call's own.
     """
 
     prompt_tokens: int
@@ -112,6 +126,9 @@ class Started:
     source: str
     queued_ms: float
     context_tokens: int = 0
+    adapter: str = ""
+    objective: Objective | None = None
+    bound: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,52 +201,6 @@ class Ticket(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """What the front tells of the model.
-
-    Attributes:
-      name: for people and `model` fields.
-      window_tokens: most tokens of prompt and answer together.
-      vocab_size: number of token ids.
-      levels: served, in percent, ascending.
-      has_chat_template: whether conversations can be answered.
-      adapters: names of the low-rank adapters that calls may name.
-      opened_s: when it was opened, in seconds since 1970.
-      chat_template: its source, in Jinja, which tells how the model writes calls of tools; empty for none.
-    """
-
-    name: str
-    window_tokens: int
-    vocab_size: int
-    levels: tuple[int, ...]
-    has_chat_template: bool
-    adapters: tuple[str, ...]
-    opened_s: float
-    chat_template: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ContextFacts:
-    """A context of an app.
-
-    Attributes:
-      name: unique in the store.
-      tokens: number of its tokens.
-      level: that answers in it, in percent.
-      pinned: whether its chunks stay in memory.
-      stored_bytes: of its chunks on storage.
-      created_s: seconds since 1970; 0 where it is not known.
-    """
-
-    name: str
-    tokens: int
-    level: int
-    pinned: bool
-    stored_bytes: int
-    created_s: float = 0.0
-
-
 class Backend(Protocol):
     """The engine's side of the service. All methods are called in the event loop; none blocks it."""
 
@@ -269,13 +240,58 @@ class Backend(Protocol):
         """The mean of the last layer's hidden states over each prompt's tokens, of length 1."""
         ...
 
+    def adapters(self) -> Sequence[AdapterFacts]:
+        """The adapters that calls may name."""
+        ...
+
+    async def load_adapter(self, app: str, name: str, folder: str) -> AdapterFacts:
+        """Loads an adapter for an operator, from within the folder of adapters.
+
+        Raises:
+          ConfigError, CheckpointError: it cannot be read, lies elsewhere or does not fit; or none may be
+            loaded.
+          AdapterBusy: there is one of this name.
+          BudgetExceeded: there are too many, or there is no memory.
+        """
+        ...
+
+    async def unload_adapter(self, app: str, name: str) -> None:
+        """Forgets an adapter for an operator.
+
+        Raises:
+          AdapterGone: there is none of this name.
+          AdapterBusy: calls use it.
+        """
+        ...
+
+    def binding(self, app: str) -> tuple[Binding | None, bool]:
+        """The objective that an app is bound to, and whether the app itself said so; None for none."""
+        ...
+
+    async def bind(self, app: str, binding: Binding) -> Sequence[int]:
+        """Binds an app to an objective.
+
+        Returns:
+          The profiled prompt lengths at which no choice meets it on this device.
+
+        Raises:
+          ConfigError: it limits energy, and the device's profile has none.
+          BudgetExceeded: too many apps are bound.
+        """
+        ...
+
+    def unbind(self, app: str) -> None:
+        """Ends what an app has bound itself to."""
+        ...
+
     async def create_context(
-        self, app: str, *, level: int | None = None, pinned: bool = False
+        self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
     ) -> ContextFacts:
         """Creates a context of an app.
 
         Raises:
           ConfigError: the service keeps no contexts, or the level is not served.
+          AdapterGone: there is no such adapter.
           BudgetExceeded: the app may own no more.
         """
         ...

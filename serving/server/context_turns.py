@@ -26,7 +26,9 @@ from serving.planning.safety_margin import SafetyMargin
 from serving.planning.turns import level_of_turn
 from serving.request import Request
 from serving.run import Run
-from serving.server.calls import Call, ContextFacts, Conversation
+from serving.server.adapters import Adapters
+from serving.server.calls import Call, Conversation
+from serving.server.facts import ContextFacts
 from serving.server.figures import ContextsFigures
 from serving.server.limits import AppLimits, require_context, require_pin, require_stored
 
@@ -43,6 +45,7 @@ class ContextTurn:
       whole: expected cost of the whole model, if it had the context's chunks; ratios are relative to it.
       costs: expected costs by level; at others than the context's all tokens are computed.
       most_bytes: that chunks of the context will take in memory; at least 1.
+      adapter: that the context was made with, by name; empty for none.
     """
 
     record: Record
@@ -52,6 +55,7 @@ class ContextTurn:
     whole: Cost
     costs: Mapping[int, Cost]
     most_bytes: int
+    adapter: str = ""
 
 
 class ContextTurns:
@@ -62,6 +66,7 @@ class ContextTurns:
       profile: of this device.
       limits_of: an app's limits now.
       margin: how much later than the profile says answers come; None where that is not known.
+      adapters: of the service; None for none.
     """
 
     def __init__(
@@ -71,8 +76,9 @@ class ContextTurns:
         limits_of: Callable[[str], AppLimits] = lambda app: AppLimits(),
         *,
         margin: SafetyMargin | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        self._margin = margin
+        self._margin, self._adapters = margin, adapters or Adapters(contexts.engine.model)
         self._contexts, self._profile, self._limits_of = contexts, profile, limits_of
         # For other threads, which must not ask the store.
         self._known = {(each.app, each.name): each for each in contexts.store.records()}
@@ -119,9 +125,10 @@ class ContextTurns:
         """Encodes a call's turn in its context.
 
         Raises:
-          ContextGone: the app has no context of this name, or it is of another model, level or codec.
-          ConfigError: the prompt is no turn (see `conversation_turn_ids`), the context has fewer tokens than
-            the call names, or the objective limits energy.
+          ContextGone: the app has no context of this name, or it is of another model, level or codec, or its
+            adapter is not loaded.
+          ConfigError: the call names another adapter, the prompt is no turn (see `conversation_turn_ids`),
+            the context has fewer tokens than the call names, or the objective limits energy.
           ContextOverflow: context and turn are longer than the window.
           BudgetExceeded: the app's contexts take all that they may; or see `PendingErrors`.
           CheckpointError: the context cannot be read; or see `PendingErrors`.
@@ -131,7 +138,7 @@ class ContextTurns:
             raise ConfigError(
                 "no budget of energy is planned in a context, whose chunks took some before; ask for a time"
             )
-        record = contexts.record(call.app, call.context)
+        record, adapter = self._own(call.app, call.context, call.adapter)
         limits = self._limits_of(call.app)
         if limits.stored_bytes:
             require_stored(limits, self.listed(call.app))
@@ -169,6 +176,7 @@ class ContextTurns:
             whole=cost(WHOLE, computed),
             costs=costs,
             most_bytes=max(1, *(contexts.chunk_bytes(record, most, each) for each in costs)),
+            adapter=adapter,
         )
 
     def begin(self, turn: ContextTurn, call: Call, load: Load) -> tuple[Request, ContextCall]:
@@ -216,6 +224,13 @@ class ContextTurns:
             self._contexts.delete(record.name)
         self._contexts.pending_errors.forget(record.name)
 
+    def _own(self, app: str, name: str, asked: str = "") -> tuple[Record, str]:
+        """An app's context and its adapter, which is put on the model."""
+        digest = self._contexts.store.record(name, app).origin.adapter
+        adapter = self._adapters.of_context(digest, name, asked)
+        self._adapters.use(adapter)
+        return self._contexts.record(app, name), adapter
+
     def _count_pinned(self) -> None:
         pinned = [each for each in self._known.values() if each.pinned]
         self._pinned_bytes = sum(map(self._contexts.chunk_bytes, pinned))
@@ -233,29 +248,32 @@ class ContextTurns:
 
     # -- contexts ---------------------------------------------------------------------------------
 
-    def create(self, app: str, *, level: int | None = None, pinned: bool = False) -> ContextFacts:
+    def create(
+        self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
+    ) -> ContextFacts:
         """See `Backend.create_context`."""
         limits, there = self._limits_of(app), self.listed(app)
         require_context(limits, there)
         if pinned:
             require_pin(limits, there, "")
+        self._adapters.use(adapter)
         record = self._contexts.create(app, level=level, pinned=pinned)
         self._known[app, record.name] = record
-        return _facts(record)
+        return self._facts(record)
 
     def listed(self, app: str) -> list[ContextFacts]:
         """All contexts of an app, also those of other models and levels."""
-        return [_facts(each) for each in self._contexts.store.records(app)]
+        return [self._facts(each) for each in self._contexts.store.records(app)]
 
     def pin(self, app: str, name: str, pinned: bool) -> ContextFacts:
         """See `Backend.pin_context`."""
-        self._contexts.record(app, name)
+        self._own(app, name)
         if pinned:
             require_pin(self._limits_of(app), self.listed(app), name)
         record = self._contexts.pin(name, pinned)
         self._known[app, name] = record
         self._count_pinned()
-        return _facts(record)
+        return self._facts(record)
 
     def delete(self, app: str, name: str) -> None:
         """See `Backend.delete_context`; it must not be answering."""
@@ -265,6 +283,17 @@ class ContextTurns:
             self._contexts.delete(name)
         finally:
             self.ended(app, name)
+
+    def _facts(self, record: Record) -> ContextFacts:
+        return ContextFacts(
+            name=record.name,
+            tokens=len(record.tokens),
+            level=record.origin.level,
+            pinned=record.pinned,
+            stored_bytes=_stored_bytes(record),
+            created_s=record.created_s,
+            adapter=self._adapters.name_of(record.origin.adapter),
+        )
 
 
 class _TurnCall(ContextCall):
@@ -307,16 +336,6 @@ def _computed(record: Record, before: int, prompt_tokens: int) -> int:
     size = record.origin.chunk_tokens
     stored = sum(map(bool, record.files[: before // size]))
     return max(1, prompt_tokens - stored * size)
-
-
-def _facts(record: Record) -> ContextFacts:
-    return ContextFacts(
-        name=record.name,
-        tokens=len(record.tokens),
-        level=record.origin.level,
-        pinned=record.pinned,
-        stored_bytes=_stored_bytes(record),
-    )
 
 
 def _stored_bytes(record: Record) -> int:

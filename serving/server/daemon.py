@@ -17,16 +17,17 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import uvicorn
 import uvloop
 
-from jaxllm.errors import JaxllmError
+from jaxllm.errors import BudgetExceeded, JaxllmError
 from serving import batch
 from serving.options import EngineOptions
 from serving.server.access import AccessLogged
 from serving.server.accounting import AccountedBackend
+from serving.server.adapters import Adapters, engine_shape
 from serving.server.context_turns import ContextTurns
 from serving.server.executor import Executor
 from serving.server.feed import Feed
@@ -36,6 +37,7 @@ from serving.server.keys import KeyFile, default_keys_file
 from serving.server.logs import stop_logs, write_logs
 from serving.server.memory import ServiceMemory, engine_bytes
 from serving.server.notifying import Notifier
+from serving.server.objectives import Bindings
 from serving.server.peer import protocol
 from serving.server.service_options import ServerOptions, read_options
 from serving.server.sockets import bound, described
@@ -78,24 +80,46 @@ def run(
         _leave(0)
 
 
-def open_service(options: ServerOptions, speculation: SpeculationOptions | None = None) -> LLMService:
-    """Opens the model of a service.
+class Opened(NamedTuple):
+    """A model that is open, and its adapters."""
+
+    service: LLMService
+    adapters: Adapters
+
+
+def open_service(options: ServerOptions, speculation: SpeculationOptions | None = None) -> Opened:
+    """Opens the model of a service and its adapters.
 
     Raises:
-      JaxllmError: it cannot be opened.
+      JaxllmError: one cannot be opened.
     """
-    return LLMService.open(
-        options.model or None,
+    model = options.model or None
+    adapters = engine_shape(options.adapter_options(), model, options.levels)
+    memory = engine_bytes(options.memory)
+    if memory and adapters.given_bytes >= memory:
+        raise BudgetExceeded(
+            f"a memory budget of {options.memory:,} bytes leaves no room for a model beside its adapters; "
+            "give more"
+        )
+    service = LLMService.open(
+        model,
         levels=options.levels or None,
         options=EngineOptions(
             context_tokens=options.context_tokens,
-            memory_bytes=engine_bytes(options.memory),
+            memory_bytes=memory - adapters.given_bytes if memory else 0,
             batch_rows=options.batch_rows,
+            adapter_rank=adapters.rank,
+            adapter_targets=adapters.targets,
         ),
         contexts=options.context_options(),
         speculation=speculation,
         progress=_Stages(),
     )
+    try:
+        return Opened(service, Adapters(service.engine.model, options.adapter_options()))
+    except BaseException:
+        service.close()
+        raise
 
 
 class Daemon:
@@ -115,7 +139,8 @@ class Daemon:
         config: Path | None = None,
         speculation: SpeculationOptions | None = None,
     ) -> None:
-        self.backend, self.loading = AccountedBackend(options.limits), False
+        self.backend = AccountedBackend(options.limits, Bindings(options.objectives))
+        self.loading = False
         self._options, self._notifier, self._config = options, notifier, config
         self._identity, self._speculation = identity, speculation
         self._feed = Feed(self.backend, self.backend.metrics)
@@ -140,13 +165,13 @@ class Daemon:
         for each in sockets:
             _log.info("listening on %s", described(each))
         opening = self._open(loop)
-        service = None
+        opened = None
         try:
             ending = {stopping, serving, watching}
             await asyncio.wait({opening, *ending}, return_when=asyncio.FIRST_COMPLETED)
             if opening.done():
-                service = opening.result()
-                self._begin(service)
+                opened = opening.result()
+                self._begin(*opened)
                 await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 # Unwatched, an engine that fails would be noticed by nobody.
@@ -158,9 +183,9 @@ class Daemon:
             watching.cancel()
             stopping.cancel()
             self.backend.close()
-            if service is not None:
+            if opened is not None:
                 try:
-                    await asyncio.to_thread(service.close)
+                    await asyncio.to_thread(opened.service.close)
                 except JaxllmError as error:
                     # Nobody is left to be told by a call.
                     _log.error("%s", error)
@@ -173,7 +198,12 @@ class Daemon:
         # Imported here alone: it is the front, and knows nothing of the daemon.
         from serving.server.api.app import make_app
 
-        app = make_app(self.backend, identify=self._identity.identify, extra_routes=routes)
+        app = make_app(
+            self.backend,
+            identify=self._identity.identify,
+            operates=self._identity.operates,
+            extra_routes=routes,
+        )
         guard = self._options.guard()
         # A browser loads the dashboard before it can send a key.
         guard = dataclasses.replace(guard, open_paths=guard.open_paths | PAGES)
@@ -190,32 +220,32 @@ class Daemon:
             timeout_graceful_shutdown=_FLUSH_S,
         )
 
-    def _open(self, loop: asyncio.AbstractEventLoop) -> "asyncio.Future[LLMService]":
+    def _open(self, loop: asyncio.AbstractEventLoop) -> "asyncio.Future[Opened]":
         """Opens the model in a thread, which the end of the process does not wait for."""
-        opened: asyncio.Future[LLMService] = loop.create_future()
+        opening: asyncio.Future[Opened] = loop.create_future()
 
-        def settle(service: LLMService | None, error: BaseException | None) -> None:
+        def settle(opened: Opened | None, error: BaseException | None) -> None:
             self.loading = False
             if error is not None:
-                opened.set_exception(error)
-            elif service is not None:
-                opened.set_result(service)
+                opening.set_exception(error)
+            elif opened is not None:
+                opening.set_result(opened)
 
         def work() -> None:
-            service, error = None, None
+            opened, error = None, None
             try:
-                service = open_service(self._options, self._speculation)
+                opened = open_service(self._options, self._speculation)
             except BaseException as caught:
                 error = caught
             with contextlib.suppress(RuntimeError):
                 # The loop may be closed by now.
-                loop.call_soon_threadsafe(settle, service, error)
+                loop.call_soon_threadsafe(settle, opened, error)
 
         self.loading = True
         threading.Thread(target=work, name="loading", daemon=True).start()
-        return opened
+        return opening
 
-    def _begin(self, service: LLMService) -> None:
+    def _begin(self, service: LLMService, adapters: Adapters) -> None:
         rows = self._options.batch_rows
         scheduler = dataclasses.replace(
             self._options.scheduler,
@@ -225,7 +255,7 @@ class Daemon:
         if service.contexts is not None:
             contexts = ContextTurns(
                 service.contexts, service.profile, self.backend.limits_of,
-                margin=service.planner.safety_margin,
+                margin=service.planner.safety_margin, adapters=adapters,
             )  # fmt: skip
         memory = ServiceMemory(
             service,
@@ -238,6 +268,7 @@ class Daemon:
             memory=memory,
             together=batch,
             contexts=contexts,
+            adapters=adapters,
             observer=self.backend.metrics,
         )
         executor.start()
@@ -283,15 +314,17 @@ class Daemon:
         self._stop.set()
 
     def _reload(self) -> None:
-        """Reads the apps' limits again; those that are there stay where the file is wrong."""
+        """Reads the apps' limits and objectives again; those that are there stay where the file is wrong."""
         if self._config is None:
             _log.warning("there are no limits to read again: the service was started without --config")
             return
         try:
-            self.backend.limiter.limits = read_options(self._config).limits
+            read = read_options(self._config)
         except JaxllmError as error:
             _log.error("limits stay as they are: %s", error)
         else:
+            self.backend.limiter.limits = read.limits
+            self.backend.bindings.given = read.objectives
             _log.info("limits were read from %s", self._config)
 
 

@@ -14,17 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from jaxllm.errors import ConfigError, JaxllmError
 from serving.planning.objectives import Cost, whole_cost
-from serving.run import Run
+from serving.server.adapters import Adapters
 from serving.server.beginning import begin, begin_turn, guided, load_of
-from serving.server.calls import Call, ContextBusy, Refused
+from serving.server.calls import Call, Refused
 from serving.server.context_turns import ContextTurns
 from serving.server.dispatches import DispatchObserver, dispatch_of
 from serving.server.engine_work import EngineWork
-from serving.server.job import Job, prompt_ids_of
+from serving.server.job import Job, prompt_ids_of, require_free
 from serving.server.logs import named
 from serving.server.memory import ServiceMemory
 from serving.server.scheduler import (
@@ -36,6 +36,7 @@ from serving.server.scheduler import (
     retry_after_s,
 )
 from serving.server.ticket import EngineTicket
+from serving.server.together import OneByOne, Together
 from serving.service import LLMService
 from serving.step import fail, step
 
@@ -48,32 +49,6 @@ _IDLE_S = 0.5
 _UNKNOWN = Cost(ttft_ms=0.0, tpot_ms=0.0, tokens=1)
 
 
-class Together(Protocol):
-    """How several runs take one dispatch."""
-
-    def batchable(self, run: Run, /) -> bool:
-        """Whether the next step of a run may be one with others'."""
-        ...
-
-    def decode_together(self, runs: Sequence[Run], /) -> None:
-        """Takes one dispatch of several runs; a run that fails has ended, with `Run.closed_because`."""
-        ...
-
-
-class OneByOne:
-    """Decodes each run by itself (see `Together`)."""
-
-    def batchable(self, run: Run, /) -> bool:
-        """See `Together`."""
-        del run
-        return False
-
-    def decode_together(self, runs: Sequence[Run], /) -> None:
-        """See `Together`."""
-        for run in runs:
-            step(run)
-
-
 class Executor:
     """Answers calls in a thread of its own, from `start` to `stop`.
 
@@ -83,6 +58,7 @@ class Executor:
       memory: that the service takes.
       sessions: of ended answers, for prompts that begin in the same way.
       contexts: of apps; None where the service keeps none.
+      adapters: that calls may name.
     """
 
     def __init__(
@@ -93,11 +69,13 @@ class Executor:
         memory: ServiceMemory | None = None,
         together: Together | None = None,
         contexts: ContextTurns | None = None,
+        adapters: Adapters | None = None,
         observer: DispatchObserver | None = None,
     ) -> None:
         self.service, self.options, self.contexts = service, options, contexts
         self.memory = ServiceMemory(service) if memory is None else memory
         self.sessions = self.memory.sessions
+        self.adapters = adapters or Adapters(service.engine.model)
         self._together, self._observer = together or OneByOne(), observer
         self._wake = threading.Condition()
         self._numbers = itertools.count()
@@ -127,7 +105,7 @@ class Executor:
         answer.
 
         Args:
-          call: to answer; one with an adapter is refused.
+          call: to answer.
           loop: in which its events are read.
 
         Raises:
@@ -135,9 +113,9 @@ class Executor:
           ConfigError, ContextOverflow: the call cannot be answered whatever the load.
           ContextGone: the app has no such context.
           ContextBusy: a call in the context has not ended.
+          AdapterGone: there is no such adapter.
         """
-        if call.adapter:
-            raise ConfigError("this service answers no call with an adapter; leave it out")
+        self.adapters.require(call.adapter)
         call = guided(call)
         self._require_room(call.app)
         prompt, whole = (), _UNKNOWN
@@ -155,13 +133,13 @@ class Executor:
             self._require_room(call.app)
             if call.context and call.context_tokens is None:
                 there = [*list(self._jobs.values()), *self._inbox]
-                _require_free((each for each in there if not each.over), call.app, call.context)
+                require_free((each for each in there if not each.over), call.app, call.context)
             self._inbox.append(job)
             self._wake.notify()
         return ticket
 
     def work(self, app: str, what: Callable[[], Found]) -> "Future[Found]":
-        """Runs a function in the engine's thread, between two dispatches.
+        """Runs a function in the engine's thread, between two dispatches, on the model without adapters.
 
         Args:
           app: for which it runs, and which its time is counted for.
@@ -173,9 +151,14 @@ class Executor:
         Raises:
           Refused: the service is stopping, or too much of the app waits.
         """
+
+        def plainly() -> Found:
+            self.adapters.use("")
+            return what()
+
         with self._wake:
             self._require_taking()
-            future = self._waiting.add(app, what)
+            future = self._waiting.add(app, plainly)
             self._wake.notify()
         return future
 
@@ -189,18 +172,10 @@ class Executor:
             raise ConfigError("this service keeps no contexts; start it with a folder for them (--contexts)")
         return self.contexts
 
-    def delete_context(self, app: str, name: str) -> None:
-        """Deletes a context of an app. In the engine's thread.
-
-        Raises:
-          ContextGone: the app has no such context.
-          ContextBusy: a call in it has not ended.
-          ConfigError: the service keeps no contexts.
-        """
+    def jobs(self) -> list[Job]:
+        """The calls that have not ended."""
         with self._wake:
-            there = [*self._jobs.values(), *(each for each in self._inbox if not each.over)]
-        _require_free(there, app, name)
-        self.kept().delete(app, name)
+            return [*self._jobs.values(), *(each for each in self._inbox if not each.over)]
 
     def stop(self, within_s: float) -> None:
         """Takes no more calls, waits until those that were taken have ended, closes the others after
@@ -324,6 +299,8 @@ class Executor:
         jobs = [self._jobs[each] for each in action.ids]
         began = time.perf_counter()
         with self._failing(jobs):
+            # All of one dispatch have the same.
+            self.adapters.use(jobs[0].adapter)
             if action.kind == "start":
                 self._begin(jobs[0])
             runs = [job.run for job in jobs if job.run is not None]
@@ -389,8 +366,3 @@ class Executor:
             self.kept().ended(job.call.app, job.kept_by.record.name)
         elif keep and job.run is not None:
             self.sessions.keep(job.call.app, job.call.prefix_key, job.run.session)
-
-
-def _require_free(jobs: Iterable[Job], app: str, name: str) -> None:
-    if any(each.continues(app, name) for each in jobs):
-        raise ContextBusy(f"the context {name} answers another call; wait for its end, or close it")

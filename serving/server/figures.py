@@ -58,7 +58,8 @@ class MemoryFigures(TypedDict, total=False):
     Attributes:
       process_bytes: resident.
       limit_bytes: of `--memory`; 0 for none.
-      holdings: by kind: "weights", "kv", "contexts", "prefixes", "drafts", "layers", "experts".
+      holdings: by kind: "weights", "kv", "contexts", "prefixes", "drafts", "layers", "experts",
+        "adapters".
       pressure: share of time for which tasks of this machine waited for memory; missing where the system does
         not tell.
     """
@@ -107,6 +108,7 @@ class Figures(TypedDict, total=False):
       running: answers that run, by app and level.
       memory: of the process.
       contexts: app -> its contexts.
+      adapters: name -> memory of each low-rank adapter that is loaded.
       experts: of a mixture whose experts are on storage.
       read_bytes: since the start, from storage, by what was read: "weights", "experts", "contexts".
     """
@@ -115,5 +117,6 @@ class Figures(TypedDict, total=False):
     running: Sequence[RunningFigures]
     memory: MemoryFigures
     contexts: Mapping[str, ContextsFigures]
+    adapters: Mapping[str, int]
     experts: ExpertFigures
     read_bytes: Mapping[str, int]

@@ -104,9 +104,9 @@ class Identity:
         return app
 
     def operates(self, scope: Mapping[str, Any]) -> bool:
-        """Whether a request may watch the service, and so all of its apps: root and the service's own user
-        over the Unix socket, an operator's key over HTTP, and who is on the loopback where no keys are
-        needed.
+        """Whether a request may watch the service, and so all of its apps, and change what all have: root and
+        the service's own user over the Unix socket, an operator's key over HTTP, and who is on the loopback
+        where no keys are needed.
 
         Args:
           scope: see `identify`.
@@ -118,7 +118,7 @@ class Identity:
         return scope.get(_OPERATOR, False)
 
     def _found(self, scope: Mapping[str, Any]) -> tuple[str, bool]:
-        """The app of a request, and whether it may watch."""
+        """The app of a request, and whether it operates."""
         peer = peer_of(scope)
         if peer is not None and peer.app:
             own = peer.credentials is not None and peer.credentials.uid in (0, os.geteuid())

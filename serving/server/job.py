@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 
 from jaxllm.elastic.slo import Slo
@@ -13,7 +13,7 @@ from serving.contexts.answer import ContextCall
 from serving.planning.objectives import Cost, EndToEnd, Latency, Objective
 from serving.planning.planner import Plan
 from serving.run import Run
-from serving.server.calls import Call, Conversation, Ended, Piece, Started
+from serving.server.calls import Call, ContextBusy, Conversation, Ended, Piece, Started
 from serving.server.context_turns import ContextTurn
 from serving.server.scheduler import SchedulerOptions, Work
 from serving.server.ticket import EngineTicket
@@ -75,6 +75,7 @@ class Job:
       turn: of a call in a context, once it is encoded.
       kept_by: restores and stores its context; None until it begins.
       cache_bytes: memory of its cache, as of its last step.
+      adapter: that answers, a context's once the turn is encoded; empty for none.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Job:
         self.plan: Plan | None = None
         self.turn: ContextTurn | None = None
         self.kept_by: ContextCall | None = None
+        self.adapter = ticket.call.adapter
         self._expect(tuple(prompt), whole)
         self._began_s = self._first_s = self._last_s = ticket.arrived_s
         self._told = self._capacity_tokens = self.cache_bytes = 0
@@ -139,11 +141,12 @@ class Job:
             token_ms=whole.tpot_ms,
             tpot_ms=self._tpot_ms,
             batchable=run is not None and batchable(run),
+            adapter=self.adapter,
         )
 
     def take_turn(self, turn: ContextTurn) -> None:
         """Takes the turn of a call in a context, before it begins."""
-        self.turn = turn
+        self.turn, self.adapter = turn, turn.adapter
         self._expect(turn.prompt, turn.whole)
 
     def begin(self, run: Run, plan: Plan | None = None, kept_by: ContextCall | None = None) -> None:
@@ -185,6 +188,9 @@ class Job:
             source=source if self.turn is None else "context",
             queued_ms=1000 * (self._began_s - self.ticket.arrived_s),
             context_tokens=0 if self.turn is None else self.turn.before,
+            adapter=self.adapter,
+            objective=self.call.objective,
+            bound=self.call.bound,
         )
 
     def _ended(self, run: Run) -> Ended:
@@ -209,3 +215,13 @@ class Job:
             ttft_limit_ms=limits.ttft_ms if math.isfinite(limits.ttft_ms) else None,
             tpot_limit_ms=limits.tpot_ms if math.isfinite(limits.tpot_ms) else None,
         )
+
+
+def require_free(jobs: Iterable[Job], app: str, name: str) -> None:
+    """Checks that none of some calls changes an app's context.
+
+    Raises:
+      ContextBusy: one does.
+    """
+    if any(each.continues(app, name) for each in jobs):
+        raise ContextBusy(f"the context {name} answers another call; wait for its end, or close it")

@@ -45,7 +45,8 @@ class StoredKey:
       app: that the key stands for.
       sha256: of the key, in hex.
       created_s: in seconds since 1970.
-      operator: whether it may watch the service: metrics and the dashboard's events, of all apps.
+      operator: whether it may watch the service, metrics and the dashboard's events of all apps, and change
+        what all have: its adapters.
     """
 
     id: str

@@ -16,7 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxllm.errors import BudgetExceeded, ConfigError
-from serving.server.calls import ContextFacts, Refused
+from serving.server.calls import Refused
+from serving.server.facts import ContextFacts
 from serving.server.peer import require_app
 
 _MINUTE_S = 60.0

@@ -122,13 +122,15 @@ class ServiceMemory:
             # Such as a layer that cannot be read again: answers go on with what is there.
             _log.error("memory stays as it is: %s", error)
 
-    def figures(self, cache_bytes: int) -> MemoryFigures:
+    def figures(self, cache_bytes: int, adapter_bytes: int = 0) -> MemoryFigures:
         """What takes the memory, for metrics and the dashboard. From any thread.
 
         Args:
           cache_bytes: of answers that run.
+          adapter_bytes: of low-rank adapters.
         """
         fixed = {"weights": weight_figures(self._service.engine.model), "kv": cache_bytes}
+        fixed |= {"adapters": adapter_bytes} if adapter_bytes else {}
         if self.governor is not None:
             return self.governor.figures(fixed)
         holdings: dict[str, HoldingFigures] = {name: {"size_bytes": size} for name, size in fixed.items()}

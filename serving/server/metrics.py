@@ -194,6 +194,12 @@ class _Gauges(Collector):
                 if field in holding:
                     family.add_metric([name], holding[field])
             yield family
+        adapters = GaugeMetricFamily(
+            "jaxllm_adapter_bytes", "Memory of each adapter that is loaded.", labels=["adapter"]
+        )
+        for name, size in figures.get("adapters", {}).items():
+            adapters.add_metric([name], size)
+        yield adapters
         experts = figures.get("experts", {})
         for name, text in (
             ("visits", "Experts that layers asked for."),

@@ -2,7 +2,7 @@
 for what was computed before."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from serving.request import Session, common_prefix
 
@@ -72,6 +72,11 @@ class PrefixSessions:
         self.size_bytes += size
         self._shrink([each for each in self._kept if each.app == app], own)
         self._shrink(self._kept, self.limit_bytes)
+
+    def forget(self, weights_versions: Collection[tuple[int, int]]) -> None:
+        """Drops the sessions of weights that will not be there again."""
+        for each in [each for each in self._kept if each.session.weights_version in weights_versions]:
+            self._drop(each)
 
     def resize(self, limit_bytes: int) -> None:
         """Sets the limit; the least recently used sessions beyond it go."""

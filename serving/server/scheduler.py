@@ -93,6 +93,7 @@ class Work:
       token_ms: expected time per token, of a decoding run; its limit per token is `tpot_ms`.
       tpot_ms: see `token_ms`.
       batchable: whether it may be decoded with others.
+      adapter: that answers; calls with different ones are not decoded together.
     """
 
     id: int
@@ -107,6 +108,7 @@ class Work:
     token_ms: float = 0.0
     tpot_ms: float = math.inf
     batchable: bool = False
+    adapter: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,7 +171,8 @@ def next_action(queue: Queue, options: SchedulerOptions) -> Action:
         return Action("start", (first.id,))
     if first.stage != "decode" or not first.batchable:
         return Action("step", (first.id,))
-    rows = sorted((each for each in candidates if each.stage == "decode" and each.batchable), key=order)
+    beside = [each for each in candidates if each.stage == "decode" and each.batchable]
+    rows = sorted((each for each in beside if each.adapter == first.adapter), key=order)
     ids = tuple(each.id for each in rows[: options.batch_rows])
     return Action("decode", ids) if len(ids) > 1 else Action("step", ids)
 
@@ -268,10 +271,14 @@ def _excess_ms(queue: Queue) -> dict[str, float]:
 
 
 def _step_ms(streams: Sequence[Work]) -> float:
-    """The time of one token of all streams: of one batch, and of each run that is decoded alone."""
-    batch = [each.token_ms for each in streams if each.batchable]
+    """The time of one token of all streams: of a batch for each adapter, and of each run that is decoded
+    alone."""
+    batches: dict[str, list[float]] = {}
+    for each in streams:
+        if each.batchable:
+            batches.setdefault(each.adapter, []).append(each.token_ms)
     alone = sum(each.token_ms for each in streams if not each.batchable)
-    return alone + (max(batch) * (1 + ROW_SHARE * (len(batch) - 1)) if batch else 0.0)
+    return alone + sum(max(each) * (1 + ROW_SHARE * (len(each) - 1)) for each in batches.values())
 
 
 def _slot_ms(queue: Queue, options: SchedulerOptions) -> float:

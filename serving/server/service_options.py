@@ -2,8 +2,8 @@
 
     options = read_options(Path("service.toml"))
 
-Keys of the file are the fields of `ServerOptions`; `[scheduler]`, `[limits]`, `[limits.apps.NAME]` and
-`[apps]` are sections. Sizes may be written as "1.5GB".
+Keys of the file are the fields of `ServerOptions`; `[scheduler]`, `[limits]`, `[limits.apps.NAME]`, `[apps]`,
+`[objectives]` and `[adapter]` are sections. Sizes may be written as "1.5GB".
 """
 
 import dataclasses
@@ -21,10 +21,13 @@ from jaxllm.errors import ConfigError
 from jaxllm.option_types import Size
 from serving.contexts.options import ContextOptions
 from serving.options import BATCH_ROWS
+from serving.planning.objectives import Binding
+from serving.server.adapters import ADAPTER_BYTES, ADAPTERS, AdapterOptions
 from serving.server.guard import LOOPBACK_HOSTS, GuardOptions
 from serving.server.limits import Limits, limits_of
 from serving.server.memory import PREFIX_BYTES, MemoryOptions
-from serving.server.peer import PeerOptions
+from serving.server.objectives import bound
+from serving.server.peer import PeerOptions, require_app
 from serving.server.scheduler import SchedulerOptions
 
 DEFAULT_HTTP = "127.0.0.1:8080"
@@ -61,6 +64,10 @@ class ServerOptions:
       context_budget: most bytes of their chunks in memory; 0 for the default of `ContextOptions`.
       context_keys: folder of keys, one of each app, by which contexts are encrypted on storage; None for no
         encryption.
+      adapter: low-rank adapters that calls may name: name -> folder in PEFT's layout.
+      adapters: folder in which lie those that operators may load while the service runs; None for no others.
+      adapter_rank, adapter_targets, adapter_memory, adapter_count: bounds of all of them (see
+        `AdapterOptions`).
       log_level: least level of logs that are written: "debug", "info", "warning" or "error"; records of
         requests are "info".
       levels: of an elastic model to plan with, in percent; empty for all that it has, (100,) for the whole
@@ -68,6 +75,7 @@ class ServerOptions:
       drain_s: seconds that running answers have to end once the service is told to stop.
       scheduler: bounds of the queue and of what runs.
       limits: of each app; read again at SIGHUP.
+      objectives: app -> objective of its calls that name none, until it binds itself; read again at SIGHUP.
     """
 
     model: str = ""
@@ -87,11 +95,18 @@ class ServerOptions:
     context_budget: int = 0
     context_keys: Path | None = None
     batch_rows: tuple[int, ...] = BATCH_ROWS
+    adapter: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    adapters: Path | None = None
+    adapter_rank: int = 0
+    adapter_targets: tuple[str, ...] = ()
+    adapter_memory: int = ADAPTER_BYTES
+    adapter_count: int = ADAPTERS
     log_level: str = "info"
     levels: tuple[int, ...] = ()
     drain_s: float = 30.0
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
     limits: Limits = dataclasses.field(default_factory=Limits)
+    objectives: Mapping[str, Binding] = dataclasses.field(default_factory=dict)
 
     @property
     def model_name(self) -> str:
@@ -132,9 +147,24 @@ class ServerOptions:
         if not isinstance(self.apps, Mapping):
             raise ConfigError(f"apps must be a section of rules and apps, got {self.apps!r:.80}")
         object.__setattr__(self, "apps", MappingProxyType(dict(self.apps)))
-        # Both check what they are given.
+        if not isinstance(self.adapter, Mapping):
+            raise ConfigError(f"adapter must be a section of names and folders, got {self.adapter!r:.80}")
+        for name, folder in self.adapter.items():
+            if not isinstance(folder, str | Path) or not str(folder):
+                raise ConfigError(
+                    f"the folder of the adapter {name!r:.80} must be a path, got {folder!r:.80}"
+                )
+        folders = {name: Path(folder) for name, folder in self.adapter.items()}
+        object.__setattr__(self, "adapter", MappingProxyType(folders))
+        for app, binding in self.objectives.items():
+            require_app(app)
+            if not isinstance(binding, Binding):
+                raise ConfigError(f"the objective of {app} must be a Binding, got {binding!r:.80}")
+        object.__setattr__(self, "objectives", MappingProxyType(dict(self.objectives)))
+        # Each checks what it is given.
         self.guard()
         self.peers()
+        self.adapter_options()
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -181,6 +211,21 @@ class ServerOptions:
         """Options of memory."""
         return MemoryOptions(limit_bytes=self.memory, prefix_bytes=self.prefix_memory)
 
+    def adapter_options(self) -> AdapterOptions:
+        """Options of adapters.
+
+        Raises:
+          ConfigError: a name or a bound is malformed.
+        """
+        return AdapterOptions(
+            given=self.adapter,
+            folder=self.adapters,
+            rank=self.adapter_rank,
+            targets=self.adapter_targets,
+            limit_bytes=self.adapter_memory,
+            most=self.adapter_count,
+        )
+
     def peers(self) -> PeerOptions:
         """Options of connections.
 
@@ -190,7 +235,7 @@ class ServerOptions:
         return PeerOptions(apps=self.apps)
 
 
-_PATHS = ("socket", "keys", "contexts", "context_keys")
+_PATHS = ("socket", "keys", "contexts", "context_keys", "adapters")
 _KINDS = {str: "text", bool: "true or false"}
 
 
@@ -238,6 +283,11 @@ def _options(facts: dict[str, Any], folder: Path) -> ServerOptions:
     for name in _PATHS:
         if isinstance(given.get(name), str) and given[name]:
             given[name] = folder / Path(given[name]).expanduser()
+    if isinstance(found := given.get("adapter"), dict):
+        given["adapter"] = {
+            name: folder / Path(own).expanduser() if isinstance(own, str) and own else own
+            for name, own in found.items()
+        }
     # A name of a packaged model is no path.
     if isinstance(model := given.get("model"), str) and ("/" in model or model.startswith("~")):
         given["model"] = str(folder / Path(model).expanduser())
@@ -276,6 +326,16 @@ def _sized(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _size(name, value) if name in sizes else value for name, value in facts.items()}
 
 
+def _objectives(name: str, value: Any) -> dict[str, Binding]:
+    found = {}
+    for app, own in _section(name, value).items():
+        try:
+            found[app] = bound(own)
+        except ConfigError as error:
+            raise ConfigError(f"[{name}] {app!r:.80}: {error}") from error
+    return found
+
+
 _CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "memory": _size,
     "context_budget": _size,
@@ -284,8 +344,11 @@ _CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "origins": _list,
     "batch_rows": _list,
     "levels": _list,
+    "adapter_targets": _list,
+    "adapter_memory": _size,
     "scheduler": _scheduler,
     "limits": _limits,
+    "objectives": _objectives,
 }
 
 

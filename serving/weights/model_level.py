@@ -1,6 +1,8 @@
 """Describes one level of a model to its runner: config, parameters, and the level whose buckets it uses."""
 
+import dataclasses
 import functools
+import itertools
 from typing import Any
 
 from jaxllm.config import WHOLE, ModelConfig
@@ -14,6 +16,22 @@ from serving.buckets.store import params_digest
 from serving.options import EngineOptions
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class LevelWeights:
+    """Parameters of a level, ready to be put there.
+
+    Attributes:
+      weights: by name (see `ModelLevel`).
+      params: as buckets take them.
+      version: (level, number), unique among the parameters of the level: identifies the weights that computed
+        a cache.
+    """
+
+    weights: Params
+    params: Params
+    version: tuple[int, int]
+
+
 class ModelLevel:
     """A model, or one of its levels.
 
@@ -24,7 +42,7 @@ class ModelLevel:
       params: `weights` as buckets take them: by address where native kernels read them so, stacked where
         their arrays are entries of stacks.
       options: resolved options of the engine.
-      weights_version: (level, number of swaps); identifies the weights that computed a cache.
+      weights_version: of the parameters that are there (see `LevelWeights.version`).
       bucket_level: the level of its buckets: its own, or 100 if all levels share them.
       bucket_cfg: the model that the buckets were lowered for, which gives the shapes of caches.
     """
@@ -44,6 +62,7 @@ class ModelLevel:
           ConfigError: the parameters have another form than those of `whole`.
         """
         self.cfg, self.options, self.level = cfg, options, level
+        self._numbers = itertools.count(1)
         self.weights_version = (level, 0)
         self.bucket_level, self.bucket_cfg = level, cfg
         if whole is not None:
@@ -52,16 +71,29 @@ class ModelLevel:
         if whole is not None:
             _require_same_form(self.params, whole.params)
 
-    def swap(self, weights: Params) -> None:
-        """Replaces the parameters; the buckets stay.
+    @property
+    def current(self) -> LevelWeights:
+        """The parameters that are there, to be put there again after others."""
+        return LevelWeights(self.weights, self.params, self.weights_version)
+
+    def prepared(self, weights: Params) -> LevelWeights:
+        """Other parameters, ready for `put`.
 
         Raises:
           ConfigError: names, structure, shapes or dtypes differ.
         """
         params = self._for_buckets(weights)
         _require_same_form(params, self.params)
-        self.weights, self.params = weights, params
-        self.weights_version = (self.level, self.weights_version[1] + 1)
+        return LevelWeights(weights, params, (self.level, next(self._numbers)))
+
+    def put(self, prepared: LevelWeights) -> None:
+        """Replaces the parameters; the buckets stay. Takes no time, and may be repeated."""
+        self.weights, self.params = prepared.weights, prepared.params
+        self.weights_version = prepared.version
+
+    def swap(self, weights: Params) -> None:
+        """`put` of what is `prepared` here."""
+        self.put(self.prepared(weights))
 
     @property
     def shapes(self) -> ModelShapes:

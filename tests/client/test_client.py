@@ -3,20 +3,15 @@
 import asyncio
 import dataclasses
 import gc
-import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 import jaxllm
 from jaxllm.client import AsyncClient, Busy, Client, Sampling, ServiceError, Unauthorized, Unreachable
@@ -31,104 +26,7 @@ from jaxllm.errors import (
     ObjectiveMissed,
     TemplateError,
 )
-
-SEEN: list[tuple[str, Any]] = []
-PLAN = {"level": 70, "kept_tokens": 4, "source": "tiny LM"}
-CONTEXTS: dict[str, dict[str, Any]] = {}
-GONE = threading.Event()
-
-
-def error(status: int, code: str, message: str = "no", **headers: str) -> Response:
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-    return JSONResponse(body, status, headers)
-
-
-async def answer(request: Request) -> Response:
-    """Streams words; the prompt says what goes wrong."""
-    body = await request.json()
-    SEEN.append((request.url.path, body))
-    prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
-    if prompt.startswith("status "):
-        _, status, code = prompt.split()
-        return error(int(status), code, **{"retry-after": "3"})
-    chat = "messages" in body
-
-    def event(text: str | None, **more: Any) -> bytes:
-        part = {"delta": {"content": text} if text else {}} if chat else {"text": text or ""}
-        choice = {"index": 0, **part, "finish_reason": more.pop("finish", None)}
-        return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\r\n\r\n"
-
-    async def stream() -> AsyncIterator[bytes]:
-        yield b": hello\n\n" + event("", jaxllm={"plan": PLAN})
-        whole = event("Grüße") + event(" an alle")
-        # In pieces that respect neither events nor characters.
-        for at in range(0, len(whole), 7):
-            yield whole[at : at + 7]
-        if prompt == "break off":
-            return
-        if prompt == "malformed":
-            yield b"data: {\n\n"
-        if prompt == "fail":
-            yield b'data: {"error": {"message": "full", "code": "budget_exceeded"}}\n\n'
-        if prompt == "for ever":
-            try:
-                while True:
-                    yield event("x")
-                    await asyncio.sleep(0.01)
-            finally:
-                GONE.set()
-        facts = {"ttft_ms": 12.5, "tpot_ms": 2.0, "met": True, "reused_tokens": 3}
-        yield event(None, finish="stop")
-        usage = {"prompt_tokens": 5, "completion_tokens": 3}
-        yield b"data: " + json.dumps({"choices": [], "usage": usage, "jaxllm": facts}).encode() + b"\n\n"
-        yield b"data: [DONE]\n\n"
-
-    return StreamingResponse(stream(), media_type="text/event-stream")
-
-
-async def contexts(request: Request) -> Response:
-    if request.method == "GET":
-        return JSONResponse({"object": "list", "data": list(CONTEXTS.values())})
-    body = await request.json()
-    name = f"c{len(CONTEXTS)}"
-    CONTEXTS[name] = {
-        "id": name, "tokens": 0, "level": body.get("level", 100), "pinned": body["pinned"],
-        "stored_bytes": 0, "object": "context",
-    }  # fmt: skip
-    return JSONResponse(CONTEXTS[name])
-
-
-async def context(request: Request) -> Response:
-    name = request.path_params["name"]
-    if name not in CONTEXTS:
-        return error(404, "context_not_found")
-    if request.method == "DELETE":
-        del CONTEXTS[name]
-        return Response(status_code=204)
-    if request.path_params["verb"] == "generate":
-        return await answer(request)
-    CONTEXTS[name]["pinned"] = (await request.json())["pinned"]
-    return JSONResponse(CONTEXTS[name])
-
-
-async def told(request: Request) -> Response:
-    SEEN.append((request.url.path, dict(request.headers)))
-    if request.url.path == "/health":
-        return JSONResponse({"ready": False, "why": "loading"}, 503)
-    return JSONResponse({"object": "list", "data": [{"id": "default"}]})
-
-
-APP = Starlette(
-    routes=[
-        Route("/v1/chat/completions", answer, methods=["POST"]),
-        Route("/v1/completions", answer, methods=["POST"]),
-        Route("/v1/contexts", contexts, methods=["GET", "POST"]),
-        Route("/v1/contexts/{name}", context, methods=["DELETE"]),
-        Route("/v1/contexts/{name}/{verb}", context, methods=["POST"]),
-        Route("/v1/models", told),
-        Route("/health", told),
-    ]
-)
+from tests.client.small_service import APP, CONTEXTS, GONE, SEEN
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +74,14 @@ def test_a_call_streams_and_tells_its_plan_and_cost(client: Client) -> None:
 
 
 def test_objectives_are_bound_and_named(client: Client) -> None:
-    client.bind("<40,70>", strict=True)
+    assert client.bind("<40,70>", strict=True) == (8, 16)
+    assert SEEN[-1] == ("POST /v1/objective", {"slo": "<40,70>", "strict": True})
+    assert client.objective()["from"] == "app"
+    client.unbind()
+    assert SEEN[-1][0] == "DELETE /v1/objective"
+    # The service knows the app's.
     client.call("a").result()
-    assert (sent()["slo"], sent()["strict"]) == ("<40,70>", True)
+    assert {"slo", "strict"} & sent().keys() == set()
     client.complete("a", slo=jaxllm.Latency(ttft_ms=200, tpot_ms=50), strict=False).result()
     assert SEEN[-1][0] == "/v1/completions"
     assert (sent()["slo"], sent()["strict"]) == ({"ttft_ms": 200, "tpot_ms": 50}, False)
@@ -186,8 +89,23 @@ def test_objectives_are_bound_and_named(client: Client) -> None:
     assert wire_slo(jaxllm.EndToEnd(total_ms=9)) == {"total_ms": 9}
     assert wire_slo(jaxllm.EnergyBudget(joules=2)) == {"joules": 2}
     assert wire_slo({"ttft_ms": 1}) == {"ttft_ms": 1}
-    with pytest.raises(ConfigError, match="an objective is"):
-        client.bind(40)
+    for wrong, why in ((40, "an objective is"), (None, "bind takes an objective")):
+        with pytest.raises(ConfigError, match=why):
+            client.bind(wrong)
+
+
+def test_adapters_are_named_by_a_client_of_their_own(client: Client) -> None:
+    formal = client.with_adapter("formal")
+    formal.call("a").result()
+    assert sent()["adapter"] == "formal"
+    context = formal.new_context(level=70)
+    assert (context.facts.adapter, context.facts.created) == ("formal", 7)
+    context.generate("a").result()
+    assert sent()["adapter"] == "formal"
+    for plain in (client, formal.with_adapter("")):
+        plain.call("a").result()
+        assert "adapter" not in sent()
+    assert client.adapters() == [{"id": "default"}]
 
 
 def test_sampling_is_sent_by_either_class(client: Client) -> None:
@@ -314,10 +232,13 @@ def test_models_health_and_keys(path: str) -> None:
 def test_the_same_for_asyncio(path: str) -> None:
     async def talk() -> None:
         async with AsyncClient(socket=path) as client:
-            client.bind("<40,70>")
-            answer = await client.call("a")
+            assert await client.bind("<40,70>") == (8, 16)
+            assert sent() == {"slo": "<40,70>", "strict": False}
+            assert (await client.objective())["strict"] is True
+            await client.unbind()
+            answer = await client.with_adapter("formal").call("a")
             assert [piece async for piece in answer] == ["Grüße", " an alle"]
-            assert sent()["slo"] == "<40,70>"
+            assert sent()["adapter"] == "formal"
             assert answer.met is True
             both = await asyncio.gather(client.call("a"), client.complete("b"))
             assert [(await each.result()).text for each in both] == ["Grüße an alle"] * 2

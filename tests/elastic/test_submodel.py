@@ -29,6 +29,7 @@ from tests.elastic.models import LLAMA, MIXTRAL, MODELS, TOKENS, in_blocks, scal
 from tests.kernels.switching import fall_back
 
 LADDER = Ladder(anchors=(1,))
+pytestmark = pytest.mark.usefixtures("quick_compilations")
 
 
 def cut_by_hand(cfg: ModelConfig, params):

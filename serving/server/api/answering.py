@@ -8,6 +8,7 @@ from typing import Any
 from serving.server.api.errors import ApiError
 from serving.server.api.tools.scanner import ToolCall, ToolScanner
 from serving.server.calls import Backend, Call, Ended, Event, Piece, Started, Ticket, TokenLogprob
+from serving.server.objectives import written
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,9 @@ class Choice:
                 "kept_tokens": start.kept_tokens, "reused_tokens": start.reused_tokens,
                 "queued_ms": start.queued_ms,
             }  # fmt: skip
+            told |= {"adapter": start.adapter} if start.adapter else {}
+            if start.objective is not None:
+                told |= {"slo": written(start.objective), "slo_from": "app" if start.bound else "call"}
         if end is not None:
             told |= {
                 "ttft_ms": end.ttft_ms, "tpot_ms": end.tpot_ms, "engine_ttft_ms": end.engine_ttft_ms,

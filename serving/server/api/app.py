@@ -14,11 +14,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxllm.errors import JaxllmError
 from serving.server.access import request_id_of
 from serving.server.api import (
+    adapters,
     anthropic_messages,
     chat,
     completions,
     contexts,
     model_routes,
+    objective,
     ollama,
     responses,
 )
@@ -31,6 +33,7 @@ from serving.server.calls import Backend
 
 Handler = Callable[[Front, Visit], Awaitable[Response]]
 Identify = Callable[[Scope], str]
+Operates = Callable[[Scope], bool]
 
 _LEFT = 499
 # Path -> handlers by method. Health and readiness are told to whoever asks.
@@ -49,7 +52,12 @@ _ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/embeddings", model_routes.embeddings),
     ("GET", "/v1/models", model_routes.models),
     ("GET", "/v1/models/{name}", model_routes.models),
-    ("GET", "/v1/adapters", model_routes.adapters),
+    ("GET", "/v1/adapters", adapters.listed),
+    ("POST", "/v1/adapters", adapters.load),
+    ("DELETE", "/v1/adapters/{name}", adapters.unload),
+    ("GET", "/v1/objective", objective.get),
+    ("POST", "/v1/objective", objective.bind),
+    ("DELETE", "/v1/objective", objective.unbind),
     ("POST", "/v1/contexts", contexts.create),
     ("GET", "/v1/contexts", contexts.listed),
     ("GET", "/v1/contexts/{name}", contexts.get),
@@ -74,6 +82,7 @@ def make_app(
     backend: Backend,
     *,
     identify: Identify,
+    operates: Operates = lambda scope: False,
     options: ApiOptions | None = None,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
@@ -83,6 +92,7 @@ def make_app(
       backend: that answers.
       identify: the app of a connection, by its scope; raises a JaxllmError where it is not known, whose
         attribute `code`, if there is one, is told.
+      operates: whether a connection, whose app is known, may change what all apps have.
       options: limits and defaults.
       extra_routes: beside the front's own, which they precede.
     """
@@ -93,7 +103,7 @@ def make_app(
     for method, path, handler in _ROUTES:
         by_path.setdefault(path, {})[method] = handler
     for path, handlers in by_path.items():
-        routes.append(Route(path, _endpoint(front, handlers, identify), methods=[*handlers]))
+        routes.append(Route(path, _endpoint(front, handlers, identify, operates), methods=[*handlers]))
     return Starlette(
         routes=[*extra_routes, *routes],
         middleware=[Middleware(RequestIds)],
@@ -145,7 +155,7 @@ def _open(front: Front, handler: Handler) -> Callable[[Request], Awaitable[Respo
 
 
 def _endpoint(
-    front: Front, handlers: dict[str, Handler], identify: Identify
+    front: Front, handlers: dict[str, Handler], identify: Identify, operates: Operates
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
@@ -158,6 +168,7 @@ def _endpoint(
                 path=request.path_params,
                 slo=request.headers.get("x-slo", ""),
                 query=request.query_params.multi_items(),
+                operator=operates(request.scope),
             )
             handler = handlers["GET" if request.method == "HEAD" else request.method]
             return await while_connected(request, _run(handler, front, visit))

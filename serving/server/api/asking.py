@@ -9,24 +9,19 @@ from typing import Any
 
 import msgspec
 
-from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling
-from serving.planning.objectives import EndToEnd, EnergyBudget, Latency, Objective
+from serving.planning.objectives import Objective
 from serving.request import GenerationConfig
 from serving.server.api.errors import ApiError
 from serving.server.api.front import Front, Visit
 from serving.server.api.tools.scanner import ToolScanner
 from serving.server.calls import Call, Conversation, Grammar
+from serving.server.objectives import objective_from
 
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
 _MAX_PREFIX_KEY = 256
 _STRICT = re.compile(r"(.*);\s*strict\s*", re.DOTALL)
-_OBJECTIVES: dict[frozenset[str], Callable[..., Objective]] = {
-    frozenset({"ttft_ms", "tpot_ms"}): Latency,
-    frozenset({"total_ms"}): EndToEnd,
-    frozenset({"joules"}): EnergyBudget,
-}
 
 Prompt = Conversation | str | tuple[int, ...]
 
@@ -192,7 +187,7 @@ def objective_of(
     `; strict` behind), and whether it insists.
 
     Raises:
-      ApiError, ConfigError: it is written in another way.
+      ApiError: it is written in another way.
     """
     if slo is None and header:
         if found := _STRICT.fullmatch(header):
@@ -205,19 +200,10 @@ def objective_of(
                 raise ApiError(f"the header X-SLO is not JSON: {header!r:.80}", param="X-SLO") from None
     if slo is None:
         return None, strict
-    if isinstance(slo, str):
-        return Slo.parse(slo), strict
-    kind = _OBJECTIVES.get(frozenset(slo)) if isinstance(slo, Mapping) else None
-    if kind is None:
-        raise ApiError(
-            'slo is "<TTFT,TPOT>" in percent, {"ttft_ms": .., "tpot_ms": ..}, {"total_ms": ..} or '
-            f'{{"joules": ..}}, got {slo!r:.80}',
-            param="slo",
-        )
     try:
-        return kind(**slo), strict
-    except OverflowError:
-        raise ConfigError("a number of slo is too large") from None
+        return objective_from(slo), strict
+    except ConfigError as error:
+        raise ApiError(str(error), param="slo") from error
 
 
 def context_of(conversation: str | Mapping[str, Any] | None) -> str:

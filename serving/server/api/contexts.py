@@ -12,7 +12,7 @@ from serving.server.api.completions import completions
 from serving.server.api.errors import ApiError
 from serving.server.api.front import Front, Visit
 from serving.server.api.streams import json_response
-from serving.server.calls import ContextFacts
+from serving.server.facts import ContextFacts
 
 
 class CreateBody(msgspec.Struct, kw_only=True):
@@ -20,6 +20,7 @@ class CreateBody(msgspec.Struct, kw_only=True):
 
     level: int | None = None
     pinned: bool = False
+    adapter: str | None = None
 
 
 class PinBody(msgspec.Struct, kw_only=True):
@@ -31,9 +32,11 @@ class PinBody(msgspec.Struct, kw_only=True):
 async def create(front: Front, visit: Visit) -> Response:
     """Creates a context (newLLMCtx)."""
     body = front.body(dataclasses.replace(visit, raw=visit.raw or b"{}"), CreateBody)
-    return json_response(
-        _told(await front.backend.create_context(visit.app, level=body.level, pinned=body.pinned)), 201
+    adapter = front.adapter(front.backend.facts(), body.adapter or "")
+    facts = await front.backend.create_context(
+        visit.app, level=body.level, pinned=body.pinned, adapter=adapter
     )
+    return json_response(_told(facts), 201)
 
 
 async def listed(front: Front, visit: Visit) -> Response:

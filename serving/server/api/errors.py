@@ -17,7 +17,7 @@ from jaxllm.errors import (
     ObjectiveMissed,
     TemplateError,
 )
-from serving.server.calls import ContextBusy, Refused
+from serving.server.calls import AdapterBusy, AdapterGone, ContextBusy, Refused
 
 _log = logging.getLogger(__name__)
 _MOST_CHARACTERS = 1000
@@ -50,6 +50,7 @@ class ApiError(JaxllmError):
 _KINDS = {
     400: ("invalid_request_error", "invalid_request", "invalid_request_error"),
     401: ("authentication_error", "invalid_api_key", "authentication_error"),
+    403: ("permission_error", "forbidden", "permission_error"),
     404: ("invalid_request_error", "not_found", "not_found_error"),
     405: ("invalid_request_error", "method_not_allowed", "invalid_request_error"),
     408: ("invalid_request_error", "request_timeout", "invalid_request_error"),
@@ -77,6 +78,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(text, status=status, code=code, retry_after_s=wait)
     for kind, status, code in (
         (ContextBusy, 409, ""),
+        (AdapterBusy, 409, "adapter_busy"),
+        (AdapterGone, 404, "adapter_not_found"),
         (ContextGone, 404, "context_not_found"),
         (ContextOverflow, 400, "context_length_exceeded"),
         (ObjectiveMissed, 422, ""),

@@ -12,7 +12,8 @@ from serving.server.api.bodies import Neutral, read_body
 from serving.server.api.errors import ApiError
 from serving.server.api.options import ApiOptions
 from serving.server.api.response_store import ResponseStore
-from serving.server.calls import Backend, ModelFacts
+from serving.server.calls import Backend
+from serving.server.facts import ModelFacts
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 _MOST_TEXTS = 1 << 18
@@ -29,6 +30,7 @@ class Visit:
       path: values in the path.
       slo: the header X-SLO; empty for none.
       query: names and values behind the path.
+      operator: whether who asks may change what all apps have.
     """
 
     app: str
@@ -37,6 +39,7 @@ class Visit:
     path: Mapping[str, str] = dataclasses.field(default_factory=dict)
     slo: str = ""
     query: Sequence[tuple[str, str]] = ()
+    operator: bool = False
 
     def call_id(self) -> str:
         """A new identifier of a call, which names the request and is unique whatever the client sent."""

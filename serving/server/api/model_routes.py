@@ -1,4 +1,4 @@
-"""Tells of the model and the service: models, adapters, props, health, ready; texts, tokens, embeddings."""
+"""Tells of the model and the service: models, props, health, ready; texts, tokens, embeddings."""
 
 import base64
 import struct
@@ -13,7 +13,8 @@ from serving.server.api.errors import ApiError
 from serving.server.api.front import Front, Visit
 from serving.server.api.messages import messages_of, tools_of
 from serving.server.api.streams import json_response
-from serving.server.calls import Conversation, ModelFacts
+from serving.server.calls import Conversation
+from serving.server.facts import ModelFacts
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -48,14 +49,6 @@ async def models(front: Front, visit: Visit) -> Response:
         return json_response(_model(facts, name))
     names = [facts.name, *(f"{facts.name}:{adapter}" for adapter in facts.adapters)]
     return json_response({"object": "list", "data": [_model(facts, name) for name in names]})
-
-
-async def adapters(front: Front, visit: Visit) -> Response:
-    """The adapters that requests may name."""
-    facts = front.backend.facts()
-    return json_response(
-        {"object": "list", "data": [{"id": name, "object": "adapter"} for name in facts.adapters]}
-    )
 
 
 async def props(front: Front, visit: Visit) -> Response:

@@ -80,7 +80,7 @@ function figure(id, value, unit) {
 
 const KINDS = {
   weights: "Weights", kv: "Running caches", contexts: "Contexts", prefixes: "Prefixes", drafts: "Drafts",
-  layers: "Layers", experts: "Experts", other: "Runtime and the rest",
+  layers: "Layers", experts: "Experts", adapters: "Adapters", other: "Runtime and the rest",
 };
 
 export function memory({ figures }) {

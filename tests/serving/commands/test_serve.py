@@ -23,6 +23,9 @@ def test_a_missing_package_is_named(run, monkeypatch):
         (["--http", "192.0.2.1:80"], "not a loopback address"),
         (["--draft", "level:x"], "level"),
         (["--config", "missing.toml"], "missing.toml"),
+        (["--adapter", "formal"], "NAME=FOLDER"),
+        (["--adapter", "a b=x"], "an adapter's name"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "named twice"),
     ],
 )
 def test_wrong_options_end_it(run, arguments, message):

@@ -1,5 +1,7 @@
 """Encrypted contexts: nothing readable on storage, the same chunks back, and gone with their key."""
 
+import dataclasses
+import json
 import os
 import stat
 from pathlib import Path
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError, ContextGone, JaxllmError, Unreadable
+from serving.contexts import record_file
+from serving.contexts.compacting import compact
 from serving.contexts.context import Context
 from serving.contexts.erasing import erase
 from serving.contexts.root import folder_bytes
@@ -47,11 +51,31 @@ def test_a_context_is_there_again_and_nothing_of_it_can_be_read(tmp_path: Path, 
             np.testing.assert_array_equal(blob, blobs(chunk, record.bits[chunk])[1])
         for salt in range(1, 10):
             store.commit(*grown(record, [8, 4, 8], salt))
-            store.compact(name)
+            compact(store, name)
         holds(store, name, 9)
     plain = made(tmp_path / "plain", None)
     assert b'\\"tokens\\"' in content(tmp_path / "plain")
     assert plain != name
+
+
+def test_records_from_before_contexts_had_a_time_are_read(
+    tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = made(tmp_path, keys)
+    folder = tmp_path / "store" / "app-mail" / name
+    with ContextStore(tmp_path / "store", keys=keys) as store:
+        record = store.record(name)
+        assert (folder / "record").read_bytes().startswith(b'{"version":5')
+        body = json.loads(record_file.encoded_body(record))
+        del body["created_s"]
+        with monkeypatch.context() as patch:
+            patch.setattr(record_file, "SEALED_VERSION", 3)
+            assert store.vault is not None
+            (folder / "record").write_bytes(record_file._sealed(json.dumps(body), folder, store.vault))
+    with ContextStore(tmp_path / "store", keys=keys) as store:
+        assert record.created_s > 0
+        assert store.record(name) == dataclasses.replace(record, created_s=0)
+        assert store.verify() == []
 
 
 def test_keys_are_closed_to_others(tmp_path: Path, keys: Path) -> None:

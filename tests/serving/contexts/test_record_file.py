@@ -6,12 +6,13 @@ import errno
 import json
 import os
 import random
+import time
 from pathlib import Path
 
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError, Unreadable
-from serving.contexts.record_file import encoded, find_record, write_record
+from serving.contexts.record_file import encoded, find_record, signed, write_record
 from serving.contexts.root import folder_name
 from serving.contexts.store import ContextStore
 from tests.faults import FailingDevice
@@ -107,18 +108,33 @@ def test_a_kill_between_two_names_is_no_damage(kept):
     assert "its record is missing" in find_record(folder).damage
 
 
-@pytest.mark.parametrize("version", [1, 4])
+@pytest.mark.parametrize("version", [1, 6])
 def test_another_version_is_unreadable_and_stays(kept, version):
     root, record, folder = kept
     for name in ("record", "record.previous"):
-        raw = (folder / name).read_bytes().replace(b'{"version":2', b'{"version":%d' % version)
+        raw = (folder / name).read_bytes().replace(b'{"version":4', b'{"version":%d' % version)
         (folder / name).write_bytes(raw)
     with ContextStore(root) as store:
         (damage,) = store.verify(repair=True)
         assert (damage.proved, damage.lost, damage.aside) == (False, True, "")
-        with pytest.raises(Unreadable, match=f"of version {version}, this jaxllm reads 2"):
+        with pytest.raises(Unreadable, match=f"of version {version}, this jaxllm reads 2 to 5"):
             store.record(record.name)
     assert (folder / "record").read_bytes().startswith(b'{"version":%d' % version)
+
+
+def test_records_from_before_contexts_had_a_time_are_read(kept):
+    root, record, folder = kept
+    assert abs(record.created_s - time.time()) < 600
+    document = record_document((folder / "record").read_bytes())
+    del document["created_s"]
+    (folder / "record").write_bytes(signed(json.dumps(document), 2))
+    assert find_record(folder).record == dataclasses.replace(record, created_s=0)
+    with ContextStore(root) as store:
+        assert store.verify() == []
+        # What is written from here on keeps that it is not known.
+        store.commit(store.record(record.name))
+    assert (folder / "record").read_bytes().startswith(b'{"version":4')
+    assert find_record(folder).record.created_s == 0
 
 
 CHANGES = [
@@ -133,6 +149,7 @@ CHANGES = [
     {"files": ["0.kv", 1]}, {"files": ["0.kv", "record"]}, {"tables": {}}, {"tables": {"0.kv": "x"}},
     {"tables": []}, {"tables": {"0.kv": 1, "1.kv": 2}}, {"pinned": 1}, {"pinned": None}, {"used": -1},
     {"used": 1 << 60}, {"used": 1.5}, {"used": True}, {"origin": None}, {"origin": {}}, {"more": 1},
+    {"created_s": -1}, {"created_s": 1.5}, {"created_s": None},
     {"model": 1}, {"model": "a\nb"}, {"model": "x" * 5000}, {"level": 0}, {"level": 101}, {"level": True},
     {"adapter": []}, {"codec": "zip"}, {"codec": []}, {"chunk_tokens": 0}, {"chunk_tokens": 3},
     {"chunk_tokens": 1 << 40}, {"dtype": "int8"}, {"dtype": {}}, {"heads": []}, {"heads": [1, -1]},

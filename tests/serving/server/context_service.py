@@ -19,6 +19,7 @@ from serving import batch
 from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
 from serving.server.accounting import AccountedBackend
+from serving.server.adapters import AdapterOptions, Adapters
 from serving.server.api.app import make_app
 from serving.server.context_turns import ContextTurns
 from serving.server.executor import Executor
@@ -36,13 +37,13 @@ WINDOW = 128
 WHOLE = {"logit_bias": {str(END_ID): -100}, "temperature": 0}
 
 
-def open_tiny(folder: Path, **options: Any) -> LLMService:
+def open_tiny(folder: Path, *, adapter_rank: int = 0, **options: Any) -> LLMService:
     """A service with contexts in `folder`."""
     parts = elastic_parts(Ladder(levels=(50, 100)))
     path = write_tiny_bundle(folder / "tiny.jaxllm", "int8", parts=parts)
     engine = EngineOptions(
         context_tokens=WINDOW, cache_tokens=(WINDOW,), chunk_tokens=(16,), decode_block=4, buckets_bytes=0,
-        batch_rows=(2,),
+        batch_rows=(2,), adapter_rank=adapter_rank,
     )  # fmt: skip
     contexts = ContextOptions(folder=folder / "contexts", **options)
     return LLMService.open(path, options=engine, contexts=contexts)
@@ -58,10 +59,11 @@ class ContextService:
       url: of the service.
     """
 
-    def __init__(self, service: LLMService, folder: Path) -> None:
-        self.service, self._folder = service, folder
+    def __init__(self, service: LLMService, folder: Path, adapters: AdapterOptions | None = None) -> None:
+        self.service, self._folder, self._adapters = service, folder, adapters
         self.backend = AccountedBackend(Limits())
         self.keys = {app: add_key(folder / "keys.json", app)[0] for app in ("mail", "spy")}
+        self.keys["admin"] = add_key(folder / "keys.json", "admin", operator=True)[0]
         self.executor: Any = None
         self._sockets = [socket.create_server(("127.0.0.1", 0))]
         self.url = f"http://127.0.0.1:{self._sockets[0].getsockname()[1]}"
@@ -73,9 +75,15 @@ class ContextService:
         contexts = self.service.contexts
         assert contexts is not None
         margin = self.service.planner.safety_margin
-        turns = ContextTurns(contexts, self.service.profile, self.backend.limits_of, margin=margin)
+        adapters = Adapters(self.service.engine.model, self._adapters)
+        turns = ContextTurns(
+            contexts, self.service.profile, self.backend.limits_of, margin=margin, adapters=adapters
+        )
         options = SchedulerOptions(batch_rows=2)
-        self.executor = Executor(self.service, options, together=batch, contexts=turns)
+        self.executor = Executor(
+            self.service, options, together=batch, contexts=turns, adapters=adapters,
+            observer=self.backend.metrics,
+        )  # fmt: skip
         self.executor.start()
         self.backend.opened(self.executor, "tiny")
 
@@ -102,7 +110,8 @@ class ContextService:
     def serving(self) -> Iterator["ContextService"]:
         """Serves until the end of the block."""
         identity = Identity(keys=KeyFile(self._folder / "keys.json"))
-        app: Any = Guard(make_app(self.backend, identify=identity.identify), identity)
+        front = make_app(self.backend, identify=identity.identify, operates=identity.operates)
+        app: Any = Guard(front, identity)
         config = uvicorn.Config(
             app, http=protocol(PeerOptions()), ws="none", lifespan="off", log_level="error", access_log=False
         )

@@ -14,8 +14,9 @@ from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from serving.server.calls import Ended, ModelFacts, Started
+from serving.server.calls import Ended, Started
 from serving.server.dispatches import Dispatch
+from serving.server.facts import ModelFacts
 from serving.server.feed import Feed
 from serving.server.history import History
 from serving.server.metrics import Metrics
@@ -77,6 +78,7 @@ FIGURES = {
             "weights": {"size_bytes": 912 * MB},
             "kv": {"size_bytes": 118 * MB},
             "experts": {"size_bytes": 220 * MB, "limit_bytes": 256 * MB, "least_bytes": 48 * MB},
+            "adapters": {"size_bytes": 6 * MB},
             "drafts": {"size_bytes": 64 * MB, "limit_bytes": 64 * MB, "least_bytes": 0},
             "contexts": {"size_bytes": 143 * MB, "limit_bytes": 256 * MB, "least_bytes": 16 * MB},
             "prefixes": {"size_bytes": 41 * MB, "limit_bytes": 96 * MB, "least_bytes": 0},
@@ -90,6 +92,7 @@ FIGURES = {
         "notes": {"contexts": 3, "pinned": 0, "stored_bytes": 9 * MB,
                   "chunks": {"raw": 0, "8": 14, "4": 40, "2": 22}},
     },
+    "adapters": {"mail-tone": 6 * MB},
     "experts": {"visits": 120_400, "hits": 109_322, "foreseen": 31_220},
     "read_bytes": {"weights": 0, "experts": 5_400 * MB, "contexts": 310 * MB},
 }  # fmt: skip

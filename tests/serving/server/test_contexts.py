@@ -246,6 +246,7 @@ def test_a_cancel_keeps_the_tokens_that_are_complete(served, http, monkeypatch):
 
 def test_a_restart_finds_the_contexts(served, http, monkeypatch):
     name = made(http, pinned=True)
+    created = http.get(f"/v1/contexts/{name}").json()["created"]
     before = facts(http, name, FOX, 30)
     with slowly(monkeypatch), streamed(served.http("mail"), name, 60) as lines:
         next(lines)
@@ -254,6 +255,7 @@ def test_a_restart_finds_the_contexts(served, http, monkeypatch):
         assert "draining" in "".join(lines)
     there = http.get(f"/v1/contexts/{name}").json()
     assert there["pinned"]
+    assert there["created"] == created > time.time() - 600
     assert there["tokens"] > before["context_tokens"]
     assert facts(http, name, [1])["reused_tokens"] >= there["tokens"] // 16 * 16
     assert http.delete(f"/v1/contexts/{name}").json()["deleted"]

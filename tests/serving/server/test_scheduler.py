@@ -142,6 +142,29 @@ def test_runs_decode_together():
     assert decide(rows[0]).kind == "step"
 
 
+def test_runs_of_one_adapter_decode_together():
+    def row(number, adapter, due):
+        return Work(
+            id=number, app="a", since_ms=0.0, due_ms=due, stage="decode", token_ms=10.0, tpot_ms=200.0,
+            batchable=True, adapter=adapter,
+        )  # fmt: skip
+
+    rows = [row(1, "", 30.0), row(2, "formal", 10.0), row(3, "", 20.0), row(4, "formal", 40.0)]
+    rows.append(row(5, "x", 50.0))
+    assert next_action(Queue(now_ms=0.0, work=rows), OPTIONS) == Action("decode", (2, 4))
+    left = [each for each in rows if each.adapter != "formal"]
+    assert next_action(Queue(now_ms=0.0, work=left), OPTIONS) == Action("decode", (3, 1))
+    assert next_action(Queue(now_ms=0.0, work=rows[-1:]), OPTIONS) == Action("step", (5,))
+    # Batches of different adapters take their times one after the other.
+    prefill = dataclasses.replace(rows[0], id=9, stage="prefill", left_ms=100.0)
+    plain = [dataclasses.replace(each, adapter="") for each in rows]
+    together, apart = (
+        expected_load(Queue(now_ms=0.0, work=[prefill, *streams]), OPTIONS, "foreground").waiting_ms
+        for streams in (plain, rows)
+    )
+    assert apart > together > 100.0
+
+
 def test_slots_and_contexts_bound_what_begins():
     few = SchedulerOptions(running=2, background_running=1, reserved_running=0)
     run = work(1, stage="prefill", priority="background", due_ms=900.0)

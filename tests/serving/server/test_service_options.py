@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
+from serving.planning.objectives import Binding, Latency
 from serving.server.limits import AppLimits, Limits
 from serving.server.service_options import ServerOptions, address_of, read_options
 
@@ -25,6 +27,19 @@ drain_s = 2.5
 contexts = "kept"
 context_budget = "1MB"
 context_keys = "~/keys"
+
+adapters = "adapters"
+adapter_rank = 8
+adapter_targets = ["attn.q"]
+adapter_memory = "1MB"
+adapter_count = 3
+
+[adapter]
+formal = "adapters/formal"
+
+[objectives]
+mail = "<40,70>"
+keyboard = { ttft_ms = 200, tpot_ms = 50, strict = true }
 
 [apps]
 "uid:1000" = "mail"
@@ -65,6 +80,17 @@ def test_a_file_has_all_options(tmp_path):
     assert contexts is not None
     assert (contexts.folder, contexts.budget_bytes) == (tmp_path / "kept", 1_000_000)
     assert contexts.encryption == Path("~/keys").expanduser()
+    adapters = options.adapter_options()
+    assert (adapters.given, adapters.folder) == (
+        {"formal": tmp_path / "adapters/formal"}, tmp_path / "adapters",
+    )  # fmt: skip
+    assert (adapters.rank, adapters.targets, adapters.limit_bytes, adapters.most) == (
+        8, ("attn.q",), 1_000_000, 3,
+    )  # fmt: skip
+    assert options.objectives == {
+        "mail": Binding(Slo(ttft=0.4, tpot=0.7)),
+        "keyboard": Binding(Latency(ttft_ms=200, tpot_ms=50), strict=True),
+    }
     mail = AppLimits(in_flight=3, stored_bytes=1_000_000)
     # What the file does not name keeps its default.
     assert options.limits.of("chat") == AppLimits(in_flight=64, queued=32, tokens_per_minute=1000)
@@ -117,6 +143,18 @@ def test_addresses():
         ("[limits]\nflight = 1", "no limit 'flight'; limits are"),
         ("[limits.apps]\nmail = 1", "limits.apps.mail must be a section"),
         ("[limits.apps.'a b']\nqueued = 1", "app's name"),
+        ("adapters = 1", "adapters must be a path"),
+        ("adapter = 1", "adapter must be a section"),
+        ("[adapter]\n'a b' = 'x'", "an adapter's name"),
+        ("[adapter]\na = 1", "the folder of the adapter 'a' must be a path"),
+        ("adapter_rank = -1", "adapter_rank"),
+        ("adapter_targets = ['x']", "adapter_targets must be names of attn.q"),
+        ("adapter_memory = 0", "adapter_memory"),
+        ("adapter_count = 0", "adapter_count"),
+        ("objectives = 1", "objectives must be a section"),
+        ("[objectives]\nmail = 4", "'mail': slo is"),
+        ("[objectives]\nmail = { slo = '<40,70>', strict = 1 }", "strict must be"),
+        ("[objectives]\n'a b' = '<40,70>'", "app's name"),
         ("a = [", "is not TOML"),
         ("a = " + 9999 * "[", "is not TOML"),
     ],

@@ -57,7 +57,7 @@ def running() -> Iterator[Served]:
     # Paths of sockets are short.
     folder = tempfile.mkdtemp(prefix="api", dir="/tmp")
     served = Served(str(Path(folder) / "s"))
-    app = make_app(served, identify=identify, options=OPTIONS)
+    app = make_app(served, identify=identify, operates=lambda scope: True, options=OPTIONS)
     config = uvicorn.Config(app, uds=served.path, log_level="error", access_log=False, lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))

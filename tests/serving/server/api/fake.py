@@ -4,19 +4,22 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
+from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ContextGone
+from serving.planning.objectives import Binding
 from serving.server.calls import (
+    AdapterGone,
     Call,
     ContextBusy,
-    ContextFacts,
     Conversation,
     Ended,
     Event,
-    ModelFacts,
     Piece,
     Started,
     TokenLogprob,
 )
+from serving.server.facts import AdapterFacts, ContextFacts, ModelFacts
+from serving.server.objectives import Bindings
 
 
 class FakeTicket:
@@ -73,6 +76,8 @@ class FakeBackend:
         self.alive = self.ready = True
         self.tickets: list[FakeTicket] = []
         self.kept: dict[tuple[str, str], ContextFacts] = {}
+        self.bindings = Bindings({"bound": Binding(Slo(ttft=0.4, tpot=0.7), strict=True)})
+        self.named = {"mail": AdapterFacts(name="mail", digest="d1", size_bytes=5, loaded_s=1.0)}
 
     @property
     def calls(self) -> list[Call]:
@@ -81,7 +86,7 @@ class FakeBackend:
     def facts(self) -> ModelFacts:
         return ModelFacts(
             name="tiny", window_tokens=128, vocab_size=300, levels=(70, 100), has_chat_template=True,
-            adapters=("mail",), opened_s=1.0, chat_template=self.template,
+            adapters=tuple(self.named), opened_s=1.0, chat_template=self.template,
         )  # fmt: skip
 
     def submit(self, call: Call) -> FakeTicket:
@@ -105,11 +110,34 @@ class FakeBackend:
     async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
         return [[0.6, 0.8] for _ in prompts]
 
+    def adapters(self) -> Sequence[AdapterFacts]:
+        return list(self.named.values())
+
+    async def load_adapter(self, app: str, name: str, folder: str) -> AdapterFacts:
+        self.named[name] = AdapterFacts(name=name, digest=folder, size_bytes=7, loaded_s=2.0)
+        return self.named[name]
+
+    async def unload_adapter(self, app: str, name: str) -> None:
+        if self.named.pop(name, None) is None:
+            raise AdapterGone(f"no adapter {name!r}")
+
+    def binding(self, app: str) -> tuple[Binding | None, bool]:
+        return self.bindings.of(app), self.bindings.is_own(app)
+
+    async def bind(self, app: str, binding: Binding) -> Sequence[int]:
+        self.bindings.bind(app, binding)
+        return (8,)
+
+    def unbind(self, app: str) -> None:
+        self.bindings.unbind(app)
+
     async def create_context(
-        self, app: str, *, level: int | None = None, pinned: bool = False
+        self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
     ) -> ContextFacts:
         name = f"c{len(self.kept)}"
-        facts = ContextFacts(name=name, tokens=0, level=level or 100, pinned=pinned, stored_bytes=0)
+        facts = ContextFacts(
+            name=name, tokens=0, level=level or 100, pinned=pinned, stored_bytes=0, adapter=adapter
+        )
         self.kept[app, name] = facts
         return facts
 

@@ -26,7 +26,18 @@ PATHS = [path.replace("{name}", STORED if "responses" in path else "c0") for _, 
     "/v1/contexts/%00",
 ]
 FIELDS = sorted(
-    {*NEUTRAL, *RESPONSE_NEUTRAL, "input", "content", "tokens", "level", "pinned", "unknown"}.union(
+    {
+        *NEUTRAL,
+        *RESPONSE_NEUTRAL,
+        "input",
+        "content",
+        "tokens",
+        "level",
+        "pinned",
+        "name",
+        "folder",
+        "unknown",
+    }.union(
         *(
             kind.__struct_fields__
             for kind in (ChatBody, CompletionBody, MessagesBody, GenerateBody, ResponseBody)

@@ -1,0 +1,312 @@
+"""Keeps the low-rank adapters of a service by name, and puts on the model the one that a call asks for.
+
+    adapters = Adapters(model, AdapterOptions(given={"mail": Path("adapters/mail")}, rank=8))
+    adapters.use("mail")       before a dispatch, in the engine's thread; "" for none
+
+Adapters of all calls have the same shapes, so that the buckets of the model serve each of them: loading one,
+and changing from one to another between two dispatches, compiles nothing.
+"""
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from jaxllm.config import WHOLE
+from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
+from jaxllm.models.lora import MAX_RANK, TARGETS, LoraConfig, adapted_parameters, adapter_shapes
+from serving.bundles import levels_of, open_model
+from serving.loading import LoadedModel
+from serving.server.calls import AdapterBusy, AdapterGone
+from serving.server.facts import AdapterFacts
+from serving.weights.adapters import LoadedAdapter, rank_of, read_adapter_of
+
+ADAPTER_BYTES = 256 << 20
+ADAPTERS = 16
+_RANK = 16
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Which adapters a service has.
+
+    Attributes:
+      given: name -> folder of those that are there from the start.
+      folder: in which lie those that operators may load while the service runs; None for no others.
+      rank: highest rank of any; 0 for that of the given ones, or 16 where others may be loaded.
+      targets: matrices that they may change, of `jaxllm.models.lora.TARGETS`; by default all linear ones of
+        attention and MLP.
+      limit_bytes: most bytes of their factors in memory.
+      most: most adapters at a time.
+    """
+
+    given: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    folder: Path | None = None
+    rank: int = 0
+    targets: tuple[str, ...] = ()
+    limit_bytes: int = ADAPTER_BYTES
+    most: int = ADAPTERS
+
+    def __post_init__(self) -> None:
+        for name in self.given:
+            require_adapter_name(name)
+        object.__setattr__(self, "given", MappingProxyType(dict(self.given)))
+        if type(self.rank) is not int or not 0 <= self.rank <= MAX_RANK:
+            raise ConfigError(f"adapter_rank must be a whole number up to {MAX_RANK}, got {self.rank!r:.80}")
+        if not isinstance(self.targets, tuple) or not set(self.targets) <= set(TARGETS):
+            raise ConfigError(
+                f"adapter_targets must be names of {', '.join(TARGETS)}, got {self.targets!r:.80}"
+            )
+        for name, value in {"adapter_memory": self.limit_bytes, "adapter_count": self.most}.items():
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} must be a whole number from 1 up, got {value!r:.80}")
+        if len(self.given) > self.most:
+            raise ConfigError(f"{len(self.given)} adapters are given, and adapter_count is {self.most}")
+
+    @property
+    def any(self) -> bool:
+        """Whether there may be an adapter."""
+        return bool(self.given) or self.folder is not None
+
+    def path(self, folder: str) -> Path:
+        """The path of a folder that an operator names, within `folder`.
+
+        Raises:
+          ConfigError: others may not be loaded, or it lies elsewhere.
+        """
+        if self.folder is None:
+            raise ConfigError(
+                "this service loads no adapters while it runs; start it with a folder for them (--adapters)"
+            )
+        try:
+            own = self.folder.resolve(strict=True)
+            # Links are followed before it is checked where they lead.
+            found = (own / folder).resolve(strict=True)
+        except (OSError, ValueError, RuntimeError):
+            raise ConfigError(f"there is no folder {folder!r:.80} in the folder of adapters") from None
+        if own not in found.parents or not found.is_dir():
+            raise ConfigError(f"{folder!r:.80} is no folder in the folder of adapters")
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    facts: AdapterFacts
+    loaded: LoadedAdapter
+
+
+class Adapters:
+    """The adapters of one service. All is for the engine's thread, but for what says otherwise."""
+
+    def __init__(self, model: LoadedModel, options: AdapterOptions | None = None) -> None:
+        """Loads the given ones.
+
+        Raises:
+          ConfigError, CheckpointError: one cannot be read, or does not fit the model or the options.
+          BudgetExceeded: they take more than they may.
+        """
+        self._model, self.options = model, options or AdapterOptions()
+        # Replaced, never changed: other threads read it.
+        self._named: Mapping[str, _Named] = {}
+        self._used = ""
+        for name, folder in self.options.given.items():
+            self.add(name, self.read(folder))
+
+    # -- from any thread --------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that are loaded."""
+        return tuple(self._named)
+
+    def facts(self) -> list[AdapterFacts]:
+        """All that are loaded."""
+        return [each.facts for each in self._named.values()]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of their factors."""
+        return sum(each.size_bytes for each in self.facts())
+
+    def require(self, name: str) -> None:
+        """Checks that an adapter is there; so is "", which is none.
+
+        Raises:
+          AdapterGone: it is not.
+        """
+        if name and name not in self._named:
+            known = ", ".join(map(repr, self.names[:20])) or "none"
+            raise AdapterGone(f"the model has no adapter {name!r:.80}; it has {known}")
+
+    def require_addable(self, name: str) -> None:
+        """Checks that an adapter of this name may be added.
+
+        Raises:
+          ConfigError: the name is not valid.
+          AdapterBusy: there is one of this name.
+          BudgetExceeded: there are as many as there may be.
+        """
+        require_adapter_name(name)
+        if name in self._named:
+            raise AdapterBusy(f"there is an adapter {name!r}; delete it first, or take another name")
+        if len(self._named) >= self.options.most:
+            raise BudgetExceeded(
+                f"{len(self._named)} adapters are loaded, which is the most; delete one first"
+            )
+
+    def read(self, folder: Path) -> LoadedAdapter:
+        """Reads an adapter, and makes what it takes to answer with it. Answers go on meanwhile.
+
+        Raises:
+          ConfigError, CheckpointError: it cannot be read, or does not fit the model or the options.
+        """
+        if (modes := self._model.runners.modes) is not None:
+            modes.require_adaptable()
+        return self._model.load_adapter(folder)
+
+    def name_of(self, digest: str) -> str:
+        """The name of the adapter of a digest; the digest itself where it is not loaded, empty for none."""
+        return self._name(digest) or digest
+
+    def of_context(self, digest: str, context: str, asked: str) -> str:
+        """The adapter of a context's turn.
+
+        Args:
+          digest: of the adapter that the context was made with; empty for none.
+          context: its name.
+          asked: name of the adapter that a call asks for; empty for the context's own.
+
+        Raises:
+          ContextGone: the context's adapter is not loaded.
+          ConfigError: the call asks for another one.
+          AdapterGone: what it asks for is not there any more.
+        """
+        self.require(asked)
+        name = self._name(digest)
+        if name is None:
+            raise ContextGone(
+                f"the context {context} was made with an adapter that is not loaded ({digest}); load it "
+                "again, or delete the context"
+            )
+        if asked and self._named[asked].loaded.digest != digest:
+            own = f"the adapter {name!r}" if name else "no adapter"
+            raise ConfigError(
+                f"the context {context} was made with {own}, and its cache is of no use to {asked!r:.80}; "
+                "leave the adapter out, or make another context"
+            )
+        return asked or name
+
+    # -- the engine's thread ----------------------------------------------------------------------
+
+    def use(self, name: str) -> None:
+        """Puts an adapter on the model; "" for none. Takes no time.
+
+        Raises:
+          AdapterGone: it is not there any more.
+        """
+        if name == self._used:
+            return
+        self.require(name)
+        self._model.use_adapter(self._named[name].loaded if name else None)
+        self._used = name
+
+    def add(self, name: str, loaded: LoadedAdapter) -> AdapterFacts:
+        """Lets calls name an adapter that was read.
+
+        Raises:
+          ConfigError, AdapterBusy, BudgetExceeded: see `require_addable`.
+          BudgetExceeded: also where all would take too much memory.
+        """
+        self.require_addable(name)
+        size, limit = self.size_bytes + loaded.size_bytes, self.options.limit_bytes
+        if size > limit:
+            raise BudgetExceeded(
+                f"the adapters would take {size:,} bytes of at most {limit:,}; delete one first, or raise "
+                "adapter_memory"
+            )
+        facts = AdapterFacts(
+            name=name, digest=loaded.digest, size_bytes=loaded.size_bytes, loaded_s=time.time()
+        )
+        self._named = {**self._named, name: _Named(facts, loaded)}
+        return facts
+
+    def unload(self, name: str) -> LoadedAdapter:
+        """Forgets an adapter that no call uses, and returns it.
+
+        Raises:
+          AdapterGone: there is none of this name.
+        """
+        self.require(name)
+        if self._used == name:
+            self.use("")
+        found = self._named[name].loaded
+        self._named = {each: kept for each, kept in self._named.items() if each != name}
+        return found
+
+    def _name(self, digest: str) -> str | None:
+        """The name of the adapter of a digest; empty for none, None where it is not loaded."""
+        if not digest:
+            return ""
+        return next((name for name, each in self._named.items() if each.facts.digest == digest), None)
+
+
+def require_adapter_name(name: object) -> str:
+    """A valid name of an adapter.
+
+    Raises:
+      ConfigError: it is another value.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(
+            "an adapter's name has 1 to 64 letters, digits, dots, underscores and hyphens, the first one a "
+            f"letter or digit, got {name!r:.80}"
+        )
+    return name
+
+
+class EngineShape(NamedTuple):
+    """What an engine must be opened with, so that it takes a service's adapters.
+
+    Attributes:
+      rank: `EngineOptions.adapter_rank`.
+      targets: `EngineOptions.adapter_targets`.
+      given_bytes: that the given adapters will take at all levels.
+    """
+
+    rank: int = 0
+    targets: tuple[str, ...] = ()
+    given_bytes: int = 0
+
+
+def engine_shape(
+    options: AdapterOptions, model: str | Path | None, levels: Sequence[int] = ()
+) -> EngineShape:
+    """The shape of adapters as the options have it, else as large as the given ones need.
+
+    Args:
+      options: of the adapters.
+      model: of the service.
+      levels: that it serves, in percent; empty for all that it has.
+
+    Raises:
+      JaxllmError: the model or an adapter cannot be read.
+    """
+    if not options.any:
+        return EngineShape()
+    with open_model(model) as bundle:
+        found = [read_adapter_of(bundle, each) for each in options.given.values()]
+        cfg = bundle.cfg
+    others = options.folder is not None
+    rank = options.rank or max([rank_of(adapter) for _, adapter in found] + [_RANK] * others)
+    wanted = {each for lora, _ in found for each in lora.targets} | {*(LoraConfig.targets * others)}
+    targets = options.targets or tuple(each for each in TARGETS if each in wanted)
+    names = adapted_parameters(cfg, targets)
+    factors = [shape for name in names for shape in adapter_shapes(cfg, name, rank)]
+    size = 4 * sum(map(math.prod, factors))
+    served = {*(levels or levels_of(model)), WHOLE}
+    return EngineShape(rank, targets, size * len(served) * len(found))

@@ -1,0 +1,110 @@
+"""Reads and writes objectives as requests and options have them, and keeps those that apps are bound to.
+
+bindings = Bindings({"mail": bound("<40,70>")})
+bindings.bind("mail", bound({"ttft_ms": 200, "tpot_ms": 50, "strict": True}))
+call = bindings.applied(call)       with the app's objective, where the call has none of its own
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxllm.elastic.slo import Slo
+from jaxllm.errors import BudgetExceeded, ConfigError
+from serving.planning.objectives import Binding, EndToEnd, EnergyBudget, Latency, Objective
+from serving.server.calls import Call
+
+# Apps are known by keys and users of the machine, so that there are fewer.
+_MOST_BOUND = 4096
+_KINDS: dict[frozenset[str], Callable[..., Objective]] = {
+    frozenset({"ttft_ms", "tpot_ms"}): Latency,
+    frozenset({"total_ms"}): EndToEnd,
+    frozenset({"joules"}): EnergyBudget,
+}
+
+
+def objective_from(value: Any) -> Objective:
+    """An objective as requests write it: `"<TTFT,TPOT>"` in percent, or an object of milliseconds or joules.
+
+    Raises:
+      ConfigError: it is written in another way, or out of its domain.
+    """
+    if isinstance(value, str):
+        return Slo.parse(value)
+    kind = _KINDS.get(frozenset(value)) if isinstance(value, Mapping) else None
+    if kind is None:
+        raise ConfigError(
+            'slo is "<TTFT,TPOT>" in percent, {"ttft_ms": .., "tpot_ms": ..}, {"total_ms": ..} or '
+            f'{{"joules": ..}}, got {value!r:.80}'
+        )
+    try:
+        return kind(**value)
+    except OverflowError:
+        raise ConfigError("a number of slo is too large") from None
+
+
+def written(objective: Objective) -> str | dict[str, float]:
+    """An objective as `objective_from` reads it."""
+    return str(objective) if isinstance(objective, Slo) else dataclasses.asdict(objective)
+
+
+def bound(value: Any) -> Binding:
+    """An app's objective as options write it: like `objective_from`, or an object with `slo` or its numbers,
+    and perhaps `strict`.
+
+    Raises:
+      ConfigError: it is written in another way.
+    """
+    strict = False
+    if isinstance(value, Mapping):
+        value = dict(value)
+        strict = value.pop("strict", False)
+        if not isinstance(strict, bool):
+            raise ConfigError(f"strict must be true or false, got {strict!r:.80}")
+        value = value["slo"] if value.keys() == {"slo"} else value
+    return Binding(objective_from(value), strict)
+
+
+class Bindings:
+    """The objectives of apps' calls that name none. For the event loop's thread.
+
+    Attributes:
+      given: app -> binding by the options; may be replaced at any time.
+    """
+
+    def __init__(self, given: Mapping[str, Binding] | None = None) -> None:
+        self.given: Mapping[str, Binding] = dict(given or {})
+        self._own: dict[str, Binding] = {}
+
+    def of(self, app: str) -> Binding | None:
+        """An app's binding: its own, else that of the options; None for none."""
+        return self._own.get(app, self.given.get(app))
+
+    def is_own(self, app: str) -> bool:
+        """Whether the app has bound itself."""
+        return app in self._own
+
+    def bind(self, app: str, binding: Binding) -> None:
+        """Binds an app, until it unbinds itself or the service ends.
+
+        Raises:
+          BudgetExceeded: too many apps are bound.
+        """
+        if app not in self._own and len(self._own) >= _MOST_BOUND:
+            raise BudgetExceeded(f"{_MOST_BOUND} apps are bound to objectives, which is the most")
+        self._own[app] = binding
+
+    def unbind(self, app: str) -> None:
+        """Ends what the app has bound itself to; what the options say of it counts again."""
+        self._own.pop(app, None)
+
+    def applied(self, call: Call) -> Call:
+        """A call with its app's objective where it names none, and with its app's choice to insist where it
+        says nothing. A budget of energy is not for turns in contexts, for which none is planned."""
+        own = self.of(call.app)
+        if own is None or (call.context and isinstance(own.objective, EnergyBudget)):
+            return call
+        strict = own.strict if call.strict is None else call.strict
+        if call.objective is not None:
+            return dataclasses.replace(call, strict=strict)
+        return dataclasses.replace(call, objective=own.objective, strict=strict, bound=True)

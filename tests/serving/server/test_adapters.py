@@ -1,0 +1,289 @@
+"""Low-rank adapters of a service: named by calls, loaded while it runs, and never mixed up."""
+
+import concurrent.futures
+import shutil
+
+import pytest
+
+from jaxllm import GenerationConfig
+from jaxllm.checkpoints.peft_folder import write_adapter
+from jaxllm.errors import BudgetExceeded, ConfigError
+from jaxllm.models.lora import LoraConfig
+from jaxllm.sampling import Sampling
+from serving import batch
+from serving.server.adapters import AdapterOptions, Adapters, engine_shape
+from tests.models.test_lora import random_adapter
+from tests.serving.server.context_service import WHOLE, ContextService, open_tiny
+from tests.serving.server.talking import FOX, facts, idle, made, said, slowly, streamed
+from tests.tiny import END_ID, TINY
+
+RANKS = {"formal": 4, "terse": 2, "other": 4}
+GREEDY = Sampling(logit_bias=((END_ID, -100.0),))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A service with the adapters `formal` and `terse`, and a folder with `other`."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, (name, rank) in enumerate(RANKS.items()):
+        lora = LoraConfig(rank=rank, alpha=16)
+        write_adapter(folder / "adapters" / name, TINY, lora, random_adapter(TINY, lora, seed))
+    given = {name: folder / "adapters" / name for name in ("formal", "terse")}
+    options = AdapterOptions(given=given, folder=folder / "adapters", most=3)
+    with ContextService(open_tiny(folder, adapter_rank=4), folder, options).serving() as made:
+        yield made
+
+
+@pytest.fixture
+def http(served):
+    http = served.http("mail")
+    yield http
+    for each in http.get("/v1/contexts").json()["data"]:
+        assert http.delete(f"/v1/contexts/{each['id']}").status_code == 200
+
+
+@pytest.fixture
+def operator(served):
+    return served.http("admin")
+
+
+def completed(http, adapter="", tokens=24, prompt=FOX, **more):
+    body = {"prompt": prompt, "max_tokens": tokens, **WHOLE, **more}
+    body |= {"adapter": adapter} if adapter else {}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def text(http, adapter="", **more):
+    return completed(http, adapter, **more)["choices"][0]["text"]
+
+
+def alone(served, name, prompt, tokens):
+    """The tokens of an engine that has one adapter, or none."""
+    options, engine = served.executor.adapters.options, served.service.engine
+
+    def work():
+        engine.set_adapter(options.given[name] if name else None)
+        try:
+            return engine.stream(prompt, GenerationConfig(max_tokens=tokens, sampling=GREEDY)).result()
+        finally:
+            engine.set_adapter(None)
+
+    return served.executor.work("test", work).result(60)
+
+
+def test_calls_name_adapters_and_get_their_answers(served, http):
+    wanted = {name: alone(served, name, FOX, 24).text for name in ("", "formal", "terse")}
+    assert len(set(wanted.values())) == 3
+    # Back and forth, so that each comes after each.
+    for name in ("formal", "", "terse", "formal", "terse", "", "formal"):
+        told = completed(http, name)
+        assert told["choices"][0]["text"] == wanted[name]
+        assert told["jaxllm"].get("adapter", "") == name
+    assert text(http, model="tiny:formal") == wanted["formal"]
+    for wrong in ({"adapter": "none"}, {"model": "tiny:none"}):
+        refused = http.post("/v1/completions", json={"prompt": FOX, **wrong})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "adapter_not_found")
+    contrary = http.post("/v1/completions", json={"prompt": FOX, "model": "tiny:formal", "adapter": "terse"})
+    assert contrary.status_code == 400
+    models = [each["id"] for each in http.get("/v1/models").json()["data"]]
+    assert models == ["tiny", "tiny:formal", "tiny:terse"]
+
+
+def test_rows_of_one_adapter_are_decoded_together_and_others_apart(served, http, monkeypatch, compiles):
+    names = ("", "", "formal", "formal", "terse", "terse")
+    wanted = {name: text(http, name, tokens=40) for name in set(names)}
+    seen, real = [], batch.decode_together
+
+    def counted(runs):
+        seen.append((served.executor.adapters._used, len(runs)))
+        return real(runs)
+
+    monkeypatch.setattr(batch, "decode_together", counted)
+    with compiles() as count, slowly(monkeypatch), concurrent.futures.ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda name: text(served.http("mail"), name, tokens=40), names))
+        assert count() == 0
+    assert found == [wanted[name] for name in names]
+    assert {name for name, rows in seen if rows == 2} == {"", "formal", "terse"}
+
+
+def test_a_cache_serves_its_own_adapter_alone(served, http):
+    prompt = FOX + " jumps over the lazy dog, and again over the lazy dog"
+
+    def reused(name):
+        return completed(http, name, prompt=prompt, prompt_cache_key="a")["jaxllm"]["reused_tokens"]
+
+    served.executor.sessions.resize(0)
+    served.executor.sessions.resize(1 << 26)
+    assert [reused(name) for name in ("", "formal", "terse")] == [0, 0, 0]
+    assert min(reused(name) for name in ("", "formal", "terse")) >= 16
+
+
+def test_a_context_has_its_adapter(served, http):
+    name = made(http, adapter="formal")
+    told = http.get(f"/v1/contexts/{name}").json()
+    assert told["adapter"] == "formal"
+    first = facts(http, name, FOX, 20)
+    assert first["adapter"] == "formal"
+    record = served.service.contexts.store.record(name)
+    assert list(record.tokens[-20:]) == alone(served, "formal", list(record.tokens[:-20]), 20).tokens
+    # Others' turns between, in a context without one.
+    plain = made(http)
+    assert "adapter" not in facts(http, plain, FOX, 20)
+    again = facts(http, name, "and the dog?", adapter="formal")
+    assert again["reused_tokens"] >= 32
+    for own, asked, said_of in ((name, "terse", "the adapter 'formal'"), (plain, "terse", "no adapter")):
+        refused = said(http, own, "and?", adapter=asked)
+        assert refused.status_code == 400
+        assert f"was made with {said_of}" in refused.json()["error"]["message"]
+    assert http.post("/v1/contexts", json={"adapter": "none"}).status_code == 404
+    assert http.post(f"/v1/contexts/{name}/pin", json={}).json()["pinned"]
+    served.restart()
+    assert served.service.contexts.store.verify() == []
+    assert facts(http, name, [5, 6])["reused_tokens"] >= 32
+
+
+def test_operators_load_and_unload_while_it_answers(served, http, operator, monkeypatch, compiles):
+    body = {"name": "late", "folder": "other"}
+    for refused in (http.post("/v1/adapters", json=body), http.delete("/v1/adapters/formal")):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_operator")
+    with slowly(monkeypatch), streamed(http, made(http)) as lines, compiles() as count:
+        next(lines)
+        loaded = operator.post("/v1/adapters", json=body)
+        assert loaded.status_code == 201, loaded.text
+        found = text(http, "late")
+        assert count() == 0
+        assert [*lines][-2].startswith("data: [DONE]")
+    assert loaded.json()["id"] == "late"
+    assert found not in {text(http, name) for name in ("", "formal", "terse")}
+    listed = http.get("/v1/adapters").json()["data"]
+    assert [each["id"] for each in listed] == ["formal", "terse", "late"]
+    assert all(each["size_bytes"] > 0 for each in listed)
+    assert operator.post("/v1/adapters", json=body).status_code == 409
+    more = operator.post("/v1/adapters", json={"name": "more", "folder": "other"})
+    assert (more.status_code, more.json()["error"]["code"]) == (507, "budget_exceeded")
+    metrics = served.backend.metrics.text().decode()
+    assert 'jaxllm_adapter_bytes{adapter="late"}' in metrics
+    assert 'jaxllm_holding_size_bytes{holding="adapters"}' in metrics
+    name = made(http, adapter="late")
+    with slowly(monkeypatch), streamed(http, name) as lines:
+        next(lines)
+        busy = operator.delete("/v1/adapters/late")
+        assert (busy.status_code, busy.json()["error"]["code"]) == (409, "adapter_busy")
+        assert [*lines][-2].startswith("data: [DONE]")
+    idle(served)
+    assert operator.delete("/v1/adapters/late").json()["deleted"]
+    assert operator.delete("/v1/adapters/late").status_code == 404
+    assert http.post("/v1/completions", json={"prompt": FOX, "adapter": "late"}).status_code == 404
+    # The context waits for its adapter, by whatever name.
+    gone = said(http, name, "and?")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "context_not_found")
+    assert "is not loaded" in gone.json()["error"]["message"]
+    assert http.get(f"/v1/contexts/{name}").json()["adapter"] == loaded.json()["digest"]
+    assert operator.post("/v1/adapters", json={"name": "other"}).status_code == 201
+    assert facts(http, name, "and?")["adapter"] == "other"
+    assert operator.delete("/v1/adapters/other").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("folder", "status"),
+    [
+        ("nothing", 400), ("..", 400), (".", 400), ("../adapters", 400), ("/etc", 400), ("link", 400),
+        ("empty", 400), ("\0", 400), ("x" * 5000, 400), ("~", 400),
+    ],
+)  # fmt: skip
+def test_only_folders_of_adapters_are_loaded(served, operator, folder, status, tmp_path):
+    root = served.executor.adapters.options.folder
+    shutil.copytree(root / "other", tmp_path / "elsewhere")
+    (root / "empty").mkdir(exist_ok=True)
+    (root / "link").unlink(missing_ok=True)
+    (root / "link").symlink_to(tmp_path / "elsewhere")
+    refused = operator.post("/v1/adapters", json={"name": "bad", "folder": folder})
+    assert refused.status_code == status, refused.text
+    assert served.executor.adapters.names == ("formal", "terse")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a:b", "é", "x" * 65, "-a"])
+def test_names_are_plain(operator, name):
+    assert operator.post("/v1/adapters", json={"name": name, "folder": "other"}).status_code == 400
+
+
+def test_options_say_what_the_engine_must_take(served, tmp_path):
+    bundle = served.service.engine.model.bundle.path
+    given = dict(served.executor.adapters.options.given)
+
+    def shape(**options):
+        return engine_shape(AdapterOptions(**options), bundle)
+
+    assert shape() == (0, (), 0)
+    terse = shape(given={"terse": given["terse"]})
+    # As much as it takes in the end, where all matrices are adapted.
+    (loaded,) = (each for each in served.executor.adapters.facts() if each.name == "terse")
+    assert terse == (2, LoraConfig.targets, loaded.size_bytes // 2)
+    whole = engine_shape(AdapterOptions(given={"terse": given["terse"]}), bundle, (100,))
+    assert whole.given_bytes == loaded.size_bytes // 4
+    assert shape(given=given)[0] == 4
+    assert shape(folder=tmp_path) == (16, LoraConfig.targets, 0)
+    assert shape(folder=tmp_path, rank=3, targets=("attn.q",)) == (3, ("attn.q",), 0)
+    for wrong in (
+        {"rank": -1},
+        {"targets": ("x",)},
+        {"limit_bytes": 0},
+        {"most": 0},
+        {"given": {"a b": tmp_path}},
+    ):
+        with pytest.raises(ConfigError):
+            AdapterOptions(**wrong)
+
+
+def test_limits_of_memory_and_of_rank_are_told(served):
+    model, given = served.service.engine.model, served.executor.adapters.options.given
+
+    def opened(**options):
+        return served.executor.work("test", lambda: Adapters(model, AdapterOptions(**options))).result(60)
+
+    with pytest.raises(BudgetExceeded, match="of at most 1,000"):
+        opened(given=given, limit_bytes=1000)
+    with pytest.raises(BudgetExceeded, match="which is the most"):
+        opened(given={"terse": given["terse"]}, most=1).require_addable("formal")
+    with pytest.raises(ConfigError, match="loads no adapters while it runs"):
+        AdapterOptions().path("x")
+
+
+def test_a_service_without_adapters_takes_none(context_service):
+    http = context_service.http("admin")
+    assert http.get("/v1/adapters").json()["data"] == []
+    refused = http.post("/v1/adapters", json={"name": "a"})
+    assert refused.status_code == 400
+    assert "--adapters" in refused.json()["error"]["message"]
+    assert http.post("/v1/completions", json={"prompt": "a", "adapter": "a"}).status_code == 404
+
+
+def test_embeddings_are_of_the_model_without_adapters(served, http):
+    def embedded():
+        answer = http.post("/v1/embeddings", json={"input": FOX, "model": "tiny"})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"][0]["embedding"]
+
+    before = embedded()
+    text(http, "formal")
+    assert embedded() == before
+    assert http.post("/v1/embeddings", json={"input": FOX, "model": "tiny:formal"}).status_code == 400
+
+
+def test_the_client_names_adapters(served):
+    client = served.client("mail")
+    assert [each["id"] for each in client.adapters()] == ["formal", "terse"]
+    formal = client.with_adapter("formal")
+    asked = formal.complete(FOX, max_tokens=24, sampling=GREEDY).result()
+    assert (asked.text, asked.facts["adapter"]) == (alone(served, "formal", FOX, 24).text, "formal")
+    context = formal.new_context()
+    assert context.facts.adapter == "formal"
+    # The context's own, where a client names none.
+    assert client.context(context.name).generate(FOX, max_tokens=4).result().facts["adapter"] == "formal"
+    with pytest.raises(ConfigError, match="was made with"):
+        client.with_adapter("terse").context(context.name).generate("and?")
+    with pytest.raises(ConfigError, match="no adapter 'none'"):
+        client.with_adapter("none").call("a")
+    context.delete()
