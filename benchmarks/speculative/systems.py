@@ -29,7 +29,7 @@ from serving.loading import LoadedModel
 from serving.options import EngineOptions
 from serving.runners.layerwise import LayerwiseRunner
 from serving.runners.verdict import Verdict
-from serving.speculation.drafter import Drafter
+from serving.speculation.drafter import Drafter, Growing
 from serving.speculation.drafters import make_drafter
 from serving.speculation.options import SpeculationOptions, TreeShape
 from serving.speculation.speculation import Speculation

@@ -77,20 +77,24 @@ class BucketStore:
           kernels: names the kernels that buckets call. The targets of their custom calls must be registered
             with JAX before a bucket is loaded.
         """
-        shapes = compiled_options(options)
-        # The fields of tree buckets contain all of these.
-        del shapes["trees"]
         environment = digest_of([kernels, environment_facts()])
-        return cls(folder, {"environment": environment, "options": shapes}).of(cfg, params)
+        return cls(folder, {"environment": environment}).of(cfg, params, options)
 
     @classmethod
     def of_programs(cls, folder: CompiledBucketFolder) -> "BucketStore":
         """The store of buckets whose fields name their program."""
         return cls(folder, {"environment": digest_of(environment_facts())})
 
-    def of(self, cfg: "ModelConfig | TlmConfig", params: Any) -> "BucketStore":
-        """The store of another model, such as a sub-model, in the same folder and for the same engine."""
-        model = {"cfg": cfg.to_json(), "params": params_digest(params)}
+    def of(
+        self, cfg: "ModelConfig | TlmConfig", params: Any, options: "EngineOptions | None" = None
+    ) -> "BucketStore":
+        """The store of another model, such as a sub-model, in the same folder; `options` are those of its
+        engine if it has another."""
+        model: dict[str, Any] = {"cfg": cfg.to_json(), "params": params_digest(params)}
+        if options is not None:
+            model["options"] = compiled_options(options)
+            # The fields of tree buckets contain all of these.
+            del model["options"]["trees"]
         return dataclasses.replace(self, facts={**self.facts, **model})
 
     def key(self, bucket: Bucket) -> str:

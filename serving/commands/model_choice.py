@@ -125,7 +125,7 @@ class ModelChoice:
 
 
 def speculation(draft: str) -> "SpeculationOptions":
-    """The options of a --draft: "ngram", "level:PERCENT", or a model.
+    """The options of a --draft: "ngram", "level:PERCENT", "nested", "nested:PERCENT", or a model.
 
     Raises:
       ConfigError: the level is not a number.
@@ -135,10 +135,12 @@ def speculation(draft: str) -> "SpeculationOptions":
     name, _, level = draft.partition(":")
     if draft == "ngram":
         return SpeculationOptions(drafter="ngram")
-    if name == "level":
+    if draft == "nested":
+        return SpeculationOptions(drafter="nested")
+    if name in ("level", "nested"):
         if not level.removesuffix("%").isdecimal():
-            raise ConfigError(f"--draft level: takes a percentage, such as level:30, got {draft!r:.80}")
-        return SpeculationOptions(drafter="level", level=int(level.removesuffix("%")))
+            raise ConfigError(f"--draft {name}: takes a percentage, such as {name}:30, got {draft!r:.80}")
+        return SpeculationOptions(drafter=name, level=int(level.removesuffix("%")))
     return SpeculationOptions(model=draft)
 
 

@@ -235,6 +235,10 @@ class ResidentRunner(LevelRunner):
             buckets += [self._draft_bucket(shape, cache), self._follow_bucket(shape, cache)]
         return buckets
 
+    def tree_growing_buckets(self, shape: TreeShape, caches: Sequence[int]) -> list[Bucket]:
+        """The buckets that grow token trees in caches of these lengths, which others fill."""
+        return [self._draft_bucket(shape, cache) for cache in caches]
+
     def draft(
         self,
         tree: TokenTree,

@@ -11,6 +11,7 @@ from serving.loading import LoadedModel
 from serving.speculation.drafter import Drafter
 from serving.speculation.level_drafter import level_drafter
 from serving.speculation.model_drafter import model_drafter
+from serving.speculation.nested_drafter import nested_drafter
 from serving.speculation.ngram_drafter import ngram_drafter
 from serving.speculation.options import SpeculationOptions
 
@@ -20,6 +21,7 @@ DRAFTERS: dict[str, Making] = {
     "model": model_drafter,
     "ngram": ngram_drafter,
     "level": level_drafter,
+    "nested": nested_drafter,
 }
 
 

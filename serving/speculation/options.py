@@ -60,7 +60,8 @@ class SpeculationOptions:
     Attributes:
       drafter: a name of `serving.speculation.drafters.DRAFTERS`.
       model: of the drafter "model": a bundle, a folder, or a packaged model's name.
-      level: of the drafter "level": a level of the target, in percent.
+      level: of the drafters "level" and "nested": a level of the target, in percent; 0 for the whole model's
+        high planes.
       trees: sizes of token trees.
       alpha: the first confidence below which drafting ends (section 3.3).
       fallback: how alpha changes: "measured" ends where a step of the drafter takes as long as the tokens
@@ -88,5 +89,7 @@ class SpeculationOptions:
             raise ConfigError(f"fallback must be measured, learned or fixed, got {self.fallback!r:.80}")
         if (self.drafter == "model") != (self.model is not None):
             raise ConfigError("the drafter 'model', and no other, needs a model to draft with")
-        if (self.drafter == "level") != bool(self.level):
-            raise ConfigError("the drafter 'level', and no other, needs a level to draft with")
+        if self.drafter != "nested" and (self.drafter == "level") != bool(self.level):
+            raise ConfigError(
+                "the drafter 'level' needs a level to draft with, and no other but 'nested' takes one"
+            )

@@ -58,15 +58,16 @@ class Branching:
     def warm_up(self, progress=None, *, tokens=None):
         pass
 
-    def grow(self, sequence, root, alpha, most):
+    def grow(self, sequence, root, growing, cache):
         behind = [*sequence, root]
         true = self._answer[len(behind) : len(behind) + 2]
         if len(true) < 2 or list(self._answer[: len(behind)]) != behind:
-            return root_alone(root, self._room)
+            return root_alone(root, self._room), cache
         wrong = [(token + 1) % 7 for token in true]
         # Wrong and right children of the root, then of the right one.
         tokens = [wrong[0], true[0], wrong[1], true[1]]
-        return grown(root_alone(root, self._room), tokens, [0, 0, 2, 2], [0.9, 0.8, 0.7, 0.6])
+        drafted = grown(root_alone(root, self._room), tokens, [0, 0, 2, 2], [0.9, 0.8, 0.7, 0.6])
+        return drafted, cache
 
     def step(self):
         return False

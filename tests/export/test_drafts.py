@@ -8,6 +8,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.program_folder.manifest import TOKENIZER, Manifest, StoredFile, read_tokenizer, write_tokenizer
 from serving.engine import Engine
+from serving.speculation.drafter import Growing
 from serving.speculation.host_tree import accepted_path
 from serving.speculation.options import SpeculationOptions, TreeShape
 from serving.speculation.speculation import Speculation

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from serving.runners.verdict import Verdict
+from serving.speculation.drafter import Growing
 from serving.speculation.host_tree import grown, matching_tokens, root_alone
 from serving.speculation.lookup_drafter import LookupDrafter
 from serving.speculation.options import SpeculationOptions, TreeShape
@@ -28,8 +29,8 @@ class Silent:
 
     step_s, steps = 0.001, 0
 
-    def grow(self, sequence, root, alpha, most):
-        return root_alone(root, 16)
+    def grow(self, sequence, root, growing, cache):
+        return root_alone(root, 16), cache
 
 
 class Target:
@@ -106,9 +107,9 @@ class Line:
     def __init__(self, tokens, share):
         self.tokens, self.share, self.followed = tokens, share, None
 
-    def grow(self, sequence, root, alpha, most):
+    def grow(self, sequence, root, growing, cache):
         shares = [self.share ** (place + 1) for place in range(len(self.tokens))]
-        return grown(root_alone(root, 16), self.tokens, list(range(len(self.tokens))), shares)
+        return grown(root_alone(root, 16), self.tokens, list(range(len(self.tokens))), shares), cache
 
     def follow(self, path, token):
         self.followed = path, token

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from serving.speculation.drafter import Growing
 from serving.speculation.host_tree import grown, root_alone, united
 from serving.speculation.lookup_drafter import LookupDrafter
 from serving.speculation.options import TreeShape
@@ -55,8 +56,8 @@ class Scripted:
     def __init__(self, *nodes):
         self.nodes, self.followed, self.stepped = nodes, [], 0
 
-    def grow(self, sequence, root, alpha, most):
-        return tree(root, *self.nodes)
+    def grow(self, sequence, root, growing, cache):
+        return tree(root, *self.nodes), cache
 
     def step(self):
         self.stepped += 1

@@ -1,0 +1,137 @@
+"""Drafts with the high planes of the target's own nested weights: no second model, no second cache.
+
+Drafting reads half of the bytes that the target reads. The drafter writes the rows of its tree behind the
+sequence in the target's cache, where verification then writes the target's own: so all rows before a tree are
+the target's, and no prompt is read twice.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import WHOLE
+from jaxllm.errors import ConfigError
+from jaxllm.quant.planes import high_planes
+from jaxllm.speculative.tree import TokenTree
+from serving.buckets.bucket_table import BucketTable
+from serving.host.progress import Progress
+from serving.loading import LoadedModel
+from serving.runners.resident import ResidentRunner
+from serving.speculation.drafter import Growing
+from serving.speculation.host_tree import on_host, root_alone
+from serving.speculation.options import SpeculationOptions, TreeShape
+from serving.speculation.payoff import running_mean
+from serving.weights.model_level import ModelLevel
+
+# The temperature at which the high plane's probabilities are those that a greedy target takes its tokens,
+# measured on the packaged models.
+_GREEDY_TEMPERATURE = 0.25
+
+
+def nested_drafter(
+    target: LoadedModel, level: int, options: SpeculationOptions, progress: Progress | None = None
+) -> "NestedDrafter":
+    """A drafter that reads the high planes of the target's weights, or of one of its levels.
+
+    Raises:
+      ConfigError: the target's weights are not nested or not all in memory, or it does not serve the level.
+    """
+    del level, progress
+    if target.bundle.layout.weights != "int8-nested":
+        raise ConfigError(
+            f"{target.bundle.path} has {target.bundle.layout.weights} weights, whose high planes cannot draft: "
+            "take another --draft, or prepare the model with --weights int8-nested"
+        )
+    if target.streamed is not None:
+        raise ConfigError(
+            "high planes draft only where all weights are in memory; give more --memory, or draft with a model"
+        )
+    return NestedDrafter(target.resident_runner(options.level or WHOLE), target.resident_runner(WHOLE), options)
+
+
+class NestedDrafter:
+    """Grows trees with the high planes of the weights of a level, in the target's cache (see `Drafter`).
+
+    Attributes:
+      step_s: a running mean.
+      steps: number of runs of the high planes.
+    """
+
+    memory = None
+
+    def __init__(self, source: ResidentRunner, whole: ResidentRunner, options: SpeculationOptions) -> None:
+        """Makes the drafter.
+
+        Args:
+          source: runs the level whose high planes draft.
+          whole: runs the whole model.
+          options: of speculation.
+        """
+        self.step_s, self.steps = 0.0, 0
+        self._shape: TreeShape = options.trees
+        self._source, self._version = source, source.weights_version
+        # Attention mass is counted where the target reads, not where drafts do.
+        own = dataclasses.replace(source.options, trees=options.trees, kv_codec="")
+        shared = ModelLevel(whole.cfg, high_planes(whole.model.weights), own)
+        if source.model.level == WHOLE:
+            self._model = shared
+        else:
+            sharing = shared if source.model.bucket_level == WHOLE else None
+            weights = high_planes(source.model.weights)
+            self._model = ModelLevel(source.cfg, weights, own, level=source.model.level, whole=sharing)
+        store = source.buckets.store()
+        buckets = BucketTable(shared.shapes, store and store.of(shared.cfg, shared.params, own))
+        if self._model.bucket_level != WHOLE:
+            kept = store and store.of(self._model.cfg, self._model.params, own)
+            buckets.add_level(self._model.level, self._model.shapes, kept)
+        self._runner = ResidentRunner(self._model, buckets)
+
+    def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
+        """See `Drafter`. Runs every bucket once."""
+        longest = self._runner.options.cache_tokens
+        caches = longest if tokens is None else (self._runner.cache_for(tokens),)
+        self._runner.fill(self._runner.tree_growing_buckets(self._shape, caches), progress)
+
+    def grow(
+        self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
+    ) -> tuple[TokenTree, Any]:
+        """See `Drafter`."""
+        self._follow_swaps()
+        room = min(growing.most, cache.capacity_tokens - len(sequence), self._shape.room)
+        if room < 2:
+            return root_alone(root, self._shape.room), cache
+        began = time.perf_counter()
+        mass = cache.mass
+        cache = dataclasses.replace(cache, mass=None, length=np.int32(len(sequence)))
+        tree, _, cache, count = self._runner.draft(
+            root_alone(root, self._shape.room),
+            np.zeros(self._shape.room, bool),
+            cache,
+            self._shape,
+            alpha=growing.alpha,
+            most=room,
+            limit=self._shape.room,
+            temperature=math.hypot(growing.temperature, _GREEDY_TEMPERATURE),
+        )
+        if count:
+            self.step_s = running_mean(self.step_s or None, (time.perf_counter() - began) / count)
+            self.steps += count
+        return on_host(tree), dataclasses.replace(cache, mass=mass)
+
+    def step(self) -> bool:
+        """Never grows the tree: its cache is in use, and a target in memory never waits."""
+        return False
+
+    def follow(self, path: Sequence[int], token: int) -> None:
+        """Does nothing: verification has written the accepted tokens' rows."""
+        del path, token
+
+    def _follow_swaps(self) -> None:
+        """Takes over weights that the target was given since, such as an adapter's."""
+        if self._version != self._source.weights_version:
+            self._model.swap(high_planes(self._source.model.weights))
+            self._version = self._source.weights_version
