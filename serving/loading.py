@@ -56,6 +56,7 @@ class LoadedModel:
         *,
         reserved_bytes: int = 0,
         drafting_level: int = 0,
+        high_planes: bool = False,
         read_ahead: bool = True,
     ) -> None:
         """Places a bundle's weights, and makes a runner for each level.
@@ -66,6 +67,7 @@ class LoadedModel:
           progress: called with (stage, done, total).
           reserved_bytes: bytes of `EngineOptions.memory_bytes` that others take.
           drafting_level: a level whose weights stay in memory, to draft with; 0 for none.
+          high_planes: whether the high planes of nested weights stay in memory, to draft with.
           read_ahead: whether the first buckets are read from disk meanwhile.
         """
         require_not_forked()
@@ -82,7 +84,12 @@ class LoadedModel:
             )
         staying = require_level(bundle, drafting_level) if drafting_level else None
         self.streamed = streamed_weights(
-            bundle, self.options, progress, reserved_bytes=reserved_bytes, level=staying
+            bundle,
+            self.options,
+            progress,
+            reserved_bytes=reserved_bytes,
+            level=staying,
+            high_planes=high_planes,
         )
         # Weights that are used in place are checked while buckets are read.
         checked_later = self.streamed is None and bundle.read_in_place
@@ -255,11 +262,22 @@ def load_model(
     lora, arrays = (None, {}) if adapter is None else read_adapter_of(bundle, adapter)
     if lora is not None and not options.adapter_rank:
         options = dataclasses.replace(options, adapter_rank=rank_of(arrays), adapter_targets=lora.targets)
-    reserved = drafting_level = 0
-    if speculation is not None and options.memory_bytes:
-        reserved = drafter_bytes(speculation, options.context_tokens, bundle.cfg)
-        drafting_level = speculation.level
-    loaded = LoadedModel(bundle, options, progress, reserved_bytes=reserved, drafting_level=drafting_level)
+    reserved, drafting_level, high_planes = 0, 0, False
+    if speculation is not None:
+        high_planes = speculation.drafter == "nested"
+        if high_planes:
+            require_nested(bundle)
+        if options.memory_bytes:
+            reserved = drafter_bytes(speculation, options.context_tokens, bundle.cfg)
+            drafting_level = 0 if high_planes else speculation.level
+    loaded = LoadedModel(
+        bundle,
+        options,
+        progress,
+        reserved_bytes=reserved,
+        drafting_level=drafting_level,
+        high_planes=high_planes,
+    )
     try:
         if lora is not None:
             loaded.put_adapter(arrays, lora.scaling)
@@ -269,6 +287,17 @@ def load_model(
         loaded.close()
         raise
     return loaded
+
+
+def require_nested(bundle: Bundle) -> None:
+    """Raises ConfigError unless the high planes of a bundle's weights can draft."""
+    weights = bundle.layout.weights
+    if weights != "int8-nested" or not bundle.read_in_place:
+        reason = f"it has {weights} weights" if weights != "int8-nested" else "there are no native kernels"
+        raise ConfigError(
+            f"{bundle.path} cannot draft with its high planes, because {reason}; prepare the model with "
+            "--weights int8-nested, on a CPU with native kernels, or draft with a model, a level or ngram"
+        )
 
 
 def _with_levels(options: EngineOptions, levels: Sequence[int]) -> EngineOptions:

@@ -155,6 +155,11 @@ class Layout:
             found.setdefault(tensor.segment, {})[name] = tensor
         return found
 
+    def low_offset(self, segment: str) -> int | None:
+        """Where a segment's low planes begin, counted from the segment's start; None if it has none."""
+        low = self.segments.get(low_segment(segment))
+        return None if low is None else low.offset - self.segments[segment].offset
+
     @classmethod
     def parse(cls, manifest: Any, *, end: int) -> "Layout":
         """Parses and checks a manifest; `end` is the offset at which the file's segments must end.
@@ -267,6 +272,10 @@ def _check_layout(layout: "Layout", end: int) -> None:
         raise ConfigError(f"weights {layout.weights!r} is not one of {', '.join(WEIGHT_FORMATS)}")
     if "tokenizer" not in layout.segments:
         raise ConfigError("the tokenizer is missing")
+    for name in layout.by_segment:
+        low = layout.low_offset(name)
+        if low is not None and low < layout.segments[name].size_bytes:
+            raise ConfigError(f"the low planes of segment {name!r} do not lie behind it")
     for segment in layout.segments.values():
         if not HEADER.size <= segment.offset <= segment.offset + segment.size_bytes <= end:
             raise ConfigError(f"segment {segment.name!r} lies outside the file")

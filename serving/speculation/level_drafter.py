@@ -3,6 +3,7 @@
 from jaxllm.config import WHOLE
 from jaxllm.elastic.submodel import with_weights
 from jaxllm.errors import ConfigError
+from jaxllm.models.parameters import Params
 from serving.buckets.bucket_table import BucketTable
 from serving.host.progress import Progress
 from serving.loading import LoadedModel
@@ -32,9 +33,17 @@ def level_drafter(
             f"level {options.level} cannot draft while weights are read: that takes int8 or int4 weights and "
             "native kernels; draft with a model of its own, or with ngram"
         )
-    weights = streamed.level_weights()
+    return ModelDrafter(drafting_runner(target, options.level, streamed.part_weights()), options.trees)
+
+
+def drafting_runner(target: LoadedModel, level: int, weights: Params) -> ResidentRunner:
+    """A runner of a level with the weights that stay in memory while the target's are streamed."""
+    runner, whole = target.runner(level), target.runner(WHOLE).model
     shared = ModelLevel(target.bundle.cfg, with_weights(whole.weights, weights), target.options)
+    store = runner.buckets.store()
+    buckets = BucketTable(shared.shapes, store and store.of(shared.cfg, shared.params))
+    if level == WHOLE:
+        return ResidentRunner(shared, buckets)
     part = with_weights(runner.model.weights, weights)
-    own = ModelLevel(runner.cfg, part, target.options, level=options.level, whole=shared)
-    buckets = BucketTable(shared.shapes, runner.buckets.store())
-    return ModelDrafter(ResidentRunner(own, buckets), options.trees)
+    own = ModelLevel(runner.cfg, part, target.options, level=level, whole=shared)
+    return ResidentRunner(own, buckets)

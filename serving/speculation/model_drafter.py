@@ -51,6 +51,17 @@ def model_drafter(
     return ModelDrafter(draft.resident_runner(WHOLE), options.trees, own=bundle)
 
 
+def confidence_temperature(temperature: float, greedy: float) -> float:
+    """The temperature at which a drafter's probabilities are its confidences.
+
+    Args:
+      temperature: of the target's sampler.
+      greedy: that of confidences under a greedy target: 1 takes them as they are, whatever the sampler; less
+        for a drafter that is surer than its probabilities say, since it is nearly the target.
+    """
+    return 1.0 if greedy == 1.0 else max(temperature, greedy)
+
+
 class ModelDrafter:
     """Grows trees with a model whose weights are in memory (see `Drafter` and `DrafterMemory`).
 
@@ -60,8 +71,23 @@ class ModelDrafter:
       most_bytes: of its longest caches, and of weights of its own that can be read again from their file.
     """
 
-    def __init__(self, runner: ResidentRunner, shape: TreeShape, *, own: Bundle | None = None) -> None:
-        """See the class; `own` has the model's weights, None for weights of the target."""
+    def __init__(
+        self,
+        runner: ResidentRunner,
+        shape: TreeShape,
+        *,
+        own: Bundle | None = None,
+        greedy_temperature: float = 1.0,
+    ) -> None:
+        """Makes the drafter.
+
+        Args:
+          runner: of the model.
+          shape: of trees.
+          own: has the model's weights; None for weights of the target.
+          greedy_temperature: see `confidence_temperature`.
+        """
+        self._greedy_temperature, self._temperature = greedy_temperature, 1.0
         self.step_s, self.steps = 0.0, 0
         self._runner, self._shape = runner, shape
         self._own = own if own is not None and own.read_in_place else None
@@ -112,6 +138,7 @@ class ModelDrafter:
         self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
     ) -> tuple[TokenTree, Any]:
         """See `Drafter`; it has a cache of its own."""
+        self._temperature = confidence_temperature(growing.temperature, self._greedy_temperature)
         return self._grown(sequence, root, growing.alpha, growing.most), cache
 
     def _grown(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
@@ -152,7 +179,14 @@ class ModelDrafter:
         assert self._tree is not None
         assert self._fed is not None
         self._tree, self._fed, self._cache, count = self._runner.draft(
-            self._tree, self._fed, cache, self._shape, alpha=alpha, most=most, limit=limit
+            self._tree,
+            self._fed,
+            cache,
+            self._shape,
+            alpha=alpha,
+            most=most,
+            limit=limit,
+            temperature=self._temperature,
         )
         if count:
             self.step_s = running_mean(self.step_s or None, (time.perf_counter() - began) / count)

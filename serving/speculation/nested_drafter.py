@@ -6,7 +6,6 @@ the target's, and no prompt is read twice.
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,13 +18,16 @@ from jaxllm.quant.planes import high_planes
 from jaxllm.speculative.tree import TokenTree
 from serving.buckets.bucket_table import BucketTable
 from serving.host.progress import Progress
-from serving.loading import LoadedModel
+from serving.loading import LoadedModel, require_nested
 from serving.runners.resident import ResidentRunner
 from serving.speculation.drafter import Growing
 from serving.speculation.host_tree import on_host, root_alone
+from serving.speculation.level_drafter import drafting_runner
+from serving.speculation.model_drafter import ModelDrafter, confidence_temperature
 from serving.speculation.options import SpeculationOptions, TreeShape
 from serving.speculation.payoff import running_mean
 from serving.weights.model_level import ModelLevel
+from serving.weights.streamed import StreamedWeights
 
 # The temperature at which the high plane's probabilities are those that a greedy target takes its tokens,
 # measured on the packaged models.
@@ -34,23 +36,24 @@ _GREEDY_TEMPERATURE = 0.25
 
 def nested_drafter(
     target: LoadedModel, level: int, options: SpeculationOptions, progress: Progress | None = None
-) -> "NestedDrafter":
+) -> "NestedDrafter | ModelDrafter":
     """A drafter that reads the high planes of the target's weights, or of one of its levels.
 
+    Where low planes are streamed, it has a cache of its own, and drafts on while they are read.
+
     Raises:
-      ConfigError: the target's weights are not nested or not all in memory, or it does not serve the level.
+      ConfigError: the target's weights are not nested, or it does not serve the level.
     """
     del level, progress
-    if target.bundle.layout.weights != "int8-nested":
-        raise ConfigError(
-            f"{target.bundle.path} has {target.bundle.layout.weights} weights, whose high planes cannot draft: "
-            "take another --draft, or prepare the model with --weights int8-nested"
-        )
-    if target.streamed is not None:
-        raise ConfigError(
-            "high planes draft only where all weights are in memory; give more --memory, or draft with a model"
-        )
-    return NestedDrafter(target.resident_runner(options.level or WHOLE), target.resident_runner(WHOLE), options)
+    require_nested(target.bundle)
+    drafting, streamed = options.level or WHOLE, target.streamed
+    if streamed is None:
+        return NestedDrafter(target.resident_runner(drafting), target.resident_runner(WHOLE), options)
+    weights = streamed.part_weights() if isinstance(streamed, StreamedWeights) else None
+    if weights is None:
+        raise ConfigError("the high planes of experts that are stored apart cannot draft; draft with a model")
+    runner = drafting_runner(target, drafting, weights)
+    return ModelDrafter(runner, options.trees, greedy_temperature=_GREEDY_TEMPERATURE)
 
 
 class NestedDrafter:
@@ -115,7 +118,7 @@ class NestedDrafter:
             alpha=growing.alpha,
             most=room,
             limit=self._shape.room,
-            temperature=math.hypot(growing.temperature, _GREEDY_TEMPERATURE),
+            temperature=confidence_temperature(growing.temperature, _GREEDY_TEMPERATURE),
         )
         if count:
             self.step_s = running_mean(self.step_s or None, (time.perf_counter() - began) / count)

@@ -110,7 +110,8 @@ class FirstRead:
         layout = self._bundle.layout
         waiting = sorted(self._again, reverse=True)
         for name in sorted(
-            {each.segment for each in layout.tensors.values()}, key=lambda name: layout.segments[name].offset
+            {name for each in layout.tensors.values() for name in each.segments},
+            key=lambda name: layout.segments[name].offset,
         ):
             segment, digest = layout.segments[name], xxhash.xxh3_128()
             end = segment.offset + segment.size_bytes

@@ -35,6 +35,7 @@ def streamed_weights(
     *,
     reserved_bytes: int = 0,
     level: ModelConfig | None = None,
+    high_planes: bool = False,
 ) -> "Streamed | None":
     """Streams a model's weights by pieces, or its experts; None if everything fits into the budget, or if
     there is no budget.
@@ -45,6 +46,7 @@ def streamed_weights(
       progress: see `StreamedWeights`.
       reserved_bytes: of the budget, for a drafter.
       level: a sub-model that stays resident.
+      high_planes: whether the high planes of nested weights stay resident.
 
     Raises:
       BudgetExceeded: the budget is too small for streaming, too.
@@ -66,6 +68,8 @@ def streamed_weights(
         )
     # Here, because a start of a model that fits should not wait for their import.
     from serving.weights.experts.weights import ExpertWeights
+    from serving.weights.high_planes import HighPlanes
+    from serving.weights.level_memory import LevelMemory
     from serving.weights.streamed import StreamedWeights
 
     parts = f"a context of {options.context_tokens} tokens, activations, "
@@ -79,12 +83,13 @@ def streamed_weights(
             options=options.experts,
             progress=progress,
         )
+    part = None if level is None else LevelMemory(bundle, level)
     return StreamedWeights(
         bundle,
         budget,
         storage=options.storage,
         read_ahead=options.read_ahead,
-        level=level,
+        part=HighPlanes(bundle) if high_planes else part,
         levels=[require_level(bundle, each) for each in options.levels if each != WHOLE],
         progress=progress,
     )
@@ -107,7 +112,7 @@ def drafter_bytes(speculation: SpeculationOptions, context_tokens: int, target: 
     Raises:
       CheckpointError: the drafter's model cannot be opened.
     """
-    if speculation.drafter == "level":
+    if speculation.drafter in ("level", "nested"):
         options = draft_options(target, speculation, context_tokens).resolve(target, quantized=True)
         return fixed_bytes(target, options, drafts=True)
     if speculation.model is None:

@@ -1,6 +1,7 @@
 """Keeps a level of a streamed model resident: it drafts, and shortens the reads of each layer."""
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 
@@ -16,8 +17,63 @@ from serving.weights.pieces import LayerPiece, Range, beside_level, layer_pieces
 _OUTER = ("embed", "final")
 
 
+class ResidentPart(Protocol):
+    """A part of each layer of a streamed model that is always in memory, with the embedding and the head.
+
+    Attributes:
+      pieces: the rest of each layer, in order.
+      size_bytes: memory of the part.
+      weights: after `load`, all parameters by name; of layers the part alone is valid.
+      resizable: whether resident pieces can be given up.
+    """
+
+    pieces: list[LayerPiece]
+    size_bytes: int
+    weights: dict[str, Weight]
+    resizable: bool
+
+    def load(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Plans to read the part. Returns the memory with the `LayerPiece.kept` ranges of layers that are not
+        among `staying`, layers that are resident as a whole."""
+        ...
+
+    def layer_weights(self, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
+        """A layer's weights by their full names, from the memory of a piece."""
+        ...
+
+
+class OuterMemory:
+    """The embedding, the final norm and the head in memory.
+
+    Attributes:
+      size_bytes: of them.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle, segments = bundle, bundle.layout.segments
+        self._ranges = {
+            name: Range(
+                offset=segments[name].offset,
+                size_bytes=segments[name].size_bytes,
+                place=segments[name].offset % PAGE,
+            )
+            for name in _OUTER
+            if name in segments
+        }
+        self.size_bytes = sum(each.place + each.size_bytes + PAGE for each in self._ranges.values())
+
+    def load(self, first_read: FirstRead) -> dict[str, Weight]:
+        """Plans to read them; returns their parameters by name."""
+        found: dict[str, Weight] = {}
+        for name, each in self._ranges.items():
+            memory = aligned(each.place + each.size_bytes + PAGE)
+            first_read.keep((each,), memory)
+            found |= self._bundle.segment_weights(name, memory[each.place :])
+        return found
+
+
 class LevelMemory:
-    """The units of a level, the embedding and the head in memory.
+    """The units of a level, the embedding and the head in memory (see `ResidentPart`).
 
     Each layer has address space for all of its units, and memory for the pages that the level uses.
 
@@ -26,7 +82,10 @@ class LevelMemory:
       size_bytes: memory of the level, the embedding and the head.
       weights: after `load`, all parameters by name; of layers that are not resident only the level's units
         are valid.
+      resizable: layers that are resident as a whole have a part of the level, and stay.
     """
+
+    resizable = False
 
     def __init__(self, bundle: Bundle, cfg: ModelConfig) -> None:
         """Plans the memory; reads nothing.
@@ -41,19 +100,8 @@ class LevelMemory:
             layer_pieces(bundle.layout),
             layer_pieces(bundle.layout, cfg, gap_bytes=PAGE),
         )
-        segments = bundle.layout.segments
-        self._outer = {
-            name: Range(
-                offset=segments[name].offset,
-                size_bytes=segments[name].size_bytes,
-                place=segments[name].offset % PAGE,
-            )
-            for name in _OUTER
-            if name in segments
-        }
-        outer = sum(each.place + each.size_bytes + PAGE for each in self._outer.values())
-        self.size_bytes = outer + sum(each.kept_bytes for each in self.pieces)
-        self._outer_memory: dict[str, np.ndarray] = {}
+        self._outer = OuterMemory(bundle)
+        self.size_bytes = self._outer.size_bytes + sum(each.kept_bytes for each in self.pieces)
         self.weights: dict[str, Weight] = {}
 
     def load(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
@@ -71,12 +119,18 @@ class LevelMemory:
             if piece.layer not in staying:
                 kept[piece.layer] = aligned(piece.memory_bytes)
                 first_read.keep(piece.kept, kept[piece.layer])
-        for name, each in self._outer.items():
-            self._outer_memory[name] = aligned(each.place + each.size_bytes + PAGE)
-            first_read.keep((each,), self._outer_memory[name])
-        for name, memory in self._outer_memory.items():
-            self.weights |= self._bundle.segment_weights(name, memory[self._outer[name].place :])
+        self.weights |= self._outer.load(first_read)
         for piece in self.pieces:
-            memory = {**staying, **kept}[piece.layer]
-            self.weights |= self._bundle.segment_weights(piece.segment, memory[piece.start :])
+            self.weights |= self.layer_weights(piece, {**staying, **kept}[piece.layer])
         return kept
+
+    def layer_weights(self, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
+        """See `ResidentPart`."""
+        return piece_weights(self._bundle, piece, memory)
+
+
+def piece_weights(bundle: Bundle, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
+    """The weights of a layer that lies in a piece's memory as it does in the file."""
+    low = bundle.layout.low_offset(piece.segment)
+    own = memory[piece.start :]
+    return bundle.segment_weights(piece.segment, own, None if low is None else own[low:])

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jaxllm.bundle.layout import PAGE, Extent, Layout, Tensor
+from jaxllm.bundle.layout import PAGE, Extent, Layout, Tensor, low_segment
 from jaxllm.bundle.rows import rows_at
 from jaxllm.config import ModelConfig
 from jaxllm.models.parameters import ParamSpec, head_name, param_specs
@@ -120,30 +120,40 @@ def layer_pieces(
     tensors: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in layout.tensors.items():
         tensors.setdefault(tensor.segment, []).append((name, tensor))
+    pieces = segment_pieces(layout, [f"layers.{layer}" for layer in range(layout.cfg.layers)])
+    if sub is None:
+        return pieces
+    found = []
+    for piece in pieces:
+        first = piece.ranges[0].offset - piece.start
+        used = sorted(
+            span
+            for name, tensor in tensors[piece.segment]
+            for span in _used_spans(tensor, whole[name], sub[name])
+        )
+        ranges = [
+            Range(offset=begin, size_bytes=end - begin, place=begin - first)
+            for begin, end in _joined(used, _SHORT_GAP_BYTES if gap_bytes is None else gap_bytes)
+        ]
+        found.append(dataclasses.replace(piece, ranges=tuple(ranges)))
+    return found
+
+
+def segment_pieces(layout: Layout, segments: Sequence[str], *, apart: bool = False) -> list[LayerPiece]:
+    """One piece for each of the segments, which are those of the layers in order, or of their low planes. A
+    segment whose low planes lie behind it is read with them, unless they are kept apart."""
     pieces = []
-    for layer in range(layout.cfg.layers):
-        segment = layout.segments[f"layers.{layer}"]
-        start = segment.offset % PAGE
-        first = segment.offset - start
-        if sub is None:
-            ranges = [Range(offset=segment.offset, size_bytes=segment.size_bytes, place=start)]
-        else:
-            used = sorted(
-                span
-                for name, tensor in tensors[segment.name]
-                for span in _used_spans(tensor, whole[name], sub[name])
-            )
-            ranges = [
-                Range(offset=begin, size_bytes=end - begin, place=begin - first)
-                for begin, end in _joined(used, _SHORT_GAP_BYTES if gap_bytes is None else gap_bytes)
-            ]
+    for layer, name in enumerate(segments):
+        segment = layout.segments[name]
+        last = segment if apart else layout.segments.get(low_segment(name), segment)
+        start, size = segment.offset % PAGE, last.offset + last.size_bytes - segment.offset
         pieces.append(
             LayerPiece(
                 layer=layer,
-                segment=segment.name,
+                segment=name,
                 start=start,
-                ranges=tuple(ranges),
-                memory_bytes=_whole_pages(start + segment.size_bytes),
+                ranges=(Range(offset=segment.offset, size_bytes=size, place=start),),
+                memory_bytes=_whole_pages(start + size),
             )
         )
     return pieces
@@ -197,14 +207,21 @@ def _head_piece(head: Tensor, first: int, count: int) -> HeadPiece:
 
 def _used_spans(tensor: Tensor, whole: ParamSpec, used: ParamSpec) -> list[tuple[int, int]]:
     """Spans (first byte, end) in the file of a sub-model's part of a parameter."""
-    extents = [tensor.data] if tensor.scale is None else [tensor.data, tensor.scale]
+    extents = tensor.extents
     if used.shape[1:] != whole.shape[1:]:
         # The first rows of each expert are not contiguous in the stack.
         sizes = [each.size_bytes for each in extents]
     elif tensor.scale is None:
         sizes = [_resized(tensor.data, used.shape)]
     else:
-        shapes = blocked_shapes(used.shape, bits=tensor.bits, group=tensor.group, axis=tensor.axis)
+        data, scale = blocked_shapes(
+            used.shape,
+            bits=tensor.bits,
+            group=tensor.group,
+            axis=tensor.axis,
+            nested=tensor.low is not None,
+        )
+        shapes = (data, scale, data)[: len(extents)]
         sizes = [_resized(each, shape) for each, shape in zip(extents, shapes, strict=True)]
     return [(each.offset, each.offset + size) for each, size in zip(extents, sizes, strict=True)]
 

@@ -23,7 +23,7 @@ from serving.host.direct_io import PieceReader, Storage
 from serving.host.progress import Progress, loading
 from serving.weights.embedding import EmbeddingRows, read_array
 from serving.weights.first_read import FirstRead
-from serving.weights.level_memory import LevelMemory
+from serving.weights.level_memory import ResidentPart, piece_weights
 from serving.weights.model_level import ModelLevel
 from serving.weights.pieces import HeadPiece, LayerPiece, head_pieces, layer_pieces
 from serving.weights.prefetch import Meanwhile, Slot, StreamCounts, WeightStream
@@ -49,7 +49,7 @@ class StreamedWeights:
         *,
         storage: Storage | None = None,
         read_ahead: bool = True,
-        level: ModelConfig | None = None,
+        part: ResidentPart | None = None,
         levels: Sequence[ModelConfig] = (),
         progress: Progress | None = None,
     ) -> None:
@@ -60,7 +60,7 @@ class StreamedWeights:
           budget: of which the fixed part is taken first.
           storage: options of reads.
           read_ahead: see `WeightStream`.
-          level: a sub-model that stays resident (see `level_weights`).
+          part: of each layer, that stays resident, with embedding and head (see `part_weights`).
           levels: sub-models that `begin` accepts.
           progress: called with ("load", bytes done, bytes in all).
 
@@ -69,19 +69,19 @@ class StreamedWeights:
           CheckpointError: the file is damaged or cannot be read.
         """
         self._bundle, self._reader = bundle, PieceReader(bundle.path, storage)
-        self._level = None if level is None else LevelMemory(bundle, level)
-        layers = layer_pieces(bundle.layout) if self._level is None else self._level.pieces
+        self._part = part
+        layers = layer_pieces(bundle.layout) if self._part is None else self._part.pieces
         largest = max(each.memory_bytes for each in layers)
-        # With a resident level, embedding and head are resident, too.
-        self.head = head_pieces(bundle.layout, most_bytes=bundle.weight_bytes if self._level else largest)
-        streamed = [*layers, *(() if self._level else self.head)]
+        # With a resident part, embedding and head are resident, too.
+        self.head = head_pieces(bundle.layout, most_bytes=bundle.weight_bytes if self._part else largest)
+        streamed = [*layers, *(() if self._part else self.head)]
         self._pieces: dict[ModelConfig, list[LayerPiece | HeadPiece]] = {bundle.cfg: streamed}
         # Else whole layers are read at every level.
-        if bundle.read_in_place and self._level is None:
+        if bundle.read_in_place and self._part is None:
             self._pieces |= {cfg: [*layer_pieces(bundle.layout, cfg), *self.head] for cfg in levels}
         sizes = [each.memory_bytes - each.kept_bytes for each in streamed]
         kept_bytes = min(_KEPT_ROWS_BYTES, int(_KEPT_ROWS_SHARE * bundle.weight_bytes))
-        fixed_bytes = budget.fixed_bytes + kept_bytes + (self._level.size_bytes if self._level else 0)
+        fixed_bytes = budget.fixed_bytes + kept_bytes + (self._part.size_bytes if self._part else 0)
         self.plan: MemoryPlan = plan_memory(
             sizes, dataclasses.replace(budget, fixed_bytes=fixed_bytes), slot_bytes=largest
         )
@@ -95,7 +95,7 @@ class StreamedWeights:
             read_ahead=read_ahead,
             checksums=first_read.checksums,
         )
-        self._kept_bytes = kept_bytes + (self._level.size_bytes if self._level else 0)
+        self._kept_bytes = kept_bytes + (self._part.size_bytes if self._part else 0)
         self._sizes, self.resident_bytes = sizes, self.plan.resident_bytes
         staying = self._stream.staying()
         for number, memory in staying.items():
@@ -105,8 +105,8 @@ class StreamedWeights:
             for number, piece in enumerate(pieces):
                 if number not in staying or self.resizable:
                     first_read.watch(piece.ranges)
-        if self._level is not None:
-            self._stream.keep(self._level.load(first_read, staying))
+        if self._part is not None:
+            self._stream.keep(self._part.load(first_read, staying))
         self._rows = EmbeddingRows(bundle, self._reader, first_read.checksums, kept_bytes=kept_bytes)
         first_read.watch_pages(self._rows.segment)
         first_read.run(loading(progress, bundle.weight_bytes))
@@ -128,7 +128,7 @@ class StreamedWeights:
     def resizable(self) -> bool:
         """Whether resident pieces can be given up: not where a level that drafts has a part of them, and
         where there are no slots to read them into."""
-        return self._level is None and self.plan.slots > 0
+        return (self._part is None or self._part.resizable) and self.plan.slots > 0
 
     def resize(self, resident_bytes: int) -> None:
         """Keeps as many pieces resident as fit, spread evenly as at the start, and no others than then; lets
@@ -183,19 +183,22 @@ class StreamedWeights:
         slot = np.zeros(max(each.size_bytes for each in self._bundle.layout.segments.values()), np.uint8)
         found: dict[str, Weight] = {}
         for segment in dict.fromkeys(each.segment for each in self._bundle.layout.tensors.values()):
-            weights = self._bundle.segment_weights(segment, slot)
+            low = None if self._bundle.layout.low_offset(segment) is None else slot
+            weights = self._bundle.segment_weights(segment, slot, low)
             found |= jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
         return {**found, **small}
 
-    def level_weights(self) -> dict[str, Weight]:
-        """All parameters by name; of layers only the units of the resident level are valid.
+    def part_weights(self) -> dict[str, Weight]:
+        """All parameters by name; of layers only the resident part is valid.
 
         Raises:
-          ConfigError: no level is resident.
+          ConfigError: no part is resident.
         """
-        if self._level is None:
-            raise ConfigError("no level of this model stays in memory; name one when it is opened")
-        return self._level.weights
+        if self._part is None:
+            raise ConfigError(
+                "no part of this model stays in memory; name the level or the planes that draft when it is opened"
+            )
+        return self._part.weights
 
     def begin(self, cfg: ModelConfig) -> None:
         """Begins a pass of the model, or of one of its levels."""
@@ -228,8 +231,8 @@ class StreamedWeights:
     def head_rows(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Weight]:
         """The weight of one piece of `head`, valid until the context ends."""
         piece, name = self.head[number], head_name(self._bundle.cfg)
-        if self._level is not None:
-            yield self._level.weights[name]
+        if self._part is not None:
+            yield self._part.weights[name]
             return
         with self._stream.piece(self._bundle.cfg.layers + number, meanwhile) as slot:
             key = id(slot), self._bundle.cfg.layers + number
@@ -258,7 +261,10 @@ class StreamedWeights:
             return self._placed[key]
         piece = self._pieces[self._bundle.cfg][layer]
         assert isinstance(piece, LayerPiece)
-        weights = self._bundle.segment_weights(piece.segment, slot.memory[piece.start :])
+        if self._part is None:
+            weights = piece_weights(self._bundle, piece, slot.memory)
+        else:
+            weights = self._part.layer_weights(piece, slot.memory)
         if self._bundle.read_in_place:
             self._placed[key] = weights
         return weights

@@ -1,0 +1,73 @@
+"""Keeps the high planes of a streamed model's nested weights resident: they draft, and halve the reads of each
+layer, of which only the low planes are read."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.layout import PAGE, low_segment
+from jaxllm.quant import Weight
+from serving.host.direct_io import aligned
+from serving.weights.first_read import FirstRead
+from serving.weights.level_memory import OuterMemory
+from serving.weights.pieces import LayerPiece, Range, segment_pieces
+
+
+class HighPlanes:
+    """The high planes of all layers, the embedding and the head in memory (see `ResidentPart`).
+
+    Attributes:
+      pieces: the low planes of layers.
+      size_bytes: memory of the high planes, the embedding and the head.
+      weights: after `load`, all parameters by name; of layers the high planes alone.
+      resizable: low planes that are resident can be given up.
+    """
+
+    resizable = True
+
+    def __init__(self, bundle: Bundle) -> None:
+        """Plans the memory; reads nothing.
+
+        Args:
+          bundle: an open one of nested weights, which are read in place.
+        """
+        self._bundle = bundle
+        layers = range(bundle.cfg.layers)
+        self._high = segment_pieces(bundle.layout, [f"layers.{layer}" for layer in layers], apart=True)
+        self.pieces: list[LayerPiece] = segment_pieces(
+            bundle.layout, [low_segment(f"layers.{layer}") for layer in layers]
+        )
+        self._outer = OuterMemory(bundle)
+        self.size_bytes = self._outer.size_bytes + sum(each.memory_bytes for each in self._high)
+        self._memory: list[np.ndarray] = []
+        self.weights: dict[str, Weight] = {}
+
+    def load(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Plans to read the high planes, the embedding and the head.
+
+        Args:
+          first_read: of the file.
+          staying: layer -> memory, of low planes that are resident.
+
+        Returns:
+          Nothing that is copied into pieces: planes lie apart.
+        """
+        del staying
+        for piece in self._high:
+            memory = aligned(piece.memory_bytes)
+            first_read.keep(piece.ranges, memory)
+            self._memory.append(memory[piece.start :])
+            self.weights |= self._bundle.segment_weights(piece.segment, self._memory[-1])
+        self.weights |= self._outer.load(first_read)
+        return {}
+
+    def layer_weights(self, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
+        """A layer's weights by their full names, both planes of them.
+
+        Args:
+          piece: of `pieces`.
+          memory: of the piece, with its low planes.
+        """
+        segment = self._high[piece.layer].segment
+        return self._bundle.segment_weights(segment, self._memory[piece.layer], memory[piece.start :])
