@@ -35,17 +35,11 @@ from serving.host.progress import Progress
 from serving.loading import LoadedModel
 from serving.options import EngineOptions
 from serving.planned_answer import PlannedAnswer, PlannedCall
+from serving.planning.known_profile import known_profile
 from serving.planning.objectives import Objective
-from serving.planning.planner import Plan, Planner, Proposer
-from serving.planning.prefill_times import has_both_modes
-from serving.planning.profile import (
-    DeviceProfile,
-    choose_prefill,
-    load_profile,
-    profile_path,
-    save_profile,
-)
-from serving.planning.profiling import measure
+from serving.planning.planner import Plan, Planner
+from serving.planning.profile import DeviceProfile, choose_prefill
+from serving.planning.proposer import Proposer
 from serving.planning.reach import described, unmet
 from serving.planning.safety_margin import CONFIDENCE, SafetyMargin
 from serving.planning.tiny_lm import TinyPlanner
@@ -131,28 +125,20 @@ class LLMService:
         with contextlib.ExitStack() as opened:
             engine = Engine.open(model, options=options, speculation=speculation, progress=progress)
             opened.callback(engine.close)
-            path = profile_path(engine.model.bundle, engine.options)
-            profile = load_profile(path)
-            if (
-                profile is None
-                or not set(engine.levels) <= set(profile.levels)
-                or (has_both_modes(engine) and profile.prefill is None)
-            ):
-                profile = measure(engine, progress=progress).beside(profile)
-                save_profile(profile, path)
+            profile = known_profile(engine, progress=progress)
             choose_prefill(engine, profile)
             kept = None if contexts is None else Contexts(engine, contexts)
             if kept is not None:
                 # Else the store stays locked until this process ends.
                 opened.callback(kept.close)
             service = cls(engine, profile, planner_of(engine, profile, proposer, margin=margin), kept)
-            service._rehearse()
+            service.rehearse()
             if missed := described(service.unmet(), profile.tokens):
                 _log.info("objectives that no choice meets on this device: %s", missed)
             opened.pop_all()
         return service
 
-    def _rehearse(self) -> None:
+    def rehearse(self) -> None:
         """Runs one call, so that the first real one does not wait for the first use of the template, the
         tokenizer and the buckets; the safety margin does not learn from it."""
         try:
@@ -166,6 +152,17 @@ class LLMService:
         # The smallest level, because native kernels share buckets between all levels.
         ids = prompt.ids[: self.engine.options.context_tokens - config.max_tokens].tolist()
         self.engine.stream(ids, config, level=self.engine.levels[0]).result()
+
+    def use_profile(self, profile: DeviceProfile) -> None:
+        """Plans by another profile of this device from here on, and learns anew how much later answers come.
+        No answer runs.
+
+        Args:
+          profile: of the engine's levels.
+        """
+        self.profile = profile
+        self.planner.use(profile)
+        choose_prefill(self.engine, profile)
 
     def unmet(self, *objectives: Objective | str) -> dict[Objective, tuple[int, ...]]:
         """The objectives that this device cannot meet with any choice, with the profiled prompt lengths at
