@@ -117,28 +117,50 @@ class LLMService:
           JaxllmError: the model cannot be opened, or lacks a level.
         """
         margin = SafetyMargin(confidence)
-        options = options or EngineOptions()
-        levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
-        options = dataclasses.replace(options, levels=levels)
-        if contexts is not None and not options.kv_codec:
-            options = dataclasses.replace(options, kv_codec="channel")
+        options = engine_options(model, levels, options or EngineOptions(), contexts)
         with contextlib.ExitStack() as opened:
             engine = Engine.open(model, options=options, speculation=speculation, progress=progress)
             opened.callback(engine.close)
             profile = known_profile(engine, progress=progress)
-            choose_prefill(engine, profile)
+            planner = planner_of(engine, profile, proposer, margin=margin)
+            service = cls.of_engine(engine, planner, profile, contexts)
+            opened.pop_all()
+        return service
+
+    @classmethod
+    def of_engine(
+        cls,
+        engine: Engine[LoadedModel],
+        planner: Planner,
+        profile: DeviceProfile,
+        contexts: ContextOptions | None = None,
+    ) -> "LLMService":
+        """A service of an engine that is warm, ready for its first call.
+
+        Args:
+          engine: serves all levels that are planned with; opened with a codec for contexts where there are
+            some.
+          planner: plans by the profile.
+          profile: of this device.
+          contexts: options of contexts that outlive calls; None for no contexts.
+
+        Raises:
+          JaxllmError: the contexts cannot be opened.
+        """
+        choose_prefill(engine, profile)
+        with contextlib.ExitStack() as opened:
             kept = None if contexts is None else Contexts(engine, contexts)
             if kept is not None:
                 # Else the store stays locked until this process ends.
                 opened.callback(kept.close)
-            service = cls(engine, profile, planner_of(engine, profile, proposer, margin=margin), kept)
-            service.rehearse()
+            service = cls(engine, profile, planner, kept)
+            service._rehearse()
             if missed := described(service.unmet(), profile.tokens):
                 _log.info("objectives that no choice meets on this device: %s", missed)
             opened.pop_all()
         return service
 
-    def rehearse(self) -> None:
+    def _rehearse(self) -> None:
         """Runs one call, so that the first real one does not wait for the first use of the template, the
         tokenizer and the buckets; the safety margin does not learn from it."""
         try:
@@ -335,6 +357,23 @@ class LLMService:
         margin = self.planner.safety_margin
         call = PlannedCall(plan, objective, self.profile, tokenize_ms=tokenize_ms, margin=margin)
         return PlannedAnswer(engine.decoding(request), engine.tokenizer, request, call=call)
+
+
+def engine_options(
+    model: str | Path | None,
+    levels: Sequence[int] | None,
+    options: EngineOptions,
+    contexts: ContextOptions | None,
+) -> EngineOptions:
+    """The options of a service's engine: with the levels that are planned with, and a codec where there are
+    contexts (see `LLMService.open`).
+
+    Raises:
+      JaxllmError: the model cannot be opened.
+    """
+    levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
+    codec = options.kv_codec or ("" if contexts is None else "channel")
+    return dataclasses.replace(options, levels=levels, kv_codec=codec)
 
 
 def planner_of(

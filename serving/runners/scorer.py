@@ -12,7 +12,7 @@ from serving.buckets.cache import StartBucket
 from serving.buckets.scoring import BranchesBucket, RoutingBucket, ScoreBucket
 from serving.host.progress import Progress
 from serving.runners.chunks import padded, plan_chunks
-from serving.runners.embedding import Embedding
+from serving.runners.embedding import Embedding, embedding_buckets
 from serving.runners.level_runner import LevelRunner
 
 
@@ -50,6 +50,10 @@ class Scorer:
     def prepare_routing(self, tokens: int, progress: Progress | None = None) -> None:
         """Prepares the bucket that computes the experts visited by a row of `tokens` tokens."""
         self.runner.fill([self._routing_bucket(1, tokens)], progress)
+
+    def prepare_embeddings(self, progress: Progress | None = None) -> None:
+        """Prepares the buckets that embed texts of all lengths."""
+        self.runner.fill(embedding_buckets(self.runner), progress)
 
     # -- scoring ----------------------------------------------------------------------------------
 

@@ -302,7 +302,8 @@ class Backend(Protocol):
         ...
 
     def health(self) -> Mapping[str, Any]:
-        """`ready` (warm and not draining), `alive` (the engine's heartbeat is recent), and why not."""
+        """`ready` (warm and not draining), `alive` (the engine's heartbeat is recent), and why not; of a
+        model that is open, `profile` (see `serving.server.refining.ProfileFacts`)."""
         ...
 
     def snapshot(self) -> Mapping[str, Any]:

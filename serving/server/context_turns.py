@@ -85,6 +85,10 @@ class ContextTurns:
         """For chunks of contexts that run: what pinned ones leave. From any thread."""
         return max(0, self._contexts.memory.budget_bytes - self._pinned_bytes)
 
+    def use_profile(self, profile: DeviceProfile) -> None:
+        """Expects times by another profile of this device from here on."""
+        self._profile = profile
+
     def require(self, app: str, name: str) -> None:
         """Checks that an app has a context. From any thread.
 

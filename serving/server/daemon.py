@@ -9,6 +9,7 @@ running ones end; a second signal ends the process at once. SIGHUP reads the app
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import signal
@@ -24,7 +25,7 @@ import uvloop
 
 from jaxllm.errors import JaxllmError
 from serving import batch
-from serving.options import EngineOptions
+from serving.planning.profile import DeviceProfile
 from serving.server.access import AccessLogged
 from serving.server.accounting import AccountedBackend
 from serving.server.context_turns import ContextTurns
@@ -34,9 +35,11 @@ from serving.server.guard import Guard
 from serving.server.identity import Identity, IdentityOptions
 from serving.server.keys import KeyFile, default_keys_file
 from serving.server.logs import stop_logs, write_logs
-from serving.server.memory import ServiceMemory, engine_bytes
+from serving.server.memory import ServiceMemory
 from serving.server.notifying import Notifier
+from serving.server.opening import open_service
 from serving.server.peer import protocol
+from serving.server.refining import ProfileRefinement
 from serving.server.service_options import ServerOptions, read_options
 from serving.server.sockets import bound, described
 from serving.server.watching import PAGES, allow_operators, watch_routes
@@ -76,26 +79,6 @@ def run(
     if daemon.loading:
         # Compiling cannot be interrupted, and nothing of it is lost.
         _leave(0)
-
-
-def open_service(options: ServerOptions, speculation: SpeculationOptions | None = None) -> LLMService:
-    """Opens the model of a service.
-
-    Raises:
-      JaxllmError: it cannot be opened.
-    """
-    return LLMService.open(
-        options.model or None,
-        levels=options.levels or None,
-        options=EngineOptions(
-            context_tokens=options.context_tokens,
-            memory_bytes=engine_bytes(options.memory),
-            batch_rows=options.batch_rows,
-        ),
-        contexts=options.context_options(),
-        speculation=speculation,
-        progress=_Stages(),
-    )
 
 
 class Daemon:
@@ -232,6 +215,7 @@ class Daemon:
             self._options.memory_options(),
             app_bytes=lambda app: self.backend.limits_of(app).prefix_bytes,
         )
+        refinement = ProfileRefinement(service, functools.partial(_use_profile, service, contexts))
         executor = Executor(
             service,
             scheduler,
@@ -239,9 +223,10 @@ class Daemon:
             together=batch,
             contexts=contexts,
             observer=self.backend.metrics,
+            idle_work=refinement,
         )
         executor.start()
-        self.backend.opened(executor, self._options.model_name)
+        self.backend.opened(executor, self._options.model_name, profile=refinement.facts)
         self._notifier.send("READY=1", f"STATUS=serving {self._options.model_name}")
         _log.info("ready: %s answers", self._options.model_name)
 
@@ -295,24 +280,18 @@ class Daemon:
             _log.info("limits were read from %s", self._config)
 
 
+def _use_profile(service: LLMService, contexts: ContextTurns | None, profile: DeviceProfile) -> None:
+    service.use_profile(profile)
+    if contexts is not None:
+        contexts.use_profile(profile)
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server without its handling of signals, which would end answers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class _Stages:
-    """Logs the stages of opening a model."""
-
-    def __init__(self) -> None:
-        self._stage = ""
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != self._stage:
-            self._stage = stage
-            _log.info("opening the model: %s", stage)
 
 
 @contextlib.contextmanager

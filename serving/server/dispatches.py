@@ -1,11 +1,66 @@
-"""Defines what the engine's thread tells of each dispatch, and to whom."""
+"""Defines how the engine's thread takes several runs in one dispatch, what it tells of each, and what it does
+while it has no calls."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from serving.run import DispatchKind
+from serving.run import DispatchKind, Run
 from serving.server.job import Job
+from serving.step import step
+
+
+class Together(Protocol):
+    """How several runs take one dispatch."""
+
+    def batchable(self, run: Run, /) -> bool:
+        """Whether the next step of a run may be one with others'."""
+        ...
+
+    def decode_together(self, runs: Sequence[Run], /) -> None:
+        """Takes one dispatch of several runs; a run that fails has ended, with `Run.closed_because`."""
+        ...
+
+
+class OneByOne:
+    """Decodes each run by itself (see `Together`)."""
+
+    def batchable(self, run: Run, /) -> bool:
+        """See `Together`."""
+        del run
+        return False
+
+    def decode_together(self, runs: Sequence[Run], /) -> None:
+        """See `Together`."""
+        for run in runs:
+            step(run)
+
+
+class IdleWork(Protocol):
+    """What the engine's thread does while it has no calls."""
+
+    def step(self) -> bool:
+        """Does a piece that takes at most about as long as a dispatch; raises nothing.
+
+        Returns:
+          Whether it did something: if not, the thread may sleep for a while.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """There is a call now; what is not done by now may be dropped, and done again."""
+        ...
+
+
+class NoWork:
+    """Does nothing (see `IdleWork`)."""
+
+    def step(self) -> bool:
+        """See `IdleWork`."""
+        return False
+
+    def interrupt(self) -> None:
+        """See `IdleWork`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

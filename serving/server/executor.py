@@ -14,15 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from jaxllm.errors import ConfigError, JaxllmError
 from serving.planning.objectives import Cost, whole_cost
-from serving.run import Run
 from serving.server.beginning import begin, begin_turn, guided, load_of
 from serving.server.calls import Call, ContextBusy, Refused
 from serving.server.context_turns import ContextTurns
-from serving.server.dispatches import DispatchObserver, dispatch_of
+from serving.server.dispatches import DispatchObserver, IdleWork, NoWork, OneByOne, Together, dispatch_of
 from serving.server.engine_work import EngineWork
 from serving.server.job import Job, prompt_ids_of
 from serving.server.logs import named
@@ -48,32 +47,6 @@ _IDLE_S = 0.5
 _UNKNOWN = Cost(ttft_ms=0.0, tpot_ms=0.0, tokens=1)
 
 
-class Together(Protocol):
-    """How several runs take one dispatch."""
-
-    def batchable(self, run: Run, /) -> bool:
-        """Whether the next step of a run may be one with others'."""
-        ...
-
-    def decode_together(self, runs: Sequence[Run], /) -> None:
-        """Takes one dispatch of several runs; a run that fails has ended, with `Run.closed_because`."""
-        ...
-
-
-class OneByOne:
-    """Decodes each run by itself (see `Together`)."""
-
-    def batchable(self, run: Run, /) -> bool:
-        """See `Together`."""
-        del run
-        return False
-
-    def decode_together(self, runs: Sequence[Run], /) -> None:
-        """See `Together`."""
-        for run in runs:
-            step(run)
-
-
 class Executor:
     """Answers calls in a thread of its own, from `start` to `stop`.
 
@@ -94,11 +67,13 @@ class Executor:
         together: Together | None = None,
         contexts: ContextTurns | None = None,
         observer: DispatchObserver | None = None,
+        idle_work: IdleWork | None = None,
     ) -> None:
         self.service, self.options, self.contexts = service, options, contexts
         self.memory = ServiceMemory(service) if memory is None else memory
         self.sessions = self.memory.sessions
         self._together, self._observer = together or OneByOne(), observer
+        self._idle_work = idle_work or NoWork()
         self._wake = threading.Condition()
         self._numbers = itertools.count()
         # Guarded by `_wake`: calls that no dispatch has seen yet, and why none are taken.
@@ -279,12 +254,14 @@ class Executor:
             self.beat_s = time.monotonic()
             accepted, self._inbox = self._inbox, []
             self._jobs |= {job.id: job for job in accepted}
-            if not self._jobs and not self._waiting:
-                if self._refusing is not None:
-                    return False
-                self._wake.wait(_IDLE_S)
-                return True
+            idle = not self._jobs and not self._waiting
+            if idle and self._refusing is not None:
+                return False
             late = self._close_at_s is not None and self.beat_s >= self._close_at_s
+        if idle:
+            self._idle()
+            return True
+        self._idle_work.interrupt()
         for job in list(self._jobs.values()):
             if late or job.ticket.cancelled:
                 self._close(job, late=late)
@@ -295,6 +272,13 @@ class Executor:
         if self._jobs:
             self._dispatch()
         return True
+
+    def _idle(self) -> None:
+        """Takes a step of other work, or waits for calls where there is none."""
+        if not self._idle_work.step():
+            with self._wake:
+                if not self._inbox and not self._waiting and self._refusing is None:
+                    self._wake.wait(_IDLE_S)
 
     def _take_turn(self, job: Job) -> None:
         with self._failing([job]):

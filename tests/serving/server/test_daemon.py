@@ -35,8 +35,8 @@ batch.decode_together, executor.step = slow(batch.decode_together), slow(executo
 LOADING = (
     """
 import time
-from serving.service import LLMService
-LLMService.open = lambda *_, **__: time.sleep(3600)
+from serving.server import daemon
+daemon.open_service = lambda *_, **__: time.sleep(3600)
 """
     + MAIN
 )

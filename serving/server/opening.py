@@ -1,0 +1,63 @@
+"""Opens the model of a service and warms it up: nothing compiles afterwards."""
+
+import contextlib
+import logging
+
+from jaxllm.errors import ConfigError
+from serving.engine import Engine
+from serving.loading import LoadedModel
+from serving.options import EngineOptions
+from serving.planning.known_profile import known_profile
+from serving.planning.planner import Planner
+from serving.planning.safety_margin import SafetyMargin
+from serving.server.memory import engine_bytes
+from serving.server.service_options import ServerOptions
+from serving.service import LLMService, engine_options
+from serving.speculation.options import SpeculationOptions
+
+_log = logging.getLogger(__name__)
+
+
+def open_service(options: ServerOptions, speculation: SpeculationOptions | None = None) -> LLMService:
+    """Opens the model of a service.
+
+    Prompts that come over the wire are kept whole, so that the tiny LM, which shortens them, is not opened.
+
+    Raises:
+      JaxllmError: it cannot be opened.
+    """
+    contexts, stages = options.context_options(), _Stages()
+    model = options.model or None
+    asked = EngineOptions(
+        context_tokens=options.context_tokens,
+        memory_bytes=engine_bytes(options.memory),
+        batch_rows=options.batch_rows,
+    )
+    whole = engine_options(model, options.levels or None, asked, contexts)
+    with contextlib.ExitStack() as opened:
+        engine = Engine.open(model, options=whole, speculation=speculation, progress=stages)
+        opened.callback(engine.close)
+        _prepare_embeddings(engine, stages)
+        profile = known_profile(engine, coarse=True, progress=stages)
+        planner = Planner(profile, engine.levels, safety_margin=SafetyMargin())
+        service = LLMService.of_engine(engine, planner, profile, contexts)
+        opened.pop_all()
+    return service
+
+
+def _prepare_embeddings(engine: Engine[LoadedModel], stages: "_Stages") -> None:
+    # Where weights are streamed, texts are not embedded, and who asks is told so.
+    with contextlib.suppress(ConfigError):
+        engine.runner.scorer().prepare_embeddings(stages)
+
+
+class _Stages:
+    """Logs the stages of opening a model."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != self._stage:
+            self._stage = stage
+            _log.info("opening the model: %s", stage)
