@@ -55,7 +55,7 @@ class Embedding:
         self._cache: KVCache | None = None
 
     def step(self) -> bool:
-        """Computes the next chunk; where `Scorer.prepare_embeddings` was not called, its bucket is read from
+        """Computes the next chunk; where its bucket was not filled (see `embedding_buckets`) it is read from
         disk or compiled first.
 
         Returns:

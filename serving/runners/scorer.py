@@ -8,6 +8,7 @@ import numpy as np
 from jaxllm.kv.cache import KVCache
 from jaxllm.nn.documents import Branches
 from jaxllm.steps.branching import Packed
+from serving.buckets.bucket import Bucket
 from serving.buckets.cache import StartBucket
 from serving.buckets.scoring import BranchesBucket, RoutingBucket, ScoreBucket
 from serving.host.progress import Progress
@@ -51,9 +52,9 @@ class Scorer:
         """Prepares the bucket that computes the experts visited by a row of `tokens` tokens."""
         self.runner.fill([self._routing_bucket(1, tokens)], progress)
 
-    def prepare_embeddings(self, progress: Progress | None = None) -> None:
-        """Prepares the buckets that embed texts of all lengths."""
-        self.runner.fill(embedding_buckets(self.runner), progress)
+    def embedding_buckets(self) -> list[Bucket]:
+        """The buckets that embed texts of all lengths."""
+        return embedding_buckets(self.runner)
 
     # -- scoring ----------------------------------------------------------------------------------
 

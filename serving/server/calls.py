@@ -62,8 +62,9 @@ class Call:
       strict: refuse where no choice is in time; None for the app's.
       priority: background calls run when no foreground call waits.
       context: the name of one of the app's contexts, which the prompt continues; empty for none.
-      context_tokens: the prompt continues the context's first so many tokens, in a context forked there; None
-        for all.
+      context_tokens: the prompt continues the context's first so many tokens: the context itself where it has
+        no more and answers no other call when the engine takes the turn, else a context forked there; None
+        for all that it has.
       prefix_key: calls of one app with the same key reuse each other's caches before those of other keys.
       adapter: the name of a low-rank adapter; empty for none.
       grammar: what the text must match; None for any text.

@@ -43,6 +43,7 @@ class ContextTurn:
       whole: expected cost of the whole model, if it had the context's chunks; ratios are relative to it.
       costs: expected costs by level; at others than the context's all tokens are computed.
       most_bytes: that chunks of the context will take in memory; at least 1.
+      forks: whether it is answered in a new context, with the tokens that the turn follows.
     """
 
     record: Record
@@ -52,6 +53,7 @@ class ContextTurn:
     whole: Cost
     costs: Mapping[int, Cost]
     most_bytes: int
+    forks: bool = False
 
 
 class ContextTurns:
@@ -119,8 +121,12 @@ class ContextTurns:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    def turn(self, call: Call) -> ContextTurn:
+    def turn(self, call: Call, *, free: bool = True) -> ContextTurn:
         """Encodes a call's turn in its context.
+
+        Args:
+          call: to take.
+          free: whether no other call continues the context.
 
         Raises:
           ContextGone: the app has no context of this name, or it is of another model, level or codec.
@@ -139,16 +145,17 @@ class ContextTurns:
         limits = self._limits_of(call.app)
         if limits.stored_bytes:
             require_stored(limits, self.listed(call.app))
-        before = record.tokens
-        if call.context_tokens is None:
-            contexts.pending_errors.raise_for(record.name)
-        else:
+        before, forks = record.tokens, False
+        if call.context_tokens is not None:
             if not 0 <= call.context_tokens <= len(before):
                 raise ConfigError(
                     f"the context {record.name} has {len(before)} tokens, and the call continues the first "
                     f"{call.context_tokens}"
                 )
             before = before[: call.context_tokens]
+            forks = not free or len(before) < len(record.tokens)
+        if not forks:
+            contexts.pending_errors.raise_for(record.name)
         config, level = call.config, record.origin.level
         prompt = (*before, *self._turn_ids(call, before))
         engine.request(prompt, config, level=level).require_served_by(engine.runner_at(level))
@@ -173,6 +180,7 @@ class ContextTurns:
             whole=cost(WHOLE, computed),
             costs=costs,
             most_bytes=max(1, *(contexts.chunk_bytes(record, most, each) for each in costs)),
+            forks=forks,
         )
 
     def begin(self, turn: ContextTurn, call: Call, load: Load) -> tuple[Request, ContextCall]:
@@ -194,7 +202,7 @@ class ContextTurns:
             )
         request = self._contexts.engine.request(turn.prompt, call.config, level=level)
         most = len(turn.prompt) + call.config.max_tokens
-        return request, _TurnCall(self, turn, forks=call.context_tokens is not None, most_tokens=most)
+        return request, _TurnCall(self, turn, most_tokens=most)
 
     def ended(self, app: str, name: str) -> None:
         """Takes notice of a context that has changed, or is gone."""
@@ -275,14 +283,14 @@ class _TurnCall(ContextCall):
     """Forks a context before an answer, or changes its level, where the call asks for that; and stores it
     afterwards. A fork is deleted if its answer does not end by itself: nobody has been told its name."""
 
-    def __init__(self, turns: ContextTurns, turn: ContextTurn, *, forks: bool, most_tokens: int) -> None:
+    def __init__(self, turns: ContextTurns, turn: ContextTurn, *, most_tokens: int) -> None:
         super().__init__(turns._contexts, turn.record, turn.record, most_tokens=most_tokens)
-        self._turns, self._source, self._forks = turns, turn, forks
+        self._turns, self._source = turns, turn
         self._forked = self._deleted = False
 
     def begin(self, run: Run) -> None:
         """See `Lifecycle`."""
-        if self._forks:
+        if self._source.forks:
             self.record = self._turns.forked(self._source)
             self._forked = True
         name, level = self.record.name, run.request.level

@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 # In this time an app's past use of the engine counts half.
 _HALF_LIFE_MS = 10_000.0
 _IDLE_S = 0.5
+# A service that has failed is there again after about so long.
+_RESTART_S = 5.0
 # Of a turn in a context, until it is encoded.
 _UNKNOWN = Cost(ttft_ms=0.0, tpot_ms=0.0, tokens=1)
 
@@ -230,7 +232,12 @@ class Executor:
     # -- the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        error = JaxllmError("the engine has failed; the service must be started again")
+        error = Refused(
+            "the engine has failed, and the service ends: what runs it, such as systemd, starts it again, or its "
+            "operator does; send the request again then",
+            reason="failed",
+            retry_after_s=_RESTART_S,
+        )
         try:
             while self._one_turn():
                 pass
@@ -281,8 +288,16 @@ class Executor:
                     self._wake.wait(_IDLE_S)
 
     def _take_turn(self, job: Job) -> None:
+        call = job.call
+        with self._wake:
+            # From here on a call that comes finds the context taken.
+            others = [
+                each for each in (*self._jobs.values(), *self._inbox) if each is not job and not each.over
+            ]
+            free = not any(each.continues(call.app, call.context) for each in others)
+            job.may_continue = job.may_continue or free
         with self._failing([job]):
-            job.take_turn(self.kept().turn(job.call))
+            job.take_turn(self.kept().turn(call, free=free))
 
     def _startable(self) -> Queue:
         """The calls that were accepted, of which others may come at any moment; without those that wait where

@@ -4,6 +4,7 @@ import contextlib
 import logging
 
 from jaxllm.errors import ConfigError
+from serving.buckets.bucket import Bucket
 from serving.engine import Engine
 from serving.loading import LoadedModel
 from serving.options import EngineOptions
@@ -37,7 +38,7 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     with contextlib.ExitStack() as opened:
         engine = Engine.open(model, options=whole, speculation=speculation, progress=stages)
         opened.callback(engine.close)
-        _prepare_embeddings(engine, stages)
+        _prepare(engine, stages, forks=bool(options.prefix_memory))
         profile = known_profile(engine, coarse=True, progress=stages)
         planner = Planner(profile, engine.levels, safety_margin=SafetyMargin())
         service = LLMService.of_engine(engine, planner, profile, contexts)
@@ -45,10 +46,15 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     return service
 
 
-def _prepare_embeddings(engine: Engine[LoadedModel], stages: "_Stages") -> None:
-    # Where weights are streamed, texts are not embedded, and who asks is told so.
+def _prepare(engine: Engine[LoadedModel], stages: "_Stages", *, forks: bool) -> None:
+    """Gets ready what answers by themselves do not need: embeddings, and copies of caches."""
+    buckets: list[Bucket] = []
     with contextlib.suppress(ConfigError):
-        engine.runner.scorer().prepare_embeddings(stages)
+        # Where weights are streamed, texts are not embedded, and who asks is told so.
+        buckets += engine.runner.scorer().embedding_buckets()
+    if forks:
+        buckets += [each for level in engine.levels for each in engine.runner_at(level).fork_buckets()]
+    engine.runner.fill(buckets, stages)
 
 
 class _Stages:
