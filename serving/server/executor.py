@@ -233,8 +233,8 @@ class Executor:
 
     def _run(self) -> None:
         error = Refused(
-            "the engine has failed, and the service ends: what runs it, such as systemd, starts it again, or its "
-            "operator does; send the request again then",
+            "the engine has failed, and the service ends: it must be started again, which systemd does by "
+            "itself; send the request again then",
             reason="failed",
             retry_after_s=_RESTART_S,
         )
