@@ -85,7 +85,8 @@ def _has_token(port: int, key: str) -> bool:
     """Asks once for an answer: whether its first piece has come."""
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\nContent-Length: {len(_BODY)}\r\n\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(_BODY)}\r\n\r\n"
     )
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), _LATE_S) as connection:
         connection.sendall(head.encode() + _BODY)

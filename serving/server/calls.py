@@ -65,7 +65,7 @@ class Call:
       context_tokens: the prompt continues the context's first so many tokens: the context itself where it has
         no more and answers no other call when the engine takes the turn, else a context forked there; None
         for all that it has.
-      prefix_key: calls of one app with the same key reuse each other's caches before those of other keys.
+      prefix_key: of caches of the app that begin equally well, that of a call with the same key is used.
       adapter: the name of a low-rank adapter; empty for none.
       grammar: what the text must match; None for any text.
       top_logprobs: so many of the likeliest tokens are told at each token; 0 for the token's own
