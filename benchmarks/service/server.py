@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # A first start compiles, and measures the device.
 _START_S = 1800.0
-_STOP_S = 15.0
 _OK = 200
+_STOP_S = 15.0
 _LOOK_S = 0.1
 _SHOWN_BYTES = 4000
 

@@ -86,6 +86,8 @@ class ProfileRefinement:
         except JaxllmError as error:
             # Answers go on, by the profile that there is.
             _log.error("the device's profile is not refined any further: %s", error)
+        except Exception:
+            _log.exception("the device's profile is not refined any further")
         self._measurement = None
         return True
 

@@ -216,7 +216,7 @@ class Clients:
             return self._storage_refused(made)
         path = f"/v1/contexts/{made.json()['id']}"
         for _ in range(3):
-            call = {"prompt": self._draw.choice(PROMPTS), "max_tokens": self._draw.choice((1, 8))}
+            call = {"prompt": self._draw.choice(PROMPTS[:2]), "max_tokens": self._draw.choice((1, 8))}
             got = await client.post(f"{path}/generate", json=call, headers=headers)
             if got.status_code != 200:
                 self._storage_refused(got)

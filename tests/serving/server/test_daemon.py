@@ -116,6 +116,7 @@ def test_it_is_ready_when_warm_and_tells_systemd(service):
     service.told("WATCHDOG=1")
     service.told("READY=1")
     assert httpx.get(service.url + "/ready").status_code == 200
+    assert httpx.get(service.url + "/health").json()["profile"]["kind"] in {"coarse", "whole"}
     service.told("WATCHDOG=1")
 
 
