@@ -59,7 +59,7 @@ class Plan:
       patience_s: for answers after the last request.
       slo_scale: objectives are shares of so many times the idle whole model's times.
       prompt_tokens, answer_tokens: medians of lengths.
-      starts: of the service, from graphs on disk.
+      starts: of the service, from buckets on disk.
       reference_repeats: of each prompt of the reference.
       seed: of all draws.
       parts: of `PARTS`, those to run.

@@ -1,4 +1,4 @@
-"""Measures how long after its start a service gives the first token, with compiled graphs and the device's
+"""Measures how long after its start a service gives the first token, with compiled buckets and the device's
 profile on disk.
 
 A client tries from the first moment on, as one does that has just started the service: until there is a
@@ -26,7 +26,7 @@ _BODY = json.dumps({"prompt": [1, 2, 3, 4], "max_tokens": 8, "stream": True}).en
 
 
 def start_rows(name: str, given: Conditions, starts: int, progress: Progress) -> list[Row]:
-    """Times starts of our service, whose graphs an earlier one has left on disk.
+    """Times starts of our service, whose buckets an earlier one has left on disk.
 
     Args:
       name: of the model.
