@@ -23,7 +23,7 @@ def options(tmp_path, monkeypatch):
 
 
 def test_a_second_start_compiles_and_measures_nothing(options, compiles, monkeypatch):
-    first = open_service(options)
+    first = open_service(options).service
     assert first.profile.coarse
     built = first.engine.runner.buckets.bucket_ms
     assert built
@@ -31,7 +31,7 @@ def test_a_second_start_compiles_and_measures_nothing(options, compiles, monkeyp
     for name in ("measure", "measure_coarsely"):
         monkeypatch.setattr(known_profile, name, None)
     with compiles() as count:
-        again = open_service(options)
+        again = open_service(options).service
         assert again.profile == first.profile
         # The first answer and the first embedding of each length, too.
         assert again.engine.stream("hello", level=50).result().tokens
