@@ -35,17 +35,11 @@ from serving.host.progress import Progress
 from serving.loading import LoadedModel
 from serving.options import EngineOptions
 from serving.planned_answer import PlannedAnswer, PlannedCall
+from serving.planning.known_profile import known_profile
 from serving.planning.objectives import Binding, Objective
-from serving.planning.planner import Plan, Planner, Proposer
-from serving.planning.prefill_times import has_both_modes
-from serving.planning.profile import (
-    DeviceProfile,
-    choose_prefill,
-    load_profile,
-    profile_path,
-    save_profile,
-)
-from serving.planning.profiling import measure
+from serving.planning.planner import Plan, Planner
+from serving.planning.profile import DeviceProfile, choose_prefill
+from serving.planning.proposer import Proposer
 from serving.planning.reach import described, unmet
 from serving.planning.safety_margin import CONFIDENCE, SafetyMargin
 from serving.planning.tiny_lm import TinyPlanner
@@ -110,29 +104,43 @@ class LLMService:
           JaxllmError: the model cannot be opened, or lacks a level.
         """
         margin = SafetyMargin(confidence)
-        options = options or EngineOptions()
-        levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
-        options = dataclasses.replace(options, levels=levels)
-        if contexts is not None and not options.kv_codec:
-            options = dataclasses.replace(options, kv_codec="channel")
+        options = engine_options(model, levels, options or EngineOptions(), contexts)
         with contextlib.ExitStack() as opened:
             engine = Engine.open(model, options=options, speculation=speculation, progress=progress)
             opened.callback(engine.close)
-            path = profile_path(engine.model.bundle, engine.options)
-            profile = load_profile(path)
-            if (
-                profile is None
-                or not set(engine.levels) <= set(profile.levels)
-                or (has_both_modes(engine) and profile.prefill is None)
-            ):
-                profile = measure(engine, progress=progress).beside(profile)
-                save_profile(profile, path)
-            choose_prefill(engine, profile)
+            profile = known_profile(engine, progress=progress)
+            planner = planner_of(engine, profile, proposer, margin=margin)
+            service = cls.of_engine(engine, planner, profile, contexts)
+            opened.pop_all()
+        return service
+
+    @classmethod
+    def of_engine(
+        cls,
+        engine: Engine[LoadedModel],
+        planner: Planner,
+        profile: DeviceProfile,
+        contexts: ContextOptions | None = None,
+    ) -> "LLMService":
+        """A service of an engine that is warm, ready for its first call.
+
+        Args:
+          engine: serves all levels that are planned with; opened with a codec for contexts where there are
+            some.
+          planner: plans by the profile.
+          profile: of this device.
+          contexts: options of contexts that outlive calls; None for no contexts.
+
+        Raises:
+          JaxllmError: the contexts cannot be opened.
+        """
+        choose_prefill(engine, profile)
+        with contextlib.ExitStack() as opened:
             kept = None if contexts is None else Contexts(engine, contexts)
             if kept is not None:
                 # Else the store stays locked until this process ends.
                 opened.callback(kept.close)
-            service = cls(engine, profile, planner_of(engine, profile, proposer, margin=margin), kept)
+            service = cls(engine, profile, planner, kept)
             service._rehearse()
             if missed := described(service.unmet(), profile.tokens):
                 _log.info("objectives that no choice meets on this device: %s", missed)
@@ -153,6 +161,17 @@ class LLMService:
         # The smallest level, because native kernels share buckets between all levels.
         ids = prompt.ids[: self.engine.options.context_tokens - config.max_tokens].tolist()
         self.engine.stream(ids, config, level=self.engine.levels[0]).result()
+
+    def use_profile(self, profile: DeviceProfile) -> None:
+        """Plans by another profile of this device from here on, and learns anew how much later answers come.
+        No answer runs.
+
+        Args:
+          profile: of the engine's levels.
+        """
+        self.profile = profile
+        self.planner.use(profile)
+        choose_prefill(self.engine, profile)
 
     def unmet(self, *objectives: Objective | str) -> dict[Objective, tuple[int, ...]]:
         """The objectives that this device cannot meet with any choice, with the profiled prompt lengths at
@@ -325,6 +344,23 @@ class LLMService:
         margin = self.planner.safety_margin
         call = PlannedCall(plan, objective, self.profile, tokenize_ms=tokenize_ms, margin=margin)
         return PlannedAnswer(engine.decoding(request), engine.tokenizer, request, call=call)
+
+
+def engine_options(
+    model: str | Path | None,
+    levels: Sequence[int] | None,
+    options: EngineOptions,
+    contexts: ContextOptions | None,
+) -> EngineOptions:
+    """The options of a service's engine: with the levels that are planned with, and a codec where there are
+    contexts (see `LLMService.open`).
+
+    Raises:
+      JaxllmError: the model cannot be opened.
+    """
+    levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
+    codec = options.kv_codec or ("" if contexts is None else "channel")
+    return dataclasses.replace(options, levels=levels, kv_codec=codec)
 
 
 def planner_of(

@@ -70,6 +70,10 @@ class FailingDevice:
         """Lets nothing fail any more."""
         self._at = None
 
+    def fail(self, error: int) -> None:
+        """Lets all operations from here on fail by this error, until `mend`."""
+        self._error, self._persistent, self._at = error, True, self.operations + 1
+
     def __exit__(self, *_: object) -> None:
         # An open file keeps its own methods: they must not fail any more.
         self.mend()

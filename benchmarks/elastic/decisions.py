@@ -21,7 +21,8 @@ from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import Slo
 from jaxllm.tasks.shortened import Question
 from serving.planning.objectives import meets
-from serving.planning.planner import MARGIN, Planner, Proposer
+from serving.planning.planner import MARGIN, Planner
+from serving.planning.proposer import Proposer
 from serving.traces.trace import ANSWER_TOKENS, TraceRequest
 
 # The whole model cannot meet it, so that it has to be planned.

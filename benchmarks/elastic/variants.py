@@ -16,8 +16,8 @@ from jaxllm.text.tokenizer import Tokenizer
 from serving.engine import Engine
 from serving.evaluation.scoring import score_options
 from serving.host.progress import Progress
-from serving.planning.planner import Proposer
 from serving.planning.profile import DeviceProfile
+from serving.planning.proposer import Proposer
 
 
 def right_answers(

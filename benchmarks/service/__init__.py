@@ -13,5 +13,6 @@ PARTS: Mapping[str, str] = MappingProxyType(
     {
         "apps": "answers in time of six apps that call at their own times",
         "clients": "tokens per second over clients that call as soon as they are answered",
+        "start": "time from the start of the process to the first token",
     }
 )

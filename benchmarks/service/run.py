@@ -25,6 +25,7 @@ from benchmarks.service.outcomes import Outcome, Window, judged
 from benchmarks.service.reference import Reference, measure
 from benchmarks.service.rows import Cell, load_rows, memory_rows
 from benchmarks.service.server import Server, require_httpx
+from benchmarks.service.start import start_rows
 from benchmarks.service.systems import OURS, Conditions, LlamaServer, OurService, System, keys_of, systems_of
 from benchmarks.service.workload import Arrivals, Request, Sizes, back_to_back, from_trace, poisson
 from jaxllm.bundle import WeightFormat
@@ -58,6 +59,7 @@ class Plan:
       patience_s: for answers after the last request.
       slo_scale: objectives are shares of so many times the idle whole model's times.
       prompt_tokens, answer_tokens: medians of lengths.
+      starts: of the service, from buckets on disk.
       reference_repeats: of each prompt of the reference.
       seed: of all draws.
       parts: of `PARTS`, those to run.
@@ -74,6 +76,7 @@ class Plan:
     slo_scale: float = 3.0
     prompt_tokens: int = 256
     answer_tokens: int = 48
+    starts: int = 5
     reference_repeats: int = 5
     seed: int = 0
     parts: tuple[str, ...] = tuple(PARTS)
@@ -84,7 +87,7 @@ class Plan:
         return cls(
             loads=(1.0,), clients=(8,), repetitions=1, load_s=4.0, clients_s=2.5, patience_s=4.0,
             least_requests=20,
-            prompt_tokens=128, answer_tokens=32, reference_repeats=3,
+            prompt_tokens=128, answer_tokens=32, reference_repeats=3, starts=3,
         )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -207,7 +210,8 @@ def run(
             first = repetition % len(systems)
             for system in (*systems[first:], *systems[:first]):
                 bench.measure(system, loads, repetition)
-    return _rows(name, kept, bench)
+        starts = start_rows(name, given, plan.starts, progress) if "start" in plan.parts else []
+    return [*_rows(name, kept, bench), *starts]
 
 
 class _Bench:

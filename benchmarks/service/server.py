@@ -7,14 +7,19 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.peers.process import PeerFailed, environment_of, last_words, pinned
 from jaxllm.errors import JaxllmError
 
+if TYPE_CHECKING:
+    import httpx
+
 # A first start compiles, and measures the device.
 _START_S = 1800.0
+_OK = 200
 _STOP_S = 15.0
 _LOOK_S = 0.1
 _SHOWN_BYTES = 4000
@@ -70,7 +75,7 @@ class Server:
                 start_new_session=True,
             )
         try:
-            self._wait_until_ready(ready)
+            self.wait_until(ready, lambda answer: answer.status_code == _OK)
         except BaseException:
             self.close()
             raise
@@ -116,7 +121,12 @@ class Server:
                 self._process.wait()
         self._log.close()
 
-    def _wait_until_ready(self, path: str) -> None:
+    def wait_until(self, path: str, there: "Callable[[httpx.Response], bool]") -> None:
+        """Asks for a path until the answer is as it should be.
+
+        Raises:
+          PeerFailed: the process ends, or the answer is not so in half an hour.
+        """
         import httpx
 
         late_s = time.monotonic() + _START_S
@@ -124,10 +134,10 @@ class Server:
             while time.monotonic() < late_s:
                 self.require_alive()
                 with contextlib.suppress(httpx.HTTPError):
-                    if client.get(path).status_code == 200:
+                    if there(client.get(path)):
                         return
                 time.sleep(_LOOK_S)
-        raise PeerFailed(f"the server of {self.name} was not ready within {_START_S:.0f} s")
+        raise PeerFailed(f"the server of {self.name} was not ready within {_START_S:.0f} s ({path})")
 
 
 def require_httpx() -> None:

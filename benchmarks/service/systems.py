@@ -121,9 +121,23 @@ class OurService:
         return NOTES.get(self.ablation)
 
     def start(self, given: Conditions, progress: Progress) -> Server:
-        """See `System`."""
+        """See `System`: the whole profile of the device is there before anything is sent."""
         del progress
         port = free_port()
+        command, environment = self.command(given, port)
+        server = Server(
+            self.name, command, port=port, ready="/ready", threads=given.threads, environment=environment
+        )
+        try:
+            # A first start measures it while nothing is asked.
+            server.wait_until("/health", lambda answer: answer.json()["profile"]["kind"] == "whole")
+        except BaseException:
+            server.close()
+            raise
+        return server
+
+    def command(self, given: Conditions, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
+        """What starts the server on a port, and its environment."""
         options = {
             "model": str(given.model.resolve()),
             "http": f"127.0.0.1:{port}",
@@ -135,10 +149,7 @@ class OurService:
         # A JSON number, text or list of them is one in TOML, too.
         config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items()))
         command = (sys.executable, "-m", "serving.entry", "serve", "--config", str(config))
-        environment = {"JAXLLM_KEYS": str(given.folder / "keys.json")}
-        return Server(
-            self.name, command, port=port, ready="/ready", threads=given.threads, environment=environment
-        )
+        return command, {"JAXLLM_KEYS": str(given.folder / "keys.json")}
 
     def message(self, request: Request, limits_ms: Limits | None, given: Conditions) -> dict[str, Any]:
         """See `System`: an app has a key, and a call its objective in milliseconds."""

@@ -17,6 +17,9 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native, native_products
 
+# Rows that `fork` copies at once.
+_FORK_BLOCK = 64
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -319,6 +322,32 @@ def grow(cache: KVCache, tokens: int) -> KVCache:
         values=tuple(pad(rows) for rows in cache.values),
         mass=None if cache.mass is None else jnp.pad(cache.mass, ((0, 0), (0, extra))),
     )
+
+
+def fork(cache: KVCache, empty: KVCache, tokens: jax.Array) -> KVCache:
+    """The first `tokens` tokens of a cache, in an empty one of the same shapes, without their attention mass.
+
+    Args:
+      cache: stays as it is.
+      empty: is written; the memory of its rows beyond the tokens is not touched, but for a few.
+      tokens: int32 scalar, at most the cache's.
+    """
+    capacity = cache.capacity_tokens
+    block = min(_FORK_BLOCK, capacity)
+
+    def copied(i: jax.Array, to: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # Of the last block, which may begin earlier, both sides begin at the same row.
+        start = jnp.minimum(i * block, capacity - block)
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(
+                into, jax.lax.dynamic_slice_in_dim(rows, start, block, axis=-2), start, axis=into.ndim - 2
+            )
+            for into, rows in zip(to, (*cache.keys, *cache.values), strict=True)
+        )
+
+    rows = jax.lax.fori_loop(0, (tokens + block - 1) // block, copied, (*empty.keys, *empty.values))
+    half = len(cache.keys)
+    return dataclasses.replace(empty, keys=rows[:half], values=rows[half:], length=tokens)
 
 
 def write_rows(

@@ -15,6 +15,7 @@ experts, an expert is one entry of the leading axis.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Literal
 
@@ -44,6 +45,12 @@ def head_name(cfg: ModelConfig) -> str:
 
 def param_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     """Specs of every parameter of the model by name, in the order in which a forward pass uses them."""
+    return dict(_specs(cfg))
+
+
+@functools.lru_cache(maxsize=64)
+def _specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    """`param_specs`; cached, because opening an elastic bundle asks for them by the thousand."""
     width = cfg.hidden_size
     specs = {"embed.tokens": ParamSpec((cfg.vocab_size, width), "embed")}
     if cfg.learned_positions:

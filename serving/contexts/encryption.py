@@ -137,7 +137,7 @@ class Vault:
         path = self._path(app_folder)
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            with open(os.open(path, flags), "rb") as file:
+            with open(path, "rb", opener=lambda each, _: os.open(each, flags)) as file:
                 _require_private(os.fstat(file.fileno()), path)
                 key = file.read(_KEY_BYTES + 1)
         except FileNotFoundError:

@@ -155,7 +155,7 @@ def read_bytes(path: Path, most: int) -> bytes:
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise CheckpointError(f"{path} is not a regular file, and no store makes it")
-        with open(os.open(path, flags), "rb") as file:
+        with open(path, "rb", opener=lambda each, _: os.open(each, flags)) as file:
             content = file.read(most + 1)
     except FileNotFoundError:
         raise
@@ -285,7 +285,7 @@ def is_own(path: Path) -> bool:
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return False
-        with open(os.open(path, flags), "rb") as file:
+        with open(path, "rb", opener=lambda each, _: os.open(each, flags)) as file:
             content = file.read(len(head))
     except OSError:
         return False

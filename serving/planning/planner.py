@@ -10,13 +10,12 @@ import dataclasses
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxllm.config import WHOLE
 from jaxllm.elastic.compression import keep_tokens, stays_anyway
-from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ObjectiveMissed
 from jaxllm.text.droppable import PromptTokens
 from serving.planning.objectives import (
@@ -29,48 +28,12 @@ from serving.planning.objectives import (
     whole_cost,
 )
 from serving.planning.profile import DeviceProfile
+from serving.planning.proposer import Proposer
 from serving.planning.safety_margin import START, SafetyMargin
 
 # Share of an objective that is planned for.
 MARGIN = 1 / START
 Source = Literal["whole", "proposed", "fallback", "nearest"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Proposal:
-    """A proposer's choice for a request.
-
-    Attributes:
-      level: one of the levels it was asked about.
-      prompt_ratio: one of the ratios it was asked about.
-      scores: `[T]` float of each token of the prompt; the highest ones are kept.
-    """
-
-    level: int
-    prompt_ratio: float
-    scores: np.ndarray
-
-
-class Proposer(Protocol):
-    """Proposes a level and a prompt ratio, such as a tiny LM; may be asked for scores only."""
-
-    @property
-    def prompt_ratios(self) -> Sequence[float]:
-        """Shares of a prompt that it chooses from, ascending."""
-        ...
-
-    def propose(self, prompt: PromptTokens, slo: Slo, allowed: np.ndarray) -> Proposal:
-        """A choice of level and prompt ratio; `allowed` is `[levels, prompt_ratios]`, True where the SLO is
-        met."""
-        ...
-
-    def scores(self, prompt: PromptTokens) -> np.ndarray:
-        """Scores of the tokens, `[T]`; the highest ones are kept."""
-        ...
-
-    def planning_ms(self, tokens: int) -> float:
-        """Time to propose for a prompt of so many tokens."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -184,11 +147,16 @@ class Planner:
         margin: float = MARGIN,
         safety_margin: SafetyMargin | None = None,
     ) -> None:
-        self._profile, self._levels, self._proposer = profile, tuple(levels), proposer
+        self._levels, self._proposer = tuple(levels), proposer
         self._ratios = (1.0,) if proposer is None else tuple(proposer.prompt_ratios)
         self._margin, self.safety_margin = margin, safety_margin
-        # Fills the profile's caches now, so that the first request does not wait for them.
-        expected_costs(profile, self._levels, (1,), 1)
+        self._use(profile)
+
+    def use(self, profile: DeviceProfile) -> None:
+        """Plans by another profile, and forgets how much later than by the last one answers came."""
+        self._use(profile)
+        if self.safety_margin is not None:
+            self.safety_margin.forget()
 
     @property
     def least_ratio(self) -> float:
@@ -252,6 +220,11 @@ class Planner:
             for tokens in self._profile.tokens
             if self._least_overrun(objective, tokens, answer_tokens) > 1
         )
+
+    def _use(self, profile: DeviceProfile) -> None:
+        self._profile = profile
+        # Fills the profile's caches now, so that the first request does not wait for them.
+        expected_costs(profile, self._levels, (1,), 1)
 
     def _least_overrun(self, objective: Objective, tokens: int, answer_tokens: int) -> float:
         """The overrun of the nearest choice for a prompt of so many tokens."""

@@ -63,6 +63,8 @@ class DeviceProfile:
       tpot_ms: of each level and length, time per further token.
       energy: of tokens, if it is known.
       prefill: times of integer and float prefill, of an engine that has both.
+      coarse: whether it is one to begin with, measured at few levels and lengths (see
+        `serving.planning.coarse_profile`).
     """
 
     levels: tuple[int, ...]
@@ -73,6 +75,7 @@ class DeviceProfile:
     energy: Energy | None = None
     prefill: PrefillTimes | None = None
     exact_chunks: bool = False
+    coarse: bool = False
 
     def __post_init__(self) -> None:
         for name in ("levels", "tokens", "chunk_tokens"):
@@ -142,6 +145,8 @@ class DeviceProfile:
         """This profile, completed by an earlier one of the same engine: levels that were not measured again,
         and energy where the earlier one has it for all levels."""
         if earlier is None or (earlier.tokens, earlier.chunk_tokens) != (self.tokens, self.chunk_tokens):
+            return self
+        if earlier.coarse:
             return self
         levels = tuple(sorted({*self.levels, *earlier.levels}))
 
@@ -223,6 +228,7 @@ class DeviceProfile:
                 energy=None if energy is None else Energy(**{k: tuple(v) for k, v in energy.items()}),
                 prefill=None if prefill is None else PrefillTimes.from_json(prefill),
                 exact_chunks=data["exact_chunks"] is True,
+                coarse=data.get("coarse") is True,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"malformed device profile: {error!r:.200}") from error

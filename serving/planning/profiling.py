@@ -3,21 +3,31 @@
 import dataclasses
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from serving.answer import Answer
 from serving.engine import Engine
 from serving.host.progress import Progress
 from serving.options import EngineOptions
 from serving.planning.prefill_times import PrefillTimes, has_both_modes, measure_prefill
 from serving.planning.profile import DeviceProfile, choose_prefill
 from serving.request import GenerationConfig
+from serving.step import step
 
 # Prompt lengths that are measured, as far as they fit the context; between them times are interpolated.
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 REPEATS = 5
-_ANSWER_TOKENS = 17
+ANSWER_TOKENS = 17
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """Times of one run in milliseconds: to the first token, and per further token."""
+
+    ttft_ms: float
+    tpot_ms: float
 
 
 def measure(
@@ -48,11 +58,7 @@ def measure(
 def measure_together(
     engines: Sequence[Engine], *, repeats: int = REPEATS, seed: int = 0, progress: Progress | None = None
 ) -> list[DeviceProfile]:
-    """Measures every level of several engines, so that they can be compared.
-
-    Engines, levels and lengths are interleaved in a random order, so that other load of the device affects
-    all alike. Medians are made monotonic: a larger level or a longer prompt takes no less time (see
-    `monotonic`).
+    """Measures every level of several engines, so that they can be compared (see `Measurement`).
 
     Args:
       engines: warmed up, each a whole model's.
@@ -60,50 +66,104 @@ def measure_together(
       seed: of prompts and order.
       progress: called with ("profile", runs done, runs in all).
     """
-    draw = random.Random(seed)
-    config = GenerationConfig(max_tokens=_ANSWER_TOKENS, ignore_eos=True)
-    lengths = [_lengths(engine.options) for engine in engines]
-    cases = [
-        (place, level, length)
-        for place, engine in enumerate(engines)
-        for level in engine.levels
-        for length in lengths[place]
-    ]
-    ttft: dict[tuple[int, int, int], list[float]] = {case: [] for case in cases}
-    tpot: dict[tuple[int, int, int], list[float]] = {case: [] for case in cases}
-    done = 0
-    # The first round warms caches and is not counted.
-    for counted in range(-1, repeats):
-        draw.shuffle(cases)
-        for place, level, length in cases:
-            engine = engines[place]
-            prompt = [draw.randrange(engine.cfg.vocab_size) for _ in range(length)]
-            answer = engine.stream(prompt, config, level=level).result()
-            if counted >= 0:
-                ttft[place, level, length].append(answer.timings.ttft_ms)
-                tpot[place, level, length].append(answer.timings.tpot_ms(len(answer.tokens)))
-            done += 1
-            if progress is not None:
-                progress("profile", done, (repeats + 1) * len(cases))
+    measurement, told = Measurement(engines, repeats=repeats, seed=seed), 0
+    while measurement.step():
+        if progress is not None and measurement.done > told:
+            told = measurement.done
+            progress("profile", told, measurement.total)
+    if progress is not None:
+        progress("profile", measurement.total, measurement.total)
+    return measurement.profiles()
 
-    def medians(times: dict[tuple[int, int, int], list[float]], place: int) -> tuple[tuple[float, ...], ...]:
+
+class Measurement:
+    """Measures every level of several engines, a dispatch at a time.
+
+    Engines, levels and lengths are interleaved in a random order, so that other load of the device affects
+    all alike. Medians are made monotonic: a larger level or a longer prompt takes no less time (see
+    `monotonic`).
+
+    Attributes:
+      total: runs in all.
+      done: runs that have ended.
+    """
+
+    def __init__(self, engines: Sequence[Engine], *, repeats: int = REPEATS, seed: int = 0) -> None:
+        """Prepares runs: see `measure_together`."""
+        self._engines, self._draw = tuple(engines), random.Random(seed)
+        self._lengths = [_lengths(engine.options) for engine in engines]
+        self._cases = [
+            (place, level, length)
+            for place, engine in enumerate(engines)
+            for level in engine.levels
+            for length in self._lengths[place]
+        ]
+        self._times: dict[tuple[int, int, int], list[Timed]] = {case: [] for case in self._cases}
+        self.total, self.done = (repeats + 1) * len(self._cases), 0
+        self._run: Answer | None = None
+
+    def step(self) -> bool:
+        """Takes a dispatch of the run that is under way, or of the next.
+
+        Returns:
+          Whether there is more to do.
+        """
+        if self.done == self.total:
+            return False
+        number = self.done % len(self._cases)
+        if self._run is None:
+            if number == 0:
+                self._draw.shuffle(self._cases)
+            place, level, length = self._cases[number]
+            self._run = timed_run(self._engines[place], level, length, self._draw)
+        step(self._run)
+        if self._run.stage == "ended":
+            # The first round warms caches and is not counted.
+            if self.done >= len(self._cases):
+                self._times[self._cases[number]].append(timed(self._run))
+            self.done, self._run = self.done + 1, None
+        return self.done < self.total
+
+    def interrupt(self) -> None:
+        """Drops the run that is under way, which is taken anew: others get the device in between."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+
+    def profiles(self) -> list[DeviceProfile]:
+        """The profile of each engine, when all runs have ended."""
+        return [
+            DeviceProfile(
+                levels=engine.levels,
+                tokens=self._lengths[place],
+                chunk_tokens=engine.options.chunk_tokens,
+                exact_chunks=engine.options.exact_chunks,
+                ttft_ms=self._medians(place, lambda each: each.ttft_ms),
+                tpot_ms=self._medians(place, lambda each: each.tpot_ms),
+            )
+            for place, engine in enumerate(self._engines)
+        ]
+
+    def _medians(self, place: int, what: Callable[[Timed], float]) -> tuple[tuple[float, ...], ...]:
         found = [
-            [statistics.median(times[place, level, length]) for length in lengths[place]]
-            for level in engines[place].levels
+            [
+                statistics.median(map(what, self._times[place, level, length]))
+                for length in self._lengths[place]
+            ]
+            for level in self._engines[place].levels
         ]
         return _monotonic(found)
 
-    return [
-        DeviceProfile(
-            levels=engine.levels,
-            tokens=lengths[place],
-            chunk_tokens=engine.options.chunk_tokens,
-            exact_chunks=engine.options.exact_chunks,
-            ttft_ms=medians(ttft, place),
-            tpot_ms=medians(tpot, place),
-        )
-        for place, engine in enumerate(engines)
-    ]
+
+def timed_run(engine: Engine, level: int, length: int, draw: random.Random) -> Answer:
+    """The answer to a random prompt of so many tokens, of the length that profiles are measured with."""
+    prompt = [draw.randrange(engine.cfg.vocab_size) for _ in range(length)]
+    return engine.stream(prompt, GenerationConfig(max_tokens=ANSWER_TOKENS, ignore_eos=True), level=level)
+
+
+def timed(run: Answer) -> Timed:
+    """The times of a run that has ended."""
+    return Timed(run.timings.ttft_ms, run.timings.tpot_ms(len(run.tokens)))
 
 
 def monotonic(times: np.ndarray) -> np.ndarray:
@@ -122,6 +182,6 @@ def _monotonic(times: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...
 
 def _lengths(options: EngineOptions) -> tuple[int, ...]:
     """The prompt lengths that are measured with resolved options."""
-    room = options.context_tokens - _ANSWER_TOKENS
+    room = options.context_tokens - ANSWER_TOKENS
     lengths = [each for each in LENGTHS if each <= room] or [max(1, room)]
     return tuple(lengths if room <= lengths[-1] else [*lengths, room])

@@ -38,9 +38,13 @@ class SafetyMargin:
             raise ConfigError(f"a confidence must be in (0, 1), got {confidence!r:.80}")
         if not isinstance(window, int) or window < 1:
             raise ConfigError(f"a window must be a number of answers above 0, got {window!r:.80}")
-        self._confidence = confidence
-        starting = [START] * min(_STARTING, window)
-        self._first, self._further = deque(starting, window), deque(starting, window)
+        self._confidence, self._window = confidence, window
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew, as where expected times come from another profile."""
+        starting = [START] * min(_STARTING, self._window)
+        self._first, self._further = deque(starting, self._window), deque(starting, self._window)
 
     def saw_first(self, expected: Cost, measured: Cost) -> None:
         """Learns from the time to the first token of an answer."""

@@ -24,7 +24,7 @@ from serving.buckets.bucket import shapes_of
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.store import BucketStore
 from serving.buckets.tiny_lm import TinyLmBucket, TlmShapes
-from serving.planning.planner import Proposal
+from serving.planning.proposer import Proposal
 
 Decision = Literal["safest", "lightest"]
 # Lengths of buckets below a whole row's, for shorter prompts.
@@ -38,7 +38,7 @@ _LARGE = 1 << 16
 
 
 class TinyPlanner:
-    """Proposes with a tiny LM (see `planner.Proposer`).
+    """Proposes with a tiny LM (see `Proposer`).
 
     Its heads are trained to give the probability that a choice is the lightest that answers right.
     "lightest", as in ELMS, takes the likeliest class: it saves time that the objective allows, at the price

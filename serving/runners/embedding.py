@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, NotFinite
 from jaxllm.kv.cache import KVCache
+from serving.buckets.bucket import Bucket
 from serving.buckets.cache import StartBucket
 from serving.buckets.scoring import EmbedBucket
 from serving.runners.chunks import padded, plan_chunks
@@ -39,25 +40,23 @@ class Embedding:
         Raises:
           ConfigError: the text is empty or too long.
         """
-        options, level = runner.options, runner.model.bucket_level
+        options = runner.options
         if not 0 < len(tokens) <= options.context_tokens:
             raise ConfigError(
                 f"a text to embed must have 1 to {options.context_tokens} tokens, got {len(tokens)}"
             )
         self.vector: np.ndarray | None = None
         self._runner, self._count, at = runner, len(tokens), 0
-        self._capacity = runner.capacity_for(len(tokens))
-        self._start = StartBucket(cache_tokens=self._capacity, level=level)
         self._chunks: collections.deque[_Chunk] = collections.deque()
         for length in plan_chunks(len(tokens), options.chunk_tokens):
-            bucket = EmbedBucket(tokens=length, cache_tokens=self._capacity, level=level)
-            self._chunks.append(_Chunk(tokens[at : at + length], bucket))
+            self._chunks.append(_Chunk(tokens[at : at + length], _bucket(runner, length)))
             at += length
         self._sum: np.ndarray | None = None
         self._cache: KVCache | None = None
 
     def step(self) -> bool:
-        """Computes the next chunk; a bucket that no text has used yet is read from disk or compiled first.
+        """Computes the next chunk; where its bucket was not filled (see `embedding_buckets`) it is read from
+        disk or compiled first.
 
         Returns:
           Whether there is more to do.
@@ -66,9 +65,9 @@ class Embedding:
           NotFinite: the hidden states are not finite numbers.
         """
         runner, chunk = self._runner, self._chunks[0]
-        runner.fill([self._start, chunk.bucket])
+        runner.fill([_start(runner), chunk.bucket])
         with runner.lock:
-            cache = runner.empty_cache(self._capacity) if self._cache is None else self._cache
+            cache = runner.empty_cache(_capacity(runner)) if self._cache is None else self._cache
             row, valid = padded(chunk.tokens, chunk.bucket.tokens)
             compiled = runner.buckets.get(chunk.bucket)
             found, self._cache = compiled(runner.params, row, np.int32(valid), cache)
@@ -80,6 +79,25 @@ class Embedding:
         self._cache = None
         self.vector = _of_length_one(total)
         return False
+
+
+def embedding_buckets(runner: LevelRunner) -> list[Bucket]:
+    """The buckets of all texts: caches have the longest length, so that there is one for each length of a
+    chunk."""
+    return [_start(runner), *(_bucket(runner, length) for length in runner.options.chunk_tokens)]
+
+
+def _capacity(runner: LevelRunner) -> int:
+    return runner.options.cache_tokens[-1]
+
+
+def _start(runner: LevelRunner) -> StartBucket:
+    return StartBucket(cache_tokens=_capacity(runner), level=runner.model.bucket_level)
+
+
+def _bucket(runner: LevelRunner, tokens: int) -> EmbedBucket:
+    level = runner.model.bucket_level
+    return EmbedBucket(tokens=tokens, cache_tokens=_capacity(runner), level=level)
 
 
 def _of_length_one(vector: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from jaxllm.sampling import SamplerState
 from jaxllm.speculative.tree import TokenTree
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
-from serving.buckets.cache import GrowBucket, StartBucket
+from serving.buckets.cache import ForkBucket, GrowBucket, StartBucket
 from serving.buckets.context import ENCODED_CHUNKS, EncodeBucket, LoadBucket
 from serving.buckets.decode import SampleBucket
 from serving.buckets.parts import used_heads
@@ -125,6 +125,11 @@ class LevelRunner(abc.ABC):
         """The buckets that move caches into longer ones."""
         pairs, level = itertools.pairwise(self.options.cache_tokens), self.model.bucket_level
         return [GrowBucket(short_tokens=short, long_tokens=long, level=level) for short, long in pairs]
+
+    def fork_buckets(self) -> list[Bucket]:
+        """The buckets that copy the beginning of caches (see `fork`)."""
+        level = self.model.bucket_level
+        return [ForkBucket(cache_tokens=each, level=level) for each in self.options.cache_tokens]
 
     def context_buckets(self) -> list[Bucket]:
         """The buckets that restore and encode contexts; empty if no contexts are kept."""
@@ -237,6 +242,12 @@ class LevelRunner(abc.ABC):
             grow = GrowBucket(short_tokens=short, long_tokens=long, level=self.model.bucket_level)
             cache = self.buckets.get(grow)(cache)
         return cache
+
+    def fork(self, cache: KVCache, tokens: int) -> KVCache:
+        """The first `tokens` tokens of a cache as a cache of their own, of the same length; takes
+        `fork_buckets`."""
+        bucket = ForkBucket(cache_tokens=cache.capacity_tokens, level=self.model.bucket_level)
+        return self.buckets.get(bucket)(cache, np.int32(tokens))
 
     def capacity_for(self, tokens: int) -> int:
         """The shortest compiled cache length with room for `tokens` positions.

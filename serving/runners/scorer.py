@@ -8,11 +8,12 @@ import numpy as np
 from jaxllm.kv.cache import KVCache
 from jaxllm.nn.documents import Branches
 from jaxllm.steps.branching import Packed
+from serving.buckets.bucket import Bucket
 from serving.buckets.cache import StartBucket
 from serving.buckets.scoring import BranchesBucket, RoutingBucket, ScoreBucket
 from serving.host.progress import Progress
 from serving.runners.chunks import padded, plan_chunks
-from serving.runners.embedding import Embedding
+from serving.runners.embedding import Embedding, embedding_buckets
 from serving.runners.level_runner import LevelRunner
 
 
@@ -50,6 +51,10 @@ class Scorer:
     def prepare_routing(self, tokens: int, progress: Progress | None = None) -> None:
         """Prepares the bucket that computes the experts visited by a row of `tokens` tokens."""
         self.runner.fill([self._routing_bucket(1, tokens)], progress)
+
+    def embedding_buckets(self) -> list[Bucket]:
+        """The buckets that embed texts of all lengths."""
+        return embedding_buckets(self.runner)
 
     # -- scoring ----------------------------------------------------------------------------------
 

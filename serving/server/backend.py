@@ -39,15 +39,24 @@ class EngineBackend:
         self.executor: Executor | None = None
         self._facts: ModelFacts | None = None
         self._why = "loading"
+        self._profile: Callable[[], Mapping[str, Any]] | None = None
         self._pool = ThreadPoolExecutor(2, "tokenizer")
 
-    def opened(self, executor: Executor, name: str = "") -> None:
+    def opened(
+        self,
+        executor: Executor,
+        name: str = "",
+        *,
+        profile: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
         """Answers calls from here on.
 
         Args:
           executor: has been started.
           name: of the model, for calls; empty for the model's own.
+          profile: tells which profile of the device is planned by, for `health`; None to tell nothing of it.
         """
+        self._profile = profile
         engine = executor.service.engine
         self._facts = ModelFacts(
             name=name or engine.name,
@@ -176,7 +185,8 @@ class EngineBackend:
             return {"ready": False, "alive": True, "why": self._why}
         alive = executor.alive and time.monotonic() - executor.beat_s < _STUCK_S
         why = self._why or ("" if alive else "the engine's thread does not answer")
-        return {"ready": alive and not self._why, "alive": alive, "why": why}
+        profile = {} if self._profile is None else {"profile": dict(self._profile())}
+        return {"ready": alive and not self._why, "alive": alive, "why": why, **profile}
 
     def snapshot(self) -> Mapping[str, Any]:
         """See `Backend`; as `serving.server.figures.Figures` has it."""

@@ -72,9 +72,10 @@ class Call:
       bound: whether the objective is the app's, and not the call's own.
       priority: background calls run when no foreground call waits.
       context: the name of one of the app's contexts, which the prompt continues; empty for none.
-      context_tokens: the prompt continues the context's first so many tokens, in a context forked there; None
-        for all.
-      prefix_key: calls of one app with the same key reuse each other's caches before those of other keys.
+      context_tokens: the prompt continues the context's first so many tokens: the context itself where it has
+        no more and answers no other call when the engine takes the turn, else a context forked there; None
+        for all that it has.
+      prefix_key: of caches of the app that begin equally well, that of a call with the same key is used.
       adapter: the name of a low-rank adapter; empty for none, or for the context's.
       grammar: what the text must match; None for any text.
       top_logprobs: so many of the likeliest tokens are told at each token; 0 for the token's own
@@ -318,7 +319,8 @@ class Backend(Protocol):
         ...
 
     def health(self) -> Mapping[str, Any]:
-        """`ready` (warm and not draining), `alive` (the engine's heartbeat is recent), and why not."""
+        """`ready` (warm and not draining), `alive` (the engine's heartbeat is recent), and why not; of a
+        model that is open, `profile` (see `serving.server.refining.ProfileFacts`)."""
         ...
 
     def snapshot(self) -> Mapping[str, Any]:

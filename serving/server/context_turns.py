@@ -46,6 +46,7 @@ class ContextTurn:
       costs: expected costs by level; at others than the context's all tokens are computed.
       most_bytes: that chunks of the context will take in memory; at least 1.
       adapter: that the context was made with, by name; empty for none.
+      forks: whether it is answered in a new context, with the tokens that the turn follows.
     """
 
     record: Record
@@ -56,6 +57,7 @@ class ContextTurn:
     costs: Mapping[int, Cost]
     most_bytes: int
     adapter: str = ""
+    forks: bool = False
 
 
 class ContextTurns:
@@ -91,6 +93,10 @@ class ContextTurns:
         """For chunks of contexts that run: what pinned ones leave. From any thread."""
         return max(0, self._contexts.memory.budget_bytes - self._pinned_bytes)
 
+    def use_profile(self, profile: DeviceProfile) -> None:
+        """Expects times by another profile of this device from here on."""
+        self._profile = profile
+
     def require(self, app: str, name: str) -> None:
         """Checks that an app has a context. From any thread.
 
@@ -121,8 +127,12 @@ class ContextTurns:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    def turn(self, call: Call) -> ContextTurn:
+    def turn(self, call: Call, *, free: bool = True) -> ContextTurn:
         """Encodes a call's turn in its context.
+
+        Args:
+          call: to take.
+          free: whether no other call continues the context.
 
         Raises:
           ContextGone: the app has no context of this name, or it is of another model, level or codec, or its
@@ -142,16 +152,17 @@ class ContextTurns:
         limits = self._limits_of(call.app)
         if limits.stored_bytes:
             require_stored(limits, self.listed(call.app))
-        before = record.tokens
-        if call.context_tokens is None:
-            contexts.pending_errors.raise_for(record.name)
-        else:
+        before, forks = record.tokens, False
+        if call.context_tokens is not None:
             if not 0 <= call.context_tokens <= len(before):
                 raise ConfigError(
                     f"the context {record.name} has {len(before)} tokens, and the call continues the first "
                     f"{call.context_tokens}"
                 )
             before = before[: call.context_tokens]
+            forks = not free or len(before) < len(record.tokens)
+        if not forks:
+            contexts.pending_errors.raise_for(record.name)
         config, level = call.config, record.origin.level
         prompt = (*before, *self._turn_ids(call, before))
         engine.request(prompt, config, level=level).require_served_by(engine.runner_at(level))
@@ -177,6 +188,7 @@ class ContextTurns:
             costs=costs,
             most_bytes=max(1, *(contexts.chunk_bytes(record, most, each) for each in costs)),
             adapter=adapter,
+            forks=forks,
         )
 
     def begin(self, turn: ContextTurn, call: Call, load: Load) -> tuple[Request, ContextCall]:
@@ -198,7 +210,7 @@ class ContextTurns:
             )
         request = self._contexts.engine.request(turn.prompt, call.config, level=level)
         most = len(turn.prompt) + call.config.max_tokens
-        return request, _TurnCall(self, turn, forks=call.context_tokens is not None, most_tokens=most)
+        return request, _TurnCall(self, turn, most_tokens=most)
 
     def ended(self, app: str, name: str) -> None:
         """Takes notice of a context that has changed, or is gone."""
@@ -300,14 +312,14 @@ class _TurnCall(ContextCall):
     """Forks a context before an answer, or changes its level, where the call asks for that; and stores it
     afterwards. A fork is deleted if its answer does not end by itself: nobody has been told its name."""
 
-    def __init__(self, turns: ContextTurns, turn: ContextTurn, *, forks: bool, most_tokens: int) -> None:
+    def __init__(self, turns: ContextTurns, turn: ContextTurn, *, most_tokens: int) -> None:
         super().__init__(turns._contexts, turn.record, turn.record, most_tokens=most_tokens)
-        self._turns, self._source, self._forks = turns, turn, forks
+        self._turns, self._source = turns, turn
         self._forked = self._deleted = False
 
     def begin(self, run: Run) -> None:
         """See `Lifecycle`."""
-        if self._forks:
+        if self._source.forks:
             self.record = self._turns.forked(self._source)
             self._forked = True
         name, level = self.record.name, run.request.level

@@ -9,6 +9,7 @@ running ones end; a second signal ends the process at once. SIGHUP reads the app
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import signal
@@ -17,17 +18,17 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import uvicorn
 import uvloop
 
-from jaxllm.errors import BudgetExceeded, JaxllmError
+from jaxllm.errors import JaxllmError
 from serving import batch
-from serving.options import EngineOptions
+from serving.planning.profile import DeviceProfile
 from serving.server.access import AccessLogged
 from serving.server.accounting import AccountedBackend
-from serving.server.adapters import Adapters, engine_shape
+from serving.server.adapters import Adapters
 from serving.server.context_turns import ContextTurns
 from serving.server.executor import Executor
 from serving.server.feed import Feed
@@ -35,10 +36,12 @@ from serving.server.guard import Guard
 from serving.server.identity import Identity, IdentityOptions
 from serving.server.keys import KeyFile, default_keys_file
 from serving.server.logs import stop_logs, write_logs
-from serving.server.memory import ServiceMemory, engine_bytes
+from serving.server.memory import ServiceMemory
 from serving.server.notifying import Notifier
 from serving.server.objectives import Bindings
+from serving.server.opening import Opened, open_service
 from serving.server.peer import protocol
+from serving.server.refining import ProfileRefinement
 from serving.server.service_options import ServerOptions, read_options
 from serving.server.sockets import bound, described
 from serving.server.watching import PAGES, allow_operators, watch_routes
@@ -78,48 +81,6 @@ def run(
     if daemon.loading:
         # Compiling cannot be interrupted, and nothing of it is lost.
         _leave(0)
-
-
-class Opened(NamedTuple):
-    """A model that is open, and its adapters."""
-
-    service: LLMService
-    adapters: Adapters
-
-
-def open_service(options: ServerOptions, speculation: SpeculationOptions | None = None) -> Opened:
-    """Opens the model of a service and its adapters.
-
-    Raises:
-      JaxllmError: one cannot be opened.
-    """
-    model = options.model or None
-    adapters = engine_shape(options.adapter_options(), model, options.levels)
-    memory = engine_bytes(options.memory)
-    if memory and adapters.given_bytes >= memory:
-        raise BudgetExceeded(
-            f"a memory budget of {options.memory:,} bytes leaves no room for a model beside its adapters; "
-            "give more"
-        )
-    service = LLMService.open(
-        model,
-        levels=options.levels or None,
-        options=EngineOptions(
-            context_tokens=options.context_tokens,
-            memory_bytes=memory - adapters.given_bytes if memory else 0,
-            batch_rows=options.batch_rows,
-            adapter_rank=adapters.rank,
-            adapter_targets=adapters.targets,
-        ),
-        contexts=options.context_options(),
-        speculation=speculation,
-        progress=_Stages(),
-    )
-    try:
-        return Opened(service, Adapters(service.engine.model, options.adapter_options()))
-    except BaseException:
-        service.close()
-        raise
 
 
 class Daemon:
@@ -262,6 +223,7 @@ class Daemon:
             self._options.memory_options(),
             app_bytes=lambda app: self.backend.limits_of(app).prefix_bytes,
         )
+        refinement = ProfileRefinement(service, functools.partial(_use_profile, service, contexts))
         executor = Executor(
             service,
             scheduler,
@@ -270,9 +232,10 @@ class Daemon:
             contexts=contexts,
             adapters=adapters,
             observer=self.backend.metrics,
+            idle_work=refinement,
         )
         executor.start()
-        self.backend.opened(executor, self._options.model_name)
+        self.backend.opened(executor, self._options.model_name, profile=refinement.facts)
         self._notifier.send("READY=1", f"STATUS=serving {self._options.model_name}")
         _log.info("ready: %s answers", self._options.model_name)
 
@@ -328,24 +291,18 @@ class Daemon:
             _log.info("limits were read from %s", self._config)
 
 
+def _use_profile(service: LLMService, contexts: ContextTurns | None, profile: DeviceProfile) -> None:
+    service.use_profile(profile)
+    if contexts is not None:
+        contexts.use_profile(profile)
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server without its handling of signals, which would end answers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class _Stages:
-    """Logs the stages of opening a model."""
-
-    def __init__(self) -> None:
-        self._stage = ""
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != self._stage:
-            self._stage = stage
-            _log.info("opening the model: %s", stage)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Defines what the engine's thread tells of each dispatch, and to whom."""
+"""Tells what the engine's thread dispatches, and what it does while it has no calls."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,6 +6,33 @@ from typing import Protocol
 
 from serving.run import DispatchKind
 from serving.server.job import Job
+
+
+class IdleWork(Protocol):
+    """What the engine's thread does while it has no calls."""
+
+    def step(self) -> bool:
+        """Does a piece that takes at most about as long as a dispatch; raises nothing.
+
+        Returns:
+          Whether it did something: if not, the thread may sleep for a while.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """There is a call now; what is not done by now may be dropped, and done again."""
+        ...
+
+
+class NoWork:
+    """Does nothing (see `IdleWork`)."""
+
+    def step(self) -> bool:
+        """See `IdleWork`."""
+        return False
+
+    def interrupt(self) -> None:
+        """See `IdleWork`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

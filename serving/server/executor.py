@@ -22,7 +22,7 @@ from serving.server.adapters import Adapters
 from serving.server.beginning import begin, begin_turn, guided, load_of
 from serving.server.calls import Call, Refused
 from serving.server.context_turns import ContextTurns
-from serving.server.dispatches import DispatchObserver, dispatch_of
+from serving.server.dispatches import DispatchObserver, IdleWork, NoWork, dispatch_of
 from serving.server.engine_work import EngineWork
 from serving.server.job import Job, prompt_ids_of, require_free
 from serving.server.logs import named
@@ -45,6 +45,8 @@ _log = logging.getLogger(__name__)
 # In this time an app's past use of the engine counts half.
 _HALF_LIFE_MS = 10_000.0
 _IDLE_S = 0.5
+# A service that has failed is there again after about so long.
+_RESTART_S = 5.0
 # Of a turn in a context, until it is encoded.
 _UNKNOWN = Cost(ttft_ms=0.0, tpot_ms=0.0, tokens=1)
 
@@ -71,12 +73,14 @@ class Executor:
         contexts: ContextTurns | None = None,
         adapters: Adapters | None = None,
         observer: DispatchObserver | None = None,
+        idle_work: IdleWork | None = None,
     ) -> None:
         self.service, self.options, self.contexts = service, options, contexts
         self.memory = ServiceMemory(service) if memory is None else memory
         self.sessions = self.memory.sessions
         self.adapters = adapters or Adapters(service.engine.model)
         self._together, self._observer = together or OneByOne(), observer
+        self._idle_work = idle_work or NoWork()
         self._wake = threading.Condition()
         self._numbers = itertools.count()
         # Guarded by `_wake`: calls that no dispatch has seen yet, and why none are taken.
@@ -230,7 +234,12 @@ class Executor:
     # -- the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        error = JaxllmError("the engine has failed; the service must be started again")
+        error = Refused(
+            "the engine has failed, and the service ends: it must be started again, which systemd does by "
+            "itself; send the request again then",
+            reason="failed",
+            retry_after_s=_RESTART_S,
+        )
         try:
             while self._one_turn():
                 pass
@@ -254,12 +263,14 @@ class Executor:
             self.beat_s = time.monotonic()
             accepted, self._inbox = self._inbox, []
             self._jobs |= {job.id: job for job in accepted}
-            if not self._jobs and not self._waiting:
-                if self._refusing is not None:
-                    return False
-                self._wake.wait(_IDLE_S)
-                return True
+            idle = not self._jobs and not self._waiting
+            if idle and self._refusing is not None:
+                return False
             late = self._close_at_s is not None and self.beat_s >= self._close_at_s
+        if idle:
+            self._idle()
+            return True
+        self._idle_work.interrupt()
         for job in list(self._jobs.values()):
             if late or job.ticket.cancelled:
                 self._close(job, late=late)
@@ -271,9 +282,24 @@ class Executor:
             self._dispatch()
         return True
 
+    def _idle(self) -> None:
+        """Takes a step of other work, or waits for calls where there is none."""
+        if not self._idle_work.step():
+            with self._wake:
+                if not self._inbox and not self._waiting and self._refusing is None:
+                    self._wake.wait(_IDLE_S)
+
     def _take_turn(self, job: Job) -> None:
+        call = job.call
+        with self._wake:
+            # From here on a call that comes finds the context taken.
+            others = [
+                each for each in (*self._jobs.values(), *self._inbox) if each is not job and not each.over
+            ]
+            free = not any(each.continues(call.app, call.context) for each in others)
+            job.may_continue = job.may_continue or free
         with self._failing([job]):
-            job.take_turn(self.kept().turn(job.call))
+            job.take_turn(self.kept().turn(call, free=free))
 
     def _startable(self) -> Queue:
         """The calls that were accepted, of which others may come at any moment; without those that wait where

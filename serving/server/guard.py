@@ -4,6 +4,8 @@ A browser on this machine can reach a loopback port from any page. `Host` shows 
 resolve to us (DNS rebinding), `Origin` a page of another site. Neither can reach a Unix socket.
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import json
 import re
@@ -27,6 +29,9 @@ _METHODS = b"GET, POST, DELETE, OPTIONS"
 _HEADERS = b"authorization, content-type, x-api-key, x-request-id, x-slo"
 _EXPOSED = b"retry-after, x-request-id"
 _PREFLIGHT_S = b"600"
+# Of a refused request's body so much is read, and for so long.
+_MOST_DROPPED_BYTES = 8 << 20
+_DROP_S = 10.0
 
 
 class Identifies(Protocol):
@@ -82,7 +87,7 @@ class Guard:
             return
         origin, problem = self._checked(scope)
         if problem is not None:
-            await _refuse(send, 403, problem, code="forbidden")
+            await _refuse(scope, receive, send, 403, problem, code="forbidden")
             return
         if origin:
             send = _with_cors(send, origin)
@@ -94,7 +99,7 @@ class Guard:
             try:
                 self._identity.identify(scope)
             except Unauthorized as error:
-                await _refuse(send, 401, str(error), code=error.code)
+                await _refuse(scope, receive, send, 401, str(error), code=error.code)
                 return
         await self._app(scope, receive, send)
 
@@ -123,16 +128,35 @@ def error_body(message: str, *, kind: str, code: str | None, param: str | None =
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-async def _refuse(send: Send, status: int, message: str, *, code: str) -> None:
+async def _refuse(
+    scope: Scope, receive: Receive, send: Send, status: int, message: str, *, code: str
+) -> None:
+    await _drop_body(scope, receive)
     kind = "authentication_error" if status == 401 else "permission_error"
     body = json.dumps(error_body(message, kind=kind, code=code)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    # The request's body was not read, and must not be taken for the next request.
+    # What is left of the request's body must not be taken for the next request.
     headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _drop_body(scope: Scope, receive: Receive) -> None:
+    """Reads a request's body, within bounds, and keeps nothing of it: where bytes are left the system resets
+    the connection when it is closed, and a client that still sends sees no answer."""
+    if any(each.lower() == "100-continue" for each in _header(scope, b"expect")):
+        # Sends nothing until it is told to.
+        return
+    left = _MOST_DROPPED_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DROP_S):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 async def _preflight(scope: Scope, send: Send) -> None:

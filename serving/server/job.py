@@ -73,6 +73,7 @@ class Job:
       run: None until it begins.
       plan: of a call with an objective, once it begins.
       turn: of a call in a context, once it is encoded.
+      may_continue: whether a call in a context, until its turn is encoded, may change that context.
       kept_by: restores and stores its context; None until it begins.
       cache_bytes: memory of its cache, as of its last step.
       adapter: that answers, a context's once the turn is encoded; empty for none.
@@ -93,6 +94,7 @@ class Job:
         self.turn: ContextTurn | None = None
         self.kept_by: ContextCall | None = None
         self.adapter = ticket.call.adapter
+        self.may_continue = ticket.call.context_tokens is None
         self._expect(tuple(prompt), whole)
         self._began_s = self._first_s = self._last_s = ticket.arrived_s
         self._told = self._capacity_tokens = self.cache_bytes = 0
@@ -109,8 +111,8 @@ class Job:
 
     def continues(self, app: str, name: str) -> bool:
         """Whether it changes an app's context."""
-        call = self.call
-        return (call.app, call.context) == (app, name) and call.context_tokens is None
+        continues = self.may_continue if self.turn is None else not self.turn.forks
+        return (self.call.app, self.call.context) == (app, name) and continues
 
     @property
     def untold_tokens(self) -> int:

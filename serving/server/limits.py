@@ -29,7 +29,7 @@ _MOST_IDLE = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AppLimits:
-    """What an app may take; 0 is no limit.
+    """What an app may take; 0 is no limit. `Limits` has those of apps that nobody limits otherwise.
 
     Attributes:
       in_flight: most calls that were accepted and have not ended, queued ones included.
@@ -65,7 +65,7 @@ class Limits:
       apps: of those that are.
     """
 
-    default: AppLimits = AppLimits(in_flight=64, queued=32)
+    default: AppLimits = AppLimits(in_flight=64, queued=32, contexts=256, stored_bytes=4 << 30)
     apps: Mapping[str, AppLimits] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -296,8 +296,8 @@ def require_pin(limits: AppLimits, there: Sequence[ContextFacts], name: str) -> 
         )
 
 
-def limits_of(facts: Mapping[str, Any]) -> AppLimits:
-    """Limits from a config file's values.
+def limits_of(facts: Mapping[str, Any], default: AppLimits | None = None) -> AppLimits:
+    """Limits from a config file's values; those that are not there are as in `default`, or none.
 
     Raises:
       ConfigError: a name is unknown or a value is out of its domain.
@@ -305,4 +305,4 @@ def limits_of(facts: Mapping[str, Any]) -> AppLimits:
     names = [field.name for field in dataclasses.fields(AppLimits)]
     if unknown := set(facts) - set(names):
         raise ConfigError(f"there is no limit {min(unknown)!r:.80}; limits are {', '.join(names)}")
-    return AppLimits(**facts)
+    return dataclasses.replace(default or AppLimits(), **facts)

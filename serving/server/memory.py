@@ -104,6 +104,12 @@ class ServiceMemory:
         most = min(prefixes, limit // _PREFIX_SHARE) if limit else prefixes
         self.sessions = PrefixSessions(most, app_bytes)
         self._service = service
+        if most:
+            engine = service.engine
+            # A service that was opened as `serving.server.opening` does has them.
+            engine.runner.fill(
+                [each for level in engine.levels for each in engine.runner_at(level).fork_buckets()]
+            )
         self._holdings = [self.sessions, *_holdings(service)]
         self.governor = governed(self._holdings, GovernorOptions(limit_bytes=limit)) if limit else None
 

@@ -1,13 +1,33 @@
-"""Keeps the caches of ended answers, so that a client that sends the whole conversation again need not wait
-for what was computed before."""
+"""Keeps the caches of ended answers, so that who sends a whole conversation again, or another one with the
+same instruction, need not wait for what was computed before."""
 
 import dataclasses
+import threading
 from collections.abc import Callable, Collection
+from typing import Protocol
 
+from jaxllm.kv.cache import KVCache
 from serving.request import Session, common_prefix
 
 # Fewer common tokens are computed as soon as found.
 _LEAST_COMMON = 16
+# A prompt that has all tokens of a session but so many goes on with it: the last tokens of an answer may be
+# encoded otherwise when they come back.
+_MOST_LEFT = 16
+
+
+class Forks(Protocol):
+    """What copies the beginning of a cache, such as a runner."""
+
+    @property
+    def weights_version(self) -> tuple[int, int]: ...  # noqa: D102
+
+    @property
+    def lock(self) -> threading.RLock: ...  # noqa: D102
+
+    def fork(self, cache: KVCache, tokens: int, /) -> KVCache:
+        """The first `tokens` tokens of a cache, which stays as it is. Under `lock`."""
+        ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -22,8 +42,9 @@ class PrefixSessions:
     """Ended sessions of apps, the least recently used first; for one thread. A holding of the governor (see
     `serving.server.governor.Holding`).
 
-    A session is used for its own app alone. It is taken, not copied, so one of which the new prompt has only
-    a small part is left to the conversation that it belongs to.
+    A session is used for its own app alone. The conversation that it belongs to takes it; another prompt that
+    begins in the same way, such as with the same instruction, gets a copy of what both have, which takes no
+    more memory than the cache that it needs anyway.
 
     Attributes:
       name: of this kind of holding.
@@ -46,21 +67,34 @@ class PrefixSessions:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def take(self, app: str, key: str, prompt: tuple[int, ...], weights_version: tuple[int, int]) -> Session:
-        """The app's session with the longest common prefix with a prompt, those with its key before others;
-        an empty one where none is worth it. It is no longer kept."""
-        best, most = None, (False, _LEAST_COMMON - 1)
+    def take(self, app: str, key: str, prompt: tuple[int, ...], runner: Forks) -> Session:
+        """A session with the longest common prefix with a prompt among the app's own, of equal ones one with
+        the key; an empty one where none is worth it.
+
+        Args:
+          app: that asks.
+          key: of the call (see `Call.prefix_key`).
+          prompt: token ids.
+          runner: that computes the prompt.
+
+        Returns:
+          The session itself, which is no longer kept, or a copy of its beginning.
+        """
+        best, most = None, (_LEAST_COMMON - 1, True)
         for each in self._kept:
-            if each.app != app or each.session.weights_version != weights_version:
-                continue
-            common = common_prefix(each.session.tokens, prompt)
-            rank = (each.key == key, common)
-            if common >= _LEAST_COMMON and 2 * common >= len(each.session.tokens) and rank > most:
-                best, most = each, rank
+            if each.app == app and each.session.weights_version == runner.weights_version:
+                rank = (common_prefix(each.session.tokens, prompt), each.key == key)
+                if rank > most:
+                    best, most = each, rank
         if best is None:
             return Session()
-        self._drop(best)
-        return best.session
+        if len(best.session.tokens) - most[0] <= _MOST_LEFT:
+            self._drop(best)
+            return best.session
+        # It was of use just now.
+        self._kept.remove(best)
+        self._kept.append(best)
+        return self._forked(best.session, most[0], runner)
 
     def keep(self, app: str, key: str, session: Session) -> None:
         """Keeps the session of an answer that has ended; where a limit ends, the least recently used go, the
@@ -68,6 +102,9 @@ class PrefixSessions:
         size, own = session.size_bytes, self._app_bytes(app) or self.limit_bytes
         if not size or len(session.tokens) < _LEAST_COMMON or size > min(own, self.limit_bytes):
             return
+        # What it goes on with is of no further use.
+        for each in [each for each in self._kept if each.app == app and _begins(session, each.session)]:
+            self._drop(each)
         self._kept.append(_Kept(app, key, session, size))
         self.size_bytes += size
         self._shrink([each for each in self._kept if each.app == app], own)
@@ -83,6 +120,13 @@ class PrefixSessions:
         self.limit_bytes = limit_bytes
         self._shrink(self._kept, limit_bytes)
 
+    @staticmethod
+    def _forked(session: Session, tokens: int, runner: Forks) -> Session:
+        assert session.cache is not None
+        with runner.lock:
+            cache = runner.fork(session.cache, tokens)
+        return Session(session.tokens[:tokens], cache, session.weights_version)
+
     def _shrink(self, among: list[_Kept], limit_bytes: int) -> None:
         excess = sum(each.size_bytes for each in among) - limit_bytes
         for each in list(among):
@@ -94,3 +138,9 @@ class PrefixSessions:
     def _drop(self, kept: _Kept) -> None:
         self._kept.remove(kept)
         self.size_bytes -= kept.size_bytes
+
+
+def _begins(session: Session, other: Session) -> bool:
+    """Whether a session has all of another, and perhaps more."""
+    same = session.weights_version == other.weights_version
+    return same and session.tokens[: len(other.tokens)] == other.tokens

@@ -316,9 +316,11 @@ def _scheduler(name: str, value: Any) -> SchedulerOptions:
 def _limits(name: str, value: Any) -> Limits:
     facts = dict(_section(name, value))
     apps = _section(f"{name}.apps", facts.pop("apps", {}))
-    default = dataclasses.asdict(Limits().default) | _sized(facts)
-    of_apps = {app: limits_of(_sized(_section(f"{name}.apps.{app}", own))) for app, own in apps.items()}
-    return Limits(default=limits_of(default), apps=of_apps)
+    default = limits_of(_sized(facts), Limits().default)
+    of_apps = {
+        app: limits_of(_sized(_section(f"{name}.apps.{app}", own)), default) for app, own in apps.items()
+    }
+    return Limits(default=default, apps=of_apps)
 
 
 def _sized(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def kept_buckets(own_compilations: None, documentation_cache: Path) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXLLM_CACHE", str(documentation_cache))
         patch.delenv("JAXLLM_BUCKETS_BYTES")
-        patch.setattr("serving.service.measure", _once(measure))
+        patch.setattr("serving.planning.known_profile.measure", _once(measure))
         # The command imports it when it runs.
         patch.setattr("serving.planning.profiling.measure", _once(measure))
         yield

@@ -182,7 +182,7 @@ class _FirstWords:
     prompt_ratios = (0.5, 1.0)
 
     def propose(self, prompt: Any, slo: Any, allowed: Any) -> Any:
-        from serving.planning.planner import Proposal
+        from serving.planning.proposer import Proposal
 
         return Proposal(level=50, prompt_ratio=0.5, scores=self.scores(prompt))
 

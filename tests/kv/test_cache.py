@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kv.cache import grow, new_cache, write_rows
+from jaxllm.kv.cache import fork, grow, new_cache, write_rows
 from tests.variants import every_variant, jitted
 
 CFG = ModelConfig(
@@ -148,3 +148,19 @@ def test_keys_and_values_stay_apart():
 def test_shrinking_is_refused():
     with pytest.raises(ConfigError, match="5 positions cannot shrink to 4"):
         grow(full_cache(5), 4)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(("capacity", "tokens"), [(100, 1), (100, 64), (100, 65), (100, 100), (8, 5)])
+def test_a_fork_has_the_first_tokens_and_leaves_the_cache_as_it_is(capacity, tokens, stacked):
+    empty = new_cache(CFG, batch=1, tokens=capacity, dtype=np.float32, mass=True, stacked=stacked)
+    rng = np.random.default_rng(tokens)
+    cache = jax.tree.map(lambda rows: jnp.asarray(rng.normal(size=rows.shape), rows.dtype), empty)
+    before = jax.tree.map(np.array, cache)
+    found = jax.jit(fork)(cache, empty, np.int32(tokens))
+    chex.assert_trees_all_equal(cache, before)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, cache)
+    for own, rows in zip((*found.keys, *found.values), (*before.keys, *before.values), strict=True):
+        np.testing.assert_array_equal(own[..., :tokens, :], rows[..., :tokens, :])
+    assert int(found.length) == tokens
+    assert not np.asarray(found.mass).any()

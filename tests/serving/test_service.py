@@ -14,7 +14,7 @@ from serving.contexts.options import ContextOptions
 from serving.options import EngineOptions
 from serving.planning import profile as profiles
 from serving.planning.objectives import Latency
-from serving.planning.planner import Proposal
+from serving.planning.proposer import Proposal
 from serving.planning.safety_margin import MOST, START, SafetyMargin
 from serving.service import LLMService
 from tests.tiny import tiny_tokenizer, write_tiny_bundle
@@ -76,7 +76,7 @@ def with_times(service, scale=1.0):
 
 def test_the_profile_is_measured_once(service, path, monkeypatch):
     assert service.profile.levels == (50, 70, 100)
-    monkeypatch.setattr("serving.service.measure", None)
+    monkeypatch.setattr("serving.planning.known_profile.measure", None)
     again = LLMService.open(path, options=OPTIONS)
     assert again.profile == service.profile
     assert profiles.profile_path(again.engine.model.bundle, again.engine.options).exists()

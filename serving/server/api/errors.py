@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from jaxllm.errors import (
     BudgetExceeded,
+    CheckpointError,
     ConfigError,
     ContextGone,
     ContextOverflow,
@@ -89,6 +90,11 @@ def api_error(error: BaseException) -> ApiError:
     ):
         if isinstance(error, kind):
             return ApiError(text, status=status, code=code)
+    if isinstance(error, CheckpointError):
+        # It names files, which are nothing for a client.
+        _log.error("a context could not be read or written: %s", error)
+        told = "the context could not be read or written: its storage failed; try again, or tell the operator"
+        return ApiError(told, status=500, code="storage_failed")
     _log.error("a request failed", exc_info=error)
     return ApiError("the service failed at this request; its log says why", status=500)
 

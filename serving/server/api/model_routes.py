@@ -72,9 +72,11 @@ async def props(front: Front, visit: Visit) -> Response:
 
 
 async def health(front: Front, visit: Visit) -> Response:
-    """200 while the engine lives."""
-    alive = bool(front.backend.health().get("alive"))
-    return json_response({"status": "ok" if alive else "stuck"}, 200 if alive else 503)
+    """200 while the engine lives; which profile of the device is planned by."""
+    told = front.backend.health()
+    alive = bool(told.get("alive"))
+    profile = {"profile": told["profile"]} if "profile" in told else {}
+    return json_response({"status": "ok" if alive else "stuck", **profile}, 200 if alive else 503)
 
 
 async def ready(front: Front, visit: Visit) -> Response:

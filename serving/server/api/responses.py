@@ -224,19 +224,18 @@ async def _history(front: Front, visit: Visit, body: ResponseBody) -> _History:
         require_calls(items)
         return _History(items=items, messages=conversation_of(items, instructions))
     # The backend looks between two dispatches, so that turns that need not know do not wait.
-    tip = await _tokens_of(front, visit.app, context) if previous or instructions else 0
-    if tip and instructions:
+    if instructions and (previous or await _tokens_of(front, visit.app, context)):
         raise ApiError(
             "the conversation has begun, and its first instructions stay; leave instructions out",
             param="instructions",
         )
-    # Where nothing came after the previous response, its context goes on; else a fork continues it.
-    forked = previous is not None and previous.context_tokens != tip
     return _History(
         items=items,
         messages=conversation_of(new, instructions),
         context=context,
-        context_tokens=previous.context_tokens if previous and forked else None,
+        # Where nothing came after the previous response its context goes on, else a fork: the engine decides,
+        # because others may continue it at the same time.
+        context_tokens=previous.context_tokens if previous else None,
     )
 
 

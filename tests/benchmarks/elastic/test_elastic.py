@@ -23,8 +23,9 @@ from jaxllm.tasks.shortened import Question
 from jaxllm.text.droppable import prompt_tokens
 from jaxllm.text.tokenizer import Tokenizer
 from serving.planning.objectives import Cost
-from serving.planning.planner import Planner, Proposal
+from serving.planning.planner import Planner
 from serving.planning.profile import DeviceProfile
+from serving.planning.proposer import Proposal
 from serving.traces.trace import Outcome
 from tests.benchmarks.elastic.answers import VARIANTS, WHOLE, request_of
 from tests.tiny import tiny_tokenizer

@@ -6,8 +6,9 @@ import pytest
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError, ObjectiveMissed
 from serving.planning.objectives import Cost, EnergyBudget, Latency
-from serving.planning.planner import Planner, Proposal
+from serving.planning.planner import Planner
 from serving.planning.profile import DeviceProfile
+from serving.planning.proposer import Proposal
 from serving.planning.safety_margin import SafetyMargin
 from tests.tiny_tlm import word_prompt
 

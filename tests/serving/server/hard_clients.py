@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,6 +25,13 @@ SLOS: tuple[Any, ...] = (
     {"total_ms": 3000},
 )
 ENDED_WITHIN_S = 60.0
+# What a request to a context may get where storage fails, besides a full queue and memory.
+STORAGE_ERRORS = {
+    (500, "storage_failed"),
+    (507, "budget_exceeded"),
+    (429, "queue_full"),
+    (404, "context_not_found"),
+}
 # Opens answers, and is then killed.
 _VICTIM = """
 import socket, sys, time
@@ -39,14 +47,24 @@ time.sleep(3600)
 class Clients:
     """All clients of one service.
 
+    Args:
+      url: of the service.
+      keys: of its apps.
+      store_fault: a file whose content names an error by which the service's storage fails while it is there;
+        None where the service keeps no contexts.
+      seed: of all draws.
+
     Attributes:
       seen: what came of their calls, by name.
       strange: outcomes that there must not be.
       texts: of unplanned answers without sampling, by prompt and length.
     """
 
-    def __init__(self, url: str, keys: dict[str, str], seed: int = 0) -> None:
+    def __init__(
+        self, url: str, keys: dict[str, str], store_fault: Path | None = None, seed: int = 0
+    ) -> None:
         self.url, self._keys, self._draw = url, keys, random.Random(seed)
+        self._store_fault = store_fault
         self._stop = False
         self.seen: Counter[str] = Counter()
         self.strange: list[str] = []
@@ -65,6 +83,8 @@ class Clients:
             (self.sends_nonsense, 1, 0.2),
             (self.dies, 1, 2.0),
         ]
+        if self._store_fault is not None:
+            kinds += [(self.talks_in_a_context, 2, 0.3), (self.breaks_the_storage, 1, 1.0)]
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=4)
         async with httpx.AsyncClient(base_url=self.url, timeout=ENDED_WITHIN_S, limits=limits) as client:
             tasks = [
@@ -168,7 +188,8 @@ class Clients:
              b'{"prompt": "a", "conversation": "x"}', b"\xff" * 1000, b'{"prompt": "' + b"a " * 5000 + b'"}')
         )  # fmt: skip
         got = await client.post("/v1/completions", content=wrong, headers=self._headers())
-        if got.status_code not in (400, 429):
+        # A context that is not there is 404, where the service keeps some.
+        if got.status_code not in (400, 404, 429):
             self.strange.append(f"{wrong[:80]!r} got {got.status_code}: {got.text[:200]}")
         self.seen["nonsense"] += 1
 
@@ -186,6 +207,45 @@ class Clients:
         victim.send_signal(signal.SIGKILL)
         await victim.communicate()
         self.seen["died"] += 1
+
+    async def talks_in_a_context(self, client: httpx.AsyncClient) -> None:
+        """Makes a context, takes some turns in it, and deletes it, on storage that may fail at any time."""
+        headers = self._headers()
+        made = await client.post("/v1/contexts", json={}, headers=headers)
+        if made.status_code != 201:
+            return self._storage_refused(made)
+        path = f"/v1/contexts/{made.json()['id']}"
+        for _ in range(3):
+            call = {"prompt": self._draw.choice(PROMPTS[:2]), "max_tokens": self._draw.choice((1, 8))}
+            got = await client.post(f"{path}/generate", json=call, headers=headers)
+            if got.status_code != 200:
+                self._storage_refused(got)
+                break
+            self.seen["turn"] += 1
+        # One that could not be deleted is tried again once storage works.
+        for _ in range(100):
+            got = await client.delete(path, headers=headers)
+            if got.status_code in (200, 404):
+                return None
+            self._storage_refused(got)
+            await asyncio.sleep(0.1)
+        self.strange.append(f"a context that cannot be deleted: {got.status_code}: {got.text[:300]}")
+        return None
+
+    async def breaks_the_storage(self, client: httpx.AsyncClient) -> None:
+        """Lets the storage of contexts be full, or broken, for a moment."""
+        del client
+        assert self._store_fault is not None
+        await asyncio.to_thread(self._store_fault.write_text, self._draw.choice(("ENOSPC", "EIO")))
+        await asyncio.sleep(self._draw.uniform(0.1, 0.5))
+        await asyncio.to_thread(self._store_fault.unlink)
+        self.seen["storage failed"] += 1
+
+    def _storage_refused(self, got: httpx.Response) -> None:
+        error = got.json().get("error", {})
+        if (got.status_code, error.get("code")) not in STORAGE_ERRORS:
+            self.strange.append(f"{got.status_code}: {got.text[:300]}")
+        self.seen[f"context {got.status_code}"] += 1
 
     def _refused(self, status: int, body: str) -> None:
         if status != 429:

@@ -54,6 +54,9 @@ def test_facts_health_and_figures(backend):
     assert (facts.window_tokens, facts.vocab_size, facts.levels) == (128, VOCAB_SIZE, (100,))
     assert backend.health() == {"ready": True, "alive": True, "why": ""}
     assert backend.snapshot()["queue"]["waiting"] == 0
+    told = {"kind": "coarse", "runs_done": 1, "runs": 2}
+    backend.opened(backend.executor, profile=lambda: told)
+    assert backend.health()["profile"] == told
     backend.draining()
     assert not backend.health()["ready"]
 

@@ -35,8 +35,8 @@ batch.decode_together, executor.step = slow(batch.decode_together), slow(executo
 LOADING = (
     """
 import time
-from serving.service import LLMService
-LLMService.open = lambda *_, **__: time.sleep(3600)
+from serving.server import daemon
+daemon.open_service = lambda *_, **__: time.sleep(3600)
 """
     + MAIN
 )
@@ -116,6 +116,7 @@ def test_it_is_ready_when_warm_and_tells_systemd(service):
     service.told("WATCHDOG=1")
     service.told("READY=1")
     assert httpx.get(service.url + "/ready").status_code == 200
+    assert httpx.get(service.url + "/health").json()["profile"]["kind"] in {"coarse", "whole"}
     service.told("WATCHDOG=1")
 
 

@@ -134,7 +134,8 @@ def test_a_second_signal_ends_it_at_once(service):
 def test_the_death_of_the_engine_is_told(service):
     with service.stream() as lines:
         service.death.touch()
-        assert "failed" in error_of(lines)
+        told = error_of(lines)
+    assert re.search("the engine has failed.*send the request again", told)
     health = httpx.get(service.url + "/health", timeout=60)
     assert health.status_code == 503, health.text
     assert httpx.get(service.url + "/ready", timeout=60).status_code == 503

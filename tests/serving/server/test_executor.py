@@ -172,6 +172,24 @@ def test_an_apps_own_cache_is_used_again_and_no_others(executor):
     ]
 
 
+def test_conversations_that_share_an_instruction_reuse_it_each(executor, compiles):
+    shared = "the quick brown fox jumps over the lazy dog and "
+    # With more behind it than an answer that is encoded otherwise when it comes back.
+    first, second = shared + "hello to all of you", shared + "a cat that sleeps"
+    fresh = [together(executor, call(each, app=f"app {each[-5:]}"))[0] for each in (first, second)]
+    with compiles() as count:
+        seen = [together(executor, call(each))[0] for each in (first, second)]
+        # Neither took what the other goes on with.
+        again = [together(executor, call(each))[0] for each in (first, second)]
+    assert count() == 0
+    pieces = [[each for each in events if isinstance(each, Piece)] for events in (*fresh, *seen, *again)]
+    assert pieces[2:4] == pieces[4:] == pieces[:2]
+    assert [events[0].reused_tokens for events in fresh] == [0, 0]
+    assert seen[1][0].reused_tokens > 16
+    for events in again:
+        assert events[0].reused_tokens == events[0].prompt_tokens - 1
+
+
 def test_a_cancel_ends_one_answer_and_no_other(executor):
     async def run():
         loop = asyncio.get_running_loop()

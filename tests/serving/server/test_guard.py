@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import socket
 from typing import Any
 
+import httpx
 import pytest
 
 from jaxllm.errors import ConfigError
 from serving.server.guard import Guard, GuardOptions
 from serving.server.identity import Identity
 from serving.server.peer import EXTENSION, Credentials, Peer
+from tests.serving.server.context_service import ContextService
 
 LOOPBACK, SOCKET = Peer(address="127.0.0.1"), Peer(credentials=Credentials(1, 7, 7), app="uid-7")
 STRANGER = Peer(address="10.0.0.9")
@@ -51,7 +54,11 @@ def call(
         "headers": [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in pairs],
         "extensions": {} if peer is None else {EXTENSION: peer},
     }
-    asyncio.run(Guard(app, Identity(), options)(scope, None, send))  # pyright: ignore[reportArgumentType]
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"x", "more_body": False}
+
+    asyncio.run(Guard(app, Identity(), options)(scope, receive, send))
     start, body = sent
     found = {name.decode(): value.decode() for name, value in start["headers"]}
     return start["status"], found, json.loads(body["body"] or b"null"), seen
@@ -184,3 +191,24 @@ def test_malformed_origins_are_refused(origin: str) -> None:
 def test_malformed_hosts_are_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="a host is"):
         GuardOptions(hosts=(host,))
+
+
+@pytest.mark.parametrize("size", [1 << 20, 6 << 20])
+def test_a_client_that_sends_much_sees_why_it_is_refused(context_service: ContextService, size: int) -> None:
+    for _ in range(10):
+        with httpx.Client(base_url=context_service.url, headers={"Authorization": "Bearer no"}) as client:
+            got = client.post("/v1/completions", content=b" " * size)
+        assert (got.status_code, got.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_a_refused_body_is_dropped_within_bounds(context_service: ContextService) -> None:
+    host, _, port = context_service.url.removeprefix("http://").rpartition(":")
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer no\r\n"
+    # One that waits to be told to send is refused at once; of one that sends without end too much is read.
+    for more, body in (
+        ("Expect: 100-continue\r\nContent-Length: 9\r\n", b""),
+        ("Content-Length: 99999999\r\n", b" " * 9),
+    ):
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall((head + more + "\r\n").encode() + body * (1 << 20))
+            assert connection.recv(12) == b"HTTP/1.1 401"

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -214,6 +215,9 @@ def test_the_engines_part_of_the_budget(monkeypatch):
         MemoryOptions(prefix_bytes=-1)
 
 
+RUNNER: Any = SimpleNamespace(weights_version=(100, 0))
+
+
 def session(first, tokens=20, size=100):
     made = Session(tokens=[*range(first, first + tokens)], weights_version=(100, 0))
     made.cache = np.zeros(size, np.uint8)  # pyright: ignore
@@ -226,14 +230,14 @@ def test_an_app_gives_up_its_own_prefixes_before_others():
     for first in (100, 200, 300):
         sessions.keep("small", "", session(first))
     assert (len(sessions), sessions.size_bytes) == (3, 300)
-    taken = sessions.take("small", "", tuple(range(100, 120)), (100, 0))
+    taken = sessions.take("small", "", tuple(range(100, 120)), RUNNER)
     assert taken.cache is None
     sessions.keep("small", "", session(400, size=251))
     assert len(sessions) == 3
     for first in (500, 600):
         sessions.keep("mail", "", session(first))
     # Beyond the limit of all, the least recently used goes, whoever's it is.
-    assert sessions.take("mail", "", tuple(range(20)), (100, 0)).cache is None
+    assert sessions.take("mail", "", tuple(range(20)), RUNNER).cache is None
     assert sessions.size_bytes == 400
     sessions.resize(0)
     assert (len(sessions), sessions.size_bytes) == (0, 0)

@@ -1,6 +1,10 @@
 """Responses in contexts of a tiny model: a context goes on at its tip, and is forked elsewhere."""
 
+import concurrent.futures
+
 import pytest
+
+from serving.server import executor as executors
 
 SHORT = {"temperature": 0, "max_output_tokens": 6}
 
@@ -32,3 +36,45 @@ def test_a_response_goes_on_at_its_contexts_tip_or_in_a_fork(http):
     for each in (name, elsewhere["conversation"]["id"]):
         assert http.delete(f"/v1/contexts/{each}").status_code == 200
     made(http, 404, input="x", previous_response_id=after["id"])
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_continuations_at_the_same_time_are_each_right(http, context_service, delay, monkeypatch):
+    """Whichever comes first goes on in the context and the others in forks, as if each was alone; also where
+    the first has ended before the next one's turn is taken."""
+    name = http.post("/v1/contexts", json={}).json()["id"]
+    said = [f"and {word}" for word in ("the fox", "the dog", "hello", "a cat")]
+    first = made(http, input="the quick brown fox", conversation=name)
+    store = context_service.service.contexts.store
+
+    def prompts(responses):
+        """What was answered: the tokens before the answers."""
+        names = [each["conversation"]["id"] for each in responses]
+        counts = [each["usage"]["input_tokens"] for each in responses]
+        return [store.record(name).tokens[:count] for name, count in zip(names, counts, strict=True)]
+
+    alone = []
+    for each in said:
+        own = http.post("/v1/contexts", json={}).json()["id"]
+        start = made(http, input="the quick brown fox", conversation=own)
+        assert start["output"][0]["content"] == first["output"][0]["content"]
+        alone += prompts([made(http, input=each, previous_response_id=start["id"])])
+        assert http.delete(f"/v1/contexts/{own}").status_code == 200
+    if delay:
+        # One at a time: each turn finds another tip than its client knew.
+        take = executors.Executor._take_turn
+
+        def late(self, job):
+            while any(each is not job and each.run is not None for each in self._jobs.values()):
+                self._dispatch()
+            take(self, job)
+
+        monkeypatch.setattr(executors.Executor, "_take_turn", late)
+    with concurrent.futures.ThreadPoolExecutor(len(said)) as pool:
+        raced = list(pool.map(lambda each: made(http, input=each, previous_response_id=first["id"]), said))
+    assert prompts(raced) == alone
+    names = [each["conversation"]["id"] for each in raced]
+    assert len(set(names)) == len(said)
+    assert names.count(name) == 1
+    for each in names:
+        assert http.delete(f"/v1/contexts/{each}").status_code == 200

@@ -1,5 +1,6 @@
 """The options of the service and their file."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -91,10 +92,22 @@ def test_a_file_has_all_options(tmp_path):
         "mail": Binding(Slo(ttft=0.4, tpot=0.7)),
         "keyboard": Binding(Latency(ttft_ms=200, tpot_ms=50), strict=True),
     }
-    mail = AppLimits(in_flight=3, stored_bytes=1_000_000)
     # What the file does not name keeps its default.
-    assert options.limits.of("chat") == AppLimits(in_flight=64, queued=32, tokens_per_minute=1000)
-    assert options.limits.of("mail") == mail
+    chat = dataclasses.replace(Limits().default, tokens_per_minute=1000)
+    assert options.limits.of("chat") == chat
+    assert options.limits.of("mail") == dataclasses.replace(chat, in_flight=3, stored_bytes=1_000_000)
+
+
+def test_an_app_has_bounds_unless_a_file_lifts_them(tmp_path):
+    options = read(tmp_path, "contexts = 'kept'\n[limits.apps.mail]\ncontexts = 0\nstored_bytes = 0")
+    assert options.limits.of("chat") == AppLimits(in_flight=64, queued=32, contexts=256, stored_bytes=4 << 30)
+    assert options.limits.of("mail") == AppLimits(in_flight=64, queued=32)
+    contexts = options.context_options()
+    assert contexts is not None
+    assert (contexts.contexts_per_app, contexts.app_quota_bytes) == (0, 0)
+    contexts = ServerOptions(contexts=tmp_path).context_options()
+    assert contexts is not None
+    assert (contexts.contexts_per_app, contexts.app_quota_bytes) == (256, 4 << 30)
 
 
 def test_an_empty_file_has_the_defaults(tmp_path):

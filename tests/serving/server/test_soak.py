@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from serving.server.keys import add_key
-from tests.serving.server.daemons import Process
+from tests.serving.server.daemons import MAIN, Process
 from tests.serving.server.hard_clients import Clients
 
 MINUTES = float(os.environ.get("JAXLLM_SOAK_MINUTES", "0.75"))
@@ -27,6 +27,11 @@ context_tokens = 256
 levels = [50, 100]
 batch_rows = [2, 4]
 prefix_memory = "4MB"
+contexts = "contexts"
+context_budget = "8MB"
+
+[limits]
+contexts = 32
 
 [scheduler]
 queued = 12
@@ -34,6 +39,24 @@ app_queued = 8
 running = 6
 background_running = 3
 """
+# While there is a file that names an error, whatever touches the folder of contexts fails by it.
+FAULTS = (
+    """
+import errno, os, threading, time
+from tests.faults import FailingDevice
+device = FailingDevice(os.environ["CONTEXTS"], at=None).__enter__()
+def watch():
+    while True:
+        try:
+            with open(os.environ["STORE_FAULT"]) as file:
+                device.fail(getattr(errno, file.read(), errno.EIO))
+        except FileNotFoundError:
+            device.mend()
+        time.sleep(0.02)
+threading.Thread(target=watch, daemon=True).start()
+"""
+    + MAIN
+)
 # What allocators keep of a peak, besides the share of a leak.
 ROUNDING_BYTES = 12 << 20
 MOST_GROWTH = 0.02
@@ -47,7 +70,11 @@ class Service:
         self.operator, _ = add_key(folder / "keys.json", "watch", operator=True)
         config = folder / "service.toml"
         config.write_text(OPTIONS)
-        self.process = Process(folder, "--config", config)
+        self.store_fault, contexts = folder / "store_fault", folder / "contexts"
+        self.process = Process(
+            folder, "--config", config, script=FAULTS,
+            environment={"CONTEXTS": str(contexts), "STORE_FAULT": str(self.store_fault)},
+        )  # fmt: skip
         found = self.process.until(lambda: re.search(r"listening on (http://[\d.:]+)", self.process.text()))
         self.url = found[1]
         self.process.until(lambda: httpx.get(self.url + "/ready", timeout=60).status_code == 200)
@@ -90,7 +117,7 @@ class Service:
 def test_soak(tmp_path):
     service = Service(tmp_path)
     try:
-        clients = Clients(service.url, service.keys)
+        clients = Clients(service.url, service.keys, service.store_fault)
         asyncio.run(clients.run(60 * MINUTES * WARM_UP))
         _, resident, files, threads = service.quiet()
         asyncio.run(clients.run(60 * MINUTES * (1 - WARM_UP)))
@@ -101,7 +128,9 @@ def test_soak(tmp_path):
         assert {"answered", "left", "refused 429", "read slowly", "never read", "nonsense", "died"} <= {
             *clients.seen
         }
-        assert found["failed"] == 0
+        assert {"turn", "storage failed", "context 500", "context 507"} <= {*clients.seen}
+        # Only turns whose storage failed.
+        assert found["failed"] <= sum(number for name, number in clients.seen.items() if "context " in name)
         assert found["judged"] > 0
         # Whoever an answer was decoded with, it is the same.
         assert clients.texts
@@ -110,6 +139,11 @@ def test_soak(tmp_path):
         assert files_after <= files + 2
         assert threads_after <= threads
         assert httpx.get(service.url + "/health", timeout=60).status_code == 200
+        with httpx.Client(base_url=service.url, timeout=60) as client:
+            client.headers["Authorization"] = f"Bearer {service.keys['mail']}"
+            name = client.post("/v1/contexts", json={}).json()["id"]
+            said = client.post(f"/v1/contexts/{name}/generate", json={"prompt": "The cat", "max_tokens": 4})
+            assert said.status_code == 200, said.text
         assert "Traceback" not in service.process.text()
         service.process.signal(signal.SIGTERM)
         assert service.process.ended() == 0, service.process.text()

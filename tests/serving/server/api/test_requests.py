@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm.errors import (
     BudgetExceeded,
+    CheckpointError,
     ConfigError,
     ContextGone,
     ContextOverflow,
@@ -32,6 +33,7 @@ TOOL = {"type": "function", "function": {"name": "find"}}
         (ContextBusy("x"), 409), (ObjectiveMissed("x"), 422), (BudgetExceeded("x"), 507),
         (Refused("x", reason="full", retry_after_s=2.5), 429), (Refused("x", reason="loading"), 503),
         (Refused("x", reason="budget"), 507), (RuntimeError("a secret"), 500),
+        (Refused("x", reason="failed"), 503), (CheckpointError("a secret path"), 500),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("where", ["error", "refusal"])

@@ -1,0 +1,40 @@
+"""Finds the profile that a service plans by: that of an earlier start, or one that is measured now."""
+
+from serving.engine import Engine
+from serving.host.progress import Progress
+from serving.loading import LoadedModel
+from serving.planning.coarse_profile import measure_coarsely
+from serving.planning.prefill_times import has_both_modes
+from serving.planning.profile import DeviceProfile, load_profile, profile_path, save_profile
+from serving.planning.profiling import measure
+
+
+def known_profile(
+    engine: Engine[LoadedModel], *, coarse: bool = False, progress: Progress | None = None
+) -> DeviceProfile:
+    """The device's profile of an engine. Where there is none yet it is measured, and kept for later starts.
+
+    Args:
+      engine: warmed up, a whole model's.
+      coarse: a coarse one will do; an engine with integer and float prefill, which must be compared at each
+        level, gets a whole one all the same.
+      progress: called with ("profile", done, total).
+
+    Raises:
+      ConfigError: the profile cannot be read or written.
+    """
+    path = profile_path(engine.model.bundle, engine.options)
+    known, both = load_profile(path), has_both_modes(engine)
+    if (
+        known is not None
+        and set(engine.levels) <= set(known.levels)
+        and (coarse or not known.coarse)
+        and (known.prefill is not None or not both)
+    ):
+        return known
+    if coarse and not both:
+        profile = measure_coarsely(engine, progress=progress)
+    else:
+        profile = measure(engine, progress=progress).beside(known)
+    save_profile(profile, path)
+    return profile

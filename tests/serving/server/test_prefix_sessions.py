@@ -1,0 +1,105 @@
+"""Which session a prompt goes on with, and what is copied of it."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from serving.request import Session
+from serving.server.prefix_sessions import PrefixSessions
+
+SIZE = 100
+SYSTEM = tuple(range(40))
+
+
+class Runner:
+    """Copies arrays of bytes."""
+
+    lock = threading.RLock()
+
+    def __init__(self, level=100):
+        self.weights_version, self.forked = (level, 0), []
+
+    def fork(self, cache, tokens):
+        self.forked.append(tokens)
+        return cache.copy()
+
+
+@pytest.fixture
+def runner():
+    return Runner()
+
+
+def chat(*tokens):
+    cache = np.zeros(SIZE, np.uint8)
+    return Session(list(tokens), cache, (100, 0))  # pyright: ignore[reportArgumentType]
+
+
+def prompt(first, count=30):
+    return (*SYSTEM, *range(first, first + count))
+
+
+def test_a_conversation_that_goes_on_takes_its_session(runner):
+    sessions, own = PrefixSessions(10 * SIZE), chat(*prompt(100))
+    sessions.keep("mail", "", own)
+    assert sessions.take("mail", "", (*prompt(100), 7), runner) is own
+    assert (len(sessions), sessions.size_bytes, runner.forked) == (0, 0, [])
+    # Also where its last tokens came back as others.
+    sessions.keep("mail", "", own)
+    assert sessions.take("mail", "", (*prompt(100, 20), 7, 8), runner) is own
+
+
+def test_another_conversation_gets_a_copy_of_what_both_have(runner):
+    sessions, own = PrefixSessions(10 * SIZE), chat(*prompt(100))
+    sessions.keep("mail", "", own)
+    copied = sessions.take("mail", "", prompt(200), runner)
+    assert (copied.tokens, copied.weights_version) == ([*SYSTEM], (100, 0))
+    assert copied.cache is not own.cache
+    assert (len(sessions), runner.forked) == (1, [len(SYSTEM)])
+    assert sessions.take("mail", "", (*prompt(100), 7), runner) is own
+
+
+def test_too_little_in_common_is_computed(runner):
+    sessions = PrefixSessions(10 * SIZE)
+    sessions.keep("mail", "", chat(*prompt(100)))
+    assert sessions.take("mail", "", (*SYSTEM[:15], 7), runner).cache is None
+    assert sessions.take("mail", "", (*SYSTEM[:16], 7), runner).tokens == [*SYSTEM[:16]]
+
+
+def test_the_longest_prefix_is_taken_and_of_equal_ones_the_keys(runner):
+    sessions = PrefixSessions(10 * SIZE)
+    for key, first in (("a", 100), ("b", 200), ("c", 300)):
+        sessions.keep("mail", key, chat(*prompt(first)))
+    long = sessions.take("mail", "a", (*prompt(200, 5), 7), runner)
+    assert long.tokens == [*prompt(200, 5)]
+    # All three have the instruction; what was copied from last stays the longest.
+    assert sessions.take("mail", "a", prompt(400), runner).tokens == [*SYSTEM]
+    sessions.resize(SIZE)
+    assert sessions.take("mail", "", (*prompt(100), 7), runner).tokens == [*prompt(100)]
+
+
+def test_no_session_is_of_use_to_another_app_or_level(runner):
+    sessions = PrefixSessions(10 * SIZE)
+    sessions.keep("mail", "", chat(*prompt(100)))
+    for mine in (prompt(100), prompt(200)):
+        assert sessions.take("spy", "", mine, runner).cache is None
+        assert sessions.take("mail", "", mine, Runner(50)).cache is None
+    assert runner.forked == []
+
+
+def test_copies_stay_within_the_budget(runner):
+    sessions = PrefixSessions(3 * SIZE, lambda app: 2 * SIZE)
+    for first in range(100, 1000, 100):
+        taken = sessions.take("mail", "", prompt(first), runner)
+        assert len(taken.tokens) == (len(SYSTEM) if first > 100 else 0)
+        sessions.keep("mail", "", chat(*prompt(first)))
+        assert sessions.size_bytes == SIZE * len(sessions) <= 2 * SIZE
+
+
+def test_what_another_session_has_all_of_is_not_kept_twice(runner):
+    sessions = PrefixSessions(10 * SIZE)
+    sessions.keep("mail", "", chat(*prompt(100)))
+    sessions.keep("spy", "", chat(*prompt(100)))
+    for tokens in (30, 31):
+        sessions.keep("mail", "", chat(*prompt(100, tokens)))
+    assert len(sessions) == 2

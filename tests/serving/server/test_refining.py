@@ -1,0 +1,107 @@
+"""The refinement of a coarse profile: while nothing is asked, never beside a call."""
+
+import asyncio
+import time
+
+import pytest
+
+from jaxllm import EngineOptions, GenerationConfig
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.elastic.ladder import Ladder
+from jaxllm.elastic.slo import Slo
+from jaxllm.errors import JaxllmError
+from serving.engine import Engine
+from serving.planning.coarse_profile import measure_coarsely
+from serving.planning.planner import Planner
+from serving.planning.profile import load_profile, profile_path
+from serving.planning.safety_margin import SafetyMargin
+from serving.server import refining
+from serving.server.calls import Call
+from serving.server.executor import Executor
+from serving.server.refining import ProfileRefinement
+from serving.server.scheduler import SchedulerOptions
+from serving.service import LLMService
+from tests.tiny import write_tiny_bundle
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    parts = elastic_parts(Ladder(levels=(50, 100)))
+    path = write_tiny_bundle(tmp_path_factory.mktemp("refining") / "tiny.jaxllm", parts=parts)
+    options = EngineOptions(
+        context_tokens=64, chunk_tokens=(16,), decode_block=4, levels=(50,), buckets_bytes=0
+    )
+    return Engine.open(path, options=options)
+
+
+@pytest.fixture
+def service(engine):
+    profile = measure_coarsely(engine)
+    margin = SafetyMargin()
+    return LLMService.of_engine(engine, Planner(profile, engine.levels, safety_margin=margin), profile)
+
+
+class Clock:
+    """A clock that stands still until it is told to go on."""
+
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_it_waits_until_nothing_was_asked_for_a_while_and_drops_what_was_disturbed(service, compiles):
+    clock = Clock()
+    work = ProfileRefinement(service, service.use_profile, quiet_s=2.0, clock=clock)
+    assert work.facts() == {"kind": "coarse", "runs_done": 0, "runs": 2 * 3 * 6}
+    assert not work.step()
+    clock.now_s = 3.0
+    assert work.step()
+    work.interrupt()
+    assert not work.step()
+    assert work.facts()["runs_done"] == 0
+    clock.now_s = 6.0
+    with compiles() as count:
+        while work.step():
+            assert work.facts()["runs_done"] <= 36
+        assert count() == 0
+    assert work.facts() == {"kind": "whole", "runs_done": 0, "runs": 0}
+    assert (service.profile.coarse, service.profile.tokens) == (False, (16, 32, 47))
+    # Plans are made by it, and later starts find it.
+    assert service.planner.lengths_missed(Slo(ttft=1.0, tpot=1.0), answer_tokens=1) == ()
+    assert load_profile(profile_path(service.engine.model.bundle, service.engine.options)) == service.profile
+    assert not ProfileRefinement(service, service.use_profile, quiet_s=0).step()
+
+
+def test_an_error_ends_it_and_answers_go_on(service, monkeypatch, caplog):
+    def full(profile, path):
+        raise JaxllmError("the device is full")
+
+    monkeypatch.setattr(refining, "save_profile", full)
+    work = ProfileRefinement(service, service.use_profile, quiet_s=0)
+    while work.step():
+        pass
+    assert "not refined any further: the device is full" in caplog.text
+    # What was measured is of use until the end of the process.
+    assert work.facts()["kind"] == "whole"
+
+
+def test_calls_go_first_in_the_engines_thread(service):
+    work = ProfileRefinement(service, service.use_profile, quiet_s=0)
+    executor = Executor(service, SchedulerOptions(), idle_work=work)
+    executor.start()
+    config = GenerationConfig(max_tokens=6, ignore_eos=True)
+    alone = service.engine.stream("hello the", config)
+
+    async def ask():
+        call = Call(app="mail", request_id="1", prompt="hello the", config=config)
+        return [event async for event in executor.submit(call, asyncio.get_running_loop()).events()]
+
+    late_s = time.monotonic() + 60
+    while work.facts()["kind"] == "coarse":
+        events = asyncio.run(ask())
+        assert [token for each in events[1:-1] for token in each.tokens] == alone.result().tokens
+        assert time.monotonic() < late_s
+        time.sleep(0.05)
+    executor.stop(0)
+    assert not service.profile.coarse
