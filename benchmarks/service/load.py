@@ -38,8 +38,9 @@ def send(job: Mapping[str, Any], *, alive: Callable[[], None] | None = None) -> 
     Returns:
       One outcome for each request that was sent: `number` of the request, `due_s`, `sent_s`, `first_s` and
       `last_s` (times of the first and the last text, None without text), `ended_s` (of the answer, or when
-      it was given up), `tokens` of the answer, `status` (of HTTP; 0 where there is none), `error` (None for
-      an answer that ended, `NOT_ANSWERED` for what was given up), and `jaxllm` (our object).
+      it was given up), `tokens` of the answer, `cached_tokens` of the prompt (None where it does not tell),
+      `status` (of HTTP; 0 where there is none), `error` (None for an answer that ended, `NOT_ANSWERED` for
+      what was given up), and `jaxllm` (our object).
 
     Raises:
       PeerFailed: the process fails.
@@ -95,7 +96,8 @@ class Sender:
         """Sends one request, reads its answer and returns its outcome."""
         outcome = {
             "number": number, "due_s": due_s, "sent_s": self.now_s(), "first_s": None, "last_s": None,
-            "ended_s": None, "tokens": 0, "status": 0, "error": NOT_ANSWERED, "jaxllm": None,
+            "ended_s": None, "tokens": 0, "cached_tokens": None, "status": 0, "error": NOT_ANSWERED,
+            "jaxllm": None,
         }  # fmt: skip
         self.outcomes.append(outcome)
         try:
@@ -139,6 +141,9 @@ class Sender:
                 outcome["error"] = ""
         if event.get("usage"):
             outcome["tokens"] = event["usage"]["completion_tokens"]
+            outcome["cached_tokens"] = (event["usage"].get("prompt_tokens_details") or {}).get(
+                "cached_tokens"
+            )
         outcome["jaxllm"] = event.get("jaxllm") or outcome["jaxllm"]
 
 

@@ -36,6 +36,7 @@ class Outcome:
       end_s: when the last text came; 0 without an answer.
       limits_ms: most TTFT and TPOT.
       level: that answered, in percent; None for systems without levels.
+      kept_tokens: of the prompt, by the plan; None for systems without plans.
       reused_tokens: of the prompt, from a cache; None where the system does not tell.
     """
 
@@ -51,6 +52,7 @@ class Outcome:
     end_s: float
     limits_ms: Limits
     level: int | None
+    kept_tokens: int | None
     reused_tokens: int | None
 
     @property
@@ -98,7 +100,8 @@ def judged(raw: dict[str, Any], request: Request, limits_ms: Limits) -> Outcome:
         end_s=last if whole else 0.0,
         limits_ms=limits_ms,
         level=facts.get("level"),
-        reused_tokens=facts.get("reused_tokens"),
+        kept_tokens=facts.get("kept_tokens"),
+        reused_tokens=facts.get("reused_tokens", raw["cached_tokens"]),
     )
 
 
@@ -170,7 +173,8 @@ def figures(windows: Sequence[Window]) -> dict[str, float]:
     levels = [each.level for each in answered if each.level is not None]
     if levels:
         found["level"] = statistics.fmean(levels)
-    reused = [each.reused_tokens / each.prompt_tokens for each in answered if each.reused_tokens is not None]
-    if reused:
-        found["reused"] = statistics.fmean(reused)
+    for name, of in {"kept": "kept_tokens", "reused": "reused_tokens"}.items():
+        told = [(getattr(each, of), each.prompt_tokens) for each in answered]
+        if shares := [tokens / prompt for tokens, prompt in told if tokens is not None]:
+            found[name] = statistics.fmean(shares)
     return found

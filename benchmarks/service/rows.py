@@ -21,6 +21,7 @@ _METRICS: Mapping[str, tuple[str, bool | None]] = {
     "refused": ("share", None),
     "failed": ("share", None),
     "level": ("%", None),
+    "kept": ("share", None),
     "reused": ("share", None),
 }
 # Without objectives these say nothing.

@@ -227,7 +227,7 @@ def missing(binary: Path | None) -> str | None:
     absent = [name for name in needed if importlib.util.find_spec(name) is None]
     if absent:
         packages = "llama-cpp-python gguf" if binary else "'llama-cpp-python[server]' gguf"
-        return f"{' and '.join(absent)} is not installed: pip install {packages}"
+        return f"not installed: {', '.join(absent)}; pip install {packages}"
     return None
 
 

@@ -38,7 +38,7 @@ async def completions(request):
             yield frame({"error": {"message": "broken"}})
             return
         yield frame({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
-        usage = {"completion_tokens": count}
+        usage = {"completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 1}}
         yield frame({"choices": [], "usage": usage, "jaxllm": {"level": 50, "reused_tokens": 1}})
         yield "data: [DONE]\n\n"
 

@@ -69,6 +69,7 @@ def test_every_request_has_an_outcome(server):
     slow, whole, refused, failed, broken, cut = sorted(found, key=lambda each: each["number"])
     assert (slow["error"], slow["tokens"]) == ("not answered", 0)
     assert (whole["error"], whole["tokens"], whole["status"]) == (None, 12, 200)
+    assert whole["cached_tokens"] == 1
     assert whole["jaxllm"] == {"level": 50, "reused_tokens": 1}
     assert 0.1 <= whole["due_s"] <= whole["sent_s"] < whole["first_s"] < whole["last_s"]
     assert (refused["status"], failed["status"]) == (429, 404)

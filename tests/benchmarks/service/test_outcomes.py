@@ -21,7 +21,7 @@ def outcome(due_s=1.0, *, first_s: float | None = 1.1, last_s=2.1, tokens=11, li
     raw = {
         "number": 0, "due_s": due_s, "sent_s": due_s + 0.001, "first_s": first_s, "last_s": last_s,
         "ended_s": last_s, "tokens": tokens, "status": 200, "error": None,
-        "jaxllm": {"level": 60, "reused_tokens": 25}, **more,
+        "cached_tokens": None, "jaxllm": {"level": 60, "kept_tokens": 50, "reused_tokens": 25}, **more,
     }  # fmt: skip
     return judged(raw, REQUEST, limits)
 
@@ -65,7 +65,11 @@ def test_a_window_counts_what_was_due_in_it():
     # Half of the tokens of the first answer, and those of the second.
     assert found["decode_tokens_per_s"] == pytest.approx((5.5 + 11) / 5)
     assert found["ttft_ms_p50"] == pytest.approx((100 + 4000) / 2)
-    assert (found["level"], found["reused"]) == (60, 0.25)
+    assert (found["level"], found["kept"], found["reused"]) == (60, 0.5, 0.25)
+    # A peer tells in the usage what its cache had.
+    peer = figures([Window(1.0, 6.0, [outcome(jaxllm=None, cached_tokens=75)])])
+    assert peer["reused"] == 0.75
+    assert not {"level", "kept"} & set(peer)
     assert "ttft_ms_p50" not in figures([Window(1.0, 6.0, [refused])])
     # Repeated loads are judged together.
     again = figures([window, window])
