@@ -191,6 +191,8 @@ class LlamaServer:
                 # The binary's context is of all slots together.
                 "--ctx-size", str(self.slots * given.context_tokens), "--parallel", str(self.slots),
                 "--threads", threads, "--threads-batch", threads, "--gpu-layers", "0",
+                # In every event; else the file's path is.
+                "--alias", "model",
             ]  # fmt: skip
             return Server(self.name, command, port=port, ready="/health", threads=given.threads)
         command = [
