@@ -200,7 +200,9 @@ async def run(job: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Carries out a job (see `send`)."""
     import httpx
 
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # A connection for each request: a server that closes one while the next request is on its way over it, as
+    # llama.cpp's does, would have failed to answer.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=job["url"], timeout=None, limits=limits) as client:
         sender = Sender(client, time.perf_counter())
         if job.get("clients"):

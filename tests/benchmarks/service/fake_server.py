@@ -39,7 +39,8 @@ async def completions(request):
             return
         yield frame({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
         usage = {"completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 1}}
-        yield frame({"choices": [], "usage": usage, "jaxllm": {"level": 50, "reused_tokens": 1}})
+        facts = {"level": 50, "reused_tokens": 1, "port": request.client.port}
+        yield frame({"choices": [], "usage": usage, "jaxllm": facts})
         yield "data: [DONE]\n\n"
 
     return StreamingResponse(frames(), media_type="text/event-stream")

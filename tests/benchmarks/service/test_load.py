@@ -70,7 +70,7 @@ def test_every_request_has_an_outcome(server):
     assert (slow["error"], slow["tokens"]) == ("not answered", 0)
     assert (whole["error"], whole["tokens"], whole["status"]) == (None, 12, 200)
     assert whole["cached_tokens"] == 1
-    assert whole["jaxllm"] == {"level": 50, "reused_tokens": 1}
+    assert (whole["jaxllm"]["level"], whole["jaxllm"]["reused_tokens"]) == (50, 1)
     assert 0.1 <= whole["due_s"] <= whole["sent_s"] < whole["first_s"] < whole["last_s"]
     assert (refused["status"], failed["status"]) == (429, 404)
     assert "no" in refused["error"]
@@ -103,6 +103,8 @@ def test_the_last_answers_do_not_have_the_server_for_themselves(server):
 def test_each_is_sent_once_without_a_duration(server):
     found = send(job(server, 10, 10, 10, clients=1, duration_s=0))
     assert [each["number"] for each in found] == [0, 1, 2]
+    # Over a connection of its own.
+    assert len({each["jaxllm"]["port"] for each in found}) == 3
 
 
 def test_a_broken_job_fails_aloud():
