@@ -61,8 +61,8 @@ class Plan:
         `least_requests` of one client.
       least_requests: see `load_s` and `clients_s`.
       warm_up_share: see `load_s`.
-      patience_s: for answers after the last request; for those of clients at least as long as the idle whole
-        model would take to answer all of them.
+      patience_s: for answers after the last request; for those of clients at least twice as long as the idle
+        whole model would take to answer all of them.
       slo_scale: objectives are shares of so many times the idle whole model's times.
       prompt_tokens, answer_tokens: medians of lengths.
       reference_repeats: of each prompt of the reference.
@@ -308,7 +308,7 @@ def _loads(
     if "clients" in plan.parts:
         duration_s = max(plan.clients_s, plan.least_requests * answer_s)
         for count in plan.clients:
-            patience_s = max(plan.patience_s, count * answer_s)
+            patience_s = max(plan.patience_s, 2 * count * answer_s)
             most = count + math.ceil(_MOST_SPEED_UP * duration_s / answer_s)
             sent = back_to_back(sizes, count=most, seed=next(seeds))
             loads.append(_Load(f"{name}, {count} clients", sent, duration_s, patience_s, count))
