@@ -52,7 +52,7 @@ SYSTEMS = ("no-batching", "no-planning", "no-prefix-reuse", "llama.cpp")
     type=click.FloatRange(min=0, min_open=True),
     multiple=True,
     help="Requests per second of the six apps, in those that the idle whole model answers one after another. "
-    "Repeatable.  [default: 1; with --full 0.5, 1 and 2]",
+    "Repeatable.  [default: 1; with --full 1 and 2]",
 )
 @click.option(
     "--trace",
@@ -84,6 +84,17 @@ SYSTEMS = ("no-batching", "no-planning", "no-prefix-reuse", "llama.cpp")
     help="Objectives are shares of so many times the idle whole model's times.  [default: 3]",
 )
 @click.option(
+    "--repetitions",
+    type=click.IntRange(min=1),
+    help="Repetitions of everything, the systems in turns.  [default: 1; with --full 3]",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds of each load, at least: more where a large model answers few calls in them.  "
+    "[default: 4, of clients 2.5; with --full 40 and 10]",
+)
+@click.option(
     "--outcomes",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
@@ -103,6 +114,8 @@ def service_command(
     prompt_tokens: int | None,
     answer_tokens: int | None,
     slo_scale: float | None,
+    repetitions: int | None,
+    seconds: float | None,
     outcomes: Path | None,
     threads: int,
     parts: tuple[str, ...],
@@ -129,6 +142,9 @@ def service_command(
         prompt_tokens=prompt_tokens or plan.prompt_tokens,
         answer_tokens=answer_tokens or plan.answer_tokens,
         slo_scale=plan.slo_scale if slo_scale is None else slo_scale,
+        repetitions=repetitions or plan.repetitions,
+        load_s=seconds or plan.load_s,
+        clients_s=seconds or plan.clients_s,
         parts=parts,
     )
     kept: list[run.Measured] = []

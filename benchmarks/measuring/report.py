@@ -19,6 +19,8 @@ import jaxllm
 
 # Between a bar and what is written behind it.
 _LABEL_PADDING_POINTS = 3
+# Digits after the point of metrics that are read with more than one.
+_DIGITS = {"perplexity": 4, "bits_per_weight": 2, "goodput_per_s": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,8 +189,7 @@ def _shown(row: Row) -> str:
         return f"{row.value / 1e9:,.1f} GB/s"
     if row.unit == "share":
         return f"{100 * row.value:,.0f} %"
-    digits = 4 if row.metric == "perplexity" else 2 if row.metric == "bits_per_weight" else 1
-    return f"{row.value:,.{digits}f} {row.unit}".rstrip()
+    return f"{row.value:,.{_DIGITS.get(row.metric, 1)}f} {row.unit}".rstrip()
 
 
 def _draw(bench: str, rows: Sequence[Row], folder: Path) -> None:

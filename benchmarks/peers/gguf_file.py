@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.peers.peer import Progress
 from jaxllm.config import ModelConfig
-from jaxllm.errors import JaxllmError
+from jaxllm.errors import JaxllmError, one_line
 
 # llama.cpp's file types by the names of its formats.
 FILE_TYPES = {
@@ -115,12 +115,19 @@ def quantize_gguf(source: Path, path: Path, file_type: str, threads: int) -> Non
     how.ftype = getattr(llama_cpp, FILE_TYPES[file_type])
     how.pure = True
     how.nthread = threads
+    said: list[bytes] = []
+    # It lists every array. llama-cpp-python's own callback fails where a message ends within a character.
+    listen = llama_cpp.llama_log_callback(lambda _level, text, _data: said.append(text))
+    llama_cpp.llama_log_set(listen, ctypes.c_void_p(0))
     try:
         code = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(temporary), ctypes.byref(how))
         if code:
-            raise JaxllmError(f"llama.cpp's quantizer failed on {source} (code {code}); see its messages")
+            last = one_line(said[-1].decode(errors="replace")) if said else "nothing"
+            raise JaxllmError(f"llama.cpp's quantizer failed on {source} (code {code}); it said last: {last}")
         temporary.replace(path)
     finally:
+        # No callback is llama.cpp's own, which outlives this call's.
+        llama_cpp.llama_log_set(llama_cpp.llama_log_callback(), ctypes.c_void_p(0))
         temporary.unlink(missing_ok=True)
 
 

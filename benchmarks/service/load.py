@@ -4,8 +4,10 @@
 
 Without `clients` the requests are sent at their times, whether earlier ones are answered or not (open loop),
 and times count from when a request was due, so that a sender that is late hides nothing. With `clients` so
-many send their requests one after another for `duration_s`, or each once where that is 0 (closed loop). What
-is not answered `patience_s` after the last request was due, or after `duration_s`, is given up.
+many send their requests one after another for `duration_s`, or each once where that is 0 (closed loop). They
+go on until what was sent in that time is answered, because the last answers would else have the server for
+themselves; what they send then is no part of the outcomes. What is not answered `patience_s` after the last
+request was due, or after `duration_s`, is given up.
 
 It speaks OpenAI's completions as a stream of server-sent events, and imports no JAX.
 """
@@ -19,6 +21,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+# The error of what was given up.
+NOT_ANSWERED = "not answered"
 _CHECKS_S = 0.5
 _AFTER_REFUSAL_S = 0.1
 
@@ -33,8 +37,10 @@ def send(job: Mapping[str, Any], *, alive: Callable[[], None] | None = None) -> 
 
     Returns:
       One outcome for each request that was sent: `number` of the request, `due_s`, `sent_s`, `first_s` and
-      `last_s` (times of the first and the last text, None without text), `tokens` of the answer, `status`
-      (of HTTP; 0 where there is none), `error` (None for an answer that ended), and `jaxllm` (our object).
+      `last_s` (times of the first and the last text, None without text), `ended_s` (of the answer, or when
+      it was given up), `tokens` of the answer, `cached_tokens` of the prompt (None where it does not tell),
+      `status` (of HTTP; 0 where there is none), `error` (None for an answer that ended, `NOT_ANSWERED` for
+      what was given up), and `jaxllm` (our object).
 
     Raises:
       PeerFailed: the process fails.
@@ -90,13 +96,17 @@ class Sender:
         """Sends one request, reads its answer and returns its outcome."""
         outcome = {
             "number": number, "due_s": due_s, "sent_s": self.now_s(), "first_s": None, "last_s": None,
-            "tokens": 0, "status": 0, "error": "not answered", "jaxllm": None,
+            "ended_s": None, "tokens": 0, "cached_tokens": None, "status": 0, "error": NOT_ANSWERED,
+            "jaxllm": None,
         }  # fmt: skip
         self.outcomes.append(outcome)
         try:
             await self._read(request, outcome)
         except Exception as error:
             outcome["error"] = f"{type(error).__name__}: {error!s:.200}"
+        finally:
+            # Also where it is cancelled.
+            outcome["ended_s"] = self.now_s()
         return outcome
 
     async def _read(self, request: Mapping[str, Any], outcome: dict[str, Any]) -> None:
@@ -131,6 +141,9 @@ class Sender:
                 outcome["error"] = ""
         if event.get("usage"):
             outcome["tokens"] = event["usage"]["completion_tokens"]
+            outcome["cached_tokens"] = (event["usage"].get("prompt_tokens_details") or {}).get(
+                "cached_tokens"
+            )
         outcome["jaxllm"] = event.get("jaxllm") or outcome["jaxllm"]
 
 
@@ -146,20 +159,33 @@ async def open_loop(sender: Sender, requests: Sequence[Mapping[str, Any]], patie
 async def closed_loop(
     sender: Sender, requests: Sequence[Mapping[str, Any]], clients: int, duration_s: float, patience_s: float
 ) -> None:
-    """Lets clients send, one request after another each, until the time has passed; with a duration of 0
-    until each request was sent once."""
+    """Lets clients send, one request after another each, until the time has passed and what was sent in it is
+    answered; with a duration of 0 until each request was sent once."""
     numbers = iter(itertools.cycle(range(len(requests))) if duration_s else range(len(requests)))
+    measured: set[int] = set()
+    answered = asyncio.Event()
 
-    async def client() -> None:
+    async def client(place: int) -> None:
         for number in numbers:
-            if duration_s and sender.now_s() >= duration_s:
+            due_s = sender.now_s()
+            if not duration_s or due_s < duration_s:
+                measured.add(place)
+            elif not measured:
+                answered.set()
                 return
-            outcome = await sender.send(number, requests[number], sender.now_s())
+            outcome = await sender.send(number, requests[number], due_s)
+            measured.discard(place)
             if outcome["error"]:
                 # A server that refuses is not asked in a busy loop.
                 await asyncio.sleep(_AFTER_REFUSAL_S)
 
-    await _until([asyncio.create_task(client()) for _ in range(clients)], duration_s + patience_s)
+    tasks = [asyncio.create_task(client(place)) for place in range(clients)]
+    if duration_s:
+        await _until([asyncio.create_task(answered.wait())], duration_s + patience_s)
+        await _until(tasks, 0)
+        sender.outcomes[:] = [each for each in sender.outcomes if each["due_s"] < duration_s]
+    else:
+        await _until(tasks, patience_s)
 
 
 async def _until(tasks: Sequence["asyncio.Task[Any]"], limit_s: float) -> None:
@@ -174,7 +200,9 @@ async def run(job: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Carries out a job (see `send`)."""
     import httpx
 
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # A connection for each request: a server that closes one while the next request is on its way over it, as
+    # llama.cpp's does, would have failed to answer.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=job["url"], timeout=None, limits=limits) as client:
         sender = Sender(client, time.perf_counter())
         if job.get("clients"):

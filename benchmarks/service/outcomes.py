@@ -1,4 +1,7 @@
-"""Judges what came back: which answers were in time, percentiles of times, tokens per second."""
+"""Judges what came back: which answers were in time, percentiles of times, tokens per second.
+
+Repeated loads are judged together: shares, rates and percentiles are of all of their calls.
+"""
 
 import dataclasses
 import statistics
@@ -7,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.service.load import NOT_ANSWERED
 from benchmarks.service.systems import Limits
 from benchmarks.service.workload import APPS, Request
 from jaxllm.elastic.slo import SLOS
@@ -26,11 +30,13 @@ class Outcome:
       status: "answered", "refused" (too many calls) or "failed".
       error: why there is no answer; None where there is one.
       prompt_tokens, tokens: of the prompt and of the answer.
-      ttft_ms: from when it was due to the first text; 0 without an answer.
+      ttft_ms: from when it was due to the first text; of what was given up before, how long it was waited
+        for; else 0 without an answer.
       tpot_ms: per further token; 0 for answers of one token.
       end_s: when the last text came; 0 without an answer.
       limits_ms: most TTFT and TPOT.
       level: that answered, in percent; None for systems without levels.
+      kept_tokens: of the prompt, by the plan; None for systems without plans.
       reused_tokens: of the prompt, from a cache; None where the system does not tell.
     """
 
@@ -46,6 +52,7 @@ class Outcome:
     end_s: float
     limits_ms: Limits
     level: int | None
+    kept_tokens: int | None
     reused_tokens: int | None
 
     @property
@@ -77,6 +84,9 @@ def judged(raw: dict[str, Any], request: Request, limits_ms: Limits) -> Outcome:
     status = "answered" if error is None else "refused" if raw["status"] in _BUSY else "failed"
     facts = raw["jaxllm"] or {}
     whole = error is None
+    # Percentiles without those that never came would be the better, the fewer answers there are.
+    waited_s = raw["ended_s"] if error == NOT_ANSWERED and first is None else first
+    timed = whole or error == NOT_ANSWERED
     return Outcome(
         app=request.app,
         due_s=raw["due_s"],
@@ -85,12 +95,13 @@ def judged(raw: dict[str, Any], request: Request, limits_ms: Limits) -> Outcome:
         error=error,
         prompt_tokens=len(request.prompt),
         tokens=raw["tokens"] if whole else 0,
-        ttft_ms=1000 * (first - raw["due_s"]) if whole else 0.0,
+        ttft_ms=1000 * (waited_s - raw["due_s"]) if timed else 0.0,
         tpot_ms=1000 * (last - first) / (raw["tokens"] - 1) if whole and raw["tokens"] > 1 else 0.0,
         end_s=last if whole else 0.0,
         limits_ms=limits_ms,
         level=facts.get("level"),
-        reused_tokens=facts.get("reused_tokens"),
+        kept_tokens=facts.get("kept_tokens"),
+        reused_tokens=facts.get("reused_tokens", raw["cached_tokens"]),
     )
 
 
@@ -118,8 +129,8 @@ class Window:
         return [each for each in self.outcomes if self.from_s <= each.due_s < self.to_s]
 
     @property
-    def tokens_per_s(self) -> float:
-        """Tokens of answers per second. An answer's tokens count as spread evenly from its first text to its
+    def tokens(self) -> float:
+        """Of answers that came in it. An answer's tokens count as spread evenly from its first text to its
         last."""
         total = 0.0
         for each in self.outcomes:
@@ -129,38 +140,41 @@ class Window:
                 length = each.end_s - first_s
                 inside = self.from_s <= first_s < self.to_s
                 total += each.tokens * max(0.0, overlap) / length if length > 0 else each.tokens * inside
-        return total / self.seconds
+        return total
 
-    def figures(self) -> dict[str, float]:
-        """Metric -> value, without those that nothing was answered for; none where nothing was due."""
-        counted = self.counted
-        if not counted:
-            return {}
-        answered = [each for each in counted if each.answered]
-        found = {"decode_tokens_per_s": self.tokens_per_s, "requests_per_s": len(answered) / self.seconds}
-        found |= {
-            "goodput_per_s": sum(each.met for each in counted) / self.seconds,
-            "slo_met": statistics.fmean(each.met for each in counted),
-            "refused": statistics.fmean(each.status == "refused" for each in counted),
-            "failed": statistics.fmean(each.status == "failed" for each in counted),
-        }
-        for app in sorted({each.app for each in counted}):
-            own = [each.met for each in counted if each.app == app]
-            found[f"slo_met of {SLOS[app]}"] = statistics.fmean(own)
-        times = {
-            "ttft": [each.ttft_ms for each in answered],
-            "tpot": [each.tpot_ms for each in answered if each.tokens > 1],
-        }
-        for name, values in times.items():
-            if values:
-                for percent in PERCENTILES:
-                    found[f"{name}_ms_p{percent}"] = float(np.percentile(values, percent))
-        levels = [each.level for each in answered if each.level is not None]
-        if levels:
-            found["level"] = statistics.fmean(levels)
-        reused = [
-            each.reused_tokens / each.prompt_tokens for each in answered if each.reused_tokens is not None
-        ]
-        if reused:
-            found["reused"] = statistics.fmean(reused)
-        return found
+
+def figures(windows: Sequence[Window]) -> dict[str, float]:
+    """Metric -> value over all windows, without those that nothing was answered for; none where nothing was
+    due."""
+    counted = [each for window in windows for each in window.counted]
+    if not counted:
+        return {}
+    seconds = sum(window.seconds for window in windows)
+    answered = [each for each in counted if each.answered]
+    found = {
+        "decode_tokens_per_s": sum(window.tokens for window in windows) / seconds,
+        "requests_per_s": len(answered) / seconds,
+        "goodput_per_s": sum(each.met for each in counted) / seconds,
+        "slo_met": statistics.fmean(each.met for each in counted),
+        "refused": statistics.fmean(each.status == "refused" for each in counted),
+        "failed": statistics.fmean(each.status == "failed" for each in counted),
+    }
+    for app in sorted({each.app for each in counted}):
+        own = [each.met for each in counted if each.app == app]
+        found[f"slo_met of {SLOS[app]}"] = statistics.fmean(own)
+    times = {
+        "ttft": [each.ttft_ms for each in counted if each.ttft_ms],
+        "tpot": [each.tpot_ms for each in answered if each.tokens > 1],
+    }
+    for name, values in times.items():
+        if values:
+            for percent in PERCENTILES:
+                found[f"{name}_ms_p{percent}"] = float(np.percentile(values, percent))
+    levels = [each.level for each in answered if each.level is not None]
+    if levels:
+        found["level"] = statistics.fmean(levels)
+    for name, of in {"kept": "kept_tokens", "reused": "reused_tokens"}.items():
+        told = [(getattr(each, of), each.prompt_tokens) for each in answered]
+        if shares := [tokens / prompt for tokens, prompt in told if tokens is not None]:
+            found[name] = statistics.fmean(shares)
+    return found

@@ -1,9 +1,13 @@
-"""Makes rows of figures: medians over repeated measurements, with their least and greatest values."""
+"""Makes rows of figures, with what repeated measurements say of their certainty: an interval for answers in
+time, else the least and the greatest of the repetitions."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from benchmarks.measuring.report import Row, compared, median
+from benchmarks.service.intervals import lead, said
+from benchmarks.service.outcomes import Window, figures
 from benchmarks.service.systems import OURS
 
 # Metric -> unit, and whether the smaller value is the better one; None for values of which none is better.
@@ -17,6 +21,7 @@ _METRICS: Mapping[str, tuple[str, bool | None]] = {
     "refused": ("share", None),
     "failed": ("share", None),
     "level": ("%", None),
+    "kept": ("share", None),
     "reused": ("share", None),
 }
 # Without objectives these say nothing.
@@ -25,21 +30,27 @@ _OF_OBJECTIVES = ("goodput_per_s", "slo_met")
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """The figures of one system under one load, of each repetition.
+    """What one system did under one load.
 
     Attributes:
       case: the load.
       system: its name.
-      figures: metric -> value (see `Window.figures`), one per repetition.
+      windows: of each repetition.
     """
 
     case: str
     system: str
-    figures: Sequence[Mapping[str, float]]
+    windows: Sequence[Window]
 
-    def values(self, metric: str) -> list[float]:
-        """The metric's values; empty where there are none."""
-        return [each[metric] for each in self.figures if metric in each]
+    @functools.cached_property
+    def figures(self) -> Mapping[str, float]:
+        """Over all repetitions (see `outcomes.figures`)."""
+        return figures(self.windows)
+
+    @functools.cached_property
+    def repeated(self) -> Sequence[Mapping[str, float]]:
+        """Of each repetition."""
+        return [figures([each]) for each in self.windows]
 
 
 def load_rows(cells: Sequence[Cell], *, objectives: bool) -> list[Row]:
@@ -52,8 +63,7 @@ def load_rows(cells: Sequence[Cell], *, objectives: bool) -> list[Row]:
     rows = []
     for case in dict.fromkeys(cell.case for cell in cells):
         own = [cell for cell in cells if cell.case == case]
-        names = dict.fromkeys(name for cell in own for each in cell.figures for name in each)
-        for name in names:
+        for name in dict.fromkeys(name for cell in own for name in cell.figures):
             metric, place = _split(name)
             if objectives or metric not in _OF_OBJECTIVES:
                 rows += _rows(own, name, metric, f"{case}, {place}" if place else case)
@@ -93,18 +103,26 @@ def _split(name: str) -> tuple[str, str]:
 
 def _rows(cells: Sequence[Cell], name: str, metric: str, case: str) -> list[Row]:
     unit, lower = _METRICS[metric]
-    values = {cell.system: cell.values(name) for cell in cells if cell.values(name)}
-    notes = {system: _spread(each) for system, each in values.items()}
-    medians = {system: median(each) for system, each in values.items()}
-    if lower is None or OURS not in medians:
+    own = {cell.system: cell for cell in cells if name in cell.figures}
+    values = {system: cell.figures[name] for system, cell in own.items()}
+    notes = {system: _note(cell, name, own.get(OURS)) for system, cell in own.items()}
+    if lower is None or OURS not in values:
         return [
             Row(case=case, system=system, metric=metric, value=value, unit=unit, note=notes[system])
-            for system, value in medians.items()
+            for system, value in values.items()
         ]
     return compared(
-        medians, ours=OURS, case=case, metric=metric, unit=unit, notes=notes, lower_is_better=lower
+        values, ours=OURS, case=case, metric=metric, unit=unit, notes=notes, lower_is_better=lower
     )
 
 
-def _spread(values: Sequence[float]) -> str | None:
-    return f"{min(values):.4g} to {max(values):.4g}" if len(values) > 1 else None
+def _note(cell: Cell, name: str, ours: Cell | None) -> str | None:
+    parts = []
+    if name == "goodput_per_s":
+        parts.append(said(cell.windows))
+        if ours is not None and ours is not cell:
+            parts.append(lead(ours.windows, cell.windows))
+    values = [each[name] for each in cell.repeated if name in each]
+    if len(values) > 1:
+        parts.append(f"runs {min(values):.4g} to {max(values):.4g}")
+    return "; ".join(filter(None, parts)) or None

@@ -5,11 +5,12 @@ requests per second as it would answer one after another.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,13 @@ from jaxllm.errors import ConfigError
 from serving.bundles import open_model
 from serving.host.progress import Progress
 
-# Seeds of one repetition's loads are so far from those of the next.
-_SEEDS = 1000
+# Seeds of one repetition's loads are so far from those of the next, and those of one load from the next.
+_SEEDS, _LOAD_SEEDS = 1000, 10
+# Clients get requests for this many times as many answers as the idle whole model gives one after another: a
+# prompt that is sent twice would be in a cache.
+_MOST_SPEED_UP = 8
+# A sender that is so much late would be measured with the servers.
+_LATE_S = 0.05
 # Without objectives it does what ours does.
 _OF_OBJECTIVES = f"{OURS}-no-planning"
 # Contexts have room for prompts and answers so many times as long as the medians.
@@ -56,7 +62,8 @@ class Plan:
         `least_requests` of one client.
       least_requests: see `load_s` and `clients_s`.
       warm_up_share: see `load_s`.
-      patience_s: for answers after the last request.
+      patience_s: for answers after the last request; for those of clients at least twice as long as the idle
+        whole model would take to answer all of them.
       slo_scale: objectives are shares of so many times the idle whole model's times.
       prompt_tokens, answer_tokens: medians of lengths.
       starts: of the service, from buckets on disk.
@@ -65,11 +72,11 @@ class Plan:
       parts: of `PARTS`, those to run.
     """
 
-    loads: tuple[float, ...] = (0.5, 1.0, 2.0)
+    loads: tuple[float, ...] = (1.0, 2.0)
     clients: tuple[int, ...] = (1, 8, 64)
     repetitions: int = 3
-    load_s: float = 60.0
-    clients_s: float = 30.0
+    load_s: float = 40.0
+    clients_s: float = 10.0
     least_requests: int = 50
     warm_up_share: float = 0.2
     patience_s: float = 30.0
@@ -146,6 +153,7 @@ class _Load:
     case: str
     requests: Sequence[Request]
     duration_s: float
+    patience_s: float
     clients: int = 0
 
 
@@ -203,9 +211,11 @@ def run(
         with OurService().start(given, progress) as server:
             reference = measure(server, given, sizes, repeats=plan.reference_repeats, seed=plan.seed)
         tell(reference.note)
-        bench = _Bench(given, reference, plan, kept, progress)
+        bench = _Bench(given, reference, plan, kept, progress, tell)
         for repetition in range(plan.repetitions):
             loads = _loads(name, plan, sizes, reference, arrivals, repetition, tell)
+            if not repetition:
+                tell(_duration(loads, systems, plan.repetitions))
             # Each system is first in its turn.
             first = repetition % len(systems)
             for system in (*systems[first:], *systems[:first]):
@@ -224,16 +234,16 @@ class _Bench:
         plan: Plan,
         kept: list[Measured],
         progress: Progress,
+        tell: Callable[[str], None],
     ) -> None:
         self._given, self._reference, self._plan, self._kept = given, reference, plan, kept
-        self._progress = progress
+        self._progress, self._tell = progress, tell
         self.peaks: dict[str, list[int]] = {}
         self.shares: dict[str, int] = {}
 
     def measure(self, system: System, loads: Sequence[_Load], repetition: int) -> None:
         """Starts a system and sends it all loads."""
-        if system.name == _OF_OBJECTIVES:
-            loads = [each for each in loads if not each.clients]
+        loads = _loads_of(system, loads)
         if not loads:
             return
         with system.start(self._given, self._progress) as server:
@@ -243,6 +253,9 @@ class _Bench:
                 outcomes = self._sent(system, server, load)
                 window = Window(self._plan.warm_up_share * load.duration_s, load.duration_s, outcomes)
                 self._kept.append(Measured(load.case, system.name, repetition, window))
+                late_s = max((each.late_s for each in outcomes), default=0.0)
+                if late_s > _LATE_S:
+                    self._tell(f"{load.case}, {system.name}: a request was sent {1000 * late_s:.0f} ms late")
             self._progress(f"{system.name}, run {repetition + 1}", len(loads), len(loads))
             peak, share = server.peak_bytes(), server.share_bytes()
             if peak is not None:
@@ -261,7 +274,7 @@ class _Bench:
                 system.message(request, limit, self._given) | {"time_s": request.time_s}
                 for request, limit in zip(load.requests, limits, strict=True)
             ],
-            "patience_s": self._plan.patience_s,
+            "patience_s": load.patience_s,
             "clients": load.clients,
             "duration_s": load.duration_s,
         }
@@ -282,12 +295,12 @@ def _loads(
     tell: Callable[[str], None],
 ) -> list[_Load]:
     """The loads of one repetition, the same for all systems."""
-    loads, seed = [], plan.seed + _SEEDS * repetition
-    typical = back_to_back(sizes, count=500, seed=plan.seed)
-    answer_s = statistics.fmean(map(reference.answer_s, typical))
+    # No two loads send the same prompts: a server would have them in its cache.
+    loads, seeds = [], itertools.count(plan.seed + _SEEDS * repetition, _LOAD_SEEDS)
+    answer_s = statistics.fmean(map(reference.answer_s, back_to_back(sizes, count=500, seed=plan.seed)))
     if "apps" in plan.parts:
         for load in plan.loads:
-            rate = load / answer_s
+            rate, seed = load / answer_s, next(seeds)
             duration_s = max(plan.load_s, plan.least_requests / rate)
             if arrivals is None:
                 sent = poisson(sizes, rate_per_s=rate, duration_s=duration_s, seed=seed)
@@ -295,11 +308,28 @@ def _loads(
                 sent, faster = from_trace(sizes, arrivals, rate_per_s=rate, duration_s=duration_s, seed=seed)
                 tell(f"load {load:g} comes {faster:,.2g} times as fast as in the trace")
             tell(f"load {load:g}: {len(sent)} requests, {rate:.3g} per second")
-            loads.append(_Load(f"{name}, load {load:g}", sent, duration_s))
+            loads.append(_Load(f"{name}, load {load:g}", sent, duration_s, plan.patience_s))
     if "clients" in plan.parts:
-        clients_s = max(plan.clients_s, plan.least_requests * answer_s)
-        loads += [_Load(f"{name}, {count} clients", typical, clients_s, count) for count in plan.clients]
+        duration_s = max(plan.clients_s, plan.least_requests * answer_s)
+        for count in plan.clients:
+            patience_s = max(plan.patience_s, 2 * count * answer_s)
+            most = count + math.ceil(_MOST_SPEED_UP * duration_s / answer_s)
+            sent = back_to_back(sizes, count=most, seed=next(seeds))
+            loads.append(_Load(f"{name}, {count} clients", sent, duration_s, patience_s, count))
     return loads
+
+
+def _loads_of(system: System, loads: Sequence[_Load]) -> list[_Load]:
+    """Those that say something of a system."""
+    return [each for each in loads if not each.clients or system.name != _OF_OBJECTIVES]
+
+
+def _duration(loads: Sequence[_Load], systems: Sequence[System], repetitions: int) -> str:
+    """How long the loads take."""
+    sent = [load for system in systems for load in _loads_of(system, loads)]
+    least = repetitions * sum(each.duration_s for each in sent) / 60
+    most = least + repetitions * sum(each.patience_s for each in sent) / 60
+    return f"takes {least:.1f} minutes, at most {most:.1f} where answers are late, and the servers' starts"
 
 
 def _model(subject: Subject, progress: Progress) -> tuple[Path, Checkpoint]:
@@ -316,10 +346,10 @@ def _model(subject: Subject, progress: Progress) -> tuple[Path, Checkpoint]:
 
 
 def _rows(name: str, kept: Sequence[Measured], bench: _Bench) -> list[Row]:
-    figures: dict[tuple[str, str], list[Mapping[str, float]]] = {}
+    windows: dict[tuple[str, str], list[Window]] = {}
     for each in kept:
-        figures.setdefault((each.case, each.system), []).append(each.window.figures())
-    cells = [Cell(case, system, found) for (case, system), found in figures.items()]
+        windows.setdefault((each.case, each.system), []).append(each.window)
+    cells = [Cell(case, system, found) for (case, system), found in windows.items()]
     timed = [cell for cell in cells if ", load " in cell.case]
     rows = load_rows(timed, objectives=True)
     rows += load_rows([cell for cell in cells if cell not in timed], objectives=False)

@@ -40,7 +40,8 @@ NOTES = {
 }
 # A biased token is never chosen.
 _NEVER = -100.0
-_LLAMA_PYTHON = ("llama_cpp", "gguf", "starlette_context", "pydantic_settings", "sse_starlette")
+_LLAMA_QUANTIZER = ("llama_cpp", "gguf")
+_LLAMA_PYTHON = (*_LLAMA_QUANTIZER, "starlette_context", "pydantic_settings", "sse_starlette")
 
 Limits = tuple[float, float]
 
@@ -201,6 +202,8 @@ class LlamaServer:
                 # The binary's context is of all slots together.
                 "--ctx-size", str(self.slots * given.context_tokens), "--parallel", str(self.slots),
                 "--threads", threads, "--threads-batch", threads, "--gpu-layers", "0",
+                # In every event; else the file's path is.
+                "--alias", "model",
             ]  # fmt: skip
             return Server(self.name, command, port=port, ready="/health", threads=given.threads)
         command = [
@@ -225,16 +228,19 @@ class LlamaServer:
         }
         if self.binary:
             body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+            # Its other samplers would sort the vocabulary for each token, though the likeliest one is taken.
+            body |= {"samplers": ["top_k"], "top_k": 1}
         return {"headers": {}, "body": body}
 
 
 def missing(binary: Path | None) -> str | None:
     """What llama.cpp's server lacks to run here; None where it runs."""
-    needed = ("gguf",) if binary else _LLAMA_PYTHON
+    # The binary's weights are made by llama-cpp-python's quantizer, too.
+    needed = _LLAMA_QUANTIZER if binary else _LLAMA_PYTHON
     absent = [name for name in needed if importlib.util.find_spec(name) is None]
     if absent:
-        packages = "gguf" if binary else "'llama-cpp-python[server]' gguf"
-        return f"{' and '.join(absent)} is not installed: pip install {packages}"
+        packages = "llama-cpp-python gguf" if binary else "'llama-cpp-python[server]' gguf"
+        return f"not installed: {', '.join(absent)}; pip install {packages}"
     return None
 
 

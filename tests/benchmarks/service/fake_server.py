@@ -38,8 +38,9 @@ async def completions(request):
             yield frame({"error": {"message": "broken"}})
             return
         yield frame({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
-        usage = {"completion_tokens": count}
-        yield frame({"choices": [], "usage": usage, "jaxllm": {"level": 50, "reused_tokens": 1}})
+        usage = {"completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 1}}
+        facts = {"level": 50, "reused_tokens": 1, "port": request.client.port}
+        yield frame({"choices": [], "usage": usage, "jaxllm": facts})
         yield "data: [DONE]\n\n"
 
     return StreamingResponse(frames(), media_type="text/event-stream")

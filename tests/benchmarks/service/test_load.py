@@ -9,7 +9,7 @@ import pytest
 from benchmarks.peers.gguf_file import text_of_token
 from benchmarks.peers.process import PeerFailed
 from benchmarks.service import systems
-from benchmarks.service.load import send
+from benchmarks.service.load import NOT_ANSWERED, send
 from benchmarks.service.server import Server, free_port
 from benchmarks.service.systems import ABLATIONS, LLAMA, Conditions, LlamaServer, OurService, systems_of
 from benchmarks.service.workload import Request
@@ -69,7 +69,8 @@ def test_every_request_has_an_outcome(server):
     slow, whole, refused, failed, broken, cut = sorted(found, key=lambda each: each["number"])
     assert (slow["error"], slow["tokens"]) == ("not answered", 0)
     assert (whole["error"], whole["tokens"], whole["status"]) == (None, 12, 200)
-    assert whole["jaxllm"] == {"level": 50, "reused_tokens": 1}
+    assert whole["cached_tokens"] == 1
+    assert (whole["jaxllm"]["level"], whole["jaxllm"]["reused_tokens"]) == (50, 1)
     assert 0.1 <= whole["due_s"] <= whole["sent_s"] < whole["first_s"] < whole["last_s"]
     assert (refused["status"], failed["status"]) == (429, 404)
     assert "no" in refused["error"]
@@ -82,15 +83,28 @@ def test_clients_wait_for_answers(server):
     assert len(found) > 2
     assert {each["number"] for each in found} == {0, 1}
     assert all(each["error"] is None for each in found)
+    assert all(each["due_s"] < 0.5 for each in found)
     # Two at a time.
     times = sorted([(each["sent_s"], 1) for each in found] + [(each["last_s"], -1) for each in found])
     running = [sum(change for _, change in times[: place + 1]) for place in range(len(times))]
     assert max(running) == 2
 
 
+def test_the_last_answers_do_not_have_the_server_for_themselves(server):
+    """A client goes on while what was sent in the measured time is answered."""
+    found = send(job(server, 2, *[10] * 90, clients=2, duration_s=0.3, patience_s=0.7))
+    # One waits for an answer that does not come; the other one's later requests are no outcomes.
+    (slow,) = (each for each in found if each["number"] == 0)
+    assert slow["error"] == NOT_ANSWERED
+    assert slow["ended_s"] == pytest.approx(1.0, abs=0.3)
+    assert all(each["error"] is None and each["due_s"] < 0.3 for each in found if each is not slow)
+
+
 def test_each_is_sent_once_without_a_duration(server):
     found = send(job(server, 10, 10, 10, clients=1, duration_s=0))
     assert [each["number"] for each in found] == [0, 1, 2]
+    # Over a connection of its own.
+    assert len({each["jaxllm"]["port"] for each in found}) == 3
 
 
 def test_a_broken_job_fails_aloud():
@@ -129,7 +143,8 @@ def test_systems_are_asked_in_their_own_words(given):
     # What asks for nothing is sent as it is written.
     loose = OurService().message(dataclasses.replace(request, app=0), (float("inf"), float("inf")), given)
     assert loose["body"]["slo"] == "<100,100>"
-    assert LlamaServer(Path("llama-server")).message(request, None, given)["body"]["prompt"] == (20, 21)
+    body = LlamaServer(Path("llama-server")).message(request, None, given)["body"]
+    assert (body["prompt"], body["samplers"], body["top_k"]) == ((20, 21), ["top_k"], 1)
     text = LlamaServer().message(request, None, given)["body"]["prompt"]
     assert text == text_of_token(20) + text_of_token(21)
     assert len(text) == 2
