@@ -326,7 +326,7 @@ def _quantized_as(tensor: Tensor, spec: ParamSpec) -> bool:
     """Whether the entry satisfies the invariants of `BlockedArray` for a weight of `spec.shape`."""
     if tensor.scale is None or spec.role == "vector" or tensor.bits not in BITS:
         return False
-    if tensor.axis != contracted_axis(spec) or tensor.group not in (0, *GROUPS):
+    if tensor.axis != contracted_axis(spec) or tensor.group not in (0, *GROUPS)[tensor.bits != 8 :]:
         return False
     nested = tensor.low is not None
     data, scale = blocked_shapes(

@@ -20,7 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.quant.formats import QArray, pack_int2, pack_int4
-from jaxllm.quant.nested import NESTED_GROUP, high_of, low_of, nest, pack_scales, unpack_scales
+from jaxllm.quant.nested import (
+    NESTED_GROUP,
+    NestedLevels,
+    high_of,
+    low_of,
+    nest,
+    pack_scales,
+    unpack_scales,
+)
 
 PANEL = 16
 BLOCK = 32
@@ -137,11 +145,15 @@ def nested_blocks(weight: np.ndarray, axis: Literal[-1, -2]) -> BlockedArray:
         stack = moved.reshape(1, -1, moved.shape[-1])
     else:
         stack = moved.reshape(-1, *moved.shape[-2:]).swapaxes(-1, -2)
-    found = nest(stack)
+    return levels_in_blocks(nest(stack), weight.shape, axis)
+
+
+def levels_in_blocks(found: NestedLevels, shape: tuple[int, ...], axis: Literal[-1, -2]) -> BlockedArray:
+    """Nested levels `[K, outputs, inputs]` of a weight of `shape` in blocks; K is 1 where units are outputs."""
     channel, factor = _padded(found.channel, PANEL, 1), _padded(found.factor, PANEL, 1)
     # [K, P, 16] and [K, groups, P, 16].
-    channel = channel.reshape(len(stack), -1, PANEL)
-    factor = factor.transpose(0, 2, 1).reshape(len(stack), factor.shape[-1], -1, PANEL)
+    channel = channel.reshape(len(channel), -1, PANEL)
+    factor = factor.transpose(0, 2, 1).reshape(len(factor), factor.shape[-1], -1, PANEL)
     factor = np.where(factor == 0, np.int8(8), factor)
     planes = []
     for plane in (high_of(found.levels), low_of(found.levels)):
@@ -159,7 +171,7 @@ def nested_blocks(weight: np.ndarray, axis: Literal[-1, -2]) -> BlockedArray:
         bits=4,
         group=NESTED_GROUP,
         axis=axis,
-        shape=weight.shape,
+        shape=shape,
         low=low,
     )
 

@@ -1,8 +1,9 @@
 """Random weights in blocks, of any level and scale that a file may hold."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +11,25 @@ import numpy as np
 import pytest
 
 from jaxllm.quant import BlockedArray, QArray, pack_int2, pack_int4, to_blocks
+from jaxllm.quant.blocks import levels_in_blocks
+from jaxllm.quant.nested import FACTORS, HIGHEST, LOWEST, NestedLevels
 from tests.kernels.switching import NATIVE, fall_back, kernels_of
 
-# bits, group. Fewer bits with one scale per output are nothing that `quantize` makes, but a bundle may.
-WIDTHS = ((8, 0), (8, 32), (8, 64), (4, 0), (4, 32), (4, 64), (2, 0), (2, 32), (2, 64))
+# bits, group; or a nested weight, and the high plane of one.
+Width = tuple[int, int] | tuple[str]
+NESTED, HIGH = ("nested",), ("high",)
+WIDTHS: tuple[Width, ...] = ((8, 0), (8, 32), (8, 64), (4, 32), (4, 64), (2, 32), (2, 64), NESTED, HIGH)
 # Compiling is most of these tests' time.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def weight_of(
-    draw: np.random.Generator, shape: tuple[int, ...], width: tuple[int, int], axis: int
+    draw: np.random.Generator, shape: tuple[int, ...], width: Width, axis: Literal[-1, -2]
 ) -> BlockedArray:
     """Levels over the whole range, -128 and -8 too, and scales of either sign; placed on the device."""
+    if len(width) == 1:
+        weight = _nested(draw, shape, axis)
+        return weight if width == NESTED else dataclasses.replace(weight, low=None)
     bits, group = width
     high = 1 << (bits - 1)
     levels = draw.integers(-high, high, shape, dtype=np.int8)
@@ -39,6 +47,17 @@ def weight_of(
         columns=shape[-1],
     )
     return placed(to_blocks(weight))
+
+
+def _nested(draw: np.random.Generator, shape: tuple[int, ...], axis: Literal[-1, -2]) -> BlockedArray:
+    inputs = shape[axis]
+    lead = (shape[0] if len(shape) == 3 else 1, shape[-1]) if axis == -2 else (1, int(np.prod(shape[:-1])))
+    found = NestedLevels(
+        levels=draw.integers(LOWEST, HIGHEST + 1, (*lead, inputs), dtype=np.int8),
+        channel=(draw.normal(size=(*lead, 1)) / 2048).astype(np.float32),
+        factor=draw.choice(FACTORS, (*lead, -(-inputs // 64))),
+    )
+    return placed(levels_in_blocks(found, shape, axis))
 
 
 def floats(draw: np.random.Generator, *shape: int) -> np.ndarray:

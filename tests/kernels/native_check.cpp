@@ -110,11 +110,11 @@ void check_activations(Random& random) {
 // Rows of an embedding.
 void check_tokens(Random& random) {
   const size_t rows = random.in(1, 60), outputs = random.in(1, 150), inputs = random.in(1, 300);
-  const int bits = 2 << random.below(3), group = static_cast<int>(random.below(3)) * 32;
+  const Format format = Format::draw(random);
   shape = "tokens " + std::to_string(rows) + " outputs " + std::to_string(outputs) + " inputs " +
-          std::to_string(inputs) + " bits " + std::to_string(bits) + " group " + std::to_string(group);
-  const Weight w = Weight::of_outputs(random, outputs, inputs, bits, group);
-  const Units units{w.data.data(), w.scale.data(), bits, group, w.panels, inputs, false};
+          std::to_string(inputs) + format.text();
+  const Weight w = Weight::of_outputs(random, outputs, inputs, format);
+  const Units units = w.units(false);
   Buffer<int32_t> index(rows);
   // Some beyond either end, which count as the nearest.
   for (size_t i = 0; i < rows; i++) index.data()[i] = static_cast<int32_t>(random.below(outputs + 2)) - 1;
@@ -160,12 +160,12 @@ void check_concurrency(uint64_t seed) {
   for (uint64_t i = 0; i < 4; i++) {
     callers.emplace_back([i, seed] {
       Random random(seed + i);
-      const Weight w = Weight::of_outputs(random, 90, 300, 8, 0);
+      const Weight w = Weight::of_outputs(random, 90, 300);
       const size_t rows = i % 2 ? 1 : 20, outputs = 90;
       const std::vector<float> values = random.floats(rows * 300);
       std::vector<float> first(rows * outputs), y(rows * outputs);
       const Outputs result{
-          {w.data.data(), w.scale.data(), 8, 0, w.panels, 300}, {}, outputs, outputs, y.data(), {}};
+          w.units(false), {}, outputs, outputs, y.data(), {}};
       for (int round = 0; round < 200; round++) {
         must(to_units(values.data(), rows, {nullptr, 0}, {}, &result, 1));
         if (round == 0) first = y;

@@ -107,26 +107,53 @@ inline uint16_t draw_half(Random& random) {
   return static_cast<uint16_t>(random.below(2) << 15 | random.in(5, 15) << 10 | random.below(1024));
 }
 
+// How a weight is stored: bits of a plane, inputs per scale, whether its scales are nested, and whether it has a
+// low plane.
+struct Format {
+  int bits = 8, group = 0;
+  bool nested = false, both = false;
+  static Format draw(Random& random) {
+    const size_t kind = random.below(6);
+    if (kind > 3) return {4, 64, true, kind == 4};
+    const int bits = kind == 3 ? 8 : 2 << kind;
+    return {bits, static_cast<int>(bits == 8 ? random.below(3) : random.in(1, 2)) * 32};
+  }
+  std::string text() const {
+    return " bits " + std::to_string(bits) + " group " + std::to_string(group) +
+           (both ? " nested" : nested ? " high" : "");
+  }
+};
+
 // A random weight: in blocks, as levels, and as [segments * inputs][outputs] of the numbers it stands for.
 struct Weight {
   size_t segments, inputs, outputs, panels, blocks;
-  Buffer<uint8_t> data;
-  Buffer<uint8_t> scale;  // bytes of floats or halves
+  Format format;
+  Buffer<uint8_t> data, low;
+  Buffer<uint8_t> scale;  // bytes of floats or halves, or nested ones
   std::vector<int> levels;
   std::vector<double> dense,
       wider;  // wider: fewer bits made 8 of one scale per span; empty if that cannot be
 
   // Units are outputs; the buffer holds some more of them than are used.
-  static Weight of_outputs(Random& random, size_t outputs, size_t inputs, int bits, int group) {
+  static Weight of_outputs(Random& random, size_t outputs, size_t inputs, Format format = {}) {
     const size_t panels = (outputs + 15) / 16 + random.below(2), blocks = (inputs + 31) / 32;
-    return Weight(random, 1, inputs, outputs, panels, blocks, bits, group, false);
+    return Weight(random, 1, inputs, outputs, panels, blocks, format, false);
   }
   // Units are inputs; a lone segment's buffer may hold some more of them.
-  static Weight of_inputs(Random& random, size_t segments, size_t inputs, size_t outputs, int bits,
-                          int group) {
+  static Weight of_inputs(Random& random, size_t segments, size_t inputs, size_t outputs,
+                          Format format = {}) {
     const size_t more = segments == 1 ? random.below(3) : 0;
-    return Weight(random, segments, inputs, outputs, (outputs + 15) / 16, (inputs + 31) / 32 + more, bits,
-                  group, true);
+    return Weight(random, segments, inputs, outputs, (outputs + 15) / 16, (inputs + 31) / 32 + more, format,
+                  true);
+  }
+  jaxllm::Stored stored() const {
+    return {data.data(),  format.both ? low.data() : nullptr, scale.data(), format.bits,
+            format.group, format.nested};
+  }
+  jaxllm::Units units(bool widen) const { return {stored(), panels, inputs, widen}; }
+  jaxllm::Reduction reduction(bool widen) const {
+    const size_t groups = groups_of(inputs, blocks, format.group, true);
+    return {stored(), segments, blocks, panels, groups, widen};
   }
 
  private:
@@ -135,20 +162,38 @@ struct Weight {
     return group ? ((reduction ? blocks * 32 : inputs) + group - 1) / group : 1;
   }
 
+  static size_t scale_bytes(size_t panels, size_t groups, Format format) {
+    if (format.nested) return panels * (64 + groups * 8);
+    return panels * 16 * groups * (format.group ? 2 : 4);
+  }
+
   Weight(Random& random, size_t segments, size_t inputs, size_t outputs, size_t panels, size_t blocks,
-         int bits, int group, bool reduction)
+         Format format, bool reduction)
       : segments(segments),
         inputs(inputs),
         outputs(outputs),
         panels(panels),
         blocks(blocks),
-        data(segments * panels * blocks * static_cast<size_t>(bits) * 64),
-        scale(segments * panels * 16 * groups_of(inputs, blocks, group, reduction) * (group ? 2 : 4)),
+        format(format),
+        data(segments * panels * blocks * static_cast<size_t>(format.bits) * 64),
+        low(format.both ? data.size() : 0),
+        scale(segments * scale_bytes(panels, groups_of(inputs, blocks, format.group, reduction), format)),
         levels(segments * inputs * outputs),
         dense(levels.size()) {
+    const int bits = format.bits, group = format.group;
     const size_t groups = groups_of(inputs, blocks, group, reduction);
-    const size_t scales = segments * panels * 16 * groups;
+    const size_t scales = format.nested ? 0 : segments * panels * 16 * groups;
     for (size_t i = 0; i < data.size(); i++) data.data()[i] = static_cast<uint8_t>(random.below(256));
+    for (size_t i = 0; i < low.size(); i++) low.data()[i] = static_cast<uint8_t>(random.below(256));
+    if (format.nested) {
+      for (size_t i = 0; i < scale.size(); i++) scale.data()[i] = static_cast<uint8_t>(random.below(256));
+      // Of each panel of outputs its floats come first; of inputs those of all panels do.
+      const size_t floats = reduction ? panels * 16 : 16, parts = reduction ? segments : panels;
+      for (size_t i = 0; i < parts * floats; i++) {
+        const float value = static_cast<float>(random.unit());
+        memcpy(scale.data() + i / floats * (scale.size() / parts) + i % floats * 4, &value, 4);
+      }
+    }
     for (size_t i = 0; i < scales; i++) {
       const uint16_t half = draw_half(random);
       const float value = static_cast<float>(random.unit());
@@ -162,16 +207,22 @@ struct Weight {
           const size_t p = o / 16, b = i / 32, quarter = i % 32 / 4;
           const size_t block = reduction ? (s * blocks + b) * panels + p : p * blocks + b;
           const size_t row = quarter * static_cast<size_t>(bits) / 8;
-          const uint8_t byte =
-              data.data()[block * static_cast<size_t>(bits) * 64 + row * 64 + o % 16 * 4 + i % 4];
-          const int level = bits == 8   ? static_cast<int8_t>(byte)
-                            : bits == 4 ? (quarter % 2 ? byte >> 4 : byte & 15) - 8
-                                        : 2 * (byte >> (2 * (quarter % 4)) & 3) - 3;
+          const size_t place = block * static_cast<size_t>(bits) * 64 + row * 64 + o % 16 * 4 + i % 4;
+          const auto nibble = [&](uint8_t byte) { return (quarter % 2 ? byte >> 4 : byte & 15) - 8; };
+          const uint8_t byte = data.data()[place];
+          int level = bits == 8   ? static_cast<int8_t>(byte)
+                      : bits == 4 ? nibble(byte)
+                                  : 2 * (byte >> (2 * (quarter % 4)) & 3) - 3;
+          if (format.both) {
+            // No level is below those of a byte: with -8 above, what is below is at least 0.
+            if (nibble(byte) == -8) low.data()[place] |= quarter % 2 ? 0x80 : 0x08;
+            level = 16 * level + nibble(low.data()[place]);
+          }
           const size_t at = (s * inputs + i) * outputs + o;
           levels[at] = level;
           dense[at] = level * scale_at(s, p, group ? i / group : 0, o % 16, groups, group, reduction);
           if (!wider.empty()) {
-            const float top = bits == 4 ? 8.0f : 3.0f;
+            const float top = format.both ? 127.0f : bits == 4 ? 8.0f : 3.0f;
             float most = 1e-30f;
             for (size_t other = i / 256 * 256; other < std::min(inputs, i / 256 * 256 + 256);
                  other += group) {
@@ -180,9 +231,11 @@ struct Weight {
             }
             const float own = static_cast<float>(scale_at(s, p, i / group, o % 16, groups, group, reduction));
             const float factor = own * ((127.0f / top) / most);
-            const long fixed = lrintf(factor * 128.0f);
             const double step = static_cast<double>(most * (top / 127.0f));
-            wider[at] = floor((level * 256.0 * static_cast<double>(fixed) + 16384) / 32768) * step;
+            const long fixed = lrintf(factor * (format.both ? 32767.0f : 128.0f));
+            double wide = floor((level * 256.0 * static_cast<double>(fixed) + 16384) / 32768);
+            if (format.both) wide = floor(std::min(wide + 128, 32767.0) / 256);
+            wider[at] = wide * step;
           }
         }
       }
@@ -194,6 +247,16 @@ struct Weight {
       float value;
       memcpy(&value, scale.data() + ((s * panels + p) * 16 + lane) * 4, 4);
       return value;
+    }
+    if (format.nested) {
+      const size_t parts = reduction ? segments : panels, part = reduction ? s : p;
+      const uint8_t* own = scale.data() + part * (scale.size() / parts);
+      const size_t floats = reduction ? panels * 64 : 64, in_part = reduction ? p : 0;
+      float channel;
+      memcpy(&channel, own + in_part * 64 + lane * 4, 4);
+      const uint8_t byte = own[floats + (g * (reduction ? panels : 1) + in_part) * 8 + lane % 8];
+      const int code = lane / 8 ? byte >> 4 : byte & 15, factor = code < 8 ? code - 16 : code;
+      return static_cast<double>(static_cast<float>(factor) * (format.both ? channel : channel * 16));
     }
     uint16_t half;
     const size_t at = reduction ? (s * groups + g) * panels + p : p * groups + g;

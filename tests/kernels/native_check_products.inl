@@ -86,10 +86,10 @@ void judge_alone(const float* alone, const float* among, size_t row, size_t coun
 
 void check_to_units(Random& random) {
   const size_t rows = random.rows(), count = random.below(3) + 1, inputs = random.in(1, 600);
-  const int bits = 2 << random.below(3), group = static_cast<int>(random.below(3)) * 32;
+  const Format format = Format::draw(random);
   const bool widen = random.below(2);
-  shape = "to_units rows " + std::to_string(rows) + " inputs " + std::to_string(inputs) + " bits " +
-          std::to_string(bits) + " group " + std::to_string(group) + (widen ? " widened" : "");
+  shape = "to_units rows " + std::to_string(rows) + " inputs " + std::to_string(inputs) + format.text() +
+          (widen ? " widened" : "");
   std::vector<Weight> weights;
   std::vector<Change> changes;
   std::vector<Outputs> results;
@@ -101,7 +101,7 @@ void check_to_units(Random& random) {
   for (size_t i = 0; i < count; i++) {
     const size_t outputs = random.in(1, 150), stride = outputs + random.below(2) * random.below(40);
     shape += " outputs " + std::to_string(outputs);
-    weights.push_back(Weight::of_outputs(random, outputs, inputs, bits, group));
+    weights.push_back(Weight::of_outputs(random, outputs, inputs, format));
     changes.emplace_back(random, outputs, inputs);
     shape += " rank " + std::to_string(changes[i].rank);
     expected.emplace_back(weights[i], changes[i], true, values, rows, nullptr, widen);
@@ -111,7 +111,7 @@ void check_to_units(Random& random) {
   }
   for (size_t i = 0; i < count; i++) {
     const Weight& w = weights[i];
-    results[i].weight = {w.data.data(), w.scale.data(), bits, group, w.panels, inputs, widen};
+    results[i].weight = w.units(widen);
     results[i].adapter = changes[i].adapter();
     results[i].y = memory[i].data();
   }
@@ -146,12 +146,11 @@ void check_from_units(Random& random) {
   const size_t rows = random.rows(), segments = random.below(2) ? 1 : random.in(1, 4),
                outputs = random.in(1, 150);
   const size_t length = random.in(1, segments == 1 ? 600 : 90);
-  const int bits = 2 << random.below(3), group = static_cast<int>(random.below(3)) * 32;
+  const Format format = Format::draw(random);
   shape = "from_units rows " + std::to_string(rows) + " segments " + std::to_string(segments) + " length " +
-          std::to_string(length) + " outputs " + std::to_string(outputs) + " bits " + std::to_string(bits) +
-          " group " + std::to_string(group);
+          std::to_string(length) + " outputs " + std::to_string(outputs) + format.text();
   const bool widen = random.below(2);
-  const Weight w = Weight::of_inputs(random, segments, length, outputs, bits, group);
+  const Weight w = Weight::of_inputs(random, segments, length, outputs, format);
   const size_t inputs = segments * length, stride = inputs + random.below(2) * random.below(40);
   const std::vector<float> values = random.floats(rows * inputs), more = random.floats(rows * outputs);
   const Change change(random, inputs, outputs);
@@ -161,7 +160,7 @@ void check_from_units(Random& random) {
     memcpy(h.data() + row * stride, values.data() + row * inputs, inputs * sizeof(float));
   const Buffer<float> residual(more);
   const float* add = random.below(2) ? residual.data() : nullptr;
-  const Reduction reduction{w.data.data(), w.scale.data(), bits, group, segments, w.blocks, w.panels, widen};
+  const Reduction reduction = w.reduction(widen);
   const Expected expected(w, change, false, values, rows, add, widen);
   Buffer<float> y(rows * outputs), alone(outputs);
   everywhere(
@@ -183,18 +182,18 @@ void check_from_units(Random& random) {
 // A block is its parts, to the bit: products, activation, product.
 void check_feed_forward(Random& random) {
   const size_t rows = random.rows(), width = random.in(1, 300), units = random.in(1, 300);
-  const int bits = 2 << random.below(3), group = static_cast<int>(random.below(3)) * 32;
+  const Format format = Format::draw(random);
   const int activation = static_cast<int>(random.below(4));
   const bool gated = random.below(2), add = random.below(2), widen = random.below(2);
   shape = "feed_forward rows " + std::to_string(rows) + " width " + std::to_string(width) + " units " +
-          std::to_string(units) + " bits " + std::to_string(bits) + " group " + std::to_string(group);
-  const Weight gate = Weight::of_outputs(random, units, width, bits, group);
-  const Weight up = Weight::of_outputs(random, units, width, bits, group);
-  const Weight down = Weight::of_inputs(random, 1, units, width, bits, group);
+          std::to_string(units) + format.text();
+  const Weight gate = Weight::of_outputs(random, units, width, format);
+  const Weight up = Weight::of_outputs(random, units, width, format);
+  const Weight down = Weight::of_inputs(random, 1, units, width, format);
   const Change changes[3] = {{random, units, width}, {random, units, width}, {random, units, width}};
-  Block block{{gate.data.data(), gate.scale.data(), bits, group, gate.panels, width, widen},
-              {up.data.data(), up.scale.data(), bits, group, up.panels, width, widen},
-              {down.data.data(), down.scale.data(), bits, group, 1, down.blocks, down.panels, widen},
+  Block block{gate.units(widen),
+              up.units(widen),
+              down.reduction(widen),
               changes[0].adapter(),
               changes[1].adapter(),
               changes[2].adapter(),
@@ -206,7 +205,7 @@ void check_feed_forward(Random& random) {
   const Norm norm{random.below(2) ? scale.data() : nullptr, 1e-5f};
   const Shadow outer(random, width, units), inner(random, units, width);
   Steps steps{};
-  if (bits == 8 && !group && random.below(2)) {
+  if (format.bits == 8 && !format.group && random.below(2)) {
     steps = {outer.step(0.02f), inner.step(0.05f)};
     block.gate_floats = block.up_floats = outer.floats();
     block.down_floats = inner.floats();
@@ -245,10 +244,10 @@ void check_feed_forward(Random& random) {
 void check_integers(Random& random) {
   const size_t rows = random.rows(), inputs = random.in(1, 600), outputs = random.in(1, 150);
   shape = "integers rows " + std::to_string(rows) + " inputs " + std::to_string(inputs);
-  const Weight w = Weight::of_outputs(random, outputs, inputs, 8, 0);
+  const Weight w = Weight::of_outputs(random, outputs, inputs);
   Buffer<int8_t> x(rows * inputs);
   for (size_t i = 0; i < x.size(); i++) x.data()[i] = static_cast<int8_t>(random.below(255)) - 127;
-  const Units units{w.data.data(), nullptr, 8, 0, w.panels, inputs, false};
+  const Units units = w.units(false);
   Buffer<float> y(rows * outputs);  // of the same size as int32
   static_assert(sizeof(float) == sizeof(int32_t));
   int32_t* sums = reinterpret_cast<int32_t*>(y.data());

@@ -43,7 +43,7 @@ void check_shadow(Random& random) {
   const size_t rows = random.rows(), inputs = random.in(1, 600), outputs = random.in(1, 150);
   shape = "shadow of rows " + std::to_string(rows) + " inputs " + std::to_string(inputs) + " outputs " +
           std::to_string(outputs);
-  const Weight w = Weight::of_outputs(random, outputs, inputs, 8, 0);
+  const Weight w = Weight::of_outputs(random, outputs, inputs);
   const Shadow shadow(random, inputs, outputs);
   const std::vector<float> values = random.floats(rows * inputs);
   const Buffer<float> x(values), scale(random.floats(inputs));
@@ -51,7 +51,7 @@ void check_shadow(Random& random) {
   const Norm norm{normed ? scale.data() : nullptr, 1e-5f};
   const Step step = shadow.step(draw_step(random, values));
   Buffer<float> y(rows * outputs);
-  const Outputs result{{w.data.data(), w.scale.data(), 8, 0, w.panels, inputs},
+  const Outputs result{w.units(false),
                        {},
                        outputs,
                        outputs,
@@ -73,7 +73,7 @@ void check_shadow_of_inputs(Random& random) {
   const size_t length = random.in(1, segments == 1 ? 600 : 90), outputs = random.in(1, 150);
   shape = "shadow of rows " + std::to_string(rows) + " segments " + std::to_string(segments) + " length " +
           std::to_string(length) + " outputs " + std::to_string(outputs);
-  const Weight w = Weight::of_inputs(random, segments, length, outputs, 8, 0);
+  const Weight w = Weight::of_inputs(random, segments, length, outputs);
   const size_t inputs = segments * length, stride = inputs + random.below(2) * random.below(40);
   const Shadow shadow(random, inputs, outputs);
   const std::vector<float> values = random.floats(rows * inputs);
@@ -82,7 +82,7 @@ void check_shadow_of_inputs(Random& random) {
     memcpy(h.data() + row * stride, values.data() + row * inputs, inputs * sizeof(float));
   const Buffer<float> residual(random.floats(rows * outputs));
   const float* add = random.below(2) ? residual.data() : nullptr;
-  const Reduction reduction{w.data.data(), w.scale.data(), 8, 0, segments, w.blocks, w.panels, false};
+  const Reduction reduction = w.reduction(false);
   const Step step = shadow.step(draw_step(random, values));
   Buffer<float> y(rows * outputs);
   everywhere(

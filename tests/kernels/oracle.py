@@ -99,7 +99,8 @@ def _widened(weight: BlockedArray) -> np.ndarray:
     """Levels times group scale over the span's largest, in 16-bit fixed point, rounded to a byte."""
     assert weight.bits < 8
     assert weight.group
-    top = 8 if weight.bits == 4 else 3
+    both = weight.low is not None
+    top = 127 if both else 8 if weight.bits == 4 else 3
     # Contracted axis last; spans begin anew in each kv head's inputs.
     levels, steps = (np.moveaxis(each, weight.axis, -1) for each in (levels_of(weight), step_of(weight)))
     out = np.zeros(levels.shape)
@@ -108,8 +109,10 @@ def _widened(weight: BlockedArray) -> np.ndarray:
         scale = steps[part].astype(np.float32)
         most = np.maximum(np.abs(scale).max(-1, keepdims=True), np.float32(TINY))
         factor = scale * (np.float32(127 / top) / most)
-        fixed = np.rint(factor * np.float32(128)).astype(np.int64)
+        fixed = np.rint(factor * np.float32(32767 if both else 128)).astype(np.int64)
         wider = (levels[part] * 256 * fixed + (1 << 14)) >> 15
+        if both:
+            wider = np.minimum(wider + 128, 32767) >> 8
         out[part] = wider * (most * np.float32(top / 127)).astype(np.float64)
     return np.moveaxis(out, -1, weight.axis)
 

@@ -79,9 +79,9 @@ USED = dict(units_at=np.int64(-1))
 
 
 def unadapted(weights: list[Any]) -> list[Any]:
-    """Data and scales of some weights, with no adapter beside them."""
+    """Data and scales of some weights, with no low planes and no adapters beside them."""
     pairs = [weights[at : at + 2] for at in range(0, len(weights), 2)]
-    return [part for pair in pairs for part in (*pair, NOTHING, NOTHING)]
+    return [part for pair in pairs for part in (*pair, NOTHING, NOTHING, NOTHING)]
 
 
 def outwards(norm: Any, *weights: Any) -> list[Any]:

@@ -20,7 +20,8 @@ def wide(weight: Any) -> np.ndarray:
 def levels_of(weight: QArray | BlockedArray) -> np.ndarray:
     """The whole numbers of a quantized weight, int64 of its shape."""
     if isinstance(weight, BlockedArray):
-        return _blocked_levels(weight)
+        high = _blocked_levels(weight, weight.data)
+        return high if weight.low is None else 16 * high + _blocked_levels(weight, weight.low)
     data = np.asarray(weight.data)
     if weight.bits == 8:
         return data.astype(np.int64)
@@ -33,6 +34,8 @@ def levels_of(weight: QArray | BlockedArray) -> np.ndarray:
 
 def step_of(weight: QArray | BlockedArray) -> np.ndarray:
     """The scale of every element, float64, of the weight's shape."""
+    if isinstance(weight, BlockedArray) and weight.nested:
+        return _nested_steps(weight)
     scale = np.asarray(weight.scale).astype(np.float64)
     if isinstance(weight, BlockedArray):
         return _blocked_steps(weight, scale)
@@ -51,10 +54,10 @@ def _places(weight: BlockedArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return index[0] if weight.ndim == 3 else np.zeros_like(index[0]), index[-2], index[-1]
 
 
-def _blocked_levels(weight: BlockedArray) -> np.ndarray:
+def _blocked_levels(weight: BlockedArray, plane: Any) -> np.ndarray:
     """Element by element: four inputs of an output are adjacent, then the other outputs of the panel, then
     the other inputs of the block; at 4 bits two quarters of four inputs share their bytes, at 2 bits four."""
-    data = np.asarray(weight.data)
+    data = np.asarray(plane)
     segment, row, column = _places(weight)
     panel, lane, block, within = column // 16, column % 16, row // 32, row % 32
     quarter, four = within // 4, within % 4
@@ -66,6 +69,22 @@ def _blocked_levels(weight: BlockedArray) -> np.ndarray:
     if weight.bits == 2:
         return 2 * (byte >> (2 * (quarter % 4)) & 3).astype(np.int64) - 3
     return np.where(quarter % 2, byte >> 4, byte & 15).astype(np.int64) - 8
+
+
+def _nested_steps(weight: BlockedArray) -> np.ndarray:
+    """A float of the output times the factor of its group: of each panel together where units are outputs, of
+    each segment where they are inputs."""
+    segment, row, column = _places(weight)
+    panel, lane, group = column // 16, column % 16, row // weight.group
+    packed = np.asarray(weight.scale)
+    panels = 1 if weight.axis == -1 else weight.data.shape[2]
+    part, within = (panel, 0) if weight.axis == -1 else (segment, panel)
+    channel = np.ascontiguousarray(packed[:, : 64 * panels]).view(np.float32)[part, within * 16 + lane]
+    byte = packed[part, 64 * panels + (group * panels + within) * 8 + lane % 8]
+    code = np.where(lane // 8, byte >> 4, byte & 15).astype(np.float32)
+    factor = np.where(code < 8, code - 16, code)
+    whole = np.float32(1) if weight.low is not None else np.float32(16)
+    return (factor * (channel * whole)).astype(np.float64)
 
 
 def _blocked_steps(weight: BlockedArray, scale: np.ndarray) -> np.ndarray:
