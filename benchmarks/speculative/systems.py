@@ -171,9 +171,7 @@ class _UntilUnsure:
         self.step_s, self.steps = 0.0, 0
         self.warm_up, self.step, self.follow = drafter.warm_up, drafter.step, drafter.follow
 
-    def grow(
-        self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
-    ) -> tuple[TokenTree, Any]:
+    def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; alpha, a bound for whole paths, is not used."""
         return self._grown(sequence, root, growing.most, cache), cache
 

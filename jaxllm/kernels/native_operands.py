@@ -58,7 +58,7 @@ def parts_of(weight: Adaptable) -> tuple[Operand, ...]:
 
 
 def arrays_of(weight: BlockedArray) -> tuple[Operand, ...]:
-    """Operands of a weight without its adapter: data, scales, and the low plane, empty where there is none."""
+    """Operands of a weight without its adapter: data, scales, and the low plane, empty for none."""
     return weight.data, weight.scale, nothing() if weight.low is None else weight.low
 
 

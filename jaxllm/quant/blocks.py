@@ -50,8 +50,8 @@ class BlockedArray:
     `data` is int8 for 8 bits and uint8 for fewer. Buffers may hold more units than `shape` says.
 
     A nested weight has `bits` 4, `group` 64, its high plane as `data`, its low plane, of the same shape, as
-    `low`, and packed scales `[P, 64 + 8·groups]` or `[K, 64·P + 8·P·groups]` uint8. Without `low` it stands for
-    its high plane alone.
+    `low`, and packed scales `[P, 64 + 8·groups]` or `[K, 64·P + 8·P·groups]` uint8. Without `low` it stands
+    for its high plane alone.
     """
 
     data: jax.Array
@@ -149,7 +149,7 @@ def nested_blocks(weight: np.ndarray, axis: Literal[-1, -2]) -> BlockedArray:
 
 
 def levels_in_blocks(found: NestedLevels, shape: tuple[int, ...], axis: Literal[-1, -2]) -> BlockedArray:
-    """Nested levels `[K, outputs, inputs]` of a weight of `shape` in blocks; K is 1 where units are outputs."""
+    """Nested levels `[K, outputs, inputs]` of a weight of `shape` in blocks; K is 1 if units are outputs."""
     channel, factor = _padded(found.channel, PANEL, 1), _padded(found.factor, PANEL, 1)
     # [K, P, 16] and [K, groups, P, 16].
     channel = channel.reshape(len(channel), -1, PANEL)

@@ -1,8 +1,9 @@
 """Nested weights: 8 bits in two planes of 4, of which the first alone is a good 4-bit weight.
 
-A level is `16 · high + low`, with high and low in [-8, 7] and the level in [-128, 119]. Each group of 64 inputs
-has a scale: a float32 of its output channel times a factor of 4 bits, a whole number in [-16, -9] or [8, 15].
-So there is one copy of a model: both planes are its int8 weights, the first plane is a 4-bit model of its own.
+A level is `16 · high + low`, with high and low in [-8, 7] and the level in [-128, 119]. Each group of 64
+inputs has a scale: a float32 of its output channel times a factor of 4 bits, a whole number in [-16, -9] or
+[8, 15]. So there is one copy of a model: both planes are its int8 weights, the first plane is a 4-bit model of
+its own.
 
 Scale and levels are chosen for both readings together: of the factors that could serve a group, the one that
 minimizes the squared error of the high plane plus `_BOTH` times that of both planes.
@@ -139,7 +140,7 @@ def pack_scales(channel: np.ndarray, factor: np.ndarray) -> np.ndarray:
 
 
 def unpack_scales(packed: jax.Array, panels: int) -> jax.Array:
-    """The inverse of `pack_scales`, multiplied out: `[..., G, P, 16]` float32. Host arrays stay on the host."""
+    """The inverse of `pack_scales`, multiplied out: `[..., G, P, 16]` float32; host arrays stay there."""
     on_host = isinstance(packed, np.ndarray)
     lead, floats = packed.shape[:-1], packed[..., : 64 * panels]
     if on_host:

@@ -108,9 +108,7 @@ class ProgramDrafter:
             wanted = self._runner.request_signatures(min(tokens, self._runner.options.context_tokens), 0)
         self._runner.executor.prepare([each for each in wanted if each.kind != "verify"], progress)
 
-    def grow(
-        self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
-    ) -> tuple[TokenTree, Any]:
+    def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; it has a cache of its own."""
         return self._grown(sequence, root, growing.alpha, growing.most), cache
 

@@ -61,9 +61,7 @@ class Drafter(Protocol):
         """Compiles all buckets for drafting, or those for a request of so many tokens."""
         ...
 
-    def grow(
-        self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
-    ) -> tuple[TokenTree, Any]:
+    def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """Grows a tree after `sequence`, whose root is the next token `root`; only the root where it proposes
         nothing.
 

@@ -47,9 +47,7 @@ class LookupDrafter:
         """See `Drafter`."""
         self._drafter.warm_up(progress, tokens=tokens)
 
-    def grow(
-        self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
-    ) -> tuple[TokenTree, Any]:
+    def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; the union may have twice as many nodes as are enough."""
         tree, cache = self._drafter.grow(sequence, root, growing, cache)
         other, cache = self._ngrams.grow(sequence, root, growing, cache)

@@ -134,9 +134,7 @@ class ModelDrafter:
         self._forget()
         self.step_s, self.steps = 0.0, 0
 
-    def grow(
-        self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
-    ) -> tuple[TokenTree, Any]:
+    def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; it has a cache of its own."""
         self._temperature = confidence_temperature(growing.temperature, self._greedy_temperature)
         return self._grown(sequence, root, growing.alpha, growing.most), cache

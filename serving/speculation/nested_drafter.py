@@ -99,9 +99,7 @@ class NestedDrafter:
         caches = longest if tokens is None else (self._runner.cache_for(tokens),)
         self._runner.fill(self._runner.tree_growing_buckets(self._shape, caches), progress)
 
-    def grow(
-        self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
-    ) -> tuple[TokenTree, Any]:
+    def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`."""
         self._follow_swaps()
         room = min(growing.most, cache.capacity_tokens - len(sequence), self._shape.room)

@@ -47,9 +47,7 @@ class NgramDrafter:
         """Compiles nothing."""
         del progress, tokens
 
-    def grow(
-        self, sequence: Sequence[int], root: int, growing: Growing, cache: Any
-    ) -> tuple[TokenTree, Any]:
+    def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`."""
         return self._grown(sequence, root, growing.alpha, growing.most), cache
 

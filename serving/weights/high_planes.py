@@ -1,17 +1,17 @@
-"""Keeps the high planes of a streamed model's nested weights resident: they draft, and halve the reads of each
-layer, of which only the low planes are read."""
+"""Keeps the high planes of a streamed model's nested weights resident: they draft, and of each layer only the
+low planes are read."""
 
 from collections.abc import Mapping
 
 import numpy as np
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.layout import PAGE, low_segment
+from jaxllm.bundle.layout import low_segment
 from jaxllm.quant import Weight
 from serving.host.direct_io import aligned
 from serving.weights.first_read import FirstRead
 from serving.weights.level_memory import OuterMemory
-from serving.weights.pieces import LayerPiece, Range, segment_pieces
+from serving.weights.pieces import LayerPiece, segment_pieces
 
 
 class HighPlanes:

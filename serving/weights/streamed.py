@@ -196,7 +196,7 @@ class StreamedWeights:
         """
         if self._part is None:
             raise ConfigError(
-                "no part of this model stays in memory; name the level or the planes that draft when it is opened"
+                "no part of this model stays in memory; name the drafter, a level or nested, when it is opened"
             )
         return self._part.weights
 

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.quant import BlockedArray, QArray, pack_int2, pack_int4, to_blocks
+from jaxllm.quant import BlockedArray, QArray, from_blocks, pack_int2, pack_int4, to_blocks
 from jaxllm.quant.blocks import levels_in_blocks
 from jaxllm.quant.nested import FACTORS, HIGHEST, LOWEST, NestedLevels
 from tests.kernels.switching import NATIVE, fall_back, kernels_of
+from tests.quant.plain import levels_of, nested_scales
 
 # bits, group; or a nested weight, and the high plane of one.
 Width = tuple[int, int] | tuple[str]
@@ -58,6 +59,23 @@ def _nested(draw: np.random.Generator, shape: tuple[int, ...], axis: Literal[-1,
         factor=draw.choice(FACTORS, (*lead, -(-inputs // 64))),
     )
     return placed(levels_in_blocks(found, shape, axis))
+
+
+def afresh(weight: BlockedArray) -> BlockedArray:
+    """The same weight, put into blocks again from its numbers."""
+    if not weight.nested:
+        return to_blocks(from_blocks(weight))
+    levels, (channel, factor) = levels_of(weight), nested_scales(weight)
+    lead = (weight.shape[0] if weight.ndim == 3 else 1, weight.shape[-1]) if weight.axis == -2 else (1, -1)
+    moved = [np.moveaxis(each, weight.axis, -1) for each in (levels, channel, factor)]
+    levels, channel, factor = (each.reshape(*lead, weight.shape[weight.axis]) for each in moved)
+    found = NestedLevels(
+        levels=(levels if weight.low is not None else 16 * levels).astype(np.int8),
+        channel=channel[..., :1],
+        factor=factor[..., ::64].astype(np.int8),
+    )
+    blocks = levels_in_blocks(found, weight.shape, weight.axis)  # pyright: ignore[reportArgumentType]
+    return blocks if weight.low is not None else dataclasses.replace(blocks, low=None)
 
 
 def floats(draw: np.random.Generator, *shape: int) -> np.ndarray:

@@ -164,8 +164,7 @@ void check_concurrency(uint64_t seed) {
       const size_t rows = i % 2 ? 1 : 20, outputs = 90;
       const std::vector<float> values = random.floats(rows * 300);
       std::vector<float> first(rows * outputs), y(rows * outputs);
-      const Outputs result{
-          w.units(false), {}, outputs, outputs, y.data(), {}};
+      const Outputs result{w.units(false), {}, outputs, outputs, y.data(), {}};
       for (int round = 0; round < 200; round++) {
         must(to_units(values.data(), rows, {nullptr, 0}, {}, &result, 1));
         if (round == 0) first = y;

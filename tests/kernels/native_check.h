@@ -107,8 +107,8 @@ inline uint16_t draw_half(Random& random) {
   return static_cast<uint16_t>(random.below(2) << 15 | random.in(5, 15) << 10 | random.below(1024));
 }
 
-// How a weight is stored: bits of a plane, inputs per scale, whether its scales are nested, and whether it has a
-// low plane.
+// How a weight is stored: bits of a plane, inputs per scale, whether its scales are nested, and whether it
+// has a low plane.
 struct Format {
   int bits = 8, group = 0;
   bool nested = false, both = false;
@@ -120,7 +120,9 @@ struct Format {
   }
   std::string text() const {
     return " bits " + std::to_string(bits) + " group " + std::to_string(group) +
-           (both ? " nested" : nested ? " high" : "");
+           (both     ? " nested"
+            : nested ? " high"
+                     : "");
   }
 };
 
@@ -147,8 +149,8 @@ struct Weight {
                   true);
   }
   jaxllm::Stored stored() const {
-    return {data.data(),  format.both ? low.data() : nullptr, scale.data(), format.bits,
-            format.group, format.nested};
+    return {data.data(),  format.both ? low.data() : nullptr, scale.data(), format.bits, format.group,
+            format.nested};
   }
   jaxllm::Units units(bool widen) const { return {stored(), panels, inputs, widen}; }
   jaxllm::Reduction reduction(bool widen) const {

@@ -51,12 +51,7 @@ void check_shadow(Random& random) {
   const Norm norm{normed ? scale.data() : nullptr, 1e-5f};
   const Step step = shadow.step(draw_step(random, values));
   Buffer<float> y(rows * outputs);
-  const Outputs result{w.units(false),
-                       {},
-                       outputs,
-                       outputs,
-                       y.data(),
-                       shadow.floats()};
+  const Outputs result{w.units(false), {}, outputs, outputs, y.data(), shadow.floats()};
   everywhere(
       y, [&] { must(to_units(x.data(), rows, norm, step, &result, 1)); },
       [&] {

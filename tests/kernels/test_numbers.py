@@ -124,7 +124,7 @@ def test_extreme_levels_do_not_overflow(bits, level, sign):
     """-128 is a level that `quantize` never makes but a stranger's bundle may hold; with the largest
     activations of either sign, sums of pairs in 16 bits are at their limit."""
     for rows in (1, 20):
-        for group in (0, 32, 64):
+        for group in (0, 32, 64)[bits != 8 :]:
             for axis, shape in ((-1, (20, 520)), (-2, (520, 20))):
                 draw = np.random.default_rng(0)
                 weight = weight_of(draw, shape, (bits, group), axis)

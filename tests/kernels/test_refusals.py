@@ -124,13 +124,13 @@ ADAPTERS: dict[str, tuple[Any, Any]] = {
 @needs_native
 @pytest.mark.parametrize(("left", "right"), ADAPTERS.values(), ids=ADAPTERS)
 def test_adapters(left, right):
-    operands = [NOTHING, COUNTS, STEPS, *UP, left, right]
+    operands = [NOTHING, COUNTS, STEPS, *UP, NOTHING, left, right]
     refuse(MISFIT_OF_ADAPTERS, "to_units", [Y], [X, LIVE], operands, **formats(), **UNITS)
-    operands = [REDUCTION, REDUCTION_SCALE, right, left, COUNTS, STEPS]
+    operands = [REDUCTION, REDUCTION_SCALE, NOTHING, right, left, COUNTS, STEPS]
     refuse(MISFIT_OF_ADAPTERS, "from_units", Y, [H, LIVE, NOTHING], operands, **formats(), **SEGMENT)
     for at in range(3):
         operands = outwards(*BLOCK)
-        operands[5 + 4 * at : 7 + 4 * at] = [left, right]
+        operands[6 + 5 * at : 8 + 5 * at] = [left, right]
         refuse(MISFIT_OF_ADAPTERS, "feed_forward", X, [X, LIVE], operands, **formats(), **NEURONS)
 
 
@@ -141,13 +141,13 @@ def test_ranks(counts):
     counts, both = np.array(counts, I32), [LEFT, RIGHT]
     first = {"units": np.int64(1), "units_at": np.int64(0)}
     for sides, ask_of in ((both, refuse), ([NOTHING] * 2, lambda _, *call, **more: ask(*call, **more))):
-        operands = [NOTHING, counts, STEPS, *UP, *sides]
+        operands = [NOTHING, counts, STEPS, *UP, NOTHING, *sides]
         ask_of(MISFIT_OF_ADAPTERS, "to_units", [Y], [X, LIVE], operands, **formats(), **(UNITS | first))
-        operands = [REDUCTION, REDUCTION_SCALE, *sides[::-1], counts, STEPS]
+        operands = [REDUCTION, REDUCTION_SCALE, NOTHING, *sides[::-1], counts, STEPS]
         options = SEGMENT | {"units_at": np.int64(0)}
         ask_of(MISFIT_OF_ADAPTERS, "from_units", Y, [H, LIVE, NOTHING], operands, **formats(), **options)
         operands = outwards(*BLOCK)
-        operands[1], operands[9:11] = counts, sides
+        operands[1], operands[11:13] = counts, sides
         options = NEURONS | {"units_at": np.int64(1)}
         ask_of(MISFIT_OF_ADAPTERS, "feed_forward", X, [X, LIVE], operands, **formats(), **options)
 
@@ -168,7 +168,7 @@ COUNTED: dict[str, tuple[str, Any, dict[str, int]]] = {
 @pytest.mark.parametrize(("part", "counts", "change"), COUNTED.values(), ids=COUNTED)
 def test_counts(part, counts, change):
     numbers = {name: np.int64(value) for name, value in {"units": 1, "units_at": 0, **change}.items()}
-    operands = [NOTHING, counts, STEPS, *UP, LEFT, RIGHT]
+    operands = [NOTHING, counts, STEPS, *UP, NOTHING, LEFT, RIGHT]
     refuse(part, "to_units", [Y], [X, LIVE], operands, **formats(), **(UNITS | numbers))
 
 
@@ -180,7 +180,7 @@ def test_counts_of_inputs_and_of_neurons(counts, at):
     at, counts = {"units_at": np.int64(at)}, np.array(counts, I32)
     for each in (counts, counts.astype(F32)):
         operands = inwards(REDUCTION, REDUCTION_SCALE)
-        operands[4] = each
+        operands[5] = each
         refuse("a count is", "from_units", Y, [H, LIVE, NOTHING], operands, **formats(), **(SEGMENT | at))
         operands = outwards(*BLOCK)
         operands[1] = each
@@ -359,15 +359,15 @@ def test_what_fits_is_computed():
     attributes = UNITS | dict(units=np.int64(20), units_at=np.int64(0))
     # More ranks than an adapter has are all that it has.
     for ranks, live in ((0, LIVE), (2, np.int32(1)), (3, np.array([4], I32))):
-        operands = [NOTHING, np.array([1, 1, ranks], I32), STEPS, *UP, LEFT, RIGHT]
+        operands = [NOTHING, np.array([1, 1, ranks], I32), STEPS, *UP, NOTHING, LEFT, RIGHT]
         assert ask("to_units", [Y], [X, live], operands, **formats(), **attributes)[0].shape == (4, 20)
-        operands = [REDUCTION, REDUCTION_SCALE, RIGHT, LEFT, np.array([1, 70, ranks], I32), STEPS]
+        operands = [REDUCTION, REDUCTION_SCALE, NOTHING, RIGHT, LEFT, np.array([1, 70, ranks], I32), STEPS]
         options = SEGMENT | dict(units_at=np.int64(1))
         assert ask("from_units", Y, [H, live, Y], operands, **formats(), **options).shape == (4, 20)
         operands = outwards(*BLOCK)
         operands[1] = np.array([1, 20, ranks], I32)
         for at in range(3):
-            operands[5 + 4 * at : 7 + 4 * at] = [LEFT, RIGHT]
+            operands[6 + 5 * at : 8 + 5 * at] = [LEFT, RIGHT]
         options = NEURONS | dict(units_at=np.int64(1))
         assert ask("feed_forward", X, [X, live], operands, **formats(), **options).shape == (4, 70)
         assert ask("add_normed", X, [X, X, live], [zeros(70)], eps=F32(0)).shape == (4, 70)
@@ -386,3 +386,44 @@ def test_kernels_that_are_not_there(monkeypatch):
         native_products.to_units(jnp.asarray(X), [weight])
     assert native.threads() == 1
     assert native.busy_ns() == 0
+
+
+# Nested: two planes, and bytes as scales: 64 of a panel's floats, and 8 of each of 2 groups.
+PLANE, PACKED = zeros(2, 3, 256, dtype=np.uint8), zeros(2, 80, dtype=np.uint8)
+NESTED: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "a short low plane": ([PLANE, PACKED, PLANE[:1]], formats(4, 64)),
+    "a flat low plane": ([PLANE, PACKED, PLANE.ravel()], formats(4, 64)),
+    "a signed low plane": ([PLANE, PACKED, PLANE.view(I8)], formats(4, 64)),
+    "a low plane of other scales": ([NARROW, GROUPED, NARROW], formats(4, 32)),
+    "a low plane of 8 bits": ([DATA, SCALE, DATA], formats()),
+    "scales of one group": ([PLANE, PACKED[:, :72], PLANE], formats(4, 64)),
+    "scales of three groups": ([PLANE, zeros(2, 88, dtype=np.uint8), PLANE], formats(4, 64)),
+    "floats alone": ([PLANE, PACKED[:, :64], PLANE], formats(4, 64)),
+    "groups of 32": ([PLANE, PACKED, PLANE], formats(4, 32)),
+    "two bits": ([PLANE[:, :, :128], PACKED, PLANE[:, :, :128]], formats(2, 64)),
+    "eight bits": ([DATA, PACKED, NOTHING], formats(8, 64)),
+    "fewer bits with a scale per output": ([PLANE, SCALE, NOTHING], formats(4, 0)),
+}
+
+
+@needs_native
+@pytest.mark.parametrize(("weight", "form"), NESTED.values(), ids=NESTED)
+def test_nested(weight, form):
+    operands = [NOTHING, COUNTS, STEPS, *weight, NOTHING, NOTHING]
+    refuse(FIT, "to_units", [Y], [X, LIVE], operands, **form, **UNITS)
+
+
+@needs_native
+def test_nested_reductions():
+    plane, packed = zeros(1, 3, 2, 256, dtype=np.uint8), zeros(1, 2 * 80, dtype=np.uint8)
+    for weight in (
+        [plane, packed[:, :127], plane],
+        [plane, packed[:, :144], plane],
+        [plane, packed, plane[:, :2]],
+        [plane[:, :, :, :128], packed, plane[:, :, :, :128]],
+    ):
+        operands = [*weight, NOTHING, NOTHING, COUNTS, STEPS]
+        refuse(MISFIT, "from_units", Y, [H, LIVE, NOTHING], operands, **formats(4, 64), **SEGMENT)
+    for low in (plane, NOTHING):
+        operands = [plane, packed, low, NOTHING, NOTHING, COUNTS, STEPS]
+        assert not ask("from_units", Y, [H, LIVE, NOTHING], operands, **formats(4, 64), **SEGMENT).any()

@@ -60,7 +60,7 @@ TOKENS = np.array([[0, 1], [2, 3], [1, 0]], I32)
 EXPERTS, SIZES, COUNT = np.array([0, 1, 1], I32), np.array([2, 2, 1], I32), np.int32(3)
 TILES = dict(tokens=TOKENS, experts=EXPERTS, sizes=SIZES, count=COUNT)
 VISITS = zeros(5, 70)
-EXPERT = [*UP, *UP, DOWN, DOWN_SCALE]
+EXPERT = [*UP, NOTHING, *UP, NOTHING, DOWN, DOWN_SCALE, NOTHING]
 SIDES = [NOTHING] * 6
 WIDTHS = dict(bits=np.array([8, 8]), groups=np.array([0, 0]))
 EXPERTS_OPTIONS = dict(units=np.int64(20), activation=np.int64(0), eps=F32(0), **WIDTHS)
@@ -108,8 +108,8 @@ MIXED: dict[str, tuple[str, Any, Any, list[Any], dict[str, Any]]] = {
     "no units": ("each expert needs", VISITS, X, OPERANDS, {"units": np.int64(0)}),
     "more units": ("shape does not fit", VISITS, X, OPERANDS, {"units": np.int64(33)}),
     "a short gate": ("shape does not fit", VISITS, X, but(7, DATA[:1]), {}),
-    "a short up of the second": ("shape does not fit", VISITS, X, but(15, DATA[:, :2]), {}),
-    "a short down": ("shape does not fit", VISITS, X, but(11, DOWN[:, :, :4]), {}),
+    "a short up of the second": ("shape does not fit", VISITS, X, but(19, DATA[:, :2]), {}),
+    "a short down": ("shape does not fit", VISITS, X, but(13, DOWN[:, :, :4]), {}),
     "short scales": ("shape does not fit", VISITS, X, but(8, SCALE[:31]), {}),
     "nibbles": ("shape does not fit", VISITS, X, but(7, NARROW), {}),
     "four bits of the second": ("shape does not fit", VISITS, X, OPERANDS, {"bits": np.array([8, 4])}),

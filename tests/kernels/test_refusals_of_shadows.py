@@ -76,7 +76,7 @@ def test_parts_that_are_missing():
 @needs_native
 def test_other_weights():
     """Only those of 8 bits with a scale per output have a shadow inside."""
-    operands = [NOTHING, COUNTS, STEP, NARROW, GROUPED, NOTHING, NOTHING, PLACE, ROWS]
+    operands = [NOTHING, COUNTS, STEP, NARROW, GROUPED, NOTHING, NOTHING, NOTHING, PLACE, ROWS]
     refuse(MISFIT, "to_units", [Y, COUNT], [X, LIVE], operands, **formats(4, 32), **SHADOWED)
 
 

@@ -9,7 +9,7 @@ from jaxllm.kernels import native_products
 from jaxllm.nn.linear import embed
 from jaxllm.quant import embedding_rows
 from tests.kernels.drawing import WIDTHS, answers, weight_of
-from tests.kernels.refusing import DATA, FIT, SCALE, refuse, zeros
+from tests.kernels.refusing import DATA, FIT, NOTHING, SCALE, refuse, zeros
 from tests.kernels.switching import fall_back, needs_native
 
 every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
@@ -75,19 +75,19 @@ def test_shapes_that_do_not_fit_are_refused():
 
     fit = FIT.removeprefix("a ")
     for why, result, index, operands, attributes in (
-        ("one for each row", zeros(5, 70), tokens, [DATA, SCALE], of(20)),
-        ("indices must be int32", rows, zeros(4), [DATA, SCALE], of(20)),
-        ("rows must be float32", rows.astype(np.float16), tokens, [DATA, SCALE], of(20)),
-        ("an operand is missing", rows, tokens, [DATA], of(20)),
-        ("an operand is missing", rows, tokens, [DATA, SCALE, SCALE], of(20)),
-        (fit, zeros(4, 64), tokens, [DATA, SCALE], of(20)),
-        (fit, rows, tokens, [DATA, SCALE], of(33)),
-        (fit, rows, tokens, [DATA, SCALE], of(0)),
-        (fit, rows, tokens, [DATA, SCALE], of(1 << 40)),
+        ("one for each row", zeros(5, 70), tokens, [DATA, SCALE, NOTHING], of(20)),
+        ("indices must be int32", rows, zeros(4), [DATA, SCALE, NOTHING], of(20)),
+        ("rows must be float32", rows.astype(np.float16), tokens, [DATA, SCALE, NOTHING], of(20)),
+        ("an operand is missing", rows, tokens, [DATA, SCALE], of(20)),
+        ("an operand is missing", rows, tokens, [DATA, SCALE, NOTHING, NOTHING], of(20)),
+        (fit, zeros(4, 64), tokens, [DATA, SCALE, NOTHING], of(20)),
+        (fit, rows, tokens, [DATA, SCALE, NOTHING], of(33)),
+        (fit, rows, tokens, [DATA, SCALE, NOTHING], of(0)),
+        (fit, rows, tokens, [DATA, SCALE, NOTHING], of(1 << 40)),
     ):
         refuse(why, "unit_rows", result, [index, ALL_ROWS], operands, **attributes)
     for live in (np.int32(0), np.int32(5), np.float32(1), np.zeros(2, np.int32)):
-        refuse("number of rows", "unit_rows", rows, [tokens, live], [DATA, SCALE], **of(20))
+        refuse("number of rows", "unit_rows", rows, [tokens, live], [DATA, SCALE, NOTHING], **of(20))
 
 
 @needs_native

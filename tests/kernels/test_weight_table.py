@@ -60,7 +60,7 @@ class Open:
     def __call__(
         self, handle: Any = None, row: Any = 1, columns: tuple[int, ...] = (0, 1)
     ) -> tuple[Any, ...]:
-        operands = [NOTHING, COUNTS, STEPS, *columns, NOTHING, NOTHING]
+        operands = [NOTHING, COUNTS, STEPS, *columns, NOTHING, NOTHING, NOTHING]
         self.options = dict(table=(halves(self.handle if handle is None else handle), row))
         return "to_units", [Y], [X, LIVE], operands
 
@@ -93,8 +93,11 @@ def test_only_the_row_and_the_columns_that_fit_are_read(opened):
     opened.refuse("a weight's shape does not fit", row=np.int32(1), columns=(1, 0))
     for row in (-1, 3, 1 << 30, -(1 << 31)):
         opened.refuse(CLOSED, row=np.int32(row))
-    # No array, no column, and a handle without any.
-    for columns in ((0, 2), (0, 3), (3, 1), (0, 1 << 62)):
+    # No array where one must be.
+    for columns in ((0, 2), (2, 1)):
+        opened.refuse("a weight's shape does not fit", row=np.int32(1), columns=columns)
+    # No column, and a handle without any.
+    for columns in ((0, 3), (3, 1), (0, 1 << 62)):
         opened.refuse(CLOSED, row=np.int32(1), columns=columns)
     for row in (zeros(2, dtype=np.int32), zeros(0, dtype=np.int32), np.float32(1), np.int8(1)):
         opened.refuse(CLOSED, row=row)
@@ -102,7 +105,7 @@ def test_only_the_row_and_the_columns_that_fit_are_read(opened):
     for handle in (good[:1], np.append(good, good), good.view(np.int32), good.astype(np.float32), good[:0]):
         opened.refuse(CLOSED, handle=handle, row=np.int32(1))
     # An entry too many, or a buffer too many.
-    for change in ({"columns": np.array([-1, -1, -1, 0, 1, -1], np.int64)}, {"columns": np.full(8, -1)}):
+    for change in ({"columns": np.array([-1, -1, -1, 0, 1, -1, -1], np.int64)}, {"columns": np.full(9, -1)}):
         call = opened(row=np.int32(1))
         refuse(CLOSED, *call, **opened.options, **formats(), **UNITS, **change)
 
@@ -173,7 +176,7 @@ def test_counts_of_a_table_are_checked():
         (np.ones(3, np.float32), "a count is"),
     ):
         table = WeightTable([[DATA, SCALE, counts]])
-        operands = [NOTHING, 2, STEPS, 0, 1, NOTHING, NOTHING]
+        operands = [NOTHING, 2, STEPS, 0, 1, NOTHING, NOTHING, NOTHING]
         options = UNITS | {"units_at": np.int64(0)}
         given = dict(table=(table.operand, np.int32(0)), **formats(), **options)
         refuse(part, "to_units", [Y], [X, LIVE], operands, **given)

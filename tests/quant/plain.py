@@ -74,6 +74,13 @@ def _blocked_levels(weight: BlockedArray, plane: Any) -> np.ndarray:
 def _nested_steps(weight: BlockedArray) -> np.ndarray:
     """A float of the output times the factor of its group: of each panel together where units are outputs, of
     each segment where they are inputs."""
+    channel, factor = nested_scales(weight)
+    whole = np.float32(1) if weight.low is not None else np.float32(16)
+    return (factor * (channel * whole)).astype(np.float64)
+
+
+def nested_scales(weight: BlockedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Of every element of a nested weight its output's float and its group's factor, both float32."""
     segment, row, column = _places(weight)
     panel, lane, group = column // 16, column % 16, row // weight.group
     packed = np.asarray(weight.scale)
@@ -82,9 +89,7 @@ def _nested_steps(weight: BlockedArray) -> np.ndarray:
     channel = np.ascontiguousarray(packed[:, : 64 * panels]).view(np.float32)[part, within * 16 + lane]
     byte = packed[part, 64 * panels + (group * panels + within) * 8 + lane % 8]
     code = np.where(lane // 8, byte >> 4, byte & 15).astype(np.float32)
-    factor = np.where(code < 8, code - 16, code)
-    whole = np.float32(1) if weight.low is not None else np.float32(16)
-    return (factor * (channel * whole)).astype(np.float64)
+    return channel, np.where(code < 8, code - 16, code)
 
 
 def _blocked_steps(weight: BlockedArray, scale: np.ndarray) -> np.ndarray:

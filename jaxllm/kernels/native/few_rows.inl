@@ -150,7 +150,7 @@ void few_rows_of(const Matrix& m, const Activations& a, size_t from, size_t to, 
       for (size_t row = from; row < to; row += kRowsTogether) {
         const size_t rows = to - row < kRowsTogether ? to - row : kRowsTogether;
         few_spans<Bits, How, kRowsTogether>(m, a, span, row, rows, panel + p, width,
-                                                out + (row - from) * kTaskPanels * kPanel + p * kPanel);
+                                            out + (row - from) * kTaskPanels * kPanel + p * kPanel);
       }
     }
   }

@@ -109,10 +109,10 @@ Error to_units_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer row,
   return result(to_units(x.reinterpret_data<float>(), rows, applied, step, to, count));
 }
 
-// h [rows, segments * length], live, residual or nothing -> y [rows, outputs]. Operands: the arrays of a weight,
-// both sides of its adapter, counts, step. Of the segments, or of the inputs of the only one, counts[units_at] are
-// summed. With a shadow each channel's place in float rows and these rows follow, and how many channels had
-// outliers.
+// h [rows, segments * length], live, residual or nothing -> y [rows, outputs]. Operands: the arrays of a
+// weight, both sides of its adapter, counts, step. Of the segments, or of the inputs of the only one,
+// counts[units_at] are summed. With a shadow each channel's place in float rows and these rows follow, and
+// how many channels had outliers.
 Error from_units_call(AnyBuffer h, AnyBuffer live, AnyBuffer residual, AnyBuffer table, AnyBuffer row,
                       ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y, ffi::RemainingRets channels,
                       int64_t bits, int64_t group, bool widen, int64_t segments, bool stacked,

@@ -18,7 +18,8 @@ bool read_stored(const WeightArrays& w, Stored& out) {
   if (w.group != 32 && w.group != 64 && (w.group != 0 || w.bits != 8)) return false;
   if (w.data.type != (w.bits == 8 ? Type::kS8 : Type::kU8)) return false;
   const bool nested = w.scale.type == Type::kU8;
-  if (nested ? w.bits != 4 || w.group != 64 : w.scale.type != (w.group ? Type::kF16 : Type::kF32)) return false;
+  if (nested ? w.bits != 4 || w.group != 64 : w.scale.type != (w.group ? Type::kF16 : Type::kF32))
+    return false;
   const bool high_alone = w.low.type == Type::kNone || w.low.count == 0;
   if (!high_alone && (!nested || w.low.type != Type::kU8 || !same_shape(w.low, w.data))) return false;
   out = {w.data.data,

@@ -11,8 +11,8 @@ using Columns = xla::ffi::Span<const int64_t>;
 // The array that a buffer holds; without a type where no kernel takes one.
 Array array_of(const xla::ffi::AnyBuffer& buffer);
 
-// The operands of a call, in order. One that a table does not have has no type, which each handler refuses where
-// it needs it.
+// The operands of a call, in order. One that a table does not have has no type, which each handler refuses
+// where it needs it.
 class Operands {
  public:
   // table uint32 [2], a handle with its lower half first, and row int32 []; both are empty without a table.

@@ -296,12 +296,12 @@ void join_spans(const Matrix& m, const Activations& a, const float* parts, float
 }
 
 // Calls a kernel of the matrix's format. Fewer bits than 8 have scales of groups.
-#define OF_FORMAT(m, kernel, ...)                                                  \
-  if (m.nested) {                                                                  \
-    m.low ? kernel<4, kNested>(__VA_ARGS__) : kernel<4, kHigh>(__VA_ARGS__);       \
-  } else if (m.bits == 8) {                                                        \
-    m.group ? kernel<8, kHalves>(__VA_ARGS__) : kernel<8, kChannels>(__VA_ARGS__); \
-  } else {                                                                         \
+#define OF_FORMAT(m, kernel, ...)                                                    \
+  if (m.nested) {                                                                    \
+    m.low ? kernel<4, kNested>(__VA_ARGS__) : kernel<4, kHigh>(__VA_ARGS__);         \
+  } else if (m.bits == 8) {                                                          \
+    m.group ? kernel<8, kHalves>(__VA_ARGS__) : kernel<8, kChannels>(__VA_ARGS__);   \
+  } else {                                                                           \
     m.bits == 2 ? kernel<2, kHalves>(__VA_ARGS__) : kernel<4, kHalves>(__VA_ARGS__); \
   }
 

@@ -28,7 +28,9 @@ void unpack_span(const Matrix& m, size_t span, size_t panel, size_t panels, size
       const auto scale = [&](size_t g) { return group_scale(m, segment, first_group + g, panel + p); };
       F most = fset(kTiny);
       for (size_t g = 0; g < groups; g++) most = fmax(fabs(scale(g)), most);
-      const float top = m.low ? 127.0f : m.bits == 4 ? 8.0f : 3.0f;  // the largest level, nearly of nested ones
+      const float top = m.low         ? 127.0f
+                        : m.bits == 4 ? 8.0f
+                                      : 3.0f;  // the largest level, nearly of nested ones
       fstore(channel + p * kPanel, fmul(most, fset(top / 127.0f)));
       const F inverse = fdiv(fset(127.0f / top), most);
       for (size_t g = 0; g < groups; g++) {

@@ -34,7 +34,7 @@ def answer(engine, config=CONFIG, prompt=PROMPT, **more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int8-nested", "int4"])
 def test_the_answer_is_that_of_the_whole_model(bundle_of, resident_of, weights):
     whole = resident_of(weights)
     streamed = open_streamed(bundle_of(weights), whole)
@@ -101,7 +101,7 @@ def test_a_conversation_goes_on_and_a_stop_string_ends_it(bundle_of, resident_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["f32", "int8"])
+@pytest.mark.parametrize("weights", ["f32", "int8", "int8-nested"])
 def test_a_level_reads_only_its_part(bundle_of, resident_of, weights, monkeypatch):
     # Layers so small would be read whole: a seek takes longer.
     monkeypatch.setattr(pieces, "_SHORT_GAP_BYTES", 0)
