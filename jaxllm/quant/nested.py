@@ -2,8 +2,8 @@
 
 A level is `16 · high + low`, with high and low in [-8, 7] and the level in [-128, 119]. Each group of 64
 inputs has a scale: a float32 of its output channel times a factor of 4 bits, a whole number in [-16, -9] or
-[8, 15]. So there is one copy of a model: both planes are its int8 weights, the first plane is a 4-bit model of
-its own.
+[8, 15]. So there is one copy of a model: both planes are its int8 weights, the first plane is a 4-bit model
+of its own.
 
 Scale and levels are chosen for both readings together: of the factors that could serve a group, the one that
 minimizes the squared error of the high plane plus `_BOTH` times that of both planes.

@@ -125,15 +125,15 @@ def layer_pieces(
         return pieces
     found = []
     for piece in pieces:
-        first = piece.ranges[0].offset - piece.start
         used = sorted(
             span
             for name, tensor in tensors[piece.segment]
             for span in _used_spans(tensor, whole[name], sub[name])
         )
         ranges = [
-            Range(offset=begin, size_bytes=end - begin, place=begin - first)
-            for begin, end in _joined(used, _SHORT_GAP_BYTES if gap_bytes is None else gap_bytes)
+            part
+            for segment in piece.ranges
+            for part in _parts(segment, used, _SHORT_GAP_BYTES if gap_bytes is None else gap_bytes)
         ]
         found.append(dataclasses.replace(piece, ranges=tuple(ranges)))
     return found
@@ -145,15 +145,23 @@ def segment_pieces(layout: Layout, segments: Sequence[str], *, apart: bool = Fal
     pieces = []
     for layer, name in enumerate(segments):
         segment = layout.segments[name]
-        last = segment if apart else layout.segments.get(low_segment(name), segment)
-        start, size = segment.offset % PAGE, last.offset + last.size_bytes - segment.offset
+        low = None if apart else layout.segments.get(low_segment(name))
+        start = segment.offset % PAGE
+        # Ranges end with their segments, which are checked one by one.
+        ranges = [
+            Range(
+                offset=each.offset, size_bytes=each.size_bytes, place=start + each.offset - segment.offset
+            )
+            for each in (segment, low)
+            if each is not None
+        ]
         pieces.append(
             LayerPiece(
                 layer=layer,
                 segment=name,
                 start=start,
-                ranges=(Range(offset=segment.offset, size_bytes=size, place=start),),
-                memory_bytes=_whole_pages(start + size),
+                ranges=tuple(ranges),
+                memory_bytes=_whole_pages(ranges[-1].place + ranges[-1].size_bytes),
             )
         )
     return pieces
@@ -168,17 +176,16 @@ def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> l
     """
     found = []
     for piece, part in zip(pieces, level, strict=True):
-        (whole,) = piece.ranges
-        at, end, rest = whole.offset, whole.offset + whole.size_bytes, []
-        for kept in (*part.ranges, Range(offset=end, size_bytes=0, place=0)):
-            if kept.offset > at:
-                rest.append((at, kept.offset))
-            at = max(at, kept.offset + kept.size_bytes)
-        # Kept ranges are read again if that is faster than skipping them.
-        ranges = [
-            Range(offset=begin, size_bytes=last - begin, place=whole.place + begin - whole.offset)
-            for begin, last in (_joined(rest, _SHORT_GAP_BYTES) if rest else ())
-        ]
+        ranges: list[Range] = []
+        for whole in piece.ranges:
+            at, end, rest = whole.offset, whole.offset + whole.size_bytes, []
+            for kept in (*part.ranges, Range(offset=end, size_bytes=0, place=0)):
+                begin = min(max(kept.offset, at), end)
+                if begin > at:
+                    rest.append((at, begin))
+                at = max(at, min(kept.offset + kept.size_bytes, end))
+            # Kept ranges are read again if that is faster than skipping them.
+            ranges += _parts(whole, rest, _SHORT_GAP_BYTES)
         found.append(dataclasses.replace(piece, ranges=tuple(ranges), kept=part.ranges))
     return found
 
@@ -224,6 +231,16 @@ def _used_spans(tensor: Tensor, whole: ParamSpec, used: ParamSpec) -> list[tuple
         shapes = (data, scale, data)[: len(extents)]
         sizes = [_resized(each, shape) for each, shape in zip(extents, shapes, strict=True)]
     return [(each.offset, each.offset + size) for each, size in zip(extents, sizes, strict=True)]
+
+
+def _parts(whole: Range, spans: Sequence[tuple[int, int]], gap_bytes: int) -> list[Range]:
+    """The ascending spans that lie in a range, merged where gaps are at most `gap_bytes`."""
+    end = whole.offset + whole.size_bytes
+    inside = [each for each in spans if whole.offset <= each[0] < end]
+    return [
+        Range(offset=begin, size_bytes=last - begin, place=whole.place + begin - whole.offset)
+        for begin, last in (_joined(inside, gap_bytes) if inside else ())
+    ]
 
 
 def _resized(extent: Extent, shape: tuple[int, ...]) -> int:

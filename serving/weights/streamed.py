@@ -196,7 +196,7 @@ class StreamedWeights:
         """
         if self._part is None:
             raise ConfigError(
-                "no part of this model stays in memory; name the drafter, a level or nested, when it is opened"
+                "no part of this model stays in memory; name the drafter when it is opened: a level, or nested"
             )
         return self._part.weights
 
