@@ -70,7 +70,7 @@ _SHAPE_SHARES = (0.25, 0.5, 0.75)
     type=Share(above_zero=True),
     multiple=True,
     help="Memory for weights, as a share of the model's. Repeatable.  "
-    "[default: 50%; with --full, and for a shape, 25%, 50% and 75%]",
+    "[default: 50%; for a shape 25%, 50% and 75%]",
 )
 @click.option(
     "--preset",

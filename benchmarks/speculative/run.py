@@ -60,7 +60,7 @@ class Plan:
     tried: int = 2
     compared_answers: int = 200
     context_tokens: int = 512
-    shares: tuple[float, ...] = (0.25, 0.5, 0.75)
+    shares: tuple[float, ...] = (0.5,)
     devices: tuple[Device, ...] = named_devices(PHONES)
     parts: tuple[str, ...] = tuple(PARTS)
     presets: tuple[str, ...] = tuple(PRESETS)
@@ -70,14 +70,7 @@ class Plan:
     @classmethod
     def quick(cls) -> "Plan":
         """Fits in a minute for the packaged models."""
-        return cls(
-            prompts=1,
-            tokens=24,
-            tried=0,
-            compared_answers=4,
-            shares=(0.5,),
-            devices=named_devices(PHONES[:1]),
-        )
+        return cls(prompts=1, tokens=24, tried=0, compared_answers=4, devices=named_devices(PHONES[:1]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from serving.host.user_cache import cache_folder
 
 _VERSION = 1
 # Texts are cut after so many tokens, so that one compiled step scores all of them.
-_TEXT_TOKENS = 128
+_TEXT_TOKENS = 64
 
 
 def shards_of(cfg: ModelConfig) -> dict[str, list[str]]:
@@ -53,12 +53,12 @@ def plan_widths(
     Raises:
       ConfigError: the fewest bits are more.
     """
-    room = mean_bits * sum(sizes.values())
     uniform: list[Bits] = [bits for bits in BITS if bits <= mean_bits]
     if not uniform:
         raise ConfigError(f"shards have {BITS[0]} bits at least, got {mean_bits:g} on average")
-    widths = dict.fromkeys(sizes, uniform[-1])
-    room -= uniform[-1] * sum(sizes.values())
+    widths: dict[str, Bits] = {}
+    widths.update((shard, uniform[-1]) for shard in sizes)
+    room = (mean_bits - uniform[-1]) * sum(sizes.values())
     for shard in sorted(sizes, key=lambda each: -importance[each]):
         for bits in reversed(BITS):
             more = (bits - widths[shard]) * sizes[shard]
@@ -149,7 +149,7 @@ def shard_importance(
         hidden, _ = forward(params, jnp.asarray(tokens), cfg=cfg)
         likely = jax.nn.log_softmax(logits(params, hidden[:, :-1], cfg=cfg))
         of_next = jnp.take_along_axis(likely, jnp.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]
-        return -jnp.sum(jnp.where(counted, of_next, 0.0)) / counted.sum()
+        return -jnp.sum(jnp.where(counted, of_next, 0.0)) / np.float32(counted.sum())
 
     placed = {name: jnp.asarray(each) for name, each in params.items()}
     whole, specs, found = float(loss(placed)), param_specs(cfg), {}

@@ -48,8 +48,9 @@ STDPL, STI, SP, BLD = "StdPL", "STI", "SP", "BLD"
 SP_LENGTHS = (2, 4, 7)
 NARROW_BITS = (3.0, 4.0, 6.0)
 _FIXED_NODES = (4, 8, 16)
-# BLD's thresholds, around the middle of the ranges that its paper tunes in.
-_BLD_FALLBACKS, _BLD_ROLLBACKS, _BLD_LENGTH = (0.4, 0.6, 0.8), (1.5, 3.0, 5.0), 10
+# BLD's thresholds for falling back and rolling back: the middle of the ranges that its paper tunes in, and around.
+_BLD_THRESHOLDS = ((0.4, 1.5), (0.4, 5.0), (0.6, 3.0), (0.8, 1.5), (0.8, 5.0))
+_BLD_LENGTH = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,13 +176,12 @@ def tuned_systems(
     """What opens each system that is tuned, by name and by what is tried; arguments as of `systems`."""
     found: dict[str, dict[str, Opener]] = {}
     if baselines:
-        pairs = [(fallback, rollback) for rollback in _BLD_ROLLBACKS for fallback in _BLD_FALLBACKS]
         found[SP] = {f"lines of {each}": partial(fixed_lines, length=each) for each in SP_LENGTHS}
         found[BLD] = {
             f"fallback below {fallback}, rollback above {rollback} nats": partial(
                 big_little, thresholds=Thresholds(fallback=fallback, rollback=rollback)
             )
-            for fallback, rollback in pairs
+            for fallback, rollback in _BLD_THRESHOLDS
         }
         found[STI] = {f"{bits:g} bits on average": partial(_narrow, bits=bits) for bits in NARROW_BITS}
     names = {"ours": OURS, "published": PUBLISHED}
