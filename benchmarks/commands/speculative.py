@@ -124,7 +124,7 @@ def speculative_command(
                 target = enlarged_bundle(target, enlarge, progress)
             plan = _plan(report, shares=shares, parts=parts, **asked)
             models = run.Subject(model=target, draft=find_model(draft), data=data, prompts=prompts)
-            rows = run.run(models, plan, progress)
+            rows = run.run(models, plan, progress, tell)
     report.emit("speculative", rows)
 
 

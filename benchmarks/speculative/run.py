@@ -1,11 +1,10 @@
 """Times every system's answers, and compares ours with the target's own."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
-from benchmarks.commands.options import tell
 from benchmarks.measuring.report import Row, compared
 from benchmarks.measuring.storage import PHONES, Device, named_devices
 from benchmarks.models.checkpoint import Checkpoint
@@ -35,6 +34,7 @@ from serving.host.progress import Progress
 from serving.host.tokenizer_verdicts import open_tokenizer
 from serving.options import EngineOptions
 from serving.request import GenerationConfig
+from serving.speculation.speculation import SpeculationCounts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,19 @@ class Subject:
     prompts: Path | None = None
 
 
-def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[Row]:
+def run(
+    subject: Subject,
+    plan: Plan,
+    progress: Progress | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Row]:
     """Measures everything.
+
+    Args:
+      subject: what is measured.
+      plan: how.
+      progress: called with what is done, its part that is done, and all of it.
+      tell: given a line for every budget that is too small, whose rows are left out.
 
     Raises:
       ConfigError: a file of the tasks is missing, or no budget is large enough.
@@ -217,15 +228,22 @@ class _Systems:
             each.close()
 
     def _tune(self) -> dict[str, str]:
-        """Opens the systems that are tuned, and says by what, by system."""
-        how = {}
+        """Opens the systems that are tuned, and says by what, by system.
+
+        The others answer the prompts that these are tuned on, too: all have learned as much when time counts.
+        """
+        how, tried = {}, self._prompts.tried
+        ask(self.engines, tried, self._config, "Warming up", self._progress)
         target = self.engines.get(STDPL, self.engines[OURS])
         for name, candidates in tuned_systems(**self._asked).items():
             if name in (BLD, STI) and not self._plan.judged:
                 continue
             self.engines[name], how[name] = tuned(
-                name, candidates, self._setting, target, self._prompts.tried, self._config, self._progress
+                name, candidates, self._setting, target, tried, self._config, self._progress
             )
+        for each in self.engines.values():
+            if each.speculation is not None:
+                each.speculation.counts = SpeculationCounts()
         return how
 
     def _unguessable_rows(self, case: str) -> list[Row]:

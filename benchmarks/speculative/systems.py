@@ -48,7 +48,7 @@ STDPL, STI, SP, BLD = "StdPL", "STI", "SP", "BLD"
 SP_LENGTHS = (2, 4, 7)
 NARROW_BITS = (3.0, 4.0, 6.0)
 _FIXED_NODES = (4, 8, 16)
-# BLD's thresholds for falling back and rolling back: the middle of the ranges that its paper tunes in, and around.
+# BLD's thresholds, to fall back and to roll back, in and around the middle of what its paper tunes in.
 _BLD_THRESHOLDS = ((0.4, 1.5), (0.4, 5.0), (0.6, 3.0), (0.8, 1.5), (0.8, 5.0))
 _BLD_LENGTH = 10
 
@@ -144,7 +144,7 @@ def systems(
       presets: of `PRESETS`. Ours is always there.
     """
     found: dict[str, Opener] = {OURS: drafted}
-    if "published" in presets:
+    if "published" in presets and (baselines or ablations):
         found[PUBLISHED] = lambda s: drafted(s, published=True)
     if baselines:
         found |= {"Std": lambda s: plain(s, read_ahead=False), STDPL: plain}

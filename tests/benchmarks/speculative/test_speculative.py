@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.measuring.storage import DEVICES
-from benchmarks.speculative import memory
+from benchmarks.speculative import memory, run, shards
 from benchmarks.speculative.prompts import TASKS, read_prompts, spec_bench
 from benchmarks.speculative.systems import (
     OURS,
@@ -165,6 +165,36 @@ def test_the_real_spec_bench_is_read(data_dir):
     assert {task: len(each) for task, each in spec_bench(file).items()} == dict.fromkeys(
         ("multi-turn conversation", "translation", "summarization", "qa", "math_reasoning", "rag"), 80
     )
+
+
+@pytest.mark.slow
+def test_a_run_has_rows_of_every_system(setting, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "cache_folder", lambda: tmp_path / "cache")
+    file, told = tmp_path / "question.jsonl", []
+    file.write_text("\n".join(map(json.dumps, LINES)))
+    subject = run.Subject(model=setting.model, draft=setting.draft, prompts=file)
+    plan = run.Plan(
+        prompts=2,
+        tokens=6,
+        tried=0,
+        context_tokens=128,
+        shares=(0.01, 0.9),
+        devices=(DEVICES["eufs"],),
+        parts=("systems",),
+    )
+    rows = run.run(subject, plan, tell=told.append)
+    assert len(told) == 1
+    assert "1% of the model in memory: a memory budget" in told[0]
+    whole = {row.baseline: row for row in rows if row.case.endswith("all tasks") and row.system == OURS}
+    others = {PUBLISHED, "Std", "StdPL", "SP", "BLD", "STI"}
+    assert others <= {*whole}
+    assert {row.system for row in rows} == {OURS, *others}
+    assert {row.metric for row in rows} == {"tpot_ms", "rouge_l", "acceptance_length", "useful_share"}
+    assert [row.value for row in rows if row.metric == "rouge_l" and row.system == OURS] == [1, 1]
+    with pytest.raises(ConfigError, match="no budget holds a draft"):
+        run.run(subject, dataclasses.replace(plan, shares=(0.01,)))
+    with pytest.raises(ConfigError, match="all prompts are taken"):
+        run.run(subject, dataclasses.replace(plan, tried=2))
 
 
 @pytest.mark.slow
