@@ -113,7 +113,7 @@ def speculative_command(
         raise click.UsageError("--enlarge is for a trained model; a --shape has its size")
     if subject.shape is not None and parts != tuple(PARTS):
         raise click.UsageError("--only is for a --model; of a --shape the memory of a process is measured")
-    prompts = _prompts_file(asked["prompts"], data)
+    prompts = _prompts_file(asked.pop("prompts"), data)
     with progress_bars() as progress:
         if subject.shape is not None:
             rows = _shape_rows(subject, shares or _SHAPE_SHARES, progress)
@@ -154,21 +154,19 @@ def _plan(
     presets: tuple[str, ...],
     devices: tuple[str, ...],
     count: int | None,
-    prompts: Path | None,
 ) -> "Plan":
     """What was asked for, and for the rest the whole measurement or the quick one."""
     from benchmarks.measuring.storage import named_devices
     from benchmarks.speculative.run import Plan
     from serving.evaluation.rouge import require_rouge
 
-    del prompts
-    plan = Plan.quick() if report.quick else Plan()
-    judged = True
+    plan, judged = Plan.quick() if report.quick else Plan(), True
     try:
         require_rouge()
     except ConfigError:
         judged = False
-        tell("without BLD and STI, whose answers are judged by Rouge: pip install 'jaxllm[bench]'")
+        if "systems" in parts:
+            tell("without BLD and STI, whose answers are judged by Rouge: pip install 'jaxllm[bench]'")
     return dataclasses.replace(
         plan,
         prompts=count or plan.prompts,
