@@ -3,8 +3,8 @@
 STI keeps a model as shards whose bitwidths are chosen one by one: all get the widest that fits, and what is
 left goes to the shards that matter most to accuracy. Here a shard is a layer's attention or its feed-forward
 block, the smallest that the kernels of all systems compute at a bitwidth of its own; embedding and head stay
-as the target has them. A shard's importance is the loss that the model gains on given texts when the shard
-alone has the fewest bits.
+as the target has them. A shard's importance is how far the model's predictions on given texts move from the
+target's when the shard alone has as few bits as all get at first.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from jaxllm.quant.formats import Bits
 from serving.host.progress import Progress
 from serving.host.user_cache import cache_folder
 
-_VERSION = 1
+_VERSION = 2
 # Texts are cut after so many tokens, so that one compiled step scores all of them.
 _TEXT_TOKENS = 64
 
@@ -53,12 +53,9 @@ def plan_widths(
     Raises:
       ConfigError: the fewest bits are more.
     """
-    uniform: list[Bits] = [bits for bits in BITS if bits <= mean_bits]
-    if not uniform:
-        raise ConfigError(f"shards have {BITS[0]} bits at least, got {mean_bits:g} on average")
-    widths: dict[str, Bits] = {}
-    widths.update((shard, uniform[-1]) for shard in sizes)
-    room = (mean_bits - uniform[-1]) * sum(sizes.values())
+    first, widths = first_bits(mean_bits), dict[str, Bits]()
+    widths.update((shard, first) for shard in sizes)
+    room = (mean_bits - first) * sum(sizes.values())
     for shard in sorted(sizes, key=lambda each: -importance[each]):
         for bits in reversed(BITS):
             more = (bits - widths[shard]) * sizes[shard]
@@ -66,6 +63,17 @@ def plan_widths(
                 widths[shard] = bits
                 room -= more
     return widths
+
+
+def first_bits(mean_bits: float) -> Bits:
+    """The bits that all shards get at first: the most that `mean_bits` has room for.
+
+    Raises:
+      ConfigError: the fewest bits are more.
+    """
+    if mean_bits < BITS[0]:
+        raise ConfigError(f"shards have {BITS[0]} bits at least, got {mean_bits:g} on average")
+    return max(bits for bits in BITS if bits <= mean_bits)
 
 
 def narrow_bundles(
@@ -86,10 +94,11 @@ def narrow_bundles(
     with Bundle.open(model) as bundle:
         digest = hashlib.sha256(repr([list(each) for each in texts]).encode()).hexdigest()[:8]
         folder, key = cache_folder() / "benchmarks" / "shards", f"v{_VERSION}-{bundle.fingerprint[:16]}"
-        found = {}
-        for bits in mean_bits:
-            uniform = bits in BITS
-            found[bits] = folder / f"{key}-{bits:g}{'' if uniform else '-' + digest}.jaxllm"
+        # Texts count where widths are mixed.
+        found = {
+            bits: folder / f"{key}-{bits:g}{'' if bits in BITS else '-' + digest}.jaxllm"
+            for bits in mean_bits
+        }
         missing = {bits: path for bits, path in found.items() if not path.exists()}
         if not missing:
             return found
@@ -99,11 +108,11 @@ def narrow_bundles(
             name: np.asarray(dequantize(each, jnp.dtype(jnp.float32))) for name, each in bundle.load().items()
         }
         sizes = {shard: sum(floats[name].size for name in names) for shard, names in shards.items()}
-        importance = dict.fromkeys(shards, 0.0)
-        if any(bits not in BITS for bits in missing):
-            importance = shard_importance(bundle.cfg, floats, texts, progress)
         folder.mkdir(parents=True, exist_ok=True)
         for bits, path in missing.items():
+            importance = dict.fromkeys(shards, 0.0)
+            if bits not in BITS:
+                importance = shard_importance(bundle.cfg, floats, texts, first_bits(bits), progress)
             widths = plan_widths(importance, sizes, bits)
             narrowed = {
                 name: _narrowed(floats[name], widths[shard], contracted_axis(specs[name]))
@@ -122,46 +131,52 @@ def shard_importance(
     cfg: ModelConfig,
     params: Mapping[str, np.ndarray],
     texts: Sequence[Sequence[int]],
+    bits: Bits,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """The gain in loss (nats per token) where one shard alone has the fewest bits, by shard.
+    """The divergence (Kullback-Leibler, nats per token) of the model's predictions where one shard alone is
+    narrowed, from those of the whole model, by shard.
 
     Args:
       cfg: the model.
       params: in float32.
       texts: token ids.
+      bits: of the narrowed shard.
       progress: see `narrow_bundles`.
 
     Raises:
-      ConfigError: there are no texts of two tokens.
+      ConfigError: there are no texts.
     """
-    rows = [list(each[:_TEXT_TOKENS]) for each in texts if len(each) > 1]
+    rows = [list(each[:_TEXT_TOKENS]) for each in texts if each]
     if not rows:
         raise ConfigError("the importance of shards is measured on texts, and there are none")
     tokens = np.zeros((len(rows), _TEXT_TOKENS), np.int32)
-    counted = np.zeros((len(rows), _TEXT_TOKENS - 1), bool)
+    counted = np.zeros((len(rows), _TEXT_TOKENS), bool)
     for row, text in enumerate(rows):
         tokens[row, : len(text)] = text
-        counted[row, : len(text) - 1] = True
+        counted[row, : len(text)] = True
 
     @jax.jit
-    def loss(params: dict[str, jax.Array]) -> jax.Array:
+    def predictions(params: dict[str, jax.Array]) -> jax.Array:
         hidden, _ = forward(params, jnp.asarray(tokens), cfg=cfg)
-        likely = jax.nn.log_softmax(logits(params, hidden[:, :-1], cfg=cfg))
-        of_next = jnp.take_along_axis(likely, jnp.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]
-        return -jnp.sum(jnp.where(counted, of_next, 0.0)) / np.float32(counted.sum())
+        return jax.nn.log_softmax(logits(params, hidden, cfg=cfg))
+
+    @jax.jit
+    def divergence(params: dict[str, jax.Array], whole: jax.Array) -> jax.Array:
+        apart = jnp.sum(jnp.exp(whole) * (whole - predictions(params)), axis=-1)
+        return jnp.sum(jnp.where(counted, apart, 0.0)) / np.float32(counted.sum())
 
     placed = {name: jnp.asarray(each) for name, each in params.items()}
-    whole, specs, found = float(loss(placed)), param_specs(cfg), {}
+    whole, specs, found = predictions(placed), param_specs(cfg), {}
     shards = shards_of(cfg)
     for number, (shard, names) in enumerate(shards.items()):
-        coarse = {
+        narrowed = {
             name: dequantize(
-                _narrowed(params[name], BITS[0], contracted_axis(specs[name])), jnp.dtype(jnp.float32)
+                _narrowed(params[name], bits, contracted_axis(specs[name])), jnp.dtype(jnp.float32)
             )
             for name in names
         }
-        found[shard] = float(loss({**placed, **coarse})) - whole
+        found[shard] = float(divergence({**placed, **narrowed}, whole))
         if progress is not None:
             progress("Measuring shards", number + 1, len(shards))
     return found

@@ -42,12 +42,13 @@ def test_a_shard_that_does_nothing_is_unimportant():
     params = {name: np.asarray(each, np.float32) for name, each in tiny_params(CFG).items()}
     # Nothing that this block computes is added to the residual stream.
     params["layers.1.ffn.down"] = np.zeros_like(params["layers.1.ffn.down"])
-    found = shard_importance(CFG, params, TEXTS)
+    found = shard_importance(CFG, params, TEXTS, 2)
     assert list(found) == list(shards_of(CFG))
     assert found["layers.1.ffn"] == pytest.approx(0, abs=1e-6)
-    assert all(abs(found[each]) > 1e-4 for each in found if each != "layers.1.ffn")
+    wider = shard_importance(CFG, params, TEXTS, 8)
+    assert all(found[each] > 10 * abs(wider[each]) > 0 for each in found if each != "layers.1.ffn")
     with pytest.raises(ConfigError, match="there are none"):
-        shard_importance(CFG, params, [[1]])
+        shard_importance(CFG, params, [[]], 2)
 
 
 @pytest.mark.slow
