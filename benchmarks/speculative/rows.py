@@ -94,20 +94,20 @@ def notes_of(engines: Mapping[str, Engine], device: Device, how: Mapping[str, st
 
 
 def _compared(ours: str, answers: Mapping[str, Answers], case: str, notes: Mapping[str, str]) -> list[Row]:
-    """Rows of one case; with notes, the interval of each ratio in it."""
+    """Rows of one case; with notes, the interval of each ratio in it, where tasks have several prompts."""
     times = {name: token_ms(each) for name, each in answers.items()}
     rows = compared(
         times, ours=ours, case=case, metric="tpot_ms", unit="ms", notes=notes, lower_is_better=True
     )
-    if not notes:
+    counts = [len(each) for each in answers[ours].values()]
+    if not notes or max(counts) < 2:
         return rows
-    count = sum(map(len, answers[ours].values()))
 
     def with_interval(row: Row) -> Row:
         if row.baseline is None:
             return row
         low, high = ratio_interval(answers[ours], answers[row.baseline])
-        said = f"paired 95 % in [{low:.2f}x, {high:.2f}x] of {count} prompts"
+        said = f"paired 95 % in [{low:.2f}x, {high:.2f}x] of {sum(counts)} prompts"
         return dataclasses.replace(row, note="; ".join(filter(None, (said, row.note))))
 
     return list(map(with_interval, rows))

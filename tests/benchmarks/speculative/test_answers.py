@@ -74,6 +74,9 @@ def test_rows_compare_ours_and_what_is_published():
     }
     assert whole["jaxllm", "StdPL"].note == "paired 95 % in [4.00x, 4.00x] of 2 prompts; so"
     assert whole["StdPL", None].note == "so"
+    # One prompt says nothing of others.
+    alone = {name: {"a": each["a"][:1]} for name, each in answers.items()}
+    assert {row.note for row in time_rows("case", alone, dict.fromkeys(names, "so"))} == {None, "so"}
     quality = {(r.system, r.baseline): r.value for r in quality_rows("case", answers)}
     assert quality == {("jaxllm", "BLD"): 1, ("BLD", None): 0}
     assert quality_rows("case", {name: answers[name] for name in ("jaxllm", "StdPL")}) == []
