@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from serving.host.progress import Progress
 
 _SHAPE_SHARES = (0.25, 0.5, 0.75)
+# Options that say how a trained model is asked, with the names of their parameters.
+_ANSWERED = {"prompts": "prompts", "count": "count", "preset": "presets"}
 
 
 @click.command("speculative", cls=EngineCommand)
@@ -113,6 +115,9 @@ def speculative_command(
         raise click.UsageError("--enlarge is for a trained model; a --shape has its size")
     if subject.shape is not None and parts != tuple(PARTS):
         raise click.UsageError("--only is for a --model; of a --shape the memory of a process is measured")
+    unused = [f"--{name}" for name, key in _ANSWERED.items() if asked[key]]
+    if subject.shape is not None and unused:
+        raise click.UsageError(f"{' and '.join(unused)}: for a --model; a --shape is not asked for answers")
     prompts = _prompts_file(asked.pop("prompts"), data)
     with progress_bars() as progress:
         if subject.shape is not None:

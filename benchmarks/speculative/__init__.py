@@ -8,7 +8,7 @@ target as much larger than its draft as the papers' are.
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
     "systems": "time per token of every system",
-    "ablations": "time per token without each of our techniques",
+    "ablations": "time per token without each technique",
     "unguessable": "time per token of answers that no draft can guess",
     "same-answers": "share of answers that equal the target's own",
 }

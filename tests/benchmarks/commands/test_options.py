@@ -134,6 +134,13 @@ def test_budgets_prompts_and_presets_are_what_was_asked_for(monkeypatch, tmp_pat
     assert subject.prompts is None
 
 
+def test_random_weights_are_not_asked(monkeypatch):
+    for option, value in (("--count", "3"), ("--preset", "ours"), ("--prompts", "spec-bench")):
+        seen, got = bench_speculative(monkeypatch, "--shape", "110m", option, value)
+        assert (seen, got.exit_code) == ([], 2)
+        assert f"{option}: for a --model" in got.stderr
+
+
 def test_prompts_that_are_not_there_are_refused(monkeypatch, tmp_path):
     monkeypatch.delenv("JAXLLM_DATA", raising=False)
     seen, got = bench_speculative(monkeypatch, "--prompts", "spec-bench")
