@@ -62,6 +62,10 @@ def tuned(
     for label, engine in engines.items():
         if label != best:
             engine.close()
-    return engines[
-        best
-    ], f"{best}, the best of {len(engines)} on {sum(map(len, prompts.values()))} other prompts"
+    tried = ", ".join(f"{label}: {_said(times[label], quality[label])}" for label in engines)
+    count = sum(map(len, prompts.values()))
+    return engines[best], f"{best}, the best of these on {count} other prompts ({tried})"
+
+
+def _said(took_ms: float, quality: float) -> str:
+    return f"{took_ms:.1f} ms" if quality == 1 else f"{took_ms:.1f} ms at a Rouge-L of {quality:.2f}"
