@@ -41,7 +41,7 @@ from jaxllm.sampling import (
     sample,
     sampler_state,
 )
-from jaxllm.speculative.pacer import best_confidence
+from jaxllm.speculative.pacer import best_confidence, missing_tokens
 from jaxllm.speculative.tree import add_nodes, deepest, new_tree, path_to
 from jaxllm.steps.layers import restore_layer
 from jaxllm.steps.model import BlockEnd, decode_tokens, prefill_chunk, score_chunk
@@ -178,6 +178,9 @@ WRONG = {
     "path_to takes node as [] int32": (without_params(path_to), new_tree(ONE, 4), ints(1)),
     "best_confidence takes fed as [M] bool with M = 4": (
         without_params(best_confidence), new_tree(ONE, 4), ints(4),
+    ),
+    "missing_tokens takes fed as [M] bool with M = 4": (
+        without_params(missing_tokens), new_tree(ONE, 4), ints(4),
     ),
     "write_rows takes new as [B, K, T, H] float with B = 1, K = 2, H = 16, got [1, 4, 2, 16]": (
         without_params(write_rows), PAST.own[0], floats(1, 4, 2, 16), ONE, ONE,

@@ -1,8 +1,9 @@
 """`jaxllm bench speculative`: a model larger than memory, with drafts."""
 
 import dataclasses
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,17 +17,22 @@ from benchmarks.commands.options import (
     model_options,
     parts_option,
     report_options,
+    tell,
 )
-from benchmarks.speculative import PARTS
+from benchmarks.speculative import PARTS, PRESETS
+from jaxllm.errors import ConfigError
 from jaxllm.option_types import Share
 from serving.commands.console import progress_bars
 from serving.commands.lazy import EngineCommand
 
 if TYPE_CHECKING:
     from benchmarks.measuring.report import Row
+    from benchmarks.speculative.run import Plan
     from serving.host.progress import Progress
 
 _SHAPE_SHARES = (0.25, 0.5, 0.75)
+# Options that say how a trained model is asked, with the names of their parameters.
+_ANSWERED = {"prompts": "prompts", "count": "count", "preset": "presets"}
 
 
 @click.command("speculative", cls=EngineCommand)
@@ -48,12 +54,34 @@ _SHAPE_SHARES = (0.25, 0.5, 0.75)
 )
 @data_option
 @click.option(
-    "--memory-share",
+    "--prompts",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Ask the prompts of Spec-Bench's FILE instead of the tasks'; `spec-bench` finds it as "
+    "prompts/spec_bench.jsonl in the folder of --data or $JAXLLM_DATA.",
+)
+@click.option(
+    "--count",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Time N prompts of each task; intervals are over all of them.  [default: 1; with --full 10]",
+)
+@click.option(
+    "--budget",
     "shares",
     type=Share(above_zero=True),
     multiple=True,
     help="Memory for weights, as a share of the model's. Repeatable.  "
     "[default: 50%; for a shape 25%, 50% and 75%]",
+)
+@click.option(
+    "--preset",
+    "presets",
+    type=click.Choice(list(PRESETS)),
+    multiple=True,
+    help="Run this set of options alone beside ours ("
+    + "; ".join(f"{name}: {what}" for name, what in PRESETS.items())
+    + "). Repeatable.  [default: all]",
 )
 @device_option(PHONES)
 @parts_option(PARTS)
@@ -63,23 +91,22 @@ def speculative_command(
     draft: Path,
     enlarge: int | None,
     data: Path | None,
-    shares: tuple[float, ...],
-    devices: tuple[str, ...],
-    parts: tuple[str, ...],
     report: Reporting,
+    shares: tuple[float, ...],
+    parts: tuple[str, ...],
+    **asked: Any,
 ) -> None:
     """Measure a model larger than memory, with drafts and without.
 
-    Times tokens of ours and of LLMCad's baselines. Of random weights, measures the memory and the reads
-    of a process alone.
+    Times tokens of ours and of LLMCad's baselines, which are tuned on other prompts with --full. Of random
+    weights, measures the memory and the reads of a process alone.
 
     \b
     Example:
       jaxllm bench speculative
-      jaxllm bench speculative --enlarge 4 --memory-share 25% --device eufs
+      jaxllm bench speculative --enlarge 4 --budget 25% --device eufs
+      jaxllm bench speculative --full --prompts spec-bench --data DIR --preset published
     """
-    from benchmarks.measuring.storage import named_devices
-    from benchmarks.models.checkpoint import Checkpoint
     from benchmarks.speculative import run
     from benchmarks.speculative.enlarged import enlarged_bundle
     from serving.bundles import find_model
@@ -88,29 +115,72 @@ def speculative_command(
         raise click.UsageError("--enlarge is for a trained model; a --shape has its size")
     if subject.shape is not None and parts != tuple(PARTS):
         raise click.UsageError("--only is for a --model; of a --shape the memory of a process is measured")
+    unused = [f"--{name}" for name, key in _ANSWERED.items() if asked[key]]
+    if subject.shape is not None and unused:
+        raise click.UsageError(f"{' and '.join(unused)}: for a --model; a --shape is not asked for answers")
+    prompts = _prompts_file(asked.pop("prompts"), data)
     with progress_bars() as progress:
         if subject.shape is not None:
             rows = _shape_rows(subject, shares or _SHAPE_SHARES, progress)
         else:
             assert subject.model is not None
-            plan = run.Plan.quick() if report.quick else run.Plan()
-            plan = dataclasses.replace(
-                plan,
-                shares=shares or plan.shares,
-                devices=named_devices(devices) or plan.devices,
-                parts=parts,
-            )
             target = subject.model
-            narrow = run.four_bit_bundle(target, progress) if "systems" in parts else None
-            again = Checkpoint.find(target).quantized
             if enlarge is not None:
                 target = enlarged_bundle(target, enlarge, progress)
-                narrow = narrow and enlarged_bundle(narrow, enlarge, progress)
-            asked = run.Subject(
-                model=target, draft=find_model(draft), narrow=narrow, data=data, narrow_again=again
-            )
-            rows = run.run(asked, plan, progress)
+            plan = _plan(report, shares=shares, parts=parts, **asked)
+            models = run.Subject(model=target, draft=find_model(draft), data=data, prompts=prompts)
+            rows = run.run(models, plan, progress, tell)
     report.emit("speculative", rows)
+
+
+def _prompts_file(prompts: Path | None, data: Path | None) -> Path | None:
+    """The file that --prompts names, checked before anything is measured."""
+    if prompts is None:
+        return None
+    if str(prompts) == "spec-bench":
+        folder = data or os.environ.get("JAXLLM_DATA")
+        if not folder:
+            raise click.UsageError(
+                "--prompts spec-bench needs the folder it lies in: --data, or $JAXLLM_DATA"
+            )
+        prompts = Path(folder) / "prompts" / "spec_bench.jsonl"
+    if not prompts.is_file():
+        raise click.UsageError(
+            f"--prompts {prompts}: there is no such file; give Spec-Bench's question.jsonl"
+        )
+    return prompts
+
+
+def _plan(
+    report: Reporting,
+    *,
+    shares: tuple[float, ...],
+    parts: tuple[str, ...],
+    presets: tuple[str, ...],
+    devices: tuple[str, ...],
+    count: int | None,
+) -> "Plan":
+    """What was asked for, and for the rest the whole measurement or the quick one."""
+    from benchmarks.measuring.storage import named_devices
+    from benchmarks.speculative.run import Plan
+    from serving.evaluation.rouge import require_rouge
+
+    plan, judged = Plan.quick() if report.quick else Plan(), True
+    try:
+        require_rouge()
+    except ConfigError:
+        judged = False
+        if "systems" in parts:
+            tell("without BLD and STI, whose answers are judged by Rouge: pip install 'jaxllm[bench]'")
+    return dataclasses.replace(
+        plan,
+        prompts=count or plan.prompts,
+        shares=shares or plan.shares,
+        devices=named_devices(devices) or plan.devices,
+        parts=parts,
+        presets=presets or plan.presets,
+        judged=judged,
+    )
 
 
 def _shape_rows(subject: ModelOrShape, shares: tuple[float, ...], progress: "Progress") -> "list[Row]":

@@ -1,13 +1,20 @@
 """`jaxllm bench speculative`: a model larger than memory, with and without drafts (LLMCad, section 4).
 
-`systems` opens ours and the baselines, `run` times their answers, `memory` measures a process in a budget,
-and `enlarged` makes a trained target as much larger than its draft as the papers' are.
+`systems` opens ours and the baselines, `tuning` tunes them, `shards` narrows the target for STI, `run` times
+answers, `answers` has their figures, `memory` measures a process in a budget, and `enlarged` makes a trained
+target as much larger than its draft as the papers' are.
 """
 
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
     "systems": "time per token of every system",
-    "ablations": "time per token without each of our techniques",
+    "ablations": "time per token without each technique",
     "unguessable": "time per token of answers that no draft can guess",
     "same-answers": "share of answers that equal the target's own",
+}
+
+# Sets of options of the token tree: name -> what is measured of it, for the help text.
+PRESETS = {
+    "ours": "ours without each technique",
+    "published": "LLMCad as its paper has it, and without each technique",
 }

@@ -1,5 +1,10 @@
-"""Reads held-out prompts that ask for answers of some length."""
+"""Reads held-out prompts that ask for answers of some length: of our tasks, or of Spec-Bench.
 
+Spec-Bench (arXiv 2401.07851) is a file of JSON lines, each with a `category` and the `turns` of a
+conversation, of which the first is asked. The project has no copy of it.
+"""
+
+import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -7,10 +12,12 @@ import numpy as np
 
 from benchmarks.samples.questions import packaged_examples
 from benchmarks.samples.stories import read_stories
+from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.free_text import read_chats, read_compression, story_example
 from jaxllm.text.droppable import prompt_tokens
 from jaxllm.text.tokenizer import Tokenizer
+from serving.commands.console import read_text
 
 _BEGINNING_WORDS = 20
 
@@ -43,24 +50,57 @@ TASKS: dict[str, Callable[[Path | None], Iterable[TaskExample]]] = {
 }
 
 
+# The categories of Spec-Bench, of which the others are MT-Bench's.
+_SPEC_BENCH = ("translation", "summarization", "qa", "math_reasoning", "rag")
+_CHAT = "multi-turn conversation"
+
+
+def spec_bench(file: Path) -> dict[str, list[TaskExample]]:
+    """The first turns of Spec-Bench by category; those of MT-Bench are one.
+
+    Raises:
+      ConfigError: the file cannot be read, or a line is malformed.
+    """
+    found: dict[str, list[TaskExample]] = {_CHAT: [], **{each: [] for each in _SPEC_BENCH}}
+    for number, line in enumerate(read_text(file).splitlines()):
+        try:
+            record = json.loads(line)
+            category, turn = record["category"], record["turns"][0]
+            example = TaskExample(user=turn, answer="")
+        except (ValueError, TypeError, LookupError, AttributeError, ConfigError) as error:
+            raise ConfigError(
+                f"{file}, line {number + 1}: is no prompt of Spec-Bench, which has a category and turns; "
+                "give its question.jsonl"
+            ) from error
+        found[category if category in _SPEC_BENCH else _CHAT].append(example)
+    return found
+
+
 def read_prompts(
-    data: Path | None, tokenizer: Tokenizer, *, count: int, most_tokens: int, seed: int
+    data: Path | None,
+    tokenizer: Tokenizer,
+    *,
+    count: int,
+    most_tokens: int,
+    seed: int,
+    file: Path | None = None,
 ) -> dict[str, list[list[int]]]:
     """Token ids of at most `count` prompts of each task, none longer than `most_tokens`.
 
     Args:
       data: the folder of the tasks' files; None takes the packaged samples.
       tokenizer: of the model that is asked.
-      count: of each task; a sample that has fewer gives all of them.
+      count: of each task; a sample that has fewer gives all of them. Tasks without any are left out.
       most_tokens: of a prompt.
       seed: of the choice.
+      file: of Spec-Bench, whose categories are the tasks then; None takes `TASKS`.
 
     Raises:
-      ConfigError: a file is missing or malformed.
+      ConfigError: a file is missing or malformed, or no prompt is that short.
     """
     found = {}
-    for number, (task, read) in enumerate(TASKS.items()):
-        examples = list(read(data))
+    by_task = {task: list(read(data)) for task, read in TASKS.items()} if file is None else spec_bench(file)
+    for number, (task, examples) in enumerate(by_task.items()):
         order = np.random.default_rng((seed, number)).permutation(len(examples))
         prompts: list[list[int]] = []
         for place in order:
@@ -69,5 +109,8 @@ def read_prompts(
                 prompts.append(ids)
             if len(prompts) == count:
                 break
-        found[task] = prompts
+        if prompts:
+            found[task] = prompts
+    if not found:
+        raise ConfigError(f"no prompt of {file or 'the tasks'} has at most {most_tokens} tokens")
     return found

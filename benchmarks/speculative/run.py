@@ -1,36 +1,40 @@
 """Times every system's answers, and compares ours with the target's own."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
-
-import numpy as np
+from typing import Self
 
 from benchmarks.measuring.report import Row, compared
 from benchmarks.measuring.storage import PHONES, Device, named_devices
 from benchmarks.models.checkpoint import Checkpoint
-from benchmarks.speculative import PARTS
+from benchmarks.speculative import PARTS, PRESETS
+from benchmarks.speculative.answers import ask, token_ms
 from benchmarks.speculative.prompts import TASKS, read_prompts
+from benchmarks.speculative.rows import draft_rows, notes_of, quality_rows, time_rows
+from benchmarks.speculative.shards import narrow_bundles
 from benchmarks.speculative.systems import (
+    BLD,
+    NARROW_BITS,
     OURS,
-    SP_LENGTHS,
     STDPL,
     STI,
     Setting,
-    fixed_lines,
     plain,
     systems,
+    tuned_systems,
 )
-from jaxllm.errors import ConfigError
+from benchmarks.speculative.tuning import tuned
+from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.sampling import Sampling
-from serving.answer import Answer
+from jaxllm.text.tokenizer import Tokenizer
 from serving.bundles import open_model
 from serving.engine import Engine
 from serving.host.progress import Progress
+from serving.host.tokenizer_verdicts import open_tokenizer
 from serving.options import EngineOptions
 from serving.request import GenerationConfig
-
-SP = "SP"
-ALL = "all tasks"
+from serving.speculation.speculation import SpeculationCounts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,12 +44,14 @@ class Plan:
     Attributes:
       prompts: of each task, timed.
       tokens: of each answer, at most.
-      tried: prompts of each task that SP's length is chosen on.
+      tried: prompts of each task that systems are tuned on; 0 does not tune.
       compared_answers: that are compared with the target's own.
       context_tokens: of every context.
       shares: budgets, as shares of the target's weights.
       devices: that weights are read from.
       parts: of `PARTS`, those to run.
+      presets: of `PRESETS`, those to run.
+      judged: whether answers that differ from the target's are judged; without, BLD and STI are left out.
       seed: of the choice of prompts.
     """
 
@@ -57,12 +63,14 @@ class Plan:
     shares: tuple[float, ...] = (0.5,)
     devices: tuple[Device, ...] = named_devices(PHONES)
     parts: tuple[str, ...] = tuple(PARTS)
+    presets: tuple[str, ...] = tuple(PRESETS)
+    judged: bool = True
     seed: int = 0
 
     @classmethod
     def quick(cls) -> "Plan":
         """Fits in a minute for the packaged models."""
-        return cls(prompts=1, tokens=24, tried=1, compared_answers=4, devices=named_devices(PHONES[:1]))
+        return cls(prompts=1, tokens=24, tried=0, compared_answers=4, devices=named_devices(PHONES[:1]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,53 +80,98 @@ class Subject:
     Attributes:
       model: the target, a bundle.
       draft: a small model of its tokenizer.
-      narrow: the target at 4 bits, for STI; None where no baselines are measured.
-      narrow_again: whether the 4 bits were made of weights that had been quantized before.
       data: the folder of the tasks' files; None takes packaged samples.
+      prompts: Spec-Bench's file, whose prompts are asked instead of the tasks'; or None.
     """
 
     model: Path
     draft: Path
-    narrow: Path | None
-    data: Path | None
-    narrow_again: bool = False
+    data: Path | None = None
+    prompts: Path | None = None
 
 
-def four_bit_bundle(model: Path, progress: Progress | None = None) -> Path:
-    """The bundle of a model's weights at 4 bits, made unless it is there."""
-    folder = Checkpoint.find(model).folder(progress or (lambda *_: None))
-    with open_model(folder, weights="int4", progress=progress) as bundle:
-        return bundle.path
-
-
-def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[Row]:
+def run(
+    subject: Subject,
+    plan: Plan,
+    progress: Progress | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Row]:
     """Measures everything.
 
+    Args:
+      subject: what is measured.
+      plan: how.
+      progress: called with what is done, its part that is done, and all of it.
+      tell: given a line for every budget that is too small, whose rows are left out.
+
     Raises:
-      ConfigError: a file of the tasks is missing.
+      ConfigError: a file of the tasks is missing, or no budget is large enough.
       CheckpointError: a model cannot be opened.
     """
     rows: list[Row] = []
     with open_model(subject.model) as bundle:
-        weight_bytes = bundle.weight_bytes
+        weight_bytes, tokenizer = bundle.weight_bytes, open_tokenizer(bundle.tokenizer_files())
+    prompts = Prompts.read(subject, plan, tokenizer)
+    narrow: Mapping[float, Path] = {}
+    if "systems" in plan.parts and plan.judged:
+        texts = [each for all_ in prompts.tried.values() for each in all_]
+        # Without tuning the middle is taken.
+        bits = NARROW_BITS if texts else NARROW_BITS[len(NARROW_BITS) // 2 :][:1]
+        narrow = narrow_bundles(subject.model, bits, texts, progress)
     for device in plan.devices:
         for share in plan.shares:
             setting = Setting(
                 model=subject.model,
                 draft=subject.draft,
-                narrow=subject.narrow,
+                narrow=narrow,
                 weights_bytes=int(share * weight_bytes),
                 context_tokens=plan.context_tokens,
                 storage=device.storage,
             )
             case = f"{device.name}, {share:.0%} of the model in memory"
-            found = _Systems(setting, device, subject, plan, progress)
-            rows += found.rows(case)
+            try:
+                found = _Systems(setting, device, prompts, plan, progress)
+            except BudgetExceeded as error:
+                tell(f"without {case}: {error}")
+                continue
+            rows += found.rows(case, twice=Checkpoint.find(subject.model).quantized)
             # What answers say depends neither on storage nor on memory.
-            if device is plan.devices[0] and share == plan.shares[0] and "same-answers" in plan.parts:
+            if "same-answers" in plan.parts and not any(row.metric == "agreement" for row in rows):
                 rows += _same_rows(found.engines[OURS], subject, plan, progress)
             found.close()
+    if not rows:
+        raise ConfigError(
+            "no budget holds a draft and two layers; give a larger --budget, or --enlarge the model"
+        )
     return rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Token ids of prompts, by task.
+
+    Attributes:
+      tried: that systems are tuned on, and shards judged.
+      timed: that are counted; none of them is in `tried`.
+    """
+
+    tried: dict[str, list[list[int]]]
+    timed: dict[str, list[list[int]]]
+
+    @classmethod
+    def read(cls, subject: Subject, plan: Plan, tokenizer: Tokenizer) -> Self:
+        """Reads as many as a plan asks for.
+
+        Raises:
+          ConfigError: a file is missing or malformed, or no task has more prompts than are tried.
+        """
+        found = _read_prompts(subject, plan, tokenizer, plan.prompts + plan.tried, plan.seed)
+        timed = {task: each[plan.tried :] for task, each in found.items() if each[plan.tried :]}
+        if not timed:
+            raise ConfigError(
+                f"all prompts are taken by the {plan.tried} of each task that systems are tuned on"
+            )
+        return cls(tried={task: each[: plan.tried] for task, each in found.items()}, timed=timed)
 
 
 class _Systems:
@@ -129,31 +182,42 @@ class _Systems:
     """
 
     def __init__(
-        self, setting: Setting, device: Device, subject: Subject, plan: Plan, progress: Progress | None
+        self, setting: Setting, device: Device, prompts: Prompts, plan: Plan, progress: Progress | None
     ) -> None:
         self._setting, self._device, self._plan, self._progress = setting, device, plan, progress
-        openers = systems(baselines="systems" in plan.parts, ablations="ablations" in plan.parts)
-        self.engines = {name: opened(setting) for name, opened in openers.items()}
-        tokenizer = self.engines[OURS].tokenizer
-        most, count = plan.context_tokens - plan.tokens, plan.prompts + plan.tried
-        prompts = read_prompts(subject.data, tokenizer, count=count, most_tokens=most, seed=plan.seed)
-        self._tried = {task: each[: plan.tried] for task, each in prompts.items()}
-        self._timed = {task: each[plan.tried :] for task, each in prompts.items()}
-        self._config = GenerationConfig(max_tokens=plan.tokens)
-        self._narrow_again = subject.narrow_again
+        self._asked = {
+            "baselines": "systems" in plan.parts,
+            "ablations": "ablations" in plan.parts,
+            "presets": plan.presets,
+        }
+        self.engines: dict[str, Engine] = {}
+        try:
+            for name, opened in systems(**self._asked).items():
+                self.engines[name] = opened(setting)
+        except BudgetExceeded:
+            self.close()
+            raise
+        self._prompts, self._config = prompts, GenerationConfig(max_tokens=plan.tokens)
 
-    def rows(self, case: str) -> list[Row]:
-        """Times per token of every system, what drafts came to, and answers that nobody can guess."""
-        rows, timed = [], {*self._plan.parts} & {"systems", "ablations"}
-        if timed:
-            length = self._open_sp() if "systems" in timed else 0
+    def rows(self, case: str, *, twice: bool) -> list[Row]:
+        """Times per token of every system, what drafts came to, and answers that nobody can guess.
+
+        Args:
+          case: of the rows.
+          twice: whether STI's weights had been quantized before.
+        """
+        rows = []
+        if {*self._plan.parts} & {"systems", "ablations"}:
+            how = self._tune()
+            if STI in how and twice:
+                how[STI] += "; weights quantized twice"
             label = f"Measuring on {self._device.name}"
-            answers = _answers(self.engines, self._timed, self._config, label, self._progress)
-            notes = _notes(self.engines, answers, self._device, length)
-            if STI in notes and self._narrow_again:
-                notes[STI] += "; weights quantized twice"
-            rows += _time_rows(case, answers, notes)
-            rows += _draft_rows(self.engines, case)
+            answers = ask(self.engines, self._prompts.timed, self._config, label, self._progress)
+            notes = notes_of(self.engines, self._device, how)
+            rows += time_rows(case, answers, notes)
+            if "systems" in self._plan.parts:
+                rows += quality_rows(case, answers)
+            rows += draft_rows(self.engines, case)
         if "unguessable" in self._plan.parts:
             rows += self._unguessable_rows(case)
         return rows
@@ -163,16 +227,24 @@ class _Systems:
         for each in self.engines.values():
             each.close()
 
-    def _open_sp(self) -> int:
-        """Opens SP with the length of its lines that is fastest on prompts that are not counted."""
-        lines = {length: fixed_lines(self._setting, length) for length in SP_LENGTHS}
-        attempts = {str(each): engine for each, engine in lines.items()}
-        found = _answers(attempts, self._tried, self._config, "Trying lengths of lines", self._progress)
-        length = min(lines, key=lambda each: _token_ms(found[str(each)]))
-        self.engines[SP] = lines.pop(length)
-        for each in lines.values():
-            each.close()
-        return length
+    def _tune(self) -> dict[str, str]:
+        """Opens the systems that are tuned, and says by what, by system.
+
+        The others answer the prompts that these are tuned on, too: all have learned as much when time counts.
+        """
+        how, tried = {}, self._prompts.tried
+        ask(self.engines, tried, self._config, "Warming up", self._progress)
+        target = self.engines.get(STDPL, self.engines[OURS])
+        for name, candidates in tuned_systems(**self._asked).items():
+            if name in (BLD, STI) and not self._plan.judged:
+                continue
+            self.engines[name], how[name] = tuned(
+                name, candidates, self._setting, target, tried, self._config, self._progress
+            )
+        for each in self.engines.values():
+            if each.speculation is not None:
+                each.speculation.counts = SpeculationCounts()
+        return how
 
     def _unguessable_rows(self, case: str) -> list[Row]:
         """Answers that no draft can guess: drawn at a temperature at which any token may come."""
@@ -180,120 +252,28 @@ class _Systems:
             self._config, sampling=Sampling(temperature=5.0, seed=1), ignore_eos=True
         )
         chosen = {OURS: self.engines[OURS], STDPL: self.engines.get(STDPL) or plain(self._setting)}
-        answers = _answers(chosen, self._timed, config, "Measuring unguessable answers", self._progress)
+        answers = ask(chosen, self._prompts.timed, config, "Measuring unguessable answers", self._progress)
         if STDPL not in self.engines:
             chosen[STDPL].close()
-        times = {name: _token_ms(found) for name, found in answers.items()}
+        times = {name: token_ms(found) for name, found in answers.items()}
         case = f"{case}: unguessable"
         return compared(times, ours=OURS, case=case, metric="tpot_ms", unit="ms", lower_is_better=True)
 
 
-def _time_rows(case: str, answers: "dict[str, Answers]", notes: dict[str, str]) -> list[Row]:
-    """Times per token by task and over all tasks."""
-    rows = []
-    tasks = next(iter(answers.values()))
-    for task in (*tasks, ALL):
-        times = {
-            name: _token_ms({task: found[task]} if task != ALL else found) for name, found in answers.items()
-        }
-        rows += compared(
-            times,
-            ours=OURS,
-            case=f"{case}: {task}",
-            metric="tpot_ms",
-            unit="ms",
-            notes=notes if task == ALL else None,
-            lower_is_better=True,
-        )
-    return rows
-
-
-Answers = dict[str, list[Answer]]
-
-
-def _answers(
-    engines: dict[str, Engine],
-    prompts: dict[str, list[list[int]]],
-    config: GenerationConfig,
-    label: str,
-    progress: Progress | None,
-) -> dict[str, Answers]:
-    """Answers of every system by task, all systems at one prompt before the next one."""
-    found: dict[str, Answers] = {name: {task: [] for task in prompts} for name in engines}
-    done, total = 0, len(engines) * sum(map(len, prompts.values()))
-    for number, (task, prompt) in enumerate((task, each) for task, all_ in prompts.items() for each in all_):
-        # No system always runs behind the same one.
-        order = list(engines) if number % 2 else list(engines)[::-1]
-        for name in order:
-            found[name][task].append(engines[name].generate(prompt, config))
-            done += 1
-            if progress is not None:
-                progress(label, done, total)
-    return found
-
-
-def _token_ms(answers: Answers) -> float:
-    """Time per token after the first: over all answers of a task, then the mean over tasks."""
-    means = []
-    for each in answers.values():
-        tokens = sum(len(one.tokens) - 1 for one in each)
-        spent = sum(one.timings.total_ms - one.timings.ttft_ms for one in each)
-        if tokens:
-            means.append(spent / tokens)
-    if not means:
-        raise ConfigError("no answer had more than one token; give more prompts, or let answers be longer")
-    return float(np.mean(means))
-
-
-def _notes(
-    engines: dict[str, Engine], answers: dict[str, Answers], device: Device, length: int
-) -> dict[str, str]:
-    notes = {}
-    for name, engine in engines.items():
-        parts = [device.note] if device.note else []
-        if engine.model.streamed is not None:
-            facts = engine.model.streamed.facts()
-            parts.append(f"{facts['resident_layers']} pieces are resident, {facts['caching']} reads")
-        if name == SP:
-            parts.append(f"lines of {length}, the best of {SP_LENGTHS} on other prompts")
-        if name in ("BLD", STI):
-            parts.append(f"{_agreement(answers[name], answers[STDPL]):.0%} of tokens as the target's")
-        notes[name] = "; ".join(parts)
-    return notes
-
-
-def _agreement(ours: Answers, theirs: Answers) -> float:
-    """Share of tokens that are the same at the same place."""
-    pairs = [(a.tokens, b.tokens) for task in theirs for a, b in zip(ours[task], theirs[task], strict=True)]
-    same = sum(sum(x == y for x, y in zip(a, b, strict=False)) for a, b in pairs)
-    return same / max(1, sum(len(b) for _, b in pairs))
-
-
-def _draft_rows(engines: dict[str, Engine], case: str) -> list[Row]:
-    """Acceptance of drafts, and the share of them that was used."""
-    rows = []
-    for name, engine in engines.items():
-        if engine.speculation is None:
-            continue
-        counts = engine.speculation.counts
-        note = (
-            f"{counts.verifications} verifications, {counts.plain_tokens} tokens without one; "
-            f"{counts.hidden_steps} steps of the draft while the target waited"
-        )
-        for metric, value, unit in (
-            ("acceptance_length", counts.acceptance_length, "tokens"),
-            ("useful_share", counts.useful_share, "share"),
-        ):
-            rows.append(Row(case=case, system=name, metric=metric, value=value, unit=unit, note=note))
-    return rows
+def _read_prompts(
+    subject: Subject, plan: Plan, tokenizer: Tokenizer, count: int, seed: int
+) -> dict[str, list[list[int]]]:
+    most = plan.context_tokens - plan.tokens
+    return read_prompts(
+        subject.data, tokenizer, count=count, most_tokens=most, seed=seed, file=subject.prompts
+    )
 
 
 def _same_rows(engine: Engine, subject: Subject, plan: Plan, progress: Progress | None) -> list[Row]:
     """The share of our answers that equal, token for token, those of the target in memory without a draft."""
     whole = Engine.open(subject.model, options=EngineOptions(context_tokens=plan.context_tokens))
     count = -(-plan.compared_answers // len(TASKS))
-    most = plan.context_tokens - plan.tokens
-    prompts = read_prompts(subject.data, whole.tokenizer, count=count, most_tokens=most, seed=plan.seed + 1)
+    prompts = _read_prompts(subject, plan, whole.tokenizer, count, plan.seed + 1)
     asked, same = [each for all_ in prompts.values() for each in all_][: plan.compared_answers], 0
     for place, prompt in enumerate(asked):
         # Every other answer is drawn, not greedy.

@@ -1,22 +1,28 @@
-"""Opens the systems that run a model larger than memory: ours, its ablations, and LLMCad's baselines.
+"""Opens the systems that run a model larger than memory: ours, LLMCad as published, both without each
+technique, and LLMCad's baselines.
 
-All have the same buckets, reader and memory for weights: a draft leaves less room for layers.
+All have the same buckets, reader and memory for weights: a draft leaves less room for layers. What a system
+may be tuned by is tried on prompts that are not counted (see `tuning`).
 
+- LLMCad (arXiv 2309.04255): `SpeculationOptions.published`, in our engine.
 - Std: each layer is read when it is needed, then computed, for every token.
 - StdPL: the next layer is read while one is computed.
-- STI (arXiv 2207.05022): the pipeline over weights of fewer bits, here 4; its answers differ.
+- STI (arXiv 2207.05022): the pipeline over shards of fewer bits, the important ones wider (see `shards`); its
+  answers differ.
 - SP (arXiv 2211.17192): a draft of a fixed number of tokens in a line, then one verification.
 - BLD (arXiv 2302.07863): a small model answers until it is unsure, the large one rejects tokens that it finds
   too unlikely; its answers differ.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.speculative import PRESETS
 from jaxllm.config import WHOLE
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import SamplerState
@@ -36,12 +42,15 @@ from serving.speculation.speculation import Speculation
 from serving.weights.footprint import drafter_bytes, fixed_bytes, whole_budget
 from serving.weights.prefetch import Meanwhile
 
-OURS, STDPL, STI = "jaxllm", "StdPL", "STI"
-# Lengths of SP's drafts; the best one, on prompts that are not counted, is shown.
+OURS, PUBLISHED = "jaxllm", "LLMCad"
+STDPL, STI, SP, BLD = "StdPL", "STI", "SP", "BLD"
+# What is tried for each system that is tuned; a run without tuning takes the middle one.
 SP_LENGTHS = (2, 4, 7)
-# BLD's thresholds: the least probability at which the small model goes on alone, and the most nats of a token
-# that the large one accepts. They are in the middle of the ranges that its paper tunes in.
-_BLD_FALLBACK, _BLD_ROLLBACK, _BLD_LENGTH = 0.6, 3.0, 10
+NARROW_BITS = (3.0, 4.0, 6.0)
+_FIXED_NODES = (4, 8, 16)
+# BLD's thresholds, to fall back and to roll back, in and around the middle of what its paper tunes in.
+_BLD_THRESHOLDS = ((0.4, 1.5), (0.4, 5.0), (0.6, 3.0), (0.8, 1.5), (0.8, 5.0))
+_BLD_LENGTH = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +60,7 @@ class Setting:
     Attributes:
       model: the target, a bundle.
       draft: a small model of its tokenizer.
-      narrow: the target at 4 bits, for STI; None where no baselines are opened.
+      narrow: the target's bundles for STI, by their mean bits; empty where STI is not opened.
       weights_bytes: memory for weights, the draft's included; caches and activations come on top.
       context_tokens: of every context.
       storage: that weights are read from.
@@ -59,7 +68,7 @@ class Setting:
 
     model: Path
     draft: Path
-    narrow: Path | None
+    narrow: Mapping[float, Path]
     weights_bytes: int
     context_tokens: int
     storage: Storage
@@ -68,15 +77,29 @@ class Setting:
 Opener = Callable[[Setting], Engine]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """BLD's thresholds.
+
+    Attributes:
+      fallback: the least probability of a token at which the small model goes on alone.
+      rollback: the most nats of a token that the large model accepts.
+    """
+
+    fallback: float
+    rollback: float
+
+
 def plain(setting: Setting, *, read_ahead: bool = True, model: Path | None = None) -> Engine:
     """An engine without a draft."""
     model = model or setting.model
     return Engine.open(model, options=_options(setting, model, read_ahead=read_ahead))
 
 
-def drafted(setting: Setting, **speculation: object) -> Engine:
-    """An engine with a draft."""
-    options = SpeculationOptions(**{"model": setting.draft, **speculation})  # pyright: ignore
+def drafted(setting: Setting, *, published: bool = False, **speculation: Any) -> Engine:
+    """An engine with a draft: ours, or as LLMCad has published it; with other options of speculation."""
+    make = SpeculationOptions.published if published else SpeculationOptions
+    options = make(**{"model": setting.draft, **speculation})
     return Engine.open(setting.model, options=_options(setting, setting.model, options), speculation=options)
 
 
@@ -88,7 +111,7 @@ def fixed_lines(setting: Setting, length: int) -> Engine:
     )
 
 
-def big_little(setting: Setting) -> Engine:
+def big_little(setting: Setting, thresholds: Thresholds) -> Engine:
     """BLD."""
     nodes = _BLD_LENGTH + 1
     options = SpeculationOptions(
@@ -103,40 +126,88 @@ def big_little(setting: Setting) -> Engine:
     bundle = open_model(setting.model)
     reserved = drafter_bytes(options, setting.context_tokens, bundle.cfg)
     model = LoadedModel(bundle, engine_options, reserved_bytes=reserved)
-    drafter = _UntilUnsure(make_drafter(model, WHOLE, options))
+    drafter = _UntilUnsure(make_drafter(model, WHOLE, options), thresholds.fallback)
     target: Any = model.runner(WHOLE)
-    engine = Engine(model, WHOLE, BigLittle(target, drafter, options))
+    engine = Engine(model, WHOLE, BigLittle(target, drafter, options, thresholds.rollback))
     engine.warm_up()
     return engine
 
 
-def systems(*, baselines: bool = True, ablations: bool = True) -> dict[str, Opener]:
-    """What opens each system, by name, ours first; SP is not among them (see `fixed_lines`).
+def systems(
+    *, baselines: bool = True, ablations: bool = True, presets: Sequence[str] = tuple(PRESETS)
+) -> dict[str, Opener]:
+    """What opens each system that is not tuned, by name, ours first.
 
     Args:
       baselines: whether those of LLMCad are among them.
-      ablations: whether ours without each technique in turn is.
+      ablations: whether there are systems without each technique in turn.
+      presets: of `PRESETS`. Ours is always there.
     """
-    tree = TreeShape()
     found: dict[str, Opener] = {OURS: drafted}
+    if "published" in presets and (baselines or ablations):
+        found[PUBLISHED] = lambda s: drafted(s, published=True)
     if baselines:
-        found |= {
-            "Std": lambda s: plain(s, read_ahead=False),
-            STDPL: plain,
-            "BLD": big_little,
-            STI: lambda s: plain(s, model=s.narrow),
-        }
+        found |= {"Std": lambda s: plain(s, read_ahead=False), STDPL: plain}
     if not ablations:
         return found
-    return found | {
-        f"{OURS}-no-tree": lambda s: drafted(s, trees=dataclasses.replace(tree, branches=1)),
-        f"{OURS}-no-pacer": lambda s: drafted(s, trees=dataclasses.replace(tree, paced=False)),
-        f"{OURS}-learned-fallback": lambda s: drafted(s, fallback="learned"),
-        f"{OURS}-no-fallback": lambda s: drafted(s, fallback="fixed"),
-        f"{OURS}-no-pipeline": lambda s: drafted(s, pipelined=False),
-        f"{OURS}-no-lookup": lambda s: drafted(s, lookup=False),
-        f"{OURS}-ngram": lambda s: drafted(s, drafter="ngram", model=None),
-    }
+    tree, as_published = TreeShape(), TreeShape.published()
+    if "ours" in presets:
+        found |= {
+            f"{OURS}-no-tree": lambda s: drafted(s, trees=_line(tree)),
+            f"{OURS}-no-pipeline": lambda s: drafted(s, pipelined=False),
+            f"{OURS}-no-pacer": lambda s: drafted(s, trees=dataclasses.replace(tree, pacer="order")),
+            f"{OURS}-fair-pacer": lambda s: drafted(s, trees=dataclasses.replace(tree, pacer="fair")),
+            f"{OURS}-learned-fallback": lambda s: drafted(s, fallback="learned"),
+            f"{OURS}-fixed-threshold": lambda s: drafted(s, fallback="fixed"),
+            f"{OURS}-no-lookup": lambda s: drafted(s, lookup=False),
+            f"{OURS}-ngram": lambda s: drafted(s, drafter="ngram", model=None),
+        }
+    if "published" in presets:
+        found |= {
+            f"{PUBLISHED}-no-tree": lambda s: drafted(s, published=True, trees=_line(as_published)),
+            f"{PUBLISHED}-no-pipeline": lambda s: drafted(s, published=True, pipelined=False),
+        }
+    return found
+
+
+def tuned_systems(
+    *, baselines: bool = True, ablations: bool = True, presets: Sequence[str] = tuple(PRESETS)
+) -> dict[str, dict[str, Opener]]:
+    """What opens each system that is tuned, by name and by what is tried; arguments as of `systems`."""
+    found: dict[str, dict[str, Opener]] = {}
+    if baselines:
+        found[SP] = {f"lines of {each}": partial(fixed_lines, length=each) for each in SP_LENGTHS}
+        found[BLD] = {
+            f"fallback below {fallback}, rollback above {rollback} nats": partial(
+                big_little, thresholds=Thresholds(fallback=fallback, rollback=rollback)
+            )
+            for fallback, rollback in _BLD_THRESHOLDS
+        }
+        found[STI] = {f"{bits:g} bits on average": partial(_narrow, bits=bits) for bits in NARROW_BITS}
+    names = {"ours": OURS, "published": PUBLISHED}
+    for preset in presets if ablations else ():
+        found[f"{names[preset]}-no-fallback"] = {
+            f"{nodes} nodes": partial(_no_fallback, nodes=nodes, published=preset == "published")
+            for nodes in _FIXED_NODES
+        }
+    return found
+
+
+def _narrow(setting: Setting, bits: float) -> Engine:
+    return plain(setting, model=setting.narrow[bits])
+
+
+def _no_fallback(setting: Setting, nodes: int, *, published: bool) -> Engine:
+    """An engine whose drafts end at a number of drafted nodes, however sure they are."""
+    tree = TreeShape.published() if published else TreeShape()
+    sizes = (*(each for each in tree.nodes if each <= nodes), nodes + 1)
+    tree = dataclasses.replace(tree, nodes=sizes)
+    return drafted(setting, published=published, trees=tree, fallback="fixed", alpha=LEAST)
+
+
+def _line(tree: TreeShape) -> TreeShape:
+    """Lines instead of trees; a line has one tip."""
+    return dataclasses.replace(tree, tips=1, branches=1)
 
 
 def _options(
@@ -166,8 +237,8 @@ class _UntilUnsure:
 
     memory = None
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: Drafter, fallback: float) -> None:
+        self._drafter, self._fallback = drafter, fallback
         self.step_s, self.steps = 0.0, 0
         self.warm_up, self.step, self.follow = drafter.warm_up, drafter.step, drafter.follow
 
@@ -182,7 +253,7 @@ class _UntilUnsure:
         tree = longer(LEAST, 2)
         while (count := int(tree.count)) <= most:
             whole = float(tree.confidences[count - 2]) if count > 1 else 1.0
-            if count < 2 or float(tree.confidences[count - 1]) < _BLD_FALLBACK * whole:
+            if count < 2 or float(tree.confidences[count - 1]) < self._fallback * whole:
                 break
             if count == most:
                 return tree
@@ -195,15 +266,18 @@ class _UntilUnsure:
 class BigLittle(Speculation):
     """Accepts drafted tokens that the large model does not find too unlikely; greedy alone."""
 
-    def __init__(self, target: LayerwiseRunner, drafter: Drafter, options: SpeculationOptions) -> None:
-        super().__init__(_Lenient(target), drafter, options)  # pyright: ignore[reportArgumentType]
+    def __init__(
+        self, target: LayerwiseRunner, drafter: Drafter, options: SpeculationOptions, rollback: float
+    ) -> None:
+        """See the class and `Thresholds`."""
+        super().__init__(_Lenient(target, rollback), drafter, options)  # pyright: ignore[reportArgumentType]
 
 
 class _Lenient:
     """A target that accepts all drafted tokens that it does not find too unlikely."""
 
-    def __init__(self, target: LayerwiseRunner) -> None:
-        self._target = target
+    def __init__(self, target: LayerwiseRunner, rollback: float) -> None:
+        self._target, self._rollback = target, rollback
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._target, name)
@@ -222,7 +296,7 @@ class _Lenient:
         likely = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         tokens, count, said, path = np.asarray(tree.tokens), int(tree.count), [], [0]
         for node in range(1, count):
-            if len(said) + 1 >= limit or -likely[node - 1, tokens[node]] > _BLD_ROLLBACK:
+            if len(said) + 1 >= limit or -likely[node - 1, tokens[node]] > self._rollback:
                 break
             said.append(int(tokens[node]))
             path.append(node)

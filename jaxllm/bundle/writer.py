@@ -94,7 +94,7 @@ def write_bundle(
 def rewrite_bundle(
     path: str | os.PathLike[str],
     source: Bundle,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, Part | None],
     *,
     name: str = "",
     instead: Mapping[str, BlockedArray] | None = None,
@@ -105,9 +105,9 @@ def rewrite_bundle(
     Args:
       path: of the new file; it may replace the source.
       source: an open bundle.
-      parts: parts to add, or to replace parts of the same names.
+      parts: parts to add, or to replace parts of the same names; None leaves a part out.
       name: the model's name, for people; the source's by default.
-      instead: weights that replace those of the same names, in the same format.
+      instead: weights that replace those of the same names; they may have fewer bits.
       weights: all weights as they are stored, in the order of `specs_apart`, to store a mixture's experts
         apart (see `apart.py`); None for the source's own.
 

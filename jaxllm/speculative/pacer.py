@@ -1,12 +1,14 @@
 """Chooses the branch of a token tree that grows next, and its new nodes (LLMCad, section 3.2).
 
-The cumulative confidence of a branch is the draft's probability that all of its tokens are right. To make the
-least of them as large as possible (max-min fairness, equations 1 and 2), the branch with the highest
-confidence grows first: growing can only lower it. If the draft gives several tokens a high probability, the
-branch divides.
+The cumulative confidence of a branch is the draft's probability that all of its tokens are right. Ours grows
+the branch with the highest confidence first: what verification is expected to accept is the sum of the nodes'
+confidences, and growing can only lower them. As published, tokens are divided among branches in proportion to
+their confidences (max-min fairness, equations 1 and 2; see `missing_tokens`). If the draft gives several
+tokens a high probability, the branch divides.
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,11 @@ from jaxllm.speculative.tree import TokenTree, add_nodes
 # A token at least this likely opens a branch of its own (section 3.2).
 BRANCH_CONFIDENCE = 0.3
 
+# The order in which branches grow: the most confident first; the one that lacks most tokens of its fair share
+# first, as published; or in the order of the nodes.
+Pacer = Literal["confidence", "fair", "order"]
+PACERS: tuple[Pacer, ...] = ("confidence", "fair", "order")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Growth:
@@ -27,17 +34,17 @@ class Growth:
       tips: branches that the draft runs on at a time.
       branches: most children of a node.
       threshold: see `grow`.
-      paced: see `next_tips`.
+      pacer: see `next_tips`.
     """
 
     tips: int
     branches: int
     threshold: float = BRANCH_CONFIDENCE
-    paced: bool = True
+    pacer: Pacer = "confidence"
 
 
 def next_tips(
-    tree: TokenTree, fed: jax.Array, count: int, *, paced: bool = True
+    tree: TokenTree, fed: jax.Array, count: int, *, pacer: Pacer = "confidence"
 ) -> tuple[jax.Array, jax.Array]:
     """The nodes that the draft runs on next.
 
@@ -45,7 +52,7 @@ def next_tips(
       tree: the tree.
       fed: `[M]` bool, nodes that the draft has run on.
       count: number of nodes to choose.
-      paced: choose by falling confidence; else in the order of the nodes.
+      pacer: the order of choice.
 
     Returns:
       `[count]` int32, ascending, and how many of them are valid (the others repeat the last node).
@@ -53,12 +60,40 @@ def next_tips(
     axes = Axes("next_tips")
     tree.check(axes)
     axes.check(jnp.bool_, "M", fed=fed)
-    waiting = tree.used & ~fed
-    age = -jnp.arange(tree.room, dtype=jnp.float32) / np.float32(tree.room) + 1
-    most, nodes = jax.lax.top_k(jnp.where(waiting, tree.confidences if paced else age, -1.0), count)
-    there = most >= 0
+    if pacer == "confidence":
+        rank = tree.confidences
+    elif pacer == "fair":
+        rank = missing_tokens(tree, fed)
+    else:
+        rank = -jnp.arange(tree.room, dtype=jnp.float32)
+    most, nodes = jax.lax.top_k(jnp.where(tree.used & ~fed, rank, -jnp.inf), count)
+    there = most > -jnp.inf
     chosen = jnp.sort(jnp.where(there, nodes, tree.room - 1).astype(jnp.int32))
     return chosen, jnp.sum(there, dtype=jnp.int32)
+
+
+def missing_tokens(tree: TokenTree, fed: jax.Array) -> jax.Array:
+    """The tokens that each branch lacks of its share of all drafted ones: f of equation 1.
+
+    f(x) = N · C_x / Σ C_i - T_x, where N is the number of drafted tokens (the paper's M), C_i the cumulative
+    confidence of branch i and T_x the number of tokens of branch x. Equation 2 takes the least f as the
+    objective of max-min fairness: a token to branch x takes one from its f, so the branch with the largest f
+    gets the next one.
+
+    Args:
+      tree: the tree.
+      fed: `[M]` bool, as in `next_tips`; the branches end in the other nodes.
+
+    Returns:
+      `[M]` float32 of the nodes in which branches end, undefined elsewhere.
+    """
+    axes = Axes("missing_tokens")
+    tree.check(axes)
+    axes.check(jnp.bool_, "M", fed=fed)
+    whole = jnp.sum(jnp.where(tree.used & ~fed, tree.confidences, 0.0))
+    # Confidences may be as small as the smallest float, and their sum 0.
+    shares = tree.confidences / jnp.maximum(whole, np.finfo(np.float32).tiny)
+    return (tree.count - 1).astype(jnp.float32) * shares - tree.depths.astype(jnp.float32)
 
 
 def grow(

@@ -112,7 +112,7 @@ class DraftEnd:
     Attributes:
       alpha: float32 scalar; no branch is at least as confident (see `fallback`).
       most: int32 scalar, number of wanted nodes; no branch can add a node to the `most` most confident ones,
-        though the tree may have more nodes. If not `paced`: the tree has `most` nodes.
+        though the tree may have more nodes. By another pacer than "confidence": the tree has `most` nodes.
       limit: int32 scalar, most runs of the drafter.
       temperature: float32 scalar; confidences are the drafter's probabilities at this temperature. A drafter
         that is the target at fewer bits knows better than its probabilities say what a target will take that
@@ -167,9 +167,9 @@ def draft(
         tree, fed, _, done = carry
         tip = best_confidence(tree, fed)
         # Nodes that grow from a branch are less confident than its tip.
-        found = (
-            jnp.sum(tree.used & (tree.confidences >= tip), dtype=jnp.int32) if growth.paced else tree.count
-        )
+        found = tree.count
+        if growth.pacer == "confidence":
+            found = jnp.sum(tree.used & (tree.confidences >= tip), dtype=jnp.int32)
         enough = (found >= end.most) | (tree.count >= tree.room)
         return (tip >= end.alpha) & ~enough & (done < end.limit)
 
@@ -177,7 +177,7 @@ def draft(
         carry: tuple[TokenTree, jax.Array, KVCache, jax.Array],
     ) -> tuple[TokenTree, jax.Array, KVCache, jax.Array]:
         tree, fed, cache, done = carry
-        nodes, valid = next_tips(tree, fed, growth.tips, paced=growth.paced)
+        nodes, valid = next_tips(tree, fed, growth.tips, pacer=growth.pacer)
         out, cache = read_nodes(params, tree, nodes, valid, cache, cfg=cfg, dtype=dtype)
         probabilities = jax.nn.softmax(out / end.temperature, axis=-1)
         grown = grow(tree, nodes, valid, probabilities, branches=growth.branches, threshold=growth.threshold)

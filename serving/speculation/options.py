@@ -2,11 +2,11 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 from jaxllm.errors import ConfigError
 from jaxllm.speculative.fallback import LEAST, MOST, START
-from jaxllm.speculative.pacer import Growth
+from jaxllm.speculative.pacer import BRANCH_CONFIDENCE, PACERS, Growth, Pacer
 
 _MOST_NODES = 256
 
@@ -15,16 +15,19 @@ _MOST_NODES = 256
 class TreeShape:
     """Sizes of token trees, for which buckets are compiled.
 
-    LLMCad opens a branch for tokens likelier than 0.3. Where a verification waits for storage, more nodes
-    cost next to nothing, so trees are wider here; the measured cost decides how many nodes are verified.
+    LLMCad opens a branch for tokens likelier than 0.3 (see `published`). Where a verification waits for
+    storage, more nodes cost next to nothing, so trees are wider here; the measured cost decides how many are
+    verified.
 
     Attributes:
-      nodes: sizes of verified trees, ascending; each verification takes the one that pays most.
+      nodes: sizes of verified trees, ascending; see `trimmed`.
       room: most nodes of the drafter's trees, which may be larger: it drafts on during a verification.
       tips: branches that the drafter extends at a time.
       branches: most children of a node; 1 makes a tree a line.
       threshold: a token at least this likely opens a branch.
-      paced: whether the most confident branches grow first; else the oldest do.
+      pacer: the order in which branches grow (see `jaxllm.speculative.pacer`).
+      trimmed: whether each verification takes the size that pays most, without the least confident nodes;
+        else the whole tree, up to the largest size.
     """
 
     nodes: tuple[int, ...] = (8, 16, 32, 64)
@@ -32,7 +35,8 @@ class TreeShape:
     tips: int = 4
     branches: int = 6
     threshold: float = 0.02
-    paced: bool = True
+    pacer: Pacer = "confidence"
+    trimmed: bool = True
 
     def __post_init__(self) -> None:
         if not self.nodes or list(self.nodes) != sorted(set(self.nodes)) or self.nodes[0] < 2:
@@ -46,11 +50,20 @@ class TreeShape:
             raise ConfigError(f"tips and branches must be in [1, {self.room}]")
         if not 0 < self.threshold <= 1:
             raise ConfigError(f"threshold must be in (0, 1], got {self.threshold}")
+        if self.pacer not in PACERS:
+            raise ConfigError(f"pacer must be one of {', '.join(PACERS)}, got {self.pacer!r:.80}")
+
+    @classmethod
+    def published(cls) -> Self:
+        """LLMCad's trees (section 3.2): one branch at a time gets the next token, by equations 1 and 2; each
+        token likelier than 0.3 opens a branch, so that a node has at most three children; the whole tree is
+        verified."""
+        return cls(tips=1, branches=3, threshold=BRANCH_CONFIDENCE, pacer="fair", trimmed=False)
 
     @property
     def growth(self) -> Growth:
         """The shape of trees that the drafter grows."""
-        return Growth(tips=self.tips, branches=self.branches, threshold=self.threshold, paced=self.paced)
+        return Growth(tips=self.tips, branches=self.branches, threshold=self.threshold, pacer=self.pacer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +94,13 @@ class SpeculationOptions:
     pipelined: bool = True
     pausing: bool = True
     lookup: bool = True
+
+    @classmethod
+    def published(cls, **changes: Any) -> Self:
+        """LLMCad as published: its trees, the threshold of equation 3 from 0.01 on, drafting while weights
+        are read, and nothing that the paper has not; `changes` are further fields."""
+        asked = {"trees": TreeShape.published(), "fallback": "learned", "pausing": False, "lookup": False}
+        return cls(**{**asked, **changes})
 
     def __post_init__(self) -> None:
         if not LEAST <= self.alpha <= MOST:

@@ -166,7 +166,8 @@ class Speculation:
         limit: int,
     ) -> tuple[np.ndarray, int, Any, SamplerState]:
         began = time.perf_counter()
-        order = by_confidence(tree) if self.options.trees.paced else np.arange(int(tree.count))
+        in_order = self.options.trees.pacer == "order"
+        order = np.arange(int(tree.count)) if in_order else by_confidence(tree)
         nodes = self._size(np.asarray(tree.confidences)[order[:count]], draft_s)
         chosen = np.sort(order[: min(count, nodes)])
         part = some_nodes(tree, chosen, nodes)
@@ -182,12 +183,15 @@ class Speculation:
         return verdict.tokens[None], len(verdict.tokens), cache, sampler
 
     def _size(self, confidences: np.ndarray, draft_s: float) -> int:
-        """The size, of those that there are buckets for, with the most expected tokens per second.
+        """The size, of those that there are buckets for, with the most expected tokens per second; the least
+        that has room for the whole tree if trees are not trimmed.
 
         The expected number of tokens of a tree is the sum of its nodes' `confidences`; the root's stands for
         the target's own token.
         """
         promised, count = np.cumsum(confidences), len(confidences)
+        if not self.options.trees.trimmed:
+            return min(nodes for nodes in self.options.trees.nodes if nodes >= count)
         best, chosen = 0.0, self.options.trees.nodes[0]
         for nodes in self.options.trees.nodes:
             takes_s = draft_s + self._verify_cost.seconds(nodes)

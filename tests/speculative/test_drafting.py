@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
 from jaxllm.speculative.fallback import LEAST, MOST, START, Fallback
-from jaxllm.speculative.pacer import best_confidence, grow, next_tips
+from jaxllm.speculative.pacer import best_confidence, grow, missing_tokens, next_tips
 from jaxllm.speculative.tree import new_tree
 from tests.speculative.test_tree import tree_of
 from tests.variants import every_variant
@@ -33,6 +33,34 @@ def test_the_most_confident_tips_are_next(variant):
     assert float(best(tree, fed(0, 1, 2))) == pytest.approx(0.48)
     assert float(best(tree, fed(0, 1, 2, 3, 4, 5))) == 0
     assert int(following(tree, fed(0, 1, 2, 3, 4, 5), 3)[1]) == 0
+
+
+@every_variant
+def test_tokens_are_divided_fairly(variant):
+    lacking, following = (
+        variant(missing_tokens),
+        variant(next_tips, static_argnums=2, static_argnames="pacer"),
+    )
+    # Two branches: 0-1-3-4 of three tokens at .6 · .9 · .8 = .432, and 0-2 of one at .3.
+    tree = tree_of([0, 0, 1, 3], confidences=[0.6, 0.3, 0.9, 0.8])
+    missing = lacking(tree, fed(0, 1, 3))
+    chex.assert_shape(missing, (12,))
+    # Equations 1 and 2: four drafted tokens, shares of .432 / .732 and .3 / .732.
+    assert missing[jnp.array([4, 2])].tolist() == pytest.approx([4 * 0.432 / 0.732 - 3, 4 * 0.3 / 0.732 - 1])
+    # The surer branch has had more than its share; the other one is next.
+    assert following(tree, fed(0, 1, 3), 1, pacer="fair")[0].tolist() == [2]
+    assert following(tree, fed(0, 1, 3), 1)[0].tolist() == [4]
+    assert following(tree, fed(0, 1, 3), 1, pacer="order")[0].tolist() == [2]
+    # A branch that is much surer gets more tokens than the other one before that is next.
+    tree = tree_of([0, 0, 1, 3], confidences=[0.6, 0.05, 1.0, 1.0])
+    assert lacking(tree, fed(0, 1, 3))[jnp.array([4, 2])].tolist() == pytest.approx(
+        [4 * 0.6 / 0.65 - 3, 4 * 0.05 / 0.65 - 1], rel=1e-5
+    )
+    assert following(tree, fed(0, 1, 3), 2, pacer="fair")[0].tolist() == [2, 4]
+    assert following(tree, fed(0, 1, 3), 1, pacer="fair")[0].tolist() == [4]
+    # A root alone lacks nothing, and nothing is invented where no branch waits.
+    assert lacking(tree_of([]), fed())[0] == 0
+    assert int(following(tree, fed(0, 1, 2, 3, 4), 2, pacer="fair")[1]) == 0
 
 
 @every_variant

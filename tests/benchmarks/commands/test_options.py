@@ -15,6 +15,7 @@ from benchmarks.measuring import storage
 from benchmarks.models import shapes
 from benchmarks.peers import PEERS
 from benchmarks.service import systems
+from jaxllm.errors import ConfigError
 from serving.bundles import packaged_models
 from serving.cli import cli
 from serving.traces.switching import PATTERNS
@@ -48,8 +49,6 @@ def test_a_benchmark_runs_without_options_on_packaged_models(name, monkeypatch):
     monkeypatch.setattr(module, "run", run)
     if name == "contexts":
         monkeypatch.setattr("benchmarks.contexts.quality.quality_rows", run)
-    if name == "speculative":
-        monkeypatch.setattr(module, "four_bit_bundle", lambda model, progress: model)
     if name == "experts":
         monkeypatch.setattr("benchmarks.models.checkpoint.Checkpoint.folder", lambda *_: Path("floats"))
     got = CliRunner().invoke(cli, ["bench", name, "--json"], catch_exceptions=False)
@@ -109,10 +108,55 @@ def test_random_weights_are_measured_without_choosing_a_part(monkeypatch):
     assert got.exit_code == 0
 
 
-@pytest.mark.parametrize("part", [each for each in speculative.PARTS if each != "systems"])
-def test_baselines_are_made_where_they_are_measured(part, monkeypatch):
+def bench_speculative(monkeypatch, *options):
+    """What `bench speculative` would measure, how, and how the command ended."""
     seen = []
-    monkeypatch.setattr("benchmarks.speculative.run.run", lambda subject, *_: seen.append(subject) or [])
-    got = CliRunner().invoke(cli, ["bench", "speculative", "--only", part], catch_exceptions=False)
+    monkeypatch.setattr("benchmarks.speculative.run.run", lambda *asked: seen.extend(asked[:2]) or [])
+    got = CliRunner().invoke(cli, ["bench", "speculative", *options], catch_exceptions=False)
+    return seen, got
+
+
+def test_budgets_prompts_and_presets_are_what_was_asked_for(monkeypatch, tmp_path):
+    file = tmp_path / "prompts" / "spec_bench.jsonl"
+    file.parent.mkdir()
+    file.write_text("{}")
+    monkeypatch.setenv("JAXLLM_DATA", str(tmp_path))
+    asked = ("--full", "--budget", "25%", "--budget", "0.75", "--preset", "published", "--count", "30")
+    (subject, plan), got = bench_speculative(monkeypatch, *asked, "--prompts", "spec-bench")
     assert got.exit_code == 0
-    assert seen[0].narrow is None
+    assert (plan.shares, plan.presets, plan.prompts) == ((0.25, 0.75), ("published",), 30)
+    assert subject.prompts == file
+    assert bench_speculative(monkeypatch, "--prompts", str(file))[0][0].prompts == file
+    (subject, plan), _ = bench_speculative(monkeypatch, "--full")
+    assert plan.shares == (0.5,)
+    assert plan.presets == tuple(speculative.PRESETS)
+    assert plan.tried
+    assert subject.prompts is None
+
+
+def test_random_weights_are_not_asked(monkeypatch):
+    for option, value in (("--count", "3"), ("--preset", "ours"), ("--prompts", "spec-bench")):
+        seen, got = bench_speculative(monkeypatch, "--shape", "110m", option, value)
+        assert (seen, got.exit_code) == ([], 2)
+        assert f"{option}: for a --model" in got.stderr
+
+
+def test_prompts_that_are_not_there_are_refused(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAXLLM_DATA", raising=False)
+    seen, got = bench_speculative(monkeypatch, "--prompts", "spec-bench")
+    assert (seen, got.exit_code) == ([], 2)
+    assert "$JAXLLM_DATA" in got.stderr
+    seen, got = bench_speculative(monkeypatch, "--prompts", str(tmp_path / "none.jsonl"))
+    assert (seen, got.exit_code) == ([], 2)
+    assert "no such file" in got.stderr
+
+
+def test_answers_are_judged_where_rouge_is_there(monkeypatch):
+    def missing():
+        raise ConfigError("no rouge-score")
+
+    assert bench_speculative(monkeypatch)[0][1].judged
+    monkeypatch.setattr("serving.evaluation.rouge.require_rouge", missing)
+    (_, plan), got = bench_speculative(monkeypatch)
+    assert not plan.judged
+    assert "without BLD and STI" in got.stderr

@@ -2,16 +2,26 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from benchmarks.measuring.storage import DEVICES
-from benchmarks.speculative import memory, systems
-from benchmarks.speculative.prompts import TASKS, read_prompts
-from benchmarks.speculative.run import _agreement, _token_ms
-from benchmarks.speculative.systems import OURS, Setting, big_little, drafted, fixed_lines, plain
+from benchmarks.speculative import memory, run, shards
+from benchmarks.speculative.prompts import TASKS, read_prompts, spec_bench
+from benchmarks.speculative.systems import (
+    OURS,
+    PUBLISHED,
+    Setting,
+    Thresholds,
+    _options,
+    big_little,
+    drafted,
+    fixed_lines,
+    plain,
+    systems,
+    tuned_systems,
+)
 from jaxllm.errors import ConfigError
 from serving.engine import Engine
 from serving.options import EngineOptions
@@ -33,7 +43,7 @@ def setting(tmp_path_factory):
     return Setting(
         model=folder / "target.jaxllm",
         draft=folder / "draft.jaxllm",
-        narrow=folder / "target.jaxllm",
+        narrow={},
         weights_bytes=int(0.9 * engine.model.bundle.weight_bytes),
         context_tokens=128,
         storage=DEVICES["eufs"].storage,
@@ -50,24 +60,25 @@ def answer(engine):
 def test_exact_systems_give_the_targets_answer(setting):
     whole = Engine.open(setting.model, options=EngineOptions(context_tokens=128))
     expected = answer(whole)
-    for opened in (drafted, plain, lambda s: plain(s, read_ahead=False), lambda s: fixed_lines(s, 2)):
+    tuned = {name: list(each.values())[-1] for name, each in tuned_systems(baselines=False).items()}
+    assert list(tuned) == [f"{OURS}-no-fallback", f"{PUBLISHED}-no-fallback"]
+    published = [each for name, each in systems().items() if name.startswith(PUBLISHED)]
+    assert len(published) == 3
+    others = (drafted, plain, lambda s: plain(s, read_ahead=False), lambda s: fixed_lines(s, 2))
+    for opened in (*others, *published, *tuned.values()):
         engine = opened(setting)
         assert engine.model.streamed is not None
         assert answer(engine) == expected
 
 
 @pytest.mark.slow
-def test_big_little_keeps_what_the_large_model_does_not_find_too_unlikely(setting, monkeypatch):
+def test_big_little_keeps_what_the_large_model_does_not_find_too_unlikely(setting):
     expected = answer(plain(setting))
     # Nothing is sure enough to be said by the small model alone, or nothing of it may stay.
-    for name, value in (("_BLD_FALLBACK", 2.0), ("_BLD_ROLLBACK", -1.0)):
-        with monkeypatch.context() as patch:
-            patch.setattr(systems, name, value)
-            assert answer(big_little(setting)) == expected
+    for thresholds in (Thresholds(fallback=2.0, rollback=3.0), Thresholds(fallback=0.6, rollback=-1.0)):
+        assert answer(big_little(setting, thresholds)) == expected
     # All of it may stay: the small model's answer, but for a token of the large one now and then.
-    monkeypatch.setattr(systems, "_BLD_FALLBACK", 0.0)
-    monkeypatch.setattr(systems, "_BLD_ROLLBACK", 1e9)
-    engine = big_little(setting)
+    engine = big_little(setting, Thresholds(fallback=0.0, rollback=1e9))
     small = Engine.open(setting.draft, options=EngineOptions(context_tokens=128))
     first, *rest = engine.generate(PROMPT, CONFIG).tokens
     assert first == expected[0]
@@ -77,11 +88,23 @@ def test_big_little_keeps_what_the_large_model_does_not_find_too_unlikely(settin
 
 
 def test_every_system_has_a_name():
-    names = list(systems.systems())
+    names = [*systems(), *tuned_systems()]
     assert names[0] == OURS
-    assert {"Std", "StdPL", "BLD", "STI"} < set(names)
-    assert list(systems.systems(baselines=False, ablations=False)) == [OURS]
-    assert not set(systems.systems(baselines=False)) & {"Std", "StdPL", "BLD", "STI"}
+    assert {"Std", "StdPL", "SP", "BLD", "STI"} < set(names)
+    none = {"baselines": False, "ablations": False, "presets": ("ours",)}
+    assert [*systems(**none), *tuned_systems(**none)] == [OURS]
+    assert not {*systems(baselines=False), *tuned_systems(baselines=False)} & {
+        "Std",
+        "StdPL",
+        "SP",
+        "BLD",
+        "STI",
+    }
+    # Of LLMCad's three techniques each is left out once.
+    left_out = {name.removeprefix(f"{PUBLISHED}-") for name in names if name.startswith(f"{PUBLISHED}-")}
+    assert left_out == {"no-tree", "no-fallback", "no-pipeline"}
+    only = {"presets": ("published",)}
+    assert not [name for name in (*systems(**only), *tuned_systems(**only)) if name.startswith(f"{OURS}-")]
 
 
 def test_prompts_are_held_out_and_fit(tmp_path):
@@ -107,29 +130,77 @@ def test_prompts_are_held_out_and_fit(tmp_path):
         read_prompts(tmp_path / "nowhere", tokenizer, count=1, most_tokens=99, seed=0)
 
 
-def said(tokens, ttft_ms, total_ms):
-    return SimpleNamespace(tokens=tokens, timings=SimpleNamespace(ttft_ms=ttft_ms, total_ms=total_ms))
+LINES = [
+    {"question_id": 1, "category": "writing", "turns": ["Write a poem.", "Now another."]},
+    {"question_id": 2, "category": "qa", "turns": ["Who wrote it?"]},
+    {"question_id": 3, "category": "rag", "turns": ["word " * 400]},
+    {"question_id": 4, "category": "coding", "turns": ["Sort a list."]},
+]
 
 
-def test_tasks_count_alike_however_long_their_answers_are():
-    answers = {
-        "long": [said([1] * 11, 5.0, 105.0), said([1] * 11, 5.0, 25.0)],
-        "short": [said([1, 2], 5.0, 7.0), said([1], 5.0, 5.0)],
-    }
-    assert _token_ms(answers) == pytest.approx(((100 + 20) / 20 + 2) / 2)
-    with pytest.raises(ConfigError, match="no answer had more than one token"):
-        _token_ms({"none": [said([1], 5.0, 5.0)]})
+def test_prompts_of_spec_bench_are_asked_by_category(tmp_path):
+    from jaxllm.text.tokenizer import Tokenizer
+
+    file = tmp_path / "question.jsonl"
+    file.write_text("\n".join(map(json.dumps, LINES)))
+    found = spec_bench(file)
+    assert [each.user for each in found["multi-turn conversation"]] == ["Write a poem.", "Sort a list."]
+    assert [len(each) for each in found.values()] == [2, 0, 0, 1, 0, 1]
+    tokenizer = Tokenizer(tiny_tokenizer())
+    # What is too long, and categories without prompts, are left out.
+    asked = read_prompts(None, tokenizer, count=5, most_tokens=100, seed=0, file=file)
+    assert {task: len(each) for task, each in asked.items()} == {"multi-turn conversation": 2, "qa": 1}
+    with pytest.raises(ConfigError, match="has at most 1 tokens"):
+        read_prompts(None, tokenizer, count=5, most_tokens=1, seed=0, file=file)
+    for line in ("{", "[]", json.dumps({"category": "qa", "turns": []}), json.dumps({"turns": ["a"]})):
+        file.write_text(f"{json.dumps(LINES[0])}\n{line}\n")
+        with pytest.raises(ConfigError, match="line 2: is no prompt of Spec-Bench"):
+            spec_bench(file)
 
 
-def test_agreement_is_of_tokens_at_their_places():
-    ours, theirs = {"a": [said([1, 2, 3, 9], 0, 0)]}, {"a": [said([1, 5, 3, 4, 7], 0, 0)]}
-    assert _agreement(ours, theirs) == pytest.approx(2 / 5)
+def test_the_real_spec_bench_is_read(data_dir):
+    file = data_dir / "prompts" / "spec_bench.jsonl"
+    if not file.is_file():
+        pytest.skip("Spec-Bench is not here")
+    assert {task: len(each) for task, each in spec_bench(file).items()} == dict.fromkeys(
+        ("multi-turn conversation", "translation", "summarization", "qa", "math_reasoning", "rag"), 80
+    )
+
+
+@pytest.mark.slow
+def test_a_run_has_rows_of_every_system(setting, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "cache_folder", lambda: tmp_path / "cache")
+    file, told = tmp_path / "question.jsonl", []
+    file.write_text("\n".join(map(json.dumps, LINES)))
+    subject = run.Subject(model=setting.model, draft=setting.draft, prompts=file)
+    plan = run.Plan(
+        prompts=2,
+        tokens=6,
+        tried=0,
+        context_tokens=128,
+        shares=(0.01, 0.9),
+        devices=(DEVICES["eufs"],),
+        parts=("systems",),
+    )
+    rows = run.run(subject, plan, tell=told.append)
+    assert len(told) == 1
+    assert "1% of the model in memory: a memory budget" in told[0]
+    whole = {row.baseline: row for row in rows if row.case.endswith("all tasks") and row.system == OURS}
+    others = {PUBLISHED, "Std", "StdPL", "SP", "BLD", "STI"}
+    assert others <= {*whole}
+    assert {row.system for row in rows} == {OURS, *others}
+    assert {row.metric for row in rows} == {"tpot_ms", "rouge_l", "acceptance_length", "useful_share"}
+    assert [row.value for row in rows if row.metric == "rouge_l" and row.system == OURS] == [1, 1]
+    with pytest.raises(ConfigError, match="no budget holds a draft"):
+        run.run(subject, dataclasses.replace(plan, shares=(0.01,)))
+    with pytest.raises(ConfigError, match="all prompts are taken"):
+        run.run(subject, dataclasses.replace(plan, tried=2))
 
 
 @pytest.mark.slow
 def test_memory_is_measured_in_a_process_of_its_own(setting, monkeypatch):
     monkeypatch.setattr(memory, "_BLOCK_BYTES", 1 << 16)
-    budget = systems._options(setting, setting.model).memory_bytes
+    budget = _options(setting, setting.model).memory_bytes
     rows = memory.memory_rows(setting.model, [budget])
     values = {row.metric: row for row in rows}
     assert set(values) == {"peak_memory_bytes", "tpot_ms", "bandwidth_share"}

@@ -81,6 +81,28 @@ def test_the_threshold_learns_from_the_branch_that_matches():
     assert [matching_tokens(tree, node) for node in (0, 1, 2, 3)] == [2, 2, 2, 8]
 
 
+def test_as_published():
+    options = SpeculationOptions.published(drafter="ngram")
+    assert (options.alpha, options.fallback, options.pipelined) == (0.01, "learned", True)
+    assert not options.lookup
+    assert not options.pausing
+    tree = options.trees
+    assert (tree.threshold, tree.branches, tree.tips, tree.pacer) == (0.3, 3, 1, "fair")
+    line = dataclasses.replace(tree, branches=1)
+    assert SpeculationOptions.published(model="draft", trees=line, pipelined=False).trees.branches == 1
+
+
+def test_a_tree_as_published_is_verified_whole():
+    sure = np.array([1.0, 0.9, *(0.01,) * 10])
+    by_cost = Speculation(Target(), Silent(), LEARNED)
+    for nodes, took_s in ((8, 0.01), (16, 1.0), (8, 0.01), (16, 1.0)):
+        by_cost._verify_cost.measured(nodes, took_s)
+    assert by_cost._size(sure, 0.001) == 8
+    whole = Speculation(Target(), Silent(), SpeculationOptions.published(drafter="ngram"))
+    whole._verify_cost = by_cost._verify_cost
+    assert [whole._size(sure[:count], 0.001) for count in (2, 8, 9, 12)] == [8, 8, 16, 16]
+
+
 def test_plain_tokens_come_by_the_dispatch_while_drafting_pauses():
     rounds = Speculation(Target(), Silent(), SpeculationOptions(drafter="ngram", lookup=False))
     for _ in range(3):

@@ -125,6 +125,18 @@ def test_the_answer_is_the_targets(folder, plain, drafter, share, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0, 0.7])
+def test_as_published_the_answer_is_the_targets(folder, plain, share):
+    trees = dataclasses.replace(TreeShape.published(), nodes=(4, 8), room=16)
+    options = SpeculationOptions.published(model=folder / "target.jaxllm", trees=trees)
+    engine = open_drafted(folder, plain, options, share)
+    for config in (GREEDY, DRAWN):
+        assert engine.generate(PROMPT, config).tokens == plain.generate(PROMPT, config).tokens
+    assert engine.speculation.counts.verifications
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0, 0.7])
 def test_one_request_takes_buckets_of_one_cache(folder, plain, share):
     options = speculation(folder, "small")
     engine = open_drafted(folder, plain, options, share)
@@ -233,6 +245,7 @@ def test_a_draft_of_other_tokens_is_refused(folder, plain, tmp_path):
         ({"drafter": "ngram", "trees": {"room": 1000}}, "room must be"),
         ({"drafter": "ngram", "trees": {"tips": 0}}, "tips and branches"),
         ({"drafter": "ngram", "trees": {"threshold": 0}}, "threshold must be"),
+        ({"drafter": "ngram", "trees": {"pacer": "oldest"}}, "pacer must be one of confidence, fair, order"),
     ],
 )
 def test_options_out_of_their_domain(options, message):

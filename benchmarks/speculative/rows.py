@@ -1,0 +1,113 @@
+"""Makes rows of answers: times with paired intervals, likeness to the target's answers, use of drafts."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from benchmarks.measuring.report import Row, compared
+from benchmarks.measuring.storage import Device
+from benchmarks.speculative.answers import (
+    Answers,
+    agreement,
+    mean_interval,
+    ratio_interval,
+    rouge_l,
+    token_ms,
+)
+from benchmarks.speculative.systems import BLD, OURS, PUBLISHED, STDPL, STI
+from serving.engine import Engine
+
+ALL = "all tasks"
+# Their answers are not the target's.
+_INEXACT = (BLD, STI)
+
+
+def time_rows(case: str, answers: Mapping[str, Answers], notes: Mapping[str, str]) -> list[Row]:
+    """Times per token by task and over all tasks: ours beside the others, and LLMCad as published beside it
+    without each technique."""
+    without = {name for name in answers if name.startswith(f"{PUBLISHED}-")}
+    rows = []
+    for task in (*next(iter(answers.values())), ALL):
+        found = {name: each if task == ALL else {task: each[task]} for name, each in answers.items()}
+        label = f"{case}: {task}"
+        noted = notes if task == ALL else {}
+        rows += _compared(OURS, {name: found[name] for name in found if name not in without}, label, noted)
+        if without:
+            rows += _compared(PUBLISHED, {name: found[name] for name in (PUBLISHED, *without)}, label, noted)
+    return rows
+
+
+def quality_rows(case: str, answers: Mapping[str, Answers]) -> list[Row]:
+    """Rouge-L of answers, the target's own being the right ones, of ours and of the systems whose answers
+    differ; none where no such system was measured."""
+    judged = [name for name in _INEXACT if name in answers]
+    if not judged:
+        return []
+    scores = {name: rouge_l(answers[name], answers[STDPL]) for name in (OURS, *judged)}
+    notes = {}
+    for name, each in scores.items():
+        low, high = mean_interval(each)
+        same = agreement(answers[name], answers[STDPL])
+        notes[name] = f"95 % in [{low:.2f}, {high:.2f}] of {len(each)} prompts; {same:.0%} of tokens the same"
+    means = {name: float(np.mean(each)) for name, each in scores.items()}
+    return compared(means, ours=OURS, case=f"{case}: {ALL}", metric="rouge_l", unit="share", notes=notes)
+
+
+def draft_rows(engines: Mapping[str, Engine], case: str) -> list[Row]:
+    """Acceptance of drafts, and the share of them that was used."""
+    rows = []
+    for name, engine in engines.items():
+        if engine.speculation is None:
+            continue
+        counts = engine.speculation.counts
+        note = (
+            f"{counts.verifications} verifications, {counts.plain_tokens} tokens without one; "
+            f"{counts.hidden_steps} steps of the draft while the target waited"
+        )
+        for metric, value, unit in (
+            ("acceptance_length", counts.acceptance_length, "tokens"),
+            ("useful_share", counts.useful_share, "share"),
+        ):
+            rows.append(Row(case=case, system=name, metric=metric, value=value, unit=unit, note=note))
+    return rows
+
+
+def notes_of(engines: Mapping[str, Engine], device: Device, how: Mapping[str, str]) -> dict[str, str]:
+    """How each system ran.
+
+    Args:
+      engines: by system.
+      device: that weights were read from.
+      how: what a system was tuned to, by system.
+    """
+    notes = {}
+    for name, engine in engines.items():
+        parts = [device.note] if device.note else []
+        if engine.model.streamed is not None:
+            facts = engine.model.streamed.facts()
+            parts.append(f"{facts['resident_layers']} pieces are resident, {facts['caching']} reads")
+        if name in how:
+            parts.append(how[name])
+        notes[name] = "; ".join(parts)
+    return notes
+
+
+def _compared(ours: str, answers: Mapping[str, Answers], case: str, notes: Mapping[str, str]) -> list[Row]:
+    """Rows of one case; with notes, the interval of each ratio in it, where tasks have several prompts."""
+    times = {name: token_ms(each) for name, each in answers.items()}
+    rows = compared(
+        times, ours=ours, case=case, metric="tpot_ms", unit="ms", notes=notes, lower_is_better=True
+    )
+    counts = [len(each) for each in answers[ours].values()]
+    if not notes or max(counts) < 2:
+        return rows
+
+    def with_interval(row: Row) -> Row:
+        if row.baseline is None:
+            return row
+        low, high = ratio_interval(answers[ours], answers[row.baseline])
+        said = f"paired 95 % in [{low:.2f}x, {high:.2f}x] of {sum(counts)} prompts"
+        return dataclasses.replace(row, note="; ".join(filter(None, (said, row.note))))
+
+    return list(map(with_interval, rows))
