@@ -1,6 +1,5 @@
 """Random weights in blocks, of any level and scale that a file may hold."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 
 from jaxllm.quant import BlockedArray, QArray, pack_int2, pack_int4, to_blocks
 from tests.kernels.switching import NATIVE, fall_back, kernels_of
+from tests.quick_jit import jit
 
 # bits, group. Fewer bits with one scale per output are nothing that `quantize` makes, but a bundle may.
 WIDTHS = ((8, 0), (8, 32), (8, 64), (4, 0), (4, 32), (4, 64), (2, 0), (2, 32), (2, 64))
-# Compiling is most of these tests' time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def weight_of(
