@@ -1,10 +1,8 @@
 """States of samplers and random logits, for tests."""
 
 import dataclasses
-import functools
 
 import chex
-import jax
 import numpy as np
 
 from jaxllm.sampling import (
@@ -16,11 +14,10 @@ from jaxllm.sampling import (
     sample,
     sampler_state,
 )
+from tests.quick_jit import jit
 
 V = 8
 DIMS = chex.Dimensions(B=1, V=V)
-# Compiling is most of this file's time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 sample_jit, top_k_jit, top_p_jit = (jit(function) for function in (sample, keep_top_k, keep_top_p))
 
 

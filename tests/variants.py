@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.quick_jit import jit
+
 
 def plain(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
     """The function on device arrays, one operation after the other."""
@@ -24,7 +26,7 @@ def plain(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
 
 def jitted(function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
     """The function compiled, with the static arguments of `jax.jit`; quickly, as it runs once."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **static)
+    return jit(function, **static)
 
 
 every_variant = pytest.mark.parametrize("variant", [plain, jitted], ids=["plain", "jit"])

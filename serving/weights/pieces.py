@@ -149,9 +149,7 @@ def segment_pieces(layout: Layout, segments: Sequence[str], *, apart: bool = Fal
         start = segment.offset % PAGE
         # Ranges end with their segments, which are checked one by one.
         ranges = [
-            Range(
-                offset=each.offset, size_bytes=each.size_bytes, place=start + each.offset - segment.offset
-            )
+            Range(offset=each.offset, size_bytes=each.size_bytes, place=start + each.offset - segment.offset)
             for each in (segment, low)
             if each is not None
         ]

@@ -196,7 +196,7 @@ class StreamedWeights:
         """
         if self._part is None:
             raise ConfigError(
-                "no part of this model stays in memory; name the drafter when it is opened: a level, or nested"
+                "no part of this model stays in memory; name a drafter of its own weights when it is opened"
             )
         return self._part.weights
 

@@ -419,7 +419,9 @@ PLANES: dict[str, Callable[[Manifest], None]] = {
 
 
 @pytest.mark.parametrize("change", PLANES.values(), ids=PLANES)
-def test_low_planes_that_are_not_what_they_must_be(tmp_path: Path, change: Callable[[Manifest], None]) -> None:
+def test_low_planes_that_are_not_what_they_must_be(
+    tmp_path: Path, change: Callable[[Manifest], None]
+) -> None:
     path = write(tmp_path / "nested", "int8-nested", MICRO)
     manifest = manifest_of(path)
     change(manifest)

@@ -1,10 +1,8 @@
 """Adapters in PEFT's layout: what we write PEFT loads, what PEFT writes we read, and the logits agree."""
 
-import functools
 import json
 import warnings
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,13 +15,13 @@ from jaxllm.models import decoder
 from jaxllm.models.lora import LoraConfig, adapt
 from tests import tiny_hf
 from tests.models.test_lora import MOE, random_adapter
+from tests.quick_jit import jit
 from tests.tiny import TINY
 
 LORA = LoraConfig(rank=3, alpha=5, targets=("attn.q", "attn.v", "attn.o", "ffn.up", "ffn.down"))
 TOKENS = np.random.default_rng(3).integers(0, tiny_hf.VOCAB, (2, 9)).astype(np.int32)
 # One of each layout: plain, several in one tensor, stored input first.
 LAYOUTS = ("llama-untied-biases", "qwen3", "phi3", "gpt2", "opt")
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)

@@ -1,7 +1,6 @@
 """Random weights in blocks, of any level and scale that a file may hold."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,13 +14,12 @@ from jaxllm.quant.blocks import levels_in_blocks
 from jaxllm.quant.nested import FACTORS, HIGHEST, LOWEST, NestedLevels
 from tests.kernels.switching import NATIVE, fall_back, kernels_of
 from tests.quant.plain import levels_of, nested_scales
+from tests.quick_jit import jit
 
 # bits, group; or a nested weight, and the high plane of one.
 Width = tuple[int, int] | tuple[str]
 NESTED, HIGH = ("nested",), ("high",)
 WIDTHS: tuple[Width, ...] = ((8, 0), (8, 32), (8, 64), (4, 32), (4, 64), (2, 32), (2, 64), NESTED, HIGH)
-# Compiling is most of these tests' time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def weight_of(

@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 
-import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.models.parameters import param_specs
+from tests.quick_jit import jit as jit
 
 V, BATCH, PROMPT, CHUNK = 13, 2, 9, 4
 # Not a multiple of the chunk, so a padded chunk reaches past the cache's end.
@@ -35,8 +35,6 @@ CONFIGS = {
     ),
 }  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, V, (BATCH, PROMPT), dtype=np.int32)
-# Compiling is most of these tests' time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache

@@ -26,12 +26,12 @@ from jaxllm.models.lora import (
     parameters_of,
 )
 from jaxllm.quant import Adapted, BlockedArray, dequantize, from_blocks, take_units, unit_at
+from tests.quick_jit import jit
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 MOE = ModelConfig(**{**dataclasses.asdict(TINY), "rope": TINY.rope, "experts": 4, "experts_per_token": 2})
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 7)).astype(np.int32)
 ALL = LoraConfig(rank=3, alpha=6, targets=TARGETS)
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def random_adapter(cfg, lora=ALL, seed=1):

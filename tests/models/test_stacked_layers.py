@@ -160,8 +160,13 @@ LEVEL_UNITS = {
 
 
 @pytest.mark.parametrize("units", LEVEL_UNITS)
-@pytest.mark.parametrize("form", ["float32", "int8", "int4", "bfloat16"])
-@pytest.mark.parametrize("name", ["plain", "everything", "experts"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *(("plain", form) for form in ("float32", "int8", "int4", "bfloat16")),
+        *((name, form) for name in ("everything", "experts") for form in ("float32", "int8")),
+    ],
+)
 def test_a_level_is_a_view_of_the_stacks(name, form, units, monkeypatch):
     fall_back(monkeypatch)
     cfg = DEEP[name]
@@ -174,7 +179,8 @@ def test_a_level_is_a_view_of_the_stacks(name, form, units, monkeypatch):
     stacks = {id(leaf.stack) for leaf in jax.tree.leaves(whole) if isinstance(leaf, StackEntry)}
     assert {id(leaf) for leaf in jax.tree.leaves(cut[STACK])} <= stacks
     same(level, shared_sub_model(params, level), cut)
-    same_as(known_states(name, form), cfg, by_stacking(whole, cfg))
+    if units == "equal":
+        same_as(known_states(name, form), cfg, by_stacking(whole, cfg))
 
 
 def test_what_is_beside_stacks_gets_rows_of_its_own(monkeypatch):

@@ -18,13 +18,13 @@ from jaxllm.models.encoder.parameters import encoder_parameter_count, encoder_sh
 from jaxllm.models.tiny_lm import TlmConfig, grow_vocabulary, head_encoder, tlm_from_encoder, tlm_shapes
 from jaxllm.quant import quantize
 from tests.models.encoder.tiny import MOBILE, front_mask, params_of, random_values, tokens_of
+from tests.quick_jit import jit
 
 TLM = TlmConfig(
     encoder=dataclasses.replace(MOBILE, layers=3, ffn_blocks=1), shared_layers=1, levels=4, prompt_levels=5
 )
 TOKENS, MASK = tokens_of(TLM.encoder, 3, 7), front_mask([7, 3, 1], 7)
 KEY = jax.random.key(0)
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 both = jit(functools.partial(tlm.forward_both, cfg=TLM))
 
 

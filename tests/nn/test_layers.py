@@ -4,7 +4,6 @@ import functools
 import math
 
 import chex
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -16,10 +15,8 @@ from hypothesis import strategies as st
 from jaxllm.config import RopeConfig
 from jaxllm.nn.layers import activate, attention, causal_mask, inverse_frequencies, rotary_cos_sin, rotate
 from jaxllm.nn.norms import layer_norm, rms_norm
+from tests.quick_jit import jit
 from tests.variants import every_variant
-
-# Compiling is most of this file's time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def normal(*shape, seed=0):

@@ -1,7 +1,5 @@
 """Every product, with every kind of weight, is numpy's on the weight it stands for, in little memory."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,12 +10,11 @@ import pytest
 from jaxllm.kernels import converted
 from jaxllm.nn.linear import embed, from_units, to_units
 from jaxllm.quant import Bfloat16Bits, QArray, dequantize, quantize
+from tests.quick_jit import jit
 from tests.variants import every_variant
 
 KINDS = ("f32", "bf16", "bits", "int8", "int4")
 CONVERTED = ("bits", "int8", "int4")
-# Compiling is most of this file's time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def normal(*shape, seed=0):

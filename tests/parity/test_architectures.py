@@ -1,8 +1,5 @@
 """Every architecture gives transformers' logits: whole, in two chunks cut anywhere, and token by token."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,13 +13,12 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests import tiny_hf
+from tests.quick_jit import jit
 
 TOLERANCE = 1e-3
 BATCH, PROMPT = 2, 13
 # Not a multiple of the chunk, so a padded chunk reaches past the cache's end.
 CAPACITY = 16
-# Compiling is most of this file's time, and speed of the result none of its business.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.fixture(scope="module", params=list(tiny_hf.VARIANTS))

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ import torch
 import transformers
 
 from tests.models.encoder.tiny import CONFIGS, MOBILE, front_mask, params_of, random_values
+from tests.quick_jit import jit
 from tests.tiny_hf import quiet
 
 TOLERANCE = 1e-3
@@ -28,7 +28,6 @@ MASK = front_mask(LENGTHS, COUNT)
 # Ids of real tokens are not the padding's.
 TOKENS = np.where(MASK, np.random.default_rng(1).integers(1, MOBILE.vocab_size, MASK.shape), PAD).astype("i4")
 TYPES = np.random.default_rng(2).integers(0, 2, MASK.shape, dtype=np.int32)
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def our_hidden(cfg, params, mask=MASK, types=TYPES):

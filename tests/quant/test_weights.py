@@ -1,7 +1,5 @@
 """Stored weights read back: whole, row by row, and their first units; whatever their form."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -26,14 +24,13 @@ from jaxllm.quant import (
     unpack_int4,
 )
 from tests.quant.plain import wide
+from tests.quick_jit import jit
 from tests.variants import every_variant
 
 # bits, group
 WIDTHS = [(8, 0), (8, 32), (4, 32), (4, 64), (2, 32)]
 # Rows beyond a panel and a group, columns beyond a block; neither comes whole.
 SHAPES = [(70, 65), (2, 40, 9)]
-# Compiling is most of this file's time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 dequantize_jit = jit(dequantize, static_argnums=1)
 every_form = pytest.mark.parametrize("form", [lambda weight: weight, to_blocks], ids=["columns", "blocks"])
 every_width = pytest.mark.parametrize(("bits", "group"), WIDTHS, ids=str)

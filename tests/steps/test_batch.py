@@ -23,11 +23,10 @@ from jaxllm.steps.model import BlockEnd, decode_tokens
 from tests.elastic.models import LLAMA, MODELS, in_blocks, scaled_params
 from tests.kernels.drawing import placed
 from tests.kernels.switching import needs_native
+from tests.quick_jit import jit
 
 pytestmark = needs_native
 V, CAPACITY, BLOCK, STOPS = LLAMA.vocab_size, 32, 6, 4
-# Compiling is most of this file's time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 LENGTHS = (5, 1, 11, 7, 3, 12, 2, 9)
 SAMPLINGS = (
     Sampling(),

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from jaxllm.models import decoder
 from jaxllm.models.parameters import param_specs
 from jaxllm.sampling import Sampling, sample, sampler_state
 from jaxllm.steps.model import BlockEnd, decode_step, decode_tokens, prefill_chunk, score_chunk
+from tests.quick_jit import jit
 
 V, CAPACITY, BLOCK = 23, 20, 6
 DIMS = chex.Dimensions(B=1, T=7, V=V)
@@ -33,8 +33,6 @@ SAMPLINGS = {
     ),
 }  # fmt: skip
 NO_STOPS = np.full(4, -1, np.int32)
-# Compiling is most of this file's time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 FIXED = {"cfg": CFG, "dtype": jnp.float32}
 
 

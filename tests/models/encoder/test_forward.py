@@ -16,10 +16,10 @@ from jaxllm.models.lora import adapt, merge
 from jaxllm.quant import dequantize, quantize, to_blocks
 from tests.kernels.switching import fall_back
 from tests.models.encoder.tiny import CONFIGS, MOBILE, front_mask, params_of, tokens_of
+from tests.quick_jit import jit
 
 V, COUNT = MOBILE.vocab_size, 7
 TOKENS = tokens_of(MOBILE, 3, COUNT)
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 widened = jit(lambda weight: dequantize(weight, jnp.dtype(jnp.float32)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -111,14 +112,18 @@ def test_plain_tokens_come_by_the_dispatch_while_drafting_pauses():
     assert paused == 8
     rounds._payoff.plain(took_ms=1e-3, tokens=1)
     held, cache = [7], Cache()
-    rows, count, _, _ = rounds.decode(np.array([0], np.int32), cache, None, np.zeros(0), 32, held)
+    rows, count, _, _ = rounds.decode(np.array([0], np.int32), cache, SAMPLER, np.zeros(0), 32, held)
     # As many as drafting still pauses for, and not one by one.
     assert rounds.runner.asked == [7]
     assert (count, rows.shape, rounds.counts.plain_tokens) == (7, (1, 7), 7)
     assert rounds._payoff.worthwhile
     # A draft that says nothing is followed by one token.
-    rounds.decode(np.array([0], np.int32), cache, None, np.zeros(0), 32, held)
+    rounds.decode(np.array([0], np.int32), cache, SAMPLER, np.zeros(0), 32, held)
     assert rounds.runner.asked == [7, 1]
+
+
+# All that drafting asks of a sampler.
+SAMPLER = SimpleNamespace(temperature=np.float32(0))
 
 
 class Line:
