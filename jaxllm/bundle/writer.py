@@ -132,7 +132,7 @@ def stored_form(
 ) -> np.ndarray | BlockedArray:
     """A parameter at the bits that `weights` gives its role, or at `width` bits if that is not 0."""
     bits = 32 if spec.role == "vector" else width or _width(spec, weights)
-    # Embedding and head are read whole by either reading: rows of them, or once a token.
+    # Embedding and head stay int8: drafts by 4-bit ones are much worse.
     if weights == "int8-nested" and bits == 8 and not width and spec.role != "embed":
         return nested_blocks(np.asarray(value, np.float32), contracted_axis(spec))
     if bits in (16, 32):

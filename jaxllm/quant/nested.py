@@ -5,7 +5,7 @@ inputs has a scale: a float32 of its output channel times a factor of 4 bits, a 
 [8, 15]. So there is one copy of a model: both planes are its int8 weights, the first plane is a 4-bit model
 of its own.
 
-Scale and levels are chosen for both readings together: of the factors that could serve a group, the one that
+Scale and levels are chosen for both models together: of the factors that could serve a group, the one that
 minimizes the squared error of the high plane plus `_BOTH` times that of both planes.
 """
 

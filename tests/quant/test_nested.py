@@ -59,7 +59,7 @@ def test_a_weight_that_is_representable_is_exact() -> None:
 
 
 @pytest.mark.parametrize(("shape", "axis"), SHAPES)
-def test_both_readings_are_good(shape: tuple[int, ...], axis: int) -> None:
+def test_both_planes_and_one_are_good(shape: tuple[int, ...], axis: int) -> None:
     weight = weight_of(shape)
     blocks = nested_blocks(weight, axis)  # pyright: ignore[reportArgumentType]
     both, high = dequantize(blocks, F32), dequantize(dataclasses.replace(blocks, low=None), F32)
@@ -67,7 +67,7 @@ def test_both_readings_are_good(shape: tuple[int, ...], axis: int) -> None:
     as_int4 = squared_error(weight, dequantize(quantize(weight, bits=4, axis=axis), F32))
     assert squared_error(weight, both) < 2.5 * as_int8
     assert squared_error(weight, high) < 1.6 * as_int4
-    # The high plane is the level's, whatever the reading.
+    # The high plane is near the level.
     np.testing.assert_allclose(high, both, rtol=0, atol=8.01 * float(np.abs(np.asarray(both)).max()) / 119)
 
 
