@@ -220,9 +220,9 @@ class Speculation:
         self.counts.plain_tokens += tokens
         return rows, tokens, cache, sampler
 
-    def _meanwhile(self, wait_s: float) -> bool:
+    def _meanwhile(self, busy_s: float) -> bool:
         """Runs one step of the drafter, if it ends before the target goes on."""
-        if not self.options.pipelined or wait_s < self.drafter.step_s or not self.drafter.step():
+        if not self.options.pipelined or busy_s < self.drafter.step_s or not self.drafter.step():
             return False
         self.counts.hidden_steps += 1
         return True

@@ -12,6 +12,7 @@ from serving.host.direct_io import aligned
 from serving.weights.first_read import FirstRead
 from serving.weights.level_memory import OuterMemory
 from serving.weights.pieces import LayerPiece, segment_pieces
+from serving.weights.prefetch_plan import SLOTS
 
 
 class HighPlanes:
@@ -22,9 +23,10 @@ class HighPlanes:
       size_bytes: memory of the high planes, the embedding and the head.
       weights: after `load`, all parameters by name; of layers the high planes alone.
       resizable: low planes that are resident can be given up.
+      slots: twice as many as for whole layers, which take as much memory: storage reads on while drafts grow.
     """
 
-    resizable = True
+    resizable, slots = True, 2 * SLOTS
 
     def __init__(self, bundle: Bundle) -> None:
         """Plans the memory; reads nothing.

@@ -12,6 +12,7 @@ from jaxllm.quant import Weight
 from serving.host.direct_io import aligned
 from serving.weights.first_read import FirstRead
 from serving.weights.pieces import LayerPiece, Range, beside_level, layer_pieces
+from serving.weights.prefetch_plan import SLOTS
 
 # Segments outside of the layers: embedding, final norm, head.
 _OUTER = ("embed", "final")
@@ -25,8 +26,10 @@ class ResidentPart(Protocol):
       size_bytes: memory of the part.
       weights: after `load`, all parameters by name; of layers the part alone is valid.
       resizable: whether resident pieces can be given up.
+      slots: for pieces that are not resident.
     """
 
+    slots: int
     pieces: list[LayerPiece]
     size_bytes: int
     weights: dict[str, Weight]
@@ -83,9 +86,10 @@ class LevelMemory:
       weights: after `load`, all parameters by name; of layers that are not resident only the level's units
         are valid.
       resizable: layers that are resident as a whole have a part of the level, and stay.
+      slots: as for whole layers.
     """
 
-    resizable = False
+    resizable, slots = False, SLOTS
 
     def __init__(self, bundle: Bundle, cfg: ModelConfig) -> None:
         """Plans the memory; reads nothing.

@@ -20,8 +20,8 @@ from serving.host.direct_io import PieceReader, aligned
 from serving.weights.first_read import Checksums
 from serving.weights.pieces import READERS, LayerPiece, Piece, Range, read_blocks, read_bytes
 
-# Does a little other work while weights are loaded: takes the expected wait in seconds, returns whether it
-# did any work.
+# Does a little other work while weights are loaded: takes the seconds for which storage is expected to be busy
+# without us, returns whether it did any work.
 Meanwhile = Callable[[float], bool]
 
 
@@ -202,7 +202,7 @@ class WeightStream:
                 self._changed.wait_for(lambda: bool(self._ahead) or self._closed)
                 self._require_open()
             slot = self._ahead[0]
-        while not slot.ready and meanwhile is not None and meanwhile(self._wait_s(slot)):
+        while not slot.ready and meanwhile is not None and meanwhile(self._busy_s(slot)):
             pass
         began = time.perf_counter()
         with self._changed:
@@ -218,13 +218,15 @@ class WeightStream:
         if self._closed:
             raise ConfigError("the engine of these weights is closed; open another one")
 
-    def _wait_s(self, slot: Slot) -> float:
-        """Expected seconds until the read of a piece ends."""
+    def _busy_s(self, slot: Slot) -> float:
+        """Expected seconds until storage has nothing to read: the piece that is read, then one for each free
+        slot."""
         counts = self.counts
         if not counts.read_bytes:
             return 0.0
         takes = read_bytes(self._pieces[slot.piece]) * counts.read_s / counts.read_bytes
-        return max(0.0, slot.began + takes - time.perf_counter())
+        further = len(self._free) * takes if self._read_ahead else 0.0
+        return max(0.0, slot.began + takes - time.perf_counter()) + further
 
     def _drop_all(self) -> None:
         """Frees all slots, after their reads have ended."""

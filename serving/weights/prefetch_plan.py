@@ -51,13 +51,16 @@ class MemoryPlan:
         return self.fixed_bytes + self.slots * self.slot_bytes + self.resident_bytes
 
 
-def plan_memory(sizes: Sequence[int], budget: MemoryBudget, *, slot_bytes: int = 0) -> MemoryPlan:
+def plan_memory(
+    sizes: Sequence[int], budget: MemoryBudget, *, slot_bytes: int = 0, slots: int = SLOTS
+) -> MemoryPlan:
     """Keeps as many pieces resident as fit, spread evenly among the others, so that reads never pause.
 
     Args:
       sizes: of all pieces, in bytes, in the order of a pass.
       budget: of which the fixed part is taken first.
       slot_bytes: of a piece while it is computed, if that is more than its resident size.
+      slots: for pieces that are not resident, as many as fit and at least two.
 
     Raises:
       BudgetExceeded: two pieces do not fit.
@@ -74,7 +77,8 @@ def plan_memory(sizes: Sequence[int], budget: MemoryBudget, *, slot_bytes: int =
             resident=tuple(range(len(sizes))),
             resident_bytes=total,
         )
-    room -= SLOTS * largest
+    slots = max(SLOTS, min(slots, room // largest))
+    room -= slots * largest
     if room < 0:
         least = least_budget(budget_bytes, -room)
         raise BudgetExceeded(
@@ -90,7 +94,7 @@ def plan_memory(sizes: Sequence[int], budget: MemoryBudget, *, slot_bytes: int =
     return MemoryPlan(
         budget_bytes=budget_bytes,
         fixed_bytes=fixed_bytes,
-        slots=SLOTS,
+        slots=slots,
         slot_bytes=largest,
         resident=tuple(sorted(resident)),
         resident_bytes=sum(sizes[each] for each in resident),

@@ -27,7 +27,7 @@ from serving.weights.level_memory import ResidentPart, piece_weights
 from serving.weights.model_level import ModelLevel
 from serving.weights.pieces import HeadPiece, LayerPiece, head_pieces, layer_pieces
 from serving.weights.prefetch import Meanwhile, Slot, StreamCounts, WeightStream
-from serving.weights.prefetch_plan import MemoryBudget, MemoryPlan, plan_memory, spread_evenly
+from serving.weights.prefetch_plan import SLOTS, MemoryBudget, MemoryPlan, plan_memory, spread_evenly
 
 # Most bytes of kept rows of the embedding, and their largest share of the model.
 _KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
@@ -83,7 +83,10 @@ class StreamedWeights:
         kept_bytes = min(_KEPT_ROWS_BYTES, int(_KEPT_ROWS_SHARE * bundle.weight_bytes))
         fixed_bytes = budget.fixed_bytes + kept_bytes + (self._part.size_bytes if self._part else 0)
         self.plan: MemoryPlan = plan_memory(
-            sizes, dataclasses.replace(budget, fixed_bytes=fixed_bytes), slot_bytes=largest
+            sizes,
+            dataclasses.replace(budget, fixed_bytes=fixed_bytes),
+            slot_bytes=largest,
+            slots=SLOTS if part is None else part.slots,
         )
         first_read = FirstRead(bundle, self._reader)
         self._stream = WeightStream(
