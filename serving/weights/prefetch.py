@@ -20,8 +20,8 @@ from serving.host.direct_io import PieceReader, aligned
 from serving.weights.first_read import Checksums
 from serving.weights.pieces import READERS, LayerPiece, Piece, Range, read_blocks, read_bytes
 
-# Does a little other work while weights are loaded: takes the seconds for which storage is expected to be busy
-# without us, returns whether it did any work.
+# Does a little other work while weights are loaded: takes the seconds for which storage is probably busy, and
+# returns whether it did any work.
 Meanwhile = Callable[[float], bool]
 
 

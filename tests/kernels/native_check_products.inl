@@ -200,7 +200,7 @@ void check_feed_forward(Random& random) {
               {},
               {},
               {}};
-  if (!gated) block.gate.data = nullptr;
+  if (!gated) block.gate.stored.data = nullptr;
   const Buffer<float> x(random.floats(rows * width)), scale(random.floats(width));
   const Norm norm{random.below(2) ? scale.data() : nullptr, 1e-5f};
   const Shadow outer(random, width, units), inner(random, units, width);
