@@ -105,7 +105,7 @@ def speculative_command(
     Example:
       jaxllm bench speculative
       jaxllm bench speculative --enlarge 4 --budget 25% --device eufs
-      jaxllm bench speculative --full --prompts spec-bench --data DIR --preset published
+      jaxllm bench speculative --full --prompts spec-bench --preset published
     """
     from benchmarks.speculative import run
     from benchmarks.speculative.enlarged import enlarged_bundle

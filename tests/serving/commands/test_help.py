@@ -162,6 +162,7 @@ def test_completion(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert completed(monkeypatch, run, "eval", "p") == {"perplexity"}
     assert completed(monkeypatch, run, "prepare", "folder", "--weights", "int") == {
         "int8",
+        "int8-nested",
         "int4",
         "int4-all",
     }
