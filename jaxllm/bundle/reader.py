@@ -254,20 +254,17 @@ class Bundle:
         start = segments[segment].offset
         low_start = segments[low_segment(segment)].offset if low_memory is not None else 0
 
-        def view(extent: Extent, memory: np.ndarray, start: int) -> np.ndarray:
-            return extent.array(memory[extent.offset - start :][: extent.size_bytes])
+        def view(extent: Extent) -> np.ndarray:
+            # Low planes lie behind all else of the segment.
+            own, first = memory, start
+            if low_memory is not None and extent.offset >= low_start:
+                own, first = low_memory, low_start
+            return extent.array(own[extent.offset - first :][: extent.size_bytes])
 
         found = {}
         for name, tensor in self.layout.by_segment[segment].items():
-            if low_memory is None:
-                tensor = dataclasses.replace(tensor, low=None)
-
-            def views(extent: Extent, tensor: Tensor = tensor) -> np.ndarray:
-                if low_memory is not None and extent is tensor.low:
-                    return view(extent, low_memory, low_start)
-                return view(extent, memory, start)
-
-            found[name] = self.place(tensor, self.layout.specs[name].shape, views)
+            used = dataclasses.replace(tensor, low=None) if low_memory is None else tensor
+            found[name] = self.place(used, self.layout.specs[name].shape, view)
         return found
 
     def place(self, tensor: Tensor, shape: tuple[int, ...], view: Callable[[Extent], np.ndarray]) -> Weight:

@@ -154,7 +154,6 @@ def levels_in_blocks(found: NestedLevels, shape: tuple[int, ...], axis: Literal[
     # [K, P, 16] and [K, groups, P, 16].
     channel = channel.reshape(len(channel), -1, PANEL)
     factor = factor.transpose(0, 2, 1).reshape(len(factor), factor.shape[-1], -1, PANEL)
-    factor = np.where(factor == 0, np.int8(8), factor)
     planes = []
     for plane in (high_of(found.levels), low_of(found.levels)):
         each = [_pack(_padded(matrix, PANEL, BLOCK), 4) for matrix in plane]

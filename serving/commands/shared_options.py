@@ -94,8 +94,9 @@ _RUNNING_OPTIONS = (
         "--draft",
         metavar="DRAFT",
         help="Draft tokens for the model to verify, with a small model of the same tokenizer (MODEL; with "
-        "--program a folder of programs), a level of the model itself (level:PERCENT), or earlier "
-        "continuations in the text (ngram). The answer stays the same.",
+        "--program a folder of programs), a level of the model itself (level:PERCENT), the high planes of "
+        "int8-nested weights (nested, nested:PERCENT), or earlier continuations in the text (ngram). The "
+        "answer stays the same.",
     ),
     prefill_option(
         "Compute prompts in floats, in 8-bit integers (takes a bundle of `jaxllm calibrate-prefill`), or in "

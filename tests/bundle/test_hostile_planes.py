@@ -1,4 +1,4 @@
-"""What a manifest may say of low planes, every checksum in it right: refused when the bundle is opened."""
+"""Refuses bundles whose manifest misplaces low planes, every checksum in it right, when they are opened."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which session a prompt goes on with, and what is copied of it."""
+"""Tests which session a prompt goes on with, and what is copied of it."""
 
 import threading
 
