@@ -51,9 +51,9 @@ def plain_loop(params):
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", WEIGHT_FORMATS)
 def test_answers_are_those_of_the_plain_loop(folder, tmp_path, weights, monkeypatch):
-    if weights.startswith("int4"):
-        # Native 4-bit products round the activations of one token and of many differently: enough to
-        # turn a near tie of a random model.
+    if weights.startswith("int4") or weights == "int8-nested":
+        # Native products by planes of four bits round the activations of one token and of many
+        # differently: enough to turn a near tie of a random model.
         fall_back(monkeypatch)
     bundle = tmp_path / "model.jaxllm"
     prepare(folder, bundle, weights=weights)
