@@ -42,12 +42,12 @@ class PlannedCall(Lifecycle):
     def cost(self, run: Run) -> Cost:
         """The cost of an answer so far, from the request on; its energy comes from the profile."""
         timings, tokens, plan = run.timings, len(run.tokens), self.plan
-        known = self._profile.energy is not None
+        known, computed = self._profile.energy is not None, max(1, len(plan.kept) - plan.reused_tokens)
         return Cost(
             ttft_ms=self._tokenize_ms + plan.planning_ms + timings.ttft_ms,
             tpot_ms=timings.tpot_ms(tokens),
             tokens=tokens,
-            joules=self._profile.joules(plan.level, len(plan.kept), tokens) if known else None,
+            joules=self._profile.joules(plan.level, computed, tokens) if known else None,
         )
 
     def stepped(self, run: Run) -> None:

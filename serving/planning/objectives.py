@@ -112,10 +112,18 @@ class Cost:
 
 
 def expected_cost(
-    profile: DeviceProfile, level: int, prompt_tokens: int, answer_tokens: int, *, planning_ms: float = 0.0
+    profile: DeviceProfile,
+    level: int,
+    prompt_tokens: int,
+    answer_tokens: int,
+    *,
+    planning_ms: float = 0.0,
+    reused: int = 0,
 ) -> Cost:
     """The expected cost of an answer of `answer_tokens` at a level, after a prompt of so many tokens."""
-    costs = expected_costs(profile, (level,), (prompt_tokens,), answer_tokens, planning_ms=planning_ms)
+    costs = expected_costs(
+        profile, (level,), (prompt_tokens,), answer_tokens, planning_ms=planning_ms, reused=(reused,)
+    )
     return Cost(
         ttft_ms=float(costs.ttft_ms[0, 0]),
         tpot_ms=float(costs.tpot_ms[0, 0]),
@@ -131,13 +139,33 @@ def expected_costs(
     answer_tokens: int,
     *,
     planning_ms: float = 0.0,
+    reused: Sequence[int] = (),
 ) -> Cost:
-    """`expected_cost` of levels and prompt lengths: arrays `[levels, lengths]`."""
+    """`expected_cost` of levels and prompt lengths: arrays `[levels, lengths]`.
+
+    Args:
+      profile: of the device.
+      levels: of the profile.
+      prompt_tokens: lengths of prompts.
+      answer_tokens: of the answer.
+      planning_ms: time before anything is computed.
+      reused: of each level, the tokens at a prompt's beginning that a cache has already; empty for none.
+    """
+    ttft_ms = profile.ttfts(levels, prompt_tokens)
     joules = None
     if profile.energy is not None:
         joules = profile.all_joules(levels, prompt_tokens, answer_tokens)
+    for row, tokens in enumerate(reused):
+        if tokens:
+            level, left = levels[row : row + 1], [max(1, each - tokens) for each in prompt_tokens]
+            # At least what so many tokens take alone; attention reads the tokens before them as well, which
+            # is part of what a whole prompt takes more than its beginning.
+            more_ms = ttft_ms[row] - profile.ttfts(level, (tokens,))[0]
+            ttft_ms[row] = np.maximum(profile.ttfts(level, left)[0], more_ms)
+            if joules is not None:
+                joules[row] = profile.all_joules(level, left, answer_tokens)[0]
     return Cost(
-        ttft_ms=planning_ms + profile.ttfts(levels, prompt_tokens),
+        ttft_ms=planning_ms + ttft_ms,
         tpot_ms=profile.tpots(levels, prompt_tokens),
         tokens=answer_tokens,
         joules=joules,

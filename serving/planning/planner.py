@@ -9,7 +9,8 @@ it.
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -51,6 +52,7 @@ class Plan:
       expected: cost of the answer, tokenizing and planning included.
       whole: cost of the whole model with the whole prompt, tokenizing included.
       planning_ms: time to make this plan.
+      reused_tokens: at the prompt's beginning, whose computation `expected` leaves out.
       confident: whether the objective should be met with the service's confidence, by the safety margin.
         Otherwise the plan meets it by the profile alone, or is the nearest.
     """
@@ -63,6 +65,7 @@ class Plan:
     expected: Cost
     whole: Cost
     planning_ms: float
+    reused_tokens: int = 0
     confident: bool = True
 
 
@@ -81,6 +84,7 @@ class Load:
 
 
 IDLE = Load()
+NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +117,13 @@ class _Request(_Asked):
 
     Attributes:
       began: when planning began, by `time.perf_counter`.
+      reused: see `Planner.plan`.
     """
 
     prompt: PromptTokens
     tokenize_ms: float
     began: float
+    reused: Mapping[int, int]
 
     def spent_ms(self) -> float:
         """Time since the request came."""
@@ -172,6 +178,7 @@ class Planner:
         strict: bool = False,
         tokenize_ms: float = 0.0,
         load: Load = IDLE,
+        reused: Mapping[int, int] = NOTHING,
     ) -> Plan:
         """Plans one request.
 
@@ -185,6 +192,8 @@ class Planner:
           strict: refuse an objective that cannot be met, instead of taking the nearest choice.
           tokenize_ms: time to render and encode the prompt.
           load: what others take.
+          reused: level -> tokens at the prompt's beginning that a cache of this level has already; a level
+            without an entry has none. They need not be computed where the prompt is kept whole.
 
         Raises:
           ObjectiveMissed: `strict`, and no choice meets the objective; the message has the nearest.
@@ -193,7 +202,7 @@ class Planner:
         began = time.perf_counter()
         answers = max(1, answer_tokens)
         whole = whole_cost(self._profile, len(prompt.ids), answers, tokenize_ms=tokenize_ms)
-        asked = _Request(objective, answers, whole, load, prompt, tokenize_ms, began)
+        asked = _Request(objective, answers, whole, load, prompt, tokenize_ms, began, reused)
         margin_sets = self._margin_sets()
         # On a device that stalls at times no choice may be in time with confidence: then one that is in time
         # by the profile is better than the nearest with confidence.
@@ -260,18 +269,20 @@ class Planner:
         excess_of = functools.partial(self._choices_excess, asked, margins)
 
         def made(level: int, ratio: float, kept: np.ndarray, source: Source) -> Plan:
-            spent_ms = asked.spent_ms()
-            cost = expected_cost(self._profile, level, len(kept), asked.answer_tokens, planning_ms=spent_ms)
+            spent_ms, reused = asked.spent_ms(), asked.reused.get(level, 0) if len(kept) == tokens else 0
+            cost = expected_cost(
+                self._profile, level, len(kept), asked.answer_tokens, planning_ms=spent_ms, reused=reused
+            )
             return Plan(
                 level=level, prompt_ratio=ratio, kept=kept, prompt_tokens=tokens, source=source,
-                expected=cost, whole=whole, planning_ms=spent_ms - asked.tokenize_ms,
+                expected=cost, whole=whole, planning_ms=spent_ms - asked.tokenize_ms, reused_tokens=reused,
                 confident=confident and source != "nearest",
             )  # fmt: skip
 
-        if self._excess(asked, margins, whole) <= 1:
+        if self._excess(asked, margins, self._whole_again(asked)) <= 1:
             return made(WHOLE, 1.0, np.arange(tokens), "whole")
         # The whole prompt, without the proposer's time; then all choices, with its time.
-        unasked = excess_of([tokens], asked.spent_ms())
+        unasked = excess_of([tokens], asked.spent_ms(), [asked.reused.get(each, 0) for each in self._levels])
         largest, _ = self._largest(unasked <= 1)
         proposer, counts, excess = self._proposer, [tokens], np.full((len(self._levels), 1), np.inf)
         if proposer is not None:
@@ -306,6 +317,16 @@ class Planner:
             return made(*self._shortened(prompt, *place, found.scores), "proposed")
         return made(*self._shortened(prompt, *self._largest(allowed), found.scores), "fallback")
 
+    def _whole_again(self, asked: _Request) -> Cost:
+        """The cost of the whole model with the whole prompt, without what its cache has already."""
+        reused = asked.reused.get(WHOLE, 0)
+        if not reused:
+            return asked.whole
+        tokens, spent_ms = len(asked.prompt.ids), asked.tokenize_ms
+        return expected_cost(
+            self._profile, WHOLE, tokens, asked.answer_tokens, planning_ms=spent_ms, reused=reused
+        )
+
     def _excess(self, asked: _Asked, margins: _Margins, cost: Cost) -> Any:
         """`overrun` of a cost with margins."""
         planned = dataclasses.replace(
@@ -321,11 +342,16 @@ class Planner:
         return [max(must, int(ratio * tokens + 1e-6)) for ratio in self._ratios]
 
     def _choices_excess(
-        self, asked: _Asked, margins: _Margins, counts: Sequence[int], planning_ms: float
+        self,
+        asked: _Asked,
+        margins: _Margins,
+        counts: Sequence[int],
+        planning_ms: float,
+        reused: Sequence[int] = (),
     ) -> np.ndarray:
         """`_excess` of each choice `[levels, prompt_ratios]`, by the number of kept tokens at each ratio."""
         costs = expected_costs(
-            self._profile, self._levels, counts, asked.answer_tokens, planning_ms=planning_ms
+            self._profile, self._levels, counts, asked.answer_tokens, planning_ms=planning_ms, reused=reused
         )
         return self._excess(asked, margins, costs)
 

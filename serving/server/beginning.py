@@ -1,8 +1,9 @@
 """Begins calls: plans those with an objective, takes the turns of those in contexts, and makes their runs."""
 
 import dataclasses
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -51,7 +52,10 @@ def begin(job: Job, service: LLMService, sessions: PrefixSessions, load: Load) -
     plan, lifecycle = None, None
     ids, level, tpot_ms = job.prompt, None, None
     if call.objective is not None:
-        plan = _planned(job, service, load)
+        there = sessions.reusable(call.app, job.prompt)
+        versions = {each: engine.runner_at(each).weights_version for each in engine.levels}
+        reused = {level: there[version] for level, version in versions.items() if version in there}
+        plan = _planned(job, service, load, reused)
         ids = tuple(np.asarray(job.prompt)[plan.kept].tolist())
         level, tpot_ms = plan.level, plan.expected.tpot_ms
         lifecycle = PlannedCall(plan, call.objective, service.profile, margin=service.planner.safety_margin)
@@ -77,8 +81,8 @@ def begin_turn(job: Job, service: LLMService, contexts: ContextTurns, load: Load
     job.begin(run, kept_by=kept_by)
 
 
-def _planned(job: Job, service: LLMService, load: Load) -> Plan:
-    """The plan of a call.
+def _planned(job: Job, service: LLMService, load: Load, reused: Mapping[int, int]) -> Plan:
+    """The plan of a call; `reused` as `Planner.plan` takes it.
 
     Raises:
       ObjectiveMissed: no choice is in time even on an idle device, and the call insists.
@@ -87,12 +91,12 @@ def _planned(job: Job, service: LLMService, load: Load) -> Plan:
     call, ids = job.call, _unmarked(job.prompt)
     objective, count = call.objective, call.config.max_tokens
     assert objective is not None
-    plan = service.planner.plan
+    plan = functools.partial(service.planner.plan, ids, objective, answer_tokens=count, reused=reused)
     try:
-        return plan(ids, objective, answer_tokens=count, strict=bool(call.strict), load=load)
+        return plan(strict=bool(call.strict), load=load)
     except ObjectiveMissed as missed:
         # Raises the same where nobody else is the cause.
-        plan(ids, objective, answer_tokens=count, strict=True, load=IDLE)
+        plan(strict=True, load=IDLE)
         raise Refused(
             f"other calls take the time that this one insists on ({missed}); try again later",
             reason="full",

@@ -121,13 +121,12 @@ class Job:
 
     def work(self, batchable: Callable[[Run], bool]) -> Work:
         """The call as the scheduler sees it."""
-        arrived, run, whole = 1000 * self.ticket.arrived_s, self.run, self.whole
+        arrived, run, cost = 1000 * self.ticket.arrived_s, self.run, self._expected
         stage = "start" if run is None else run.stage
-        prefill = whole.ttft_ms
+        prefill = cost.ttft_ms
         if run is not None and run.stage == "prefill":
             left = run.prompt_tokens - len(run.session.tokens)
-            of = run.prompt_tokens if self.turn is None else self.turn.computed_tokens
-            prefill *= min(1.0, max(0.0, left / max(1, of)))
+            prefill *= min(1.0, max(0.0, left / max(1, self._expected_tokens)))
         decodes = stage in ("decode", "finish")
         told = 0 if run is None else len(run.tokens)
         return Work(
@@ -136,11 +135,11 @@ class Job:
             priority=self.call.priority,
             since_ms=1000 * self._last_s,
             due_ms=1000 * self._first_s + told * self._tpot_ms if decodes else arrived + self._ttft_ms,
-            left_ms=whole.tpot_ms if decodes else prefill,
-            rest_ms=(0.0 if decodes else prefill) + whole.tpot_ms * (self.call.config.max_tokens - told),
+            left_ms=cost.tpot_ms if decodes else prefill,
+            rest_ms=(0.0 if decodes else prefill) + cost.tpot_ms * (self.call.config.max_tokens - told),
             stage=stage,
             context_bytes=0 if self.turn is None else self.turn.most_bytes,
-            token_ms=whole.tpot_ms,
+            token_ms=cost.tpot_ms,
             tpot_ms=self._tpot_ms,
             batchable=run is not None and batchable(run),
             adapter=self.adapter,
@@ -150,14 +149,19 @@ class Job:
         """Takes the turn of a call in a context, before it begins."""
         self.turn, self.adapter = turn, turn.adapter
         self._expect(turn.prompt, turn.whole)
+        self._expected_tokens = turn.computed_tokens
 
     def begin(self, run: Run, plan: Plan | None = None, kept_by: ContextCall | None = None) -> None:
         """Takes the run of the call, before its first step."""
         self.run, self.plan, self.kept_by, self._began_s = run, plan, kept_by, time.perf_counter()
+        if plan is not None:
+            # From here on others need not wait for the whole model.
+            self._expected, self._expected_tokens = plan.expected, len(plan.kept) - plan.reused_tokens
 
     def _expect(self, prompt: tuple[int, ...], whole: Cost) -> None:
         priority = self.call.priority
         self.prompt, self.whole, self.limits = prompt, whole, time_limits(self.call.objective, whole)
+        self._expected, self._expected_tokens = whole, len(prompt)
         self._ttft_ms = min(self.limits.ttft_ms, self._options.ttft_ms(priority))
         self._tpot_ms = min(self.limits.tpot_ms, self._options.tpot_ms(priority))
 

@@ -67,6 +67,17 @@ class PrefixSessions:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def reusable(self, app: str, prompt: tuple[int, ...]) -> dict[tuple[int, int], int]:
+        """Weights version -> the tokens at a prompt's beginning that `take` would find computed by these
+        weights for an app; without those of which there are too few."""
+        found: dict[tuple[int, int], int] = {}
+        for each in self._kept:
+            if each.app == app:
+                common, version = common_prefix(each.session.tokens, prompt), each.session.weights_version
+                if common >= _LEAST_COMMON and version is not None:
+                    found[version] = max(common, found.get(version, 0))
+        return found
+
     def take(self, app: str, key: str, prompt: tuple[int, ...], runner: Forks) -> Session:
         """A session with the longest common prefix with a prompt among the app's own, of equal ones one with
         the key; an empty one where none is worth it.

@@ -11,6 +11,7 @@ from serving.planning.objectives import (
     Latency,
     as_ratios,
     expected_cost,
+    expected_costs,
     meets,
     whole_cost,
 )
@@ -70,6 +71,19 @@ def test_expected_costs_are_the_profiles():
     found = expected_cost(PROFILE, 50, 64, 9, planning_ms=0.5)
     assert found == Cost(ttft_ms=4.5, tpot_ms=0.6, tokens=9)
     assert found.total_ms == pytest.approx(4.5 + 8 * 0.6)
+
+
+def test_what_a_cache_has_costs_no_computing():
+    steep = dataclasses.replace(PROFILE, ttft_ms=tuple((1.0, 9.0 * level) for level in PROFILE.levels))
+    tokens = PROFILE.tokens[-1]
+    computed = expected_cost(steep, 50, tokens, 9, reused=tokens - 1)
+    whole = expected_cost(steep, 50, tokens, 9)
+    assert computed.ttft_ms == max(steep.ttft(50, 1), whole.ttft_ms - steep.ttft(50, tokens - 1))
+    assert computed.tpot_ms == whole.tpot_ms
+    # At least one token is fed.
+    assert expected_cost(steep, 50, tokens, 9, reused=tokens).ttft_ms == steep.ttft(50, 1)
+    both = expected_costs(steep, (50, 100), (tokens,), 9, reused=(0, tokens))
+    assert both.ttft_ms[:, 0].tolist() == [steep.ttft(50, tokens), steep.ttft(100, 1)]
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "3"])

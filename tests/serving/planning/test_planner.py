@@ -190,6 +190,24 @@ def test_an_objective_with_room_for_all_asks_nobody():
     assert plan.source == "whole"
 
 
+def test_what_a_cache_has_already_need_not_be_computed():
+    slo = Slo(ttft=0.5, tpot=1.0)
+    # Alone the half-sized level is the largest in time; the whole model's cache has all but 10 tokens.
+    assert planner().plan(word_prompt(), slo, answer_tokens=8).level == 50
+    plan = planner().plan(word_prompt(), slo, answer_tokens=8, reused={100: 90})
+    assert (plan.level, plan.source, plan.reused_tokens) == (100, "whole", 90)
+    assert plan.expected.ttft_ms == pytest.approx(PROFILE.ttft(100, 10))
+    # What the objective is relative to stays the whole prompt's time.
+    assert plan.whole.ttft_ms == PROFILE.ttft(100, 100)
+    # A cache of a smaller level helps where none is in time without it, and no larger one.
+    strict = Slo(ttft=0.1, tpot=1.0)
+    plan = planner().plan(word_prompt(), strict, answer_tokens=8, reused={50: 90})
+    assert (plan.level, plan.source, plan.reused_tokens) == (50, "fallback", 90)
+    # A prompt that is shortened is another one.
+    plan = planner(Fixed(50, 0.5)).plan(word_prompt(), slo, answer_tokens=8, reused={50: 20})
+    assert (plan.level, len(plan.kept), plan.reused_tokens) == (50, 50, 0)
+
+
 def test_without_a_proposer_prompts_stay_whole():
     plan = planner().plan(word_prompt(), Slo(ttft=0.6, tpot=0.6), answer_tokens=8)
     assert (plan.level, len(plan.kept), plan.source) == (50, 100, "fallback")

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import re
+import time
 
 import pytest
 
@@ -16,6 +17,7 @@ from serving.server.executor import Executor
 from serving.server.scheduler import SchedulerOptions
 from serving.service import LLMService
 from serving.speculation.options import SpeculationOptions, TreeShape
+from serving.step import step
 from tests.tiny import write_tiny_bundle
 
 PROMPT = "the quick brown fox jumps over the lazy dog"
@@ -172,6 +174,20 @@ def test_an_apps_own_cache_is_used_again_and_no_others(executor):
     ]
 
 
+def test_a_plan_knows_what_caches_of_the_app_have(executor, service, monkeypatch):
+    asked = []
+    plan = service.planner.plan
+    monkeypatch.setattr(
+        service.planner, "plan", lambda *args, **more: asked.append(more["reused"]) or plan(*args, **more)
+    )
+    easy = Latency(ttft_ms=1e6, tpot_ms=1e6)
+    long = PROMPT + " of the deep wood"
+    together(executor, call(long, app="fresh", objective=easy))
+    (again,) = together(executor, call(long + " and hides", app="fresh", objective=easy))
+    assert asked[0] == {}
+    assert asked[1] == {100: again[0].reused_tokens}
+
+
 def test_conversations_that_share_an_instruction_reuse_it_each(executor, compiles):
     shared = "the quick brown fox jumps over the lazy dog and "
     # With more behind it than an answer that is encoded otherwise when it comes back.
@@ -273,7 +289,14 @@ def test_a_call_that_comes_just_before_a_dispatch_waits_for_the_next(service):
     assert all(isinstance(each[-1], Ended) for each in asyncio.run(run()))
 
 
-def test_the_deadline_of_a_stop_ends_what_runs(service):
+def test_the_deadline_of_a_stop_ends_what_runs(service, monkeypatch):
+    def slow(run):
+        time.sleep(0.05)
+        step(run)
+
+    # Else the answer may have ended before the service is told to stop.
+    monkeypatch.setattr(executors, "step", slow)
+
     async def run():
         made = Executor(service, SchedulerOptions())
         ticket = made.submit(call(tokens=80), asyncio.get_running_loop())

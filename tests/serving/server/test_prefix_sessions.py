@@ -87,6 +87,21 @@ def test_no_session_is_of_use_to_another_app_or_level(runner):
     assert runner.forked == []
 
 
+def test_what_would_be_found_is_told_by_weights(runner):
+    sessions = PrefixSessions(10 * SIZE)
+    for tokens, level in ((prompt(100), 100), (prompt(200), 100), (prompt(100, 8), 50)):
+        each = chat(*tokens)
+        each.weights_version = (level, 0)
+        sessions.keep("mail", "", each)
+    asked = (*prompt(100), 7)
+    found = sessions.reusable("mail", asked)
+    assert found == {(100, 0): len(prompt(100)), (50, 0): len(SYSTEM) + 8}
+    assert (sessions.reusable("news", asked), sessions.reusable("mail", tuple(range(500, 540)))) == ({}, {})
+    for level in (100, 50):
+        taken = sessions.take("mail", "", asked, Runner(level))
+        assert len(taken.tokens) == found[level, 0]
+
+
 def test_copies_stay_within_the_budget(runner):
     sessions = PrefixSessions(3 * SIZE, lambda app: 2 * SIZE)
     for first in range(100, 1000, 100):
