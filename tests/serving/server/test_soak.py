@@ -113,6 +113,7 @@ class Service:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(60 * MINUTES + 600)
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
 def test_soak(tmp_path):
     service = Service(tmp_path)
