@@ -53,9 +53,9 @@ class AsyncClient:
         other._adapter = name
         return other
 
-    async def bind(self, slo: Any, *, strict: bool = False) -> tuple[int, ...]:
+    async def bind(self, slo: Any, *, strict: bool = False, shorten: bool = False) -> tuple[int, ...]:
         """See `Client.bind`."""
-        return missed_of(await self._ask("POST", "/v1/objective", bind_body(slo, strict)))
+        return missed_of(await self._ask("POST", "/v1/objective", bind_body(slo, strict, shorten)))
 
     async def unbind(self) -> None:
         """See `Client.unbind`."""

@@ -64,13 +64,14 @@ class Client:
         other._adapter = name
         return other
 
-    def bind(self, slo: Any, *, strict: bool = False) -> tuple[int, ...]:
+    def bind(self, slo: Any, *, strict: bool = False, shorten: bool = False) -> tuple[int, ...]:
         """Binds the app, whatever client it uses, to an objective for its calls that name none, until it
         unbinds or the service ends (bindLLMService).
 
         Args:
           slo: ratios such as "<40,70>"; `{"ttft_ms": 200, "tpot_ms": 50}`; or an objective of `jaxllm`.
           strict: refuse calls that no sub-model can answer in time.
+          shorten: plans may drop words of prompts. A single call allows it by `extra={"shorten": True}`.
 
         Returns:
           The prompt lengths at which no sub-model is in time on the service's device.
@@ -78,14 +79,14 @@ class Client:
         Raises:
           ConfigError: the objective is malformed.
         """
-        return missed_of(self._ask("POST", "/v1/objective", bind_body(slo, strict)))
+        return missed_of(self._ask("POST", "/v1/objective", bind_body(slo, strict, shorten)))
 
     def unbind(self) -> None:
         """Ends what the app was bound to; what the service's options say of it counts again."""
         self._ask("DELETE", "/v1/objective")
 
     def objective(self) -> dict[str, Any]:
-        """The app's objective, as the service tells it: `slo`, `strict` and whom it is `from`."""
+        """The app's objective, as the service tells it: `slo`, `strict`, `shorten` and whom it is `from`."""
         return self._ask("GET", "/v1/objective")
 
     def call(

@@ -69,7 +69,7 @@ def wire_slo(slo: Any) -> Any:
     )
 
 
-def bind_body(slo: Any, strict: bool) -> dict[str, Any]:
+def bind_body(slo: Any, strict: bool, shorten: bool = False) -> dict[str, Any]:
     """The body of a request that binds the app.
 
     Raises:
@@ -77,7 +77,7 @@ def bind_body(slo: Any, strict: bool) -> dict[str, Any]:
     """
     if slo is None:
         raise ConfigError("bind takes an objective; `unbind` ends that of the app")
-    return {"slo": wire_slo(slo), "strict": strict}
+    return {"slo": wire_slo(slo), "strict": strict, "shorten": shorten}
 
 
 def context_body(adapter: str, level: int | None, pinned: bool) -> dict[str, Any]:

@@ -22,7 +22,8 @@ import dataclasses
 import datetime
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +64,16 @@ class PromptTokens:
     ids: np.ndarray
     offsets: np.ndarray
     find_spans: Callable[[], np.ndarray]
+
+    @classmethod
+    def of_ids(cls, ids: Sequence[int]) -> "PromptTokens":
+        """Token ids without their text, of which none may be dropped."""
+        return cls(
+            marked=MarkedText.of_template(""),
+            ids=np.asarray(ids, np.int32),
+            offsets=np.zeros((len(ids), 2), np.int64),
+            find_spans=lambda: np.zeros((0, 2), np.int64),
+        )
 
     @property
     def text(self) -> str:
@@ -120,6 +131,37 @@ def prompt_tokens(
     )
 
 
+def conversation_tokens(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    now: datetime.datetime | None = None,
+) -> PromptTokens:
+    """Renders the messages of a chat and encodes them. Of the last message, if it is a user's text, words may
+    be dropped; of those before it none.
+
+    Args:
+      tokenizer: the model's, with its chat template.
+      messages, tools, now: see `Tokenizer.chat_text`.
+
+    Raises:
+      ConfigError, TemplateError, ContextOverflow: see `Tokenizer.encode_chat`.
+    """
+    text = tokenizer.chat_text(messages, tools=tools, now=now)
+    ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=False)
+
+    def spans() -> np.ndarray:
+        last = messages[-1] if messages else {}
+        user = last.get("content")
+        if last.get("role") != "user" or not isinstance(user, str):
+            return np.zeros((0, 2), np.int64)
+        blank = tokenizer.chat_text([*messages[:-1], {**last, "content": _PLACE}], tools=tools, now=now)
+        return _user_spans(text.text, blank.text, user)
+
+    return PromptTokens(marked=text, ids=np.asarray(ids, np.int32), offsets=offsets, find_spans=spans)
+
+
 def droppable_spans(
     tokenizer: Tokenizer, prompt: Prompt, text: str, *, now: datetime.datetime | None = None
 ) -> np.ndarray:
@@ -138,15 +180,8 @@ def droppable_spans(
     Raises:
       TemplateError: the model's template is broken.
     """
-    blank = dataclasses.replace(prompt, user=_PLACE)
-    before, *behind = prompt_text(tokenizer, blank, now=now)[0].text.split(_PLACE)
-    around = len(before) + sum(map(len, behind))
-    # The user's text as it is, or without the white space around it, which some templates trim.
-    whole = len(behind) == 1 and text.startswith(before) and text.endswith(behind[0])
-    inner = text[len(before) : len(text) - len(behind[0])] if whole and around <= len(text) else ""
-    if inner.strip() != prompt.user.strip():
-        return np.zeros((0, 2), np.int64)
-    return len(before) + free_spans(inner, goes_on=prompt.form == "text")
+    blank = prompt_text(tokenizer, dataclasses.replace(prompt, user=_PLACE), now=now)[0].text
+    return _user_spans(text, blank, prompt.user, goes_on=prompt.form == "text")
 
 
 def free_spans(user: str, *, goes_on: bool = False) -> np.ndarray:
@@ -186,6 +221,19 @@ def free_spans(user: str, *, goes_on: bool = False) -> np.ndarray:
             ended = [found.end() for found in _SENTENCE_END.finditer(user, first, last)]
             keep(max(ended, default=first), last)
     return _runs(free, user)
+
+
+def _user_spans(text: str, blank: str, user: str, *, goes_on: bool = False) -> np.ndarray:
+    """The droppable spans of a rendered prompt, of which `blank` has `_PLACE` for the user's text (see
+    `droppable_spans`)."""
+    before, *behind = blank.split(_PLACE)
+    around = len(before) + sum(map(len, behind))
+    # The user's text as it is, or without the white space around it, which some templates trim.
+    whole = len(behind) == 1 and text.startswith(before) and text.endswith(behind[0])
+    inner = text[len(before) : len(text) - len(behind[0])] if whole and around <= len(text) else ""
+    if inner.strip() != user.strip():
+        return np.zeros((0, 2), np.int64)
+    return len(before) + free_spans(inner, goes_on=goes_on)
 
 
 def _head(line: str) -> int:

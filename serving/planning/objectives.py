@@ -83,10 +83,12 @@ class Binding:
     Attributes:
       objective: of calls that name none.
       strict: refuse calls that no sub-model can answer in time.
+      shorten: plans may drop words of prompts.
     """
 
     objective: Objective
     strict: bool = False
+    shorten: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

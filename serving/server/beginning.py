@@ -3,13 +3,11 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from jaxllm.errors import ObjectiveMissed
-from jaxllm.text.droppable import PromptTokens
-from jaxllm.text.marked_text import MarkedText
 from serving.planned_answer import PlannedCall
 from serving.planning.planner import IDLE, Load, Plan
 from serving.run import Lifecycle, Run
@@ -88,10 +86,10 @@ def _planned(job: Job, service: LLMService, load: Load, reused: Mapping[int, int
       ObjectiveMissed: no choice is in time even on an idle device, and the call insists.
       Refused: the load alone is why none is.
     """
-    call, ids = job.call, _unmarked(job.prompt)
+    call = job.call
     objective, count = call.objective, call.config.max_tokens
     assert objective is not None
-    plan = functools.partial(service.planner.plan, ids, objective, answer_tokens=count, reused=reused)
+    plan = functools.partial(service.planner.plan, job.marked, objective, answer_tokens=count, reused=reused)
     try:
         return plan(strict=bool(call.strict), load=load)
     except ObjectiveMissed as missed:
@@ -102,13 +100,3 @@ def _planned(job: Job, service: LLMService, load: Load, reused: Mapping[int, int
             reason="full",
             retry_after_s=max(1.0, load.waiting_ms / 1000),
         ) from missed
-
-
-def _unmarked(ids: Sequence[int]) -> PromptTokens:
-    """Token ids as a planner takes them, of which none may be dropped."""
-    return PromptTokens(
-        marked=MarkedText.of_template(""),
-        ids=np.asarray(ids, np.int32),
-        offsets=np.zeros((len(ids), 2), np.int64),
-        find_spans=lambda: np.zeros((0, 2), np.int64),
-    )

@@ -69,6 +69,8 @@ class Call:
       config: length, stops and sampling.
       objective: of the answer's time; None for the app's.
       strict: refuse where no choice is in time; None for the app's.
+      shorten: whether the plan may drop words of a text, or of a conversation's last message; None for the
+        app's.
       bound: whether the objective is the app's, and not the call's own.
       priority: background calls run when no foreground call waits.
       context: the name of one of the app's contexts, which the prompt continues; empty for none.
@@ -88,6 +90,7 @@ class Call:
     config: GenerationConfig
     objective: Objective | None = None
     strict: bool | None = None
+    shorten: bool | None = None
     bound: bool = False
     priority: Priority = "foreground"
     context: str = ""

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.text.droppable import PromptTokens
 from serving.planning.objectives import Cost, whole_cost
 from serving.server.adapters import Adapters
 from serving.server.beginning import begin, begin_turn, guided, load_of
@@ -24,7 +25,7 @@ from serving.server.calls import Call, Refused
 from serving.server.context_turns import ContextTurns
 from serving.server.dispatches import DispatchObserver, IdleWork, NoWork, dispatch_of
 from serving.server.engine_work import EngineWork
-from serving.server.job import Job, prompt_ids_of, require_free
+from serving.server.job import Job, prompt_of, require_free
 from serving.server.logs import named
 from serving.server.memory import ServiceMemory
 from serving.server.scheduler import (
@@ -122,15 +123,15 @@ class Executor:
         self.adapters.require(call.adapter)
         call = guided(call)
         self._require_room(call.app)
-        prompt, whole = (), _UNKNOWN
+        prompt, whole = PromptTokens.of_ids(()), _UNKNOWN
         if call.context:
             self.kept().require(call.app, call.context)
         else:
             engine = self.service.engine
             tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
-            prompt = prompt_ids_of(tokenizer, call.prompt)
-            engine.request(prompt, call.config).require_served_by(engine.runner)
-            whole = whole_cost(self.service.profile, len(prompt), call.config.max_tokens)
+            prompt = prompt_of(tokenizer, call)
+            engine.request(prompt.ids.tolist(), call.config).require_served_by(engine.runner)
+            whole = whole_cost(self.service.profile, len(prompt.ids), call.config.max_tokens)
         ticket = EngineTicket(call, loop, self._notify)
         job = Job(next(self._numbers), ticket, prompt, whole, options=self.options)
         with self._wake:

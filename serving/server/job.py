@@ -3,11 +3,13 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import datetime
 
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
+from jaxllm.text.droppable import PromptTokens, conversation_tokens, prompt_tokens
+from jaxllm.text.prompts import Prompt
 from jaxllm.text.tokenizer import Tokenizer
 from serving.contexts.answer import ContextCall
 from serving.planning.objectives import Cost, EndToEnd, Latency, Objective
@@ -45,12 +47,27 @@ def time_limits(objective: Objective | None, whole: Cost) -> TimeLimits:
     return TimeLimits()
 
 
-def prompt_ids_of(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, ...]) -> tuple[int, ...]:
-    """The token ids of a call's prompt.
+def prompt_of(tokenizer: Tokenizer, call: Call) -> PromptTokens:
+    """A call's prompt, rendered and encoded. Words may be dropped where the call allows it.
 
     Raises:
       ConfigError: it is empty or malformed, or has tools that the template does not know.
       ContextOverflow: it is longer than the tokenizer is limited to.
+    """
+    if call.shorten and isinstance(call.prompt, Conversation):
+        return conversation_tokens(
+            tokenizer, call.prompt.messages, tools=call.prompt.tools, now=datetime.now()
+        )
+    if call.shorten and isinstance(call.prompt, str) and call.prompt:
+        return prompt_tokens(tokenizer, Prompt(user=call.prompt, form="text"))
+    return PromptTokens.of_ids(prompt_ids_of(tokenizer, call.prompt))
+
+
+def prompt_ids_of(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, ...]) -> tuple[int, ...]:
+    """The token ids of a prompt.
+
+    Raises:
+      ConfigError, ContextOverflow: see `prompt_of`.
     """
     if isinstance(prompt, tuple):
         return prompt
@@ -68,6 +85,7 @@ class Job:
       id: unique in the executor.
       ticket: of the call.
       prompt: its token ids.
+      marked: the prompt with what a plan may drop of it; of none in a context.
       whole: cost of the whole model's answer on an idle device.
       limits: of its objective.
       run: None until it begins.
@@ -83,7 +101,7 @@ class Job:
         self,
         number: int,
         ticket: EngineTicket,
-        prompt: Sequence[int],
+        prompt: PromptTokens,
         whole: Cost,
         *,
         options: SchedulerOptions,
@@ -95,7 +113,8 @@ class Job:
         self.kept_by: ContextCall | None = None
         self.adapter = ticket.call.adapter
         self.may_continue = ticket.call.context_tokens is None
-        self._expect(tuple(prompt), whole)
+        self.marked = prompt
+        self._expect(tuple(prompt.ids.tolist()), whole)
         self._began_s = self._first_s = self._last_s = ticket.arrived_s
         self._told = self._capacity_tokens = self.cache_bytes = 0
 

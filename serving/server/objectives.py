@@ -50,19 +50,20 @@ def written(objective: Objective) -> str | dict[str, float]:
 
 def bound(value: Any) -> Binding:
     """An app's objective as options write it: like `objective_from`, or an object with `slo` or its numbers,
-    and perhaps `strict`.
+    and perhaps `strict` and `shorten`.
 
     Raises:
       ConfigError: it is written in another way.
     """
-    strict = False
+    choices = {"strict": False, "shorten": False}
     if isinstance(value, Mapping):
         value = dict(value)
-        strict = value.pop("strict", False)
-        if not isinstance(strict, bool):
-            raise ConfigError(f"strict must be true or false, got {strict!r:.80}")
+        for name in choices:
+            choices[name] = value.pop(name, False)
+            if not isinstance(choices[name], bool):
+                raise ConfigError(f"{name} must be true or false, got {choices[name]!r:.80}")
         value = value["slo"] if value.keys() == {"slo"} else value
-    return Binding(objective_from(value), strict)
+    return Binding(objective_from(value), **choices)
 
 
 class Bindings:
@@ -99,12 +100,15 @@ class Bindings:
         self._own.pop(app, None)
 
     def applied(self, call: Call) -> Call:
-        """A call with its app's objective where it names none, and with its app's choice to insist where it
-        says nothing. A budget of energy is not for turns in contexts, for which none is planned."""
+        """A call with its app's objective where it names none, and with its app's choices to insist and to
+        shorten where it says nothing. A budget of energy is not for turns in contexts, for which none is
+        planned."""
         own = self.of(call.app)
         if own is None or (call.context and isinstance(own.objective, EnergyBudget)):
             return call
         strict = own.strict if call.strict is None else call.strict
+        shorten = own.shorten if call.shorten is None else call.shorten
+        call = dataclasses.replace(call, strict=strict, shorten=shorten)
         if call.objective is not None:
-            return dataclasses.replace(call, strict=strict)
-        return dataclasses.replace(call, objective=own.objective, strict=strict, bound=True)
+            return call
+        return dataclasses.replace(call, objective=own.objective, bound=True)

@@ -10,12 +10,11 @@ from serving.engine import Engine
 from serving.loading import LoadedModel
 from serving.options import EngineOptions
 from serving.planning.known_profile import known_profile
-from serving.planning.planner import Planner
 from serving.planning.safety_margin import SafetyMargin
 from serving.server.adapters import Adapters, engine_shape
 from serving.server.memory import engine_bytes
 from serving.server.service_options import ServerOptions
-from serving.service import LLMService, engine_options
+from serving.service import LLMService, engine_options, planner_of
 from serving.speculation.options import SpeculationOptions
 
 _log = logging.getLogger(__name__)
@@ -30,8 +29,6 @@ class Opened(NamedTuple):
 
 def open_service(options: ServerOptions, speculation: SpeculationOptions | None = None) -> Opened:
     """Opens the model of a service and its adapters.
-
-    Prompts that come over the wire are kept whole, so that the tiny LM, which shortens them, is not opened.
 
     Raises:
       JaxllmError: one cannot be opened.
@@ -58,7 +55,7 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         opened.callback(engine.close)
         _prepare(engine, stages, forks=bool(options.prefix_memory))
         profile = known_profile(engine, coarse=True, progress=stages)
-        planner = Planner(profile, engine.levels, safety_margin=SafetyMargin())
+        planner = planner_of(engine, profile, margin=SafetyMargin())
         service = LLMService.of_engine(engine, planner, profile, contexts)
         opened.callback(service.close)
         found = Opened(service, Adapters(engine.model, options.adapter_options()))

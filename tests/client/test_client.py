@@ -75,7 +75,7 @@ def test_a_call_streams_and_tells_its_plan_and_cost(client: Client) -> None:
 
 def test_objectives_are_bound_and_named(client: Client) -> None:
     assert client.bind("<40,70>", strict=True) == (8, 16)
-    assert SEEN[-1] == ("POST /v1/objective", {"slo": "<40,70>", "strict": True})
+    assert SEEN[-1] == ("POST /v1/objective", {"slo": "<40,70>", "strict": True, "shorten": False})
     assert client.objective()["from"] == "app"
     client.unbind()
     assert SEEN[-1][0] == "DELETE /v1/objective"
@@ -233,7 +233,7 @@ def test_the_same_for_asyncio(path: str) -> None:
     async def talk() -> None:
         async with AsyncClient(socket=path) as client:
             assert await client.bind("<40,70>") == (8, 16)
-            assert sent() == {"slo": "<40,70>", "strict": False}
+            assert sent() == {"slo": "<40,70>", "strict": False, "shorten": False}
             assert (await client.objective())["strict"] is True
             await client.unbind()
             answer = await client.with_adapter("formal").call("a")

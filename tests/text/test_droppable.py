@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from jaxllm.tasks import api_choice, labels, ui_steps
 from jaxllm.tasks.example import TaskExample
-from jaxllm.text.droppable import droppable_spans, free_spans, prompt_tokens
-from jaxllm.text.prompts import prompt_ids, prompt_text
+from jaxllm.text.droppable import (
+    PromptTokens,
+    conversation_tokens,
+    droppable_spans,
+    free_spans,
+    prompt_tokens,
+)
+from jaxllm.text.prompts import Prompt, prompt_ids, prompt_text
 from jaxllm.text.tokenizer import Tokenizer
 from tests.tiny import tiny_tokenizer
 
@@ -105,6 +111,26 @@ def test_tokens_of_a_prompt():
     # "good?" and "well" are different words, though only a marker stands between them.
     assert len(set(prompt.words[~prompt.forced])) == 2
     assert not set(prompt.words[~prompt.forced]) & set(prompt.words[prompt.forced])
+
+
+def test_of_a_conversation_the_last_text_of_the_user_may_go():
+    now = datetime(2026, 1, 2)
+    said = [{"role": "user", "content": "red is warm"}, {"role": "assistant", "content": "so it is"}]
+    found = conversation_tokens(TOKENIZER, [*said, {"role": "user", "content": "blue is cold"}], now=now)
+    assert [found.text[first:last] for first, last in found.spans] == ["blue is cold"]
+    asked = [*said, {"role": "user", "content": "blue is cold"}]
+    assert found.ids.tolist() == TOKENIZER.encode_chat(asked, now=now)
+    # One turn is a prompt, as it is elsewhere.
+    one = conversation_tokens(TOKENIZER, said[:1], now=now)
+    alone = prompt_tokens(TOKENIZER, Prompt(user="red is warm"), now=now)
+    assert (one.text, one.spans.tolist()) == (alone.text, alone.spans.tolist())
+    # Not what the assistant said, nor parts that are no text.
+    assert conversation_tokens(TOKENIZER, said, now=now).forced.all()
+
+
+def test_ids_without_text_are_forced():
+    ids = PromptTokens.of_ids((5, 6, 7))
+    assert (ids.ids.tolist(), ids.forced.tolist(), ids.spans.shape) == ([5, 6, 7], [True] * 3, (0, 2))
 
 
 def test_a_template_that_is_not_understood_forces_everything():

@@ -31,6 +31,7 @@ class Extensions(msgspec.Struct, kw_only=True):
 
     slo: str | dict[str, Any] | None = None
     strict: bool | None = None
+    shorten: bool | None = None
     conversation: str | dict[str, Any] | None = None
     adapter: str | None = None
     grammar: dict[str, Any] | None = None
@@ -116,6 +117,11 @@ def calls_of(
         raise ApiError("a context takes one answer at a time; leave n at 1", param="conversation")
     if len(body.prompt_cache_key or "") > _MAX_PREFIX_KEY:
         raise ApiError(f"prompt_cache_key has at most {_MAX_PREFIX_KEY} characters", param="prompt_cache_key")
+    if body.shorten and (context or any(isinstance(each, tuple) for each in asked.prompts)):
+        raise ApiError(
+            "shorten is for texts and conversations: of token ids and in a context no words are dropped",
+            param="shorten",
+        )
     objective, strict = objective_of(body.slo, body.strict, visit.slo)
     base = Call(
         app=visit.app,
@@ -124,6 +130,7 @@ def calls_of(
         config=asked.config,
         objective=objective,
         strict=strict,
+        shorten=body.shorten,
         priority="background" if tier == "flex" else "foreground",
         context=context,
         prefix_key=body.prompt_cache_key or "",

@@ -18,6 +18,7 @@ class BindBody(msgspec.Struct, kw_only=True):
 
     slo: str | dict[str, Any] | None = None
     strict: bool | None = None
+    shorten: bool = False
 
 
 async def get(front: Front, visit: Visit) -> Response:
@@ -31,7 +32,7 @@ async def bind(front: Front, visit: Visit) -> Response:
     objective, strict = objective_of(body.slo, body.strict, visit.slo)
     if objective is None:
         raise ApiError("send the objective as slo, or in the header X-SLO", param="slo")
-    missed = await front.backend.bind(visit.app, Binding(objective, bool(strict)))
+    missed = await front.backend.bind(visit.app, Binding(objective, bool(strict), body.shorten))
     return json_response(_told(front, visit.app) | {"unmet_prompt_tokens": missed})
 
 
@@ -47,5 +48,6 @@ def _told(front: Front, app: str) -> dict[str, Any]:
         "object": "objective",
         "slo": None if binding is None else written(binding.objective),
         "strict": binding is not None and binding.strict,
+        "shorten": binding is not None and binding.shorten,
         "from": None if binding is None else "app" if own else "options",
     }

@@ -5,14 +5,17 @@ import dataclasses
 import re
 import time
 
+import numpy as np
 import pytest
 
 from jaxllm import EngineOptions, GenerationConfig
 from jaxllm.errors import ConfigError, ContextOverflow, JaxllmError
 from serving.planning.objectives import Latency, whole_cost
-from serving.planning.planner import Load
+from serving.planning.planner import Load, Planner
+from serving.planning.profile import DeviceProfile
+from serving.planning.proposer import Proposal
 from serving.server import executor as executors
-from serving.server.calls import Call, Ended, Grammar, Piece, Refused, Started
+from serving.server.calls import Call, Conversation, Ended, Grammar, Piece, Refused, Started
 from serving.server.executor import Executor
 from serving.server.scheduler import SchedulerOptions
 from serving.service import LLMService
@@ -186,6 +189,45 @@ def test_a_plan_knows_what_caches_of_the_app_have(executor, service, monkeypatch
     (again,) = together(executor, call(long + " and hides", app="fresh", objective=easy))
     assert asked[0] == {}
     assert asked[1] == {100: again[0].reused_tokens}
+
+
+class Half:
+    """Proposes the half of a prompt; later words matter more."""
+
+    prompt_ratios = (0.5, 1.0)
+
+    def propose(self, prompt, slo, allowed):
+        return Proposal(level=100, prompt_ratio=0.5, scores=self.scores(prompt))
+
+    def scores(self, prompt):
+        return np.linspace(0, 1, len(prompt.ids))
+
+    def planning_ms(self, tokens):
+        return 0.0
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+def test_plans_drop_words_where_the_call_allows_it(executor, service, monkeypatch, chat):
+    # A token takes a second, so that no time that passes here matters.
+    slow = DeviceProfile(
+        levels=(100,), tokens=(1, 1000), chunk_tokens=(1,), ttft_ms=((1e3, 1e6),), tpot_ms=((1.0, 1.0),)
+    )
+    monkeypatch.setattr(service, "planner", Planner(slow, (100,), Half(), margin=1.0))
+    user = f"{PROMPT}. And then"
+    prompt = Conversation(messages=({"role": "user", "content": user},)) if chat else user
+    objective = Latency(ttft_ms=25e3, tpot_ms=1e6)
+    kept, allowed = (
+        # Apps whose caches have nothing of it.
+        together(executor, call(prompt, app=f"{chat} {each}", objective=objective, shorten=each))[0]
+        for each in (None, True)
+    )
+    assert (kept[0].source, kept[0].kept_tokens) == ("nearest", kept[0].prompt_tokens)
+    assert (allowed[0].source, allowed[0].prompt_tokens) == ("proposed", kept[0].prompt_tokens)
+    assert 0 < allowed[0].kept_tokens < kept[0].kept_tokens
+    # Ids have no words, whatever an app is bound to.
+    ids = tuple(service.engine.tokenizer.encode(user))
+    (whole,) = together(executor, call(ids, objective=objective, shorten=True))
+    assert whole[0].kept_tokens == len(ids)
 
 
 def test_conversations_that_share_an_instruction_reuse_it_each(executor, compiles):

@@ -33,6 +33,7 @@ def test_objectives_are_written_as_they_are_read(value, objective):
     assert bound(value) == Binding(objective)
     strict = {"slo": value, "strict": True}
     assert bound(strict) == Binding(objective, strict=True)
+    assert bound({"slo": value, "shorten": True}) == Binding(objective, shorten=True)
     if isinstance(value, dict):
         assert bound(value | {"strict": True}) == Binding(objective, strict=True)
 
@@ -52,11 +53,13 @@ def test_the_calls_own_objective_goes_before_the_apps():
     bindings = Bindings({"mail": given})
     own = Latency(ttft_ms=5, tpot_ms=1)
     assert bindings.applied(call("chat")) == call("chat")
-    assert bindings.applied(call()) == call(objective=given.objective, strict=True, bound=True)
-    assert bindings.applied(call(objective=own)) == call(objective=own, strict=True)
+    mine = {"strict": True, "shorten": False}
+    assert bindings.applied(call()) == call(objective=given.objective, bound=True, **mine)
+    assert bindings.applied(call(objective=own)) == call(objective=own, **mine)
     assert bindings.applied(call(strict=False)).strict is False
-    bindings.bind("mail", Binding(own))
-    assert bindings.applied(call()) == call(objective=own, strict=False, bound=True)
+    bindings.bind("mail", Binding(own, shorten=True))
+    assert bindings.applied(call()) == call(objective=own, strict=False, shorten=True, bound=True)
+    assert bindings.applied(call(shorten=False)).shorten is False
     bindings.given = {}
     assert bindings.is_own("mail")
     bindings.unbind("mail")
@@ -81,7 +84,9 @@ def test_bound_apps_are_bounded(monkeypatch):
 def test_an_app_binds_itself_over_the_wire(served, http):
     mail, spy = served.client("mail"), served.client("spy")
     try:
-        assert mail.objective() == {"object": "objective", "slo": None, "strict": False, "from": None}
+        assert mail.objective() == {
+            "object": "objective", "slo": None, "strict": False, "shorten": False, "from": None,
+        }  # fmt: skip
         assert mail.bind(LOOSE) == ()
         assert mail.objective()["from"] == "app"
         told = mail.call(FOX, max_tokens=4).result()
@@ -91,6 +96,9 @@ def test_an_app_binds_itself_over_the_wire(served, http):
         # No other app's.
         assert "slo" not in spy.call(FOX, max_tokens=4).result().facts
         assert spy.objective()["slo"] is None
+        mail.bind(LOOSE, shorten=True)
+        assert mail.objective()["shorten"] is True
+        assert mail.call(FOX, max_tokens=4).result().met
         # Turns in contexts have it, too: the level follows.
         turn = facts(http, made(http, level=50), FOX)
         assert (turn["level"], turn["slo"], turn["slo_from"], turn["met"]) == (100, LOOSE, "app", True)
@@ -111,6 +119,7 @@ def test_an_app_binds_itself_over_the_wire(served, http):
 
 @pytest.mark.parametrize(
     "body", [{}, {"slo": None}, {"slo": "40"}, {"slo": {"ttft_ms": 1}}, {"slo": "<40,70>", "strict": 1},
+             {"slo": "<40,70>", "shorten": "yes"},
              {"slo": "<40,70>", "app": "spy"}, {"slo": {"joules": 2}}],
 )  # fmt: skip
 def test_what_cannot_be_bound_is_refused(http, body):
@@ -123,3 +132,10 @@ def test_the_header_binds_too(http):
     told = http.post("/v1/objective", json={}, headers={"X-SLO": "<40,70>; strict"}).json()
     assert (told["slo"], told["strict"]) == ("<40,70>", True)
     assert http.delete("/v1/objective").json()["slo"] is None
+
+
+def test_what_has_no_words_is_not_shortened(http):
+    refused = http.post(
+        "/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 2, "shorten": True, **WHOLE}
+    )
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "shorten"), refused.text
