@@ -27,9 +27,23 @@ from jaxllm.models.parameters import param_specs
 from jaxllm.quant import Adapted, Bfloat16Bits, dequantize
 from tests.elastic.models import LLAMA, MIXTRAL, MODELS, TOKENS, in_blocks, scaled_params
 from tests.kernels.switching import fall_back
+from tests.quick_jit import jit
 
 LADDER = Ladder(anchors=(1,))
 pytestmark = pytest.mark.usefixtures("quick_compilations")
+
+
+@functools.partial(jit, static_argnames=("cfg", "differentiable", "kernels"))
+def _documents(params, *, cfg, differentiable, kernels):
+    # With their name, or a test would run what another one traced with other kernels.
+    assert kernels == native.kernels().name
+    return forward_documents(params, TOKENS, cfg=cfg, differentiable=differentiable)
+
+
+def documents(params, cfg, differentiable=True):
+    """Compiled as a whole: each operation by itself is compiled for each shape."""
+    kernels = native.kernels().name
+    return np.asarray(_documents(params, cfg=cfg, differentiable=differentiable, kernels=kernels))
 
 
 def cut_by_hand(cfg: ModelConfig, params):
@@ -51,12 +65,12 @@ def pointers(weight):
 def test_a_level_computes_what_its_units_alone_compute(name, level):
     cfg = sub_config(MODELS[name], LADDER, level)
     params = scaled_params(MODELS[name])
-    expected = np.asarray(forward_documents(cut_by_hand(cfg, params), TOKENS, cfg=cfg))
-    whole = np.asarray(forward_documents(params, TOKENS, cfg=cfg.whole))
+    expected = documents(cut_by_hand(cfg, params), cfg)
+    whole = documents(params, cfg.whole)
     assert np.abs(expected - whole).max() > 1e-2 * np.abs(whole).max()
     on_device = jax.tree.map(jnp.asarray, params)
     for parts in (sub_model(on_device, cfg), shared_sub_model(on_device, cfg)):
-        out = np.asarray(forward_documents(parts, TOKENS, cfg=cfg, differentiable=False))
+        out = documents(parts, cfg, differentiable=False)
         np.testing.assert_allclose(out, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
@@ -67,8 +81,8 @@ def test_levels_of_quantized_weights(name, bits):
     cfg = sub_config(MODELS[name], LADDER, 50)
     params = in_blocks(MODELS[name], scaled_params(MODELS[name]), bits)
     parts = shared_sub_model(params, cfg)
-    expected = np.asarray(forward_documents(cut_by_hand(cfg, params), TOKENS, cfg=cfg))
-    out = np.asarray(forward_documents(parts, TOKENS, cfg=cfg, differentiable=False))
+    expected = documents(cut_by_hand(cfg, params), cfg)
+    out = documents(parts, cfg, differentiable=False)
     # Native kernels round activations to 8 bits.
     assert np.linalg.norm(out - expected) < 0.06 * np.linalg.norm(expected)
 
@@ -110,14 +124,14 @@ def test_a_level_may_be_told_by_counts_alone(name, bits, kernels, monkeypatch):
         rest, cache = forward(params, TOKENS[:, 13:14], cache, cfg=cfg)
         return documents, first, rest, cache.mass
 
-    expected = jax.jit(run, static_argnums=1)(views, cfg)
+    expected = jit(run, static_argnums=1)(views, cfg)
     counts = [counted[f"layers.{layer}.used_units"].tolist() for layer in range(3)]
     assert counts == [[cfg.units(each).kv_heads, cfg.units(each).neurons, 5] for each in range(3)]
-    found = jax.jit(run, static_argnums=1)(addressed(counted), whole)
+    found = jit(run, static_argnums=1)(addressed(counted), whole)
     for one, other in zip(found, expected, strict=True):
         # XLA adds in another order.
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * np.abs(other).max())
-    unadapted = jax.jit(run, static_argnums=1)(addressed(counted_sub_model(params, whole, cfg)), whole)
+    unadapted = jit(run, static_argnums=1)(addressed(counted_sub_model(params, whole, cfg)), whole)
     assert np.abs(unadapted[0] - expected[0]).max() > 1e-3 * np.abs(expected[0]).max()
 
 
@@ -139,7 +153,7 @@ def test_ranks_beyond_the_count_are_not_used():
             counts[2] = rank
             counted[f"layers.{layer}.used_units"] = counts
         addressed = by_address(counted, LLAMA)
-        return np.asarray(forward_documents(addressed, TOKENS, cfg=LLAMA, differentiable=False))
+        return documents(addressed, LLAMA, differentiable=False)
 
     unadapted = counted_sub_model(params, LLAMA, cfg)
     outs = [run(adapted, rank) for rank in (0, 1, 2, 3, 4)]
@@ -186,9 +200,10 @@ def test_a_cache_of_a_level_has_its_kv_groups_and_decodes_what_documents_say():
     assert cache.places == ((0, 0), (1, 0), (0, 1))
     shapes = [(2, 2, heads[0], 32, cfg.head_dim), (1, 2, heads[1], 32, cfg.head_dim)]
     chex.assert_shape([*cache.keys, *cache.values], shapes + shapes)
-    expected = np.asarray(forward_documents(parts, TOKENS, cfg=cfg))
-    first, cache = forward(parts, TOKENS[:, :13], cache, cfg=cfg)
-    rest, _ = forward(parts, TOKENS[:, 13:], cache, cfg=cfg)
+    expected = documents(parts, cfg)
+    read = jit(functools.partial(forward, cfg=cfg))
+    first, cache = read(parts, TOKENS[:, :13], cache)
+    rest, _ = read(parts, TOKENS[:, 13:], cache)
     np.testing.assert_allclose(np.concatenate([first, rest], 1), expected, rtol=0, atol=1e-4)
 
 
@@ -246,8 +261,8 @@ def test_other_devices_slice_in_the_graph(monkeypatch, form, name):
         return forward_documents(sub_model(parts, cfg), TOKENS, cfg=cfg, differentiable=False)
 
     for of in (lambda each: each, lambda each: adapt(each, adapter, 0.5)):
-        expected = run(of(sub_model(stored, cfg)))
-        np.testing.assert_allclose(jax.jit(run)(of(marked)), expected, atol=1e-4 * np.abs(expected).max())
+        expected = jit(run)(of(sub_model(stored, cfg)))
+        np.testing.assert_allclose(jit(run)(of(marked)), expected, atol=1e-4 * np.abs(expected).max())
 
 
 def test_a_level_of_a_level():

@@ -24,6 +24,7 @@ from jaxllm.models.flax_front import DecoderLM, DualHeadEncoder, Encoder
 from jaxllm.models.tiny_lm import TlmConfig, init_tlm
 from serving.runners.runner import prefill_prompt
 from tests.models.encoder.tiny import MOBILE, front_mask
+from tests.quick_jit import jit
 from tests.tiny import TINY, tiny_tokenizer
 
 CFG = ModelConfig(
@@ -46,7 +47,7 @@ MODULES = {
 @functools.cache
 def params_of(name):
     module, inputs, _ = MODULES[name]
-    return jax.jit(module.init)(jax.random.key(0), *inputs)["params"]
+    return jit(module.init)(jax.random.key(0), *inputs)["params"]
 
 
 def plain(name, params):
@@ -84,15 +85,15 @@ def test_param_dtype(module):
 def test_outputs_are_the_forwards(name):
     module, inputs, _ = MODULES[name]
     params = params_of(name)
-    got = jax.jit(module.apply)({"params": params}, *inputs)
-    chex.assert_trees_all_equal(got, jax.jit(functools.partial(plain, name))(params))
+    got = jit(module.apply)({"params": params}, *inputs)
+    chex.assert_trees_all_equal(got, jit(functools.partial(plain, name))(params))
     if isinstance(module, DecoderLM):
         chex.assert_shape(got, (2, 9, 17))
 
 
 def test_cache_continues_the_sequence():
     params = params_of("decoder")
-    apply = jax.jit(DecoderLM(CFG).apply)
+    apply = jit(DecoderLM(CFG).apply)
     whole = apply({"params": params}, TOKENS)
     cache = new_cache(CFG, batch=2, tokens=12, dtype=jnp.float32)
     first, cache = apply({"params": params}, TOKENS[:, :6], cache, valid=jnp.int32(4))
@@ -105,7 +106,7 @@ def test_cache_continues_the_sequence():
 def test_packed_documents_do_not_see_each_other():
     params = params_of("mixture")
     starts = np.where(np.arange(9) < 4, 0, 4).astype(np.int32)[None]
-    apply = jax.jit(DecoderLM(MIXTURE).apply)
+    apply = jit(DecoderLM(MIXTURE).apply)
     packed = apply({"params": params}, TOKENS[:1], starts=starts)
     alone = apply({"params": params}, TOKENS[:1, 4:])
     np.testing.assert_allclose(packed[:, 4:], alone, atol=1e-5, rtol=0)
@@ -119,18 +120,18 @@ def test_a_mixture_gives_its_routing_to_losses():
         return load_balancing_loss(routing.probs, routing.ids), (logits, routing)
 
     params = params_of("mixture")
-    gradients, (logits, routing) = jax.jit(jax.grad(loss_of, has_aux=True))(params)
+    gradients, (logits, routing) = jit(jax.grad(loss_of, has_aux=True))(params)
     chex.assert_shape(routing.ids, (1, 2, 9, 2))
     chex.assert_shape(routing.probs, (1, 2, 9, 3))
     assert np.any(gradients["layers.1.router"])
-    chex.assert_trees_all_equal(logits, jax.jit(DecoderLM(MIXTURE).apply)({"params": params}, TOKENS))
+    chex.assert_trees_all_equal(logits, jit(DecoderLM(MIXTURE).apply)({"params": params}, TOKENS))
 
 
 def train(module: nn.Module, params, loss_of, steps: int):
     """Parameters behind some steps of Adam, and the losses; the step is traced once."""
     optimizer = optax.adam(1e-2)
 
-    @jax.jit
+    @jit
     @chex.assert_max_traces(n=1)
     def step(params, state):
         loss, gradients = jax.value_and_grad(lambda params: loss_of(module, params))(params)
@@ -182,7 +183,7 @@ def test_training_teaches_both_heads_of_the_tiny_lm():
 def test_missing_parameter_is_named():
     rest = {name: value for name, value in params_of("decoder").items() if name != "layers.1.ffn.up"}
     with pytest.raises(KeyError, match=r"layers\.1\.ffn\.up"):
-        DecoderLM(CFG).apply({"params": rest}, TOKENS)
+        jax.eval_shape(DecoderLM(CFG).apply, {"params": rest}, TOKENS)
 
 
 def test_wrong_tokens_are_told_in_one_line():
@@ -203,7 +204,7 @@ def test_trained_parameters_are_served_as_they_are(experts, tmp_path):
         logits = module.apply({"params": params}, text[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
-    initial = jax.jit(module.init)(jax.random.key(0), text)["params"]
+    initial = jit(module.init)(jax.random.key(0), text)["params"]
     params, losses, _ = train(module, initial, loss_of, 12)
     assert losses[-1] < losses[0]
     path = tmp_path / "trained.jaxllm"
@@ -218,7 +219,7 @@ def test_trained_parameters_are_served_as_they_are(experts, tmp_path):
     options = EngineOptions(context_tokens=32, chunk_tokens=(16,), cache_tokens=(32,), decode_block=8)
     engine = Engine.open(path, options=options)
     try:
-        apply, sequence = jax.jit(module.apply), text.copy()
+        apply, sequence = jit(module.apply), text.copy()
         logits, _ = prefill_prompt(engine.runner, engine.runner.start(16), text[0].tolist(), 0)
         expected = apply({"params": params}, text)[:, -1]
         chex.assert_trees_all_close(np.asarray(logits), np.asarray(expected), atol=1e-4, rtol=0)

@@ -44,12 +44,13 @@ def random_adapter(cfg, lora=ALL, seed=1):
     return adapter
 
 
-def logits(params, cfg):
-    @jit
-    def whole(params):
-        return decoder.logits(params, decoder.forward_documents(params, TOKENS, cfg=cfg), cfg=cfg)
+@functools.partial(jit, static_argnames="cfg")
+def _logits(params, cfg):
+    return decoder.logits(params, decoder.forward_documents(params, TOKENS, cfg=cfg), cfg=cfg)
 
-    return np.asarray(whole(params))
+
+def logits(params, cfg):
+    return np.asarray(_logits(params, cfg))
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +126,13 @@ def test_adapters_stand_beside_quantized_weights(cfg, width, stored):
     np.testing.assert_allclose(logits(beside, cfg), expected, atol=0.12 * expected.std())
     # With a cache as without.
     cache = new_cache(cfg, batch=2, tokens=16, dtype=jnp.float32)
-    hidden, _ = jit(functools.partial(decoder.forward, cfg=cfg))(beside, TOKENS, cache)
-    by_cache = np.asarray(decoder.logits(beside, hidden, cfg=cfg))
+
+    @jit
+    def cached(params, cache):
+        hidden, _ = decoder.forward(params, TOKENS, cache, cfg=cfg)
+        return decoder.logits(params, hidden, cfg=cfg)
+
+    by_cache = np.asarray(cached(beside, cache))
     np.testing.assert_allclose(by_cache, expected, atol=0.12 * expected.std())
 
 

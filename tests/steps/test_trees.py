@@ -16,6 +16,7 @@ from jaxllm.speculative.pacer import Growth
 from jaxllm.speculative.tree import new_tree
 from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, read_nodes, verify
 from serving.speculation.host_tree import by_confidence, some_nodes
+from tests.quick_jit import jit
 from tests.speculative.test_tree import tree_of, walk
 from tests.tiny import TINY, tiny_params
 
@@ -35,8 +36,13 @@ def params_of(cfg, scale=3.0):
 
 
 PARAMS, SMALL_PARAMS = params_of(CFG), params_of(SMALL)
-prefill = jax.jit(decoder.forward, static_argnames=("cfg", "dtype"))
-documents = jax.jit(decoder.forward_documents, static_argnames=("cfg",))
+# Compiled once for all tests, as each operation by itself is compiled for each shape.
+prefill = jit(decoder.forward, static_argnames=("cfg", "dtype"))
+documents = jit(decoder.forward_documents, static_argnames=("cfg",))
+logits = jit(decoder.logits, static_argnames=("cfg",))
+read = jit(functools.partial(read_nodes, cfg=CFG, dtype=DTYPE))
+verifying = jit(functools.partial(verify, cfg=CFG, dtype=DTYPE))
+keep, following, choose = jit(keep_path), jit(follow), jit(sample)
 
 
 def cache_of(cfg, params, tokens):
@@ -47,7 +53,6 @@ def cache_of(cfg, params, tokens):
 def test_a_tree_reads_as_each_of_its_paths_alone():
     tree = tree_of(PARENTS, TOKENS, room=ROOM)
     cache = cache_of(CFG, PARAMS, PROMPT)
-    read = jax.jit(functools.partial(read_nodes, cfg=CFG, dtype=DTYPE))
     nodes = jnp.arange(ROOM, dtype=jnp.int32)
     out, after = read(PARAMS, tree, nodes, tree.count, cache)
     chex.assert_shape(out, (ROOM, CFG.vocab_size))
@@ -55,9 +60,7 @@ def test_a_tree_reads_as_each_of_its_paths_alone():
     assert int(after.length) == PROMPT.shape[1]
     # In two readings as in one.
     _, first = read(PARAMS, tree, nodes, jnp.int32(3), cache)
-    rest, _ = jax.jit(functools.partial(read_nodes, cfg=CFG, dtype=DTYPE))(
-        PARAMS, tree, jnp.arange(3, ROOM, dtype=jnp.int32), jnp.int32(3), first
-    )
+    rest, _ = read(PARAMS, tree, jnp.arange(3, ROOM, dtype=jnp.int32), jnp.int32(3), first)
     np.testing.assert_allclose(rest[:3], out[3:6], atol=1e-4)
     all_tokens = [7, *TOKENS]
     for node in range(6):
@@ -65,7 +68,7 @@ def test_a_tree_reads_as_each_of_its_paths_alone():
         whole = np.zeros((1, 16), np.int32)
         last = PROMPT.shape[1] + len(path) - 1
         whole[0, : last + 1] = [*PROMPT[0], *path]
-        expected = decoder.logits(PARAMS, documents(PARAMS, whole, cfg=CFG)[0, last], cfg=CFG)
+        expected = logits(PARAMS, documents(PARAMS, whole, cfg=CFG)[0, last], cfg=CFG)
         np.testing.assert_allclose(out[node], expected, atol=2e-4 * float(jnp.abs(expected).max()))
 
 
@@ -74,9 +77,9 @@ def test_a_path_that_is_kept_is_as_if_it_had_been_fed():
     tree = tree_of(PARENTS, TOKENS, room=ROOM)
     cache = cache_of(CFG, PARAMS, PROMPT)
     nodes = jnp.arange(ROOM, dtype=jnp.int32)
-    _, read = read_nodes(PARAMS, tree, nodes, tree.count, cache, cfg=CFG, dtype=DTYPE)
+    _, after = read(PARAMS, tree, nodes, tree.count, cache)
     path = jnp.array([0, 1, 3, 5] + [5] * 4, jnp.int32)
-    kept = jax.jit(keep_path)(read, path, jnp.int32(4))
+    kept = keep(after, path, jnp.int32(4))
     fed = cache_of(CFG, PARAMS, np.concatenate([PROMPT, [[7, 11, 13, 15]]], axis=1).astype(np.int32))
     assert int(kept.length) == int(fed.length) == 10
     ours, theirs = (
@@ -90,10 +93,10 @@ def test_what_was_attended_to_goes_with_the_path():
     cache = new_cache(CFG, batch=1, tokens=64, dtype=DTYPE, mass=True)
     cache = prefill(PARAMS, PROMPT, cache, cfg=CFG)[1]
     nodes = jnp.arange(ROOM, dtype=jnp.int32)
-    _, read = read_nodes(PARAMS, tree, nodes, tree.count, cache, cfg=CFG, dtype=DTYPE)
+    _, after = read(PARAMS, tree, nodes, tree.count, cache)
     path = jnp.array([0, 1, 3, 5] + [5] * (ROOM - 4), jnp.int32)
-    kept = np.asarray(jax.jit(keep_path)(read, path, jnp.int32(4)).mass)[0]
-    before, length = np.asarray(read.mass)[0], PROMPT.shape[1]
+    kept = np.asarray(keep(after, path, jnp.int32(4)).mass)[0]
+    before, length = np.asarray(after.mass)[0], PROMPT.shape[1]
     np.testing.assert_array_equal(kept[:length], before[:length])
     np.testing.assert_array_equal(kept[length : length + 4], before[length + np.array([0, 1, 3, 5])])
     assert not kept[length + 4 :].any()
@@ -105,8 +108,7 @@ def test_what_was_attended_to_is_that_of_the_path_alone():
     empty = new_cache(CFG, batch=1, tokens=64, dtype=DTYPE, mass=True)
     cache = prefill(PARAMS, PROMPT, empty, cfg=CFG)[1]
     state = sampler_state(Sampling(), PROMPT[0].tolist(), CFG.vocab_size, seed=3)
-    read = functools.partial(verify, cfg=CFG, dtype=DTYPE)
-    _, count, path, kept, _ = jax.jit(read)(PARAMS, tree, cache, state, jnp.int32(ROOM))
+    _, count, path, kept, _ = verifying(PARAMS, tree, cache, state, jnp.int32(ROOM))
     told = np.array([7, *TOKENS])[np.asarray(path)[: int(count)]]
     fed = prefill(PARAMS, np.concatenate([PROMPT[0], told])[None].astype(np.int32), empty, cfg=CFG)[1]
     assert kept.mass is not None
@@ -115,9 +117,9 @@ def test_what_was_attended_to_is_that_of_the_path_alone():
 
     # Layer by layer, where the path is not known before all layers have run.
     nodes = jnp.arange(ROOM, dtype=jnp.int32)
-    _, cache = read_nodes(PARAMS, tree, nodes, tree.count, cache.counted_by_node(ROOM), cfg=CFG, dtype=DTYPE)
+    _, cache = read(PARAMS, tree, nodes, tree.count, cache.counted_by_node(ROOM))
     path = jnp.array([0, 1, 3, 5] + [5] * (ROOM - 4), jnp.int32)
-    kept = jax.jit(keep_path)(cache, path, jnp.int32(4))
+    kept = keep(cache, path, jnp.int32(4))
     told = np.array([7, 11, 13, 15])
     fed = prefill(PARAMS, np.concatenate([PROMPT[0], told])[None].astype(np.int32), empty, cfg=CFG)[1]
     np.testing.assert_allclose(kept.mass, fed.mass, atol=1e-4)
@@ -126,12 +128,11 @@ def test_what_was_attended_to_is_that_of_the_path_alone():
 def plain(sampling, count):
     """The target's answer, one token at a time."""
     state = sampler_state(sampling, PROMPT[0].tolist(), CFG.vocab_size, seed=3)
-    choose = jax.jit(sample)
     cache = new_cache(CFG, batch=1, tokens=64, dtype=DTYPE)
     hidden, cache = prefill(PARAMS, PROMPT, cache, cfg=CFG)
     said = []
     for _ in range(count):
-        token, state = choose(decoder.logits(PARAMS, hidden[:, -1], cfg=CFG), state)
+        token, state = choose(logits(PARAMS, hidden[:, -1], cfg=CFG), state)
         said.append(int(token[0]))
         hidden, cache = prefill(PARAMS, token[:, None], cache, cfg=CFG)
     return said
@@ -150,16 +151,14 @@ def plain(sampling, count):
 @pytest.mark.parametrize("drafter", ["itself", "another"])
 def test_the_answer_is_the_targets_own(sampling, drafter):
     cfg, params = (CFG, PARAMS) if drafter == "itself" else (SMALL, SMALL_PARAMS)
-    growing = jax.jit(
+    growing = jit(
         functools.partial(draft, cfg=cfg, growth=Growth(tips=2, branches=3, threshold=0.05), dtype=DTYPE)
     )
-    verifying = jax.jit(functools.partial(verify, cfg=CFG, dtype=DTYPE))
-    following = jax.jit(follow)
     state = sampler_state(sampling, PROMPT[0].tolist(), CFG.vocab_size, seed=3)
     ours = new_cache(CFG, batch=1, tokens=64, dtype=DTYPE)
     hidden, ours = prefill(PARAMS, PROMPT, ours, cfg=CFG)
     theirs = cache_of(cfg, params, PROMPT)
-    token, state = jax.jit(sample)(decoder.logits(PARAMS, hidden[:, -1], cfg=CFG), state)
+    token, state = choose(logits(PARAMS, hidden[:, -1], cfg=CFG), state)
     said, lengths = [int(token[0])], []
     tree, fed, foreseen = new_tree(token[0], ROOM), jnp.zeros(ROOM, bool), 0
     while len(said) < 24:
