@@ -91,6 +91,20 @@ def route(
     return natively(by_kernel, by_xla, x, router, norm)
 
 
+def high_alone(weights: jax.Array, loss: float) -> jax.Array:
+    """Which of a token's experts its high plane alone may stand for, `[..., k]` bool.
+
+    They are the least probable ones, as many as have together at most `loss` of the sum of the weights
+    (the idea is HOBBIT's). A token's do not depend on other tokens.
+
+    Args:
+      weights: `[..., k]` float32, most probable first.
+      loss: a share in [0, 1].
+    """
+    behind = jnp.flip(jnp.cumsum(jnp.flip(weights, -1), -1), -1)
+    return behind <= np.float32(loss) * behind[..., :1]
+
+
 def _matrix(router: Weight | TableArray) -> Weight:
     return value(router) if isinstance(router, TableArray) else router
 

@@ -140,9 +140,7 @@ def stored_visits(
       before or not.
     """
     results = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (out, begun))
-    kernel = jax.ffi.ffi_call(
-        target("stored_experts"), results, input_output_aliases={9: 0, 10: 1}
-    )
+    kernel = jax.ffi.ffi_call(target("stored_experts"), results, input_output_aliases={9: 0, 10: 1})
     return kernel(
         x,
         *tiles,

@@ -11,8 +11,16 @@ import jax.numpy as jnp
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.experts.mixture import Tiles, no_visits, run_tile, sum_visits, tiles_and_weights
+from jaxllm.experts.mixture import (
+    Tiles,
+    no_visits,
+    run_stored,
+    run_tile,
+    sum_visits,
+    tiles_and_weights,
+)
 from jaxllm.kernels.native_call import value
+from jaxllm.kernels.native_experts import StoredExperts
 from jaxllm.kernels.used_units import PARAMETER
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks, load_chunks, load_layer
@@ -93,6 +101,7 @@ def attend_layer(
     *,
     cfg: ModelConfig,
     layer: int,
+    loss: float = 0.0,
 ) -> tuple[AtExperts, jax.Array, Past, jax.Array | None]:
     """A sparse layer up to its experts (see `decoder.forward_to_experts`).
 
@@ -103,6 +112,7 @@ def attend_layer(
       params: of the layer, without experts.
       next_router: "router" and "ffn_norm" of the next sparse layer.
       x, at, past, mass, cfg, layer: see `decoder.forward_layer`; x, past and mass are donated.
+      loss: see `tiles_and_weights`.
 
     Returns:
       The tokens before the experts, a buffer for the outputs of all tiles, keys and values, the mass.
@@ -112,7 +122,7 @@ def attend_layer(
     x, routing, past, mass = forward_to_experts(weights, x, at, past, mass, cfg=cfg, layer=layer)
     count = x.shape[1]
     live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
-    tiles, weights = tiles_and_weights(routing, cfg.experts, live=live)
+    tiles, weights = tiles_and_weights(routing, cfg.experts, live=live, loss=loss)
     following = chosen_experts(LayerParams(next_router, ""), x, cfg).probs[0]
     real = jnp.ones((count, 1), jnp.bool_) if live is None else live[:, None]
     # Probabilities of padding are undefined, perhaps NaN.
@@ -131,10 +141,13 @@ def attend_restored(
     *,
     cfg: ModelConfig,
     layer: int,
+    loss: float = 0.0,
 ) -> tuple[AtExperts, jax.Array, Past]:
     """`restore_layer` of a sparse layer up to its experts; see there and `attend_layer`."""
     past = _loaded_layer(params, past, chunks, layer)
-    tokens, out, past, _ = attend_layer(params, next_router, x, at, past, None, cfg=cfg, layer=layer)
+    tokens, out, past, _ = attend_layer(
+        params, next_router, x, at, past, None, cfg=cfg, layer=layer, loss=loss
+    )
     return tokens, out, past
 
 
@@ -164,6 +177,36 @@ def expert_tile(
     rows = tokens.x.reshape(-1, tokens.x.shape[-1])
     scale = LayerParams(norm, "").norm("ffn_norm", cfg)
     return run_tile(rows, scale, tokens.tiles, number, out, block)
+
+
+def stored_tiles(
+    weights: StoredExperts,
+    norm: Params,
+    tokens: AtExperts,
+    actions: jax.Array,
+    out: jax.Array,
+    begun: jax.Array,
+    *,
+    cfg: ModelConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs some tiles of tokens through their experts, in one call of a native kernel.
+
+    Args:
+      weights: the experts of the layer, of which those of the tiles are in memory.
+      norm: "ffn_norm" of the layer.
+      tokens: before the experts.
+      actions: `[n]` int32, what is done with each tile (see `native_experts.stored_visits`).
+      out: the outputs of all tiles so far; donated.
+      begun: of tiles that were begun; donated.
+      cfg: the model.
+    """
+    axes = Axes("stored_tiles", D=cfg.hidden_size, k=cfg.experts_per_token)
+    tokens.check(axes)
+    axes.check(jnp.int32, "n", actions=actions)
+    rows = tokens.x.reshape(-1, tokens.x.shape[-1])
+    scale = LayerParams(norm, "").norm("ffn_norm", cfg)
+    before = out, begun
+    return run_stored(rows, scale, tokens.tiles, actions, weights, before, activation=cfg.activation)
 
 
 def combine_experts(tokens: AtExperts, out: jax.Array) -> jax.Array:

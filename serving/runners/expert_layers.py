@@ -1,7 +1,7 @@
 """Runs tokens through the layers of a mixture whose experts are loaded one by one.
 
-A sparse layer is three buckets: attention and router; one tile of tokens through its expert, as experts
-become resident; and the sum of the outputs. All chunks of a prompt run the first bucket before any expert, so
+A sparse layer is three buckets: attention and router; tiles of tokens through their experts, as experts become
+resident (`expert_visits.py`); and the sum of the outputs. All chunks of a prompt run the first bucket before any expert, so
 that each expert is read once for all of them.
 """
 
@@ -23,10 +23,10 @@ from serving.buckets.expert import (
     AttendRestoredBucket,
     AttendTreeBucket,
     CombineBucket,
-    ExpertBucket,
 )
 from serving.buckets.layer import EmbedBucket, LayerBucket, LayerTreeBucket
 from serving.buckets.parts import embedding_params, expert_norm, layer_params, router_params
+from serving.runners.expert_visits import Visit, Visits, make_visits, valid_ids
 from serving.runners.layerwise import Chunk
 from serving.weights.experts.weights import ExpertWeights
 from serving.weights.model_level import ModelLevel
@@ -57,6 +57,7 @@ class ExpertLayers:
     Attributes:
       head: provides the head.
       experts: provides the experts.
+      visits: runs tokens through experts that are resident.
       streams_weights: False: only experts are read, and most before they are needed.
     """
 
@@ -65,7 +66,8 @@ class ExpertLayers:
     def __init__(self, model: ModelLevel, buckets: BucketTable, weights: ExpertWeights) -> None:
         """`model` is the whole model or a level; its parameters are all but the experts."""
         self.head = self.experts = weights
-        self._model, self._buckets = model, buckets
+        self._model, self._buckets, self._loss = model, buckets, weights.options.loss
+        self.visits: Visits = make_visits(model, buckets, weights)
         self._embedding = embedding_params(model.params)
         self._known: tuple[tuple[int, int], _Parts] | None = None
         # The experts that a context visited in the sparse layers that are restored so far.
@@ -76,8 +78,7 @@ class ExpertLayers:
     def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
         """See `LayerSource`."""
         found = [self._bucket(tokens, cache, layer, tree=tree) for layer in self._model.layer_kinds]
-        found += [self._expert_bucket(tokens, bits) for bits in self.experts.store.widths]
-        return [*found, self._combine_bucket(tokens)]
+        return [*found, *self.visits.buckets(tokens), self._combine_bucket(tokens)]
 
     def embed_bucket(self, tokens: int) -> Bucket:
         """See `LayerSource`: the embedding is resident. All levels share the bucket."""
@@ -85,25 +86,22 @@ class ExpertLayers:
 
     def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
         """See `LayerSource`."""
-        family = AttendRestoredBucket if self._model.cfg.is_sparse(layer) else RestoreBucket
-        like, level = self._model.alike[layer], self._model.bucket_level
-        return family(tokens=tokens, cache_tokens=cache, layer=like, level=level)
+        where = {"layer": self._model.alike[layer], "level": self._model.bucket_level}
+        if self._model.cfg.is_sparse(layer):
+            return AttendRestoredBucket(tokens=tokens, cache_tokens=cache, loss=self._loss, **where)
+        return RestoreBucket(tokens=tokens, cache_tokens=cache, **where)
 
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
         """The bucket of a layer; of a sparse layer up to its experts."""
-        sparse = self._model.cfg.is_sparse(layer)
-        like, level = self._model.alike[layer], self._model.bucket_level
+        where = {"layer": self._model.alike[layer], "level": self._model.bucket_level, "cache_tokens": cache}
+        if not self._model.cfg.is_sparse(layer):
+            return LayerTreeBucket(nodes=tokens, **where) if tree else LayerBucket(tokens=tokens, **where)
         if tree:
-            family = AttendTreeBucket if sparse else LayerTreeBucket
-            return family(nodes=tokens, cache_tokens=cache, layer=like, level=level)
-        family = AttendBucket if sparse else LayerBucket
-        return family(tokens=tokens, cache_tokens=cache, layer=like, level=level)
-
-    def _expert_bucket(self, tokens: int, bits: int) -> Bucket:
-        return ExpertBucket(tokens=tokens, bits=bits, level=self._model.bucket_level)
+            return AttendTreeBucket(nodes=tokens, loss=self._loss, **where)
+        return AttendBucket(tokens=tokens, loss=self._loss, **where)
 
     def _combine_bucket(self, tokens: int) -> Bucket:
-        return CombineBucket(tokens=tokens, level=self._model.bucket_level)
+        return CombineBucket(tokens=tokens, loss=self._loss, level=self._model.bucket_level)
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -194,39 +192,18 @@ class ExpertLayers:
 
         Appends the experts that they visit to `visited`, and changes `outs`.
         """
-        # Expert -> its tiles as (chunk, tile).
-        tiles: dict[int, list[tuple[int, int]]] = {}
-        for number, each in enumerate(before):
-            for tile, expert in enumerate(np.asarray(each.tiles.expert)[: int(each.tiles.count)].tolist()):
-                tiles.setdefault(expert, []).append((number, tile))
-        ids = [np.asarray(each.ids)[:count] for each, count in zip(before, valid, strict=True)]
-        visited.append(np.concatenate(ids))
-        self._run_tiles(layer, visited, np.asarray(before[-1].ahead), tiles, before, outs)
-
-    def _run_tiles(
-        self,
-        layer: int,
-        visited: list[np.ndarray],
-        ahead: np.ndarray,
-        tiles: dict[int, list[tuple[int, int]]],
-        before: list[AtExperts],
-        outs: list[jax.Array],
-    ) -> None:
-        """Runs each tile through its expert, as experts become resident; changes `outs`."""
-        index, norm = len(visited) - 1, self._parts.norms[layer]
+        visit = Visit.of(len(visited), self._parts.norms[layer], before)
+        visited.append(valid_ids(before, valid))
+        needs = visit.needs(self._model.cfg.experts)
         # After the last layer come the first layers of the next token.
         seen = visited
         if len(visited) == len(self.experts.store.sparse):
             seen = []
             self.experts.predictor.begin()
-        guesses = self.experts.likely(seen, ahead, len(tiles))
-        for expert, weights in self.experts.cache.visit(index, list(tiles), guesses):
-            bits = self.experts.store[index, expert].bits
-            for number, tile in tiles[expert]:
-                compiled = self._buckets.get(self._expert_bucket(before[number].x.shape[1], bits))
-                outs[number] = compiled(weights, norm, before[number], np.int32(tile), outs[number])
-            # Another expert may take its memory now.
-            jax.block_until_ready(outs)
+        guesses = self.experts.likely(seen, np.asarray(before[-1].ahead), len(needs))
+        early = self.visits.early(visit)
+        for arrived in self.experts.cache.visit(visit.layer, needs, guesses, early=early):
+            self.visits.run(visit, arrived, outs)
 
     def _combined(self, before: AtExperts, out: jax.Array) -> jax.Array:
         return self._buckets.get(self._combine_bucket(before.x.shape[1]))(before, out)
