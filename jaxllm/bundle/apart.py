@@ -104,8 +104,9 @@ class _Stacks:
             layer = name.rsplit(".", 1)[0]
             self._columns = {each: of for each, of in self._columns.items() if each.startswith(layer)}
             stored = self._source.stored(name)
-            plain = isinstance(stored, BlockedArray) and not stored.nested
-            self._columns[name] = from_blocks(stored) if plain else stored
+            if isinstance(stored, BlockedArray) and not stored.nested:
+                stored = from_blocks(stored)
+            self._columns[name] = stored
         column = self._columns[name]
         if isinstance(column, BlockedArray):
             return nested_entry(column, expert)

@@ -108,8 +108,8 @@ def visits(
     )
 
 
-# What `stored_visits` does with a tile: nothing; all; of one row of a nested expert what the high planes of gate
-# and up give, while its low planes are not there; the rest of that.
+# What `stored_visits` does with a tile: nothing; all; of one row of a nested expert what the high planes of
+# gate and up give, while its low planes are not there; the rest of that.
 LEAVE, RUN, BEGIN, FINISH = range(4)
 
 
@@ -141,7 +141,7 @@ def stored_visits(
     """
     results = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (out, begun))
     kernel = jax.ffi.ffi_call(target("stored_experts"), results, input_output_aliases={9: 0, 10: 1})
-    return kernel(
+    found, begun = kernel(
         x,
         *tiles,
         actions,
@@ -155,6 +155,7 @@ def stored_visits(
         activation=np.int64(ACTIVATIONS.index(activation)),
         eps=np.float32(norm_eps),
     )
+    return found, begun
 
 
 def begun_shape(tiles: int, units: int, width: int) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
-"""Takes parts of nested weights: the high planes, a 4-bit model that is part of an 8-bit one; and one matrix of
-a stack."""
+"""Takes parts of nested weights: the high planes, a 4-bit model that is part of an 8-bit one; and one matrix
+of a stack."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""Buckets of mixtures whose experts are loaded one by one: a sparse layer up to its experts, the tiles of experts
-that are in memory, or one tile of one expert, and the sum of the experts' outputs."""
+"""Buckets of mixtures whose experts are loaded one by one: a sparse layer up to its experts, the tiles of
+experts that are in memory, or one tile of one expert, and the sum of the experts' outputs."""
 
 import dataclasses
 import functools
@@ -99,8 +99,8 @@ class AttendRestoredBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertBucket(Bucket):
-    """Runs one tile of tokens through one expert (see `steps.layers.expert_tile`), where no native kernel finds
-    experts by address. All layers share it.
+    """Runs one tile of tokens through one expert (see `steps.layers.expert_tile`), where no native kernel
+    finds experts by address. All layers share it.
 
     Attributes:
       tokens: of the tile's chunk.
@@ -139,20 +139,15 @@ class StoredExpertsBucket(Bucket):
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(experts, norm, tokens at experts, actions, out, what was begun) -> out, what was begun."""
         cfg, (before, out) = model.cfg, _at_experts(model, self.tokens, self.loss)
-        shape = jax.ShapeDtypeStruct
-        weights = StoredExperts(
-            shape((2,), jnp.uint32),
-            shape((), jnp.int32),
-            cfg.experts,
-            cfg.expert_ffn_size,  # pyright: ignore
-        )
+        shape: Any = jax.ShapeDtypeStruct
+        table = shape((2,), jnp.uint32)
+        weights = StoredExperts(table, shape((), jnp.int32), cfg.experts, cfg.expert_ffn_size)
         norm = expert_norm(router_params(model.weights, _first_sparse(model)))
-        tiles = before.tiles.expert.shape
+        (tiles,) = before.tiles.expert.shape
+        kept = begun_shape(tiles, cfg.expert_ffn_size, cfg.hidden_size) if self.early else (0,)
         step = jax.jit(functools.partial(stored_tiles, cfg=cfg), donate_argnums=(4, 5))
-        begun = shape(
-            begun_shape(*tiles, cfg.expert_ffn_size, cfg.hidden_size) if self.early else (0,), jnp.int32
-        )
-        return step.lower(weights, norm, before, shape(tiles, jnp.int32), out, begun)
+        actions, begun = shape((tiles,), jnp.int32), shape(kept, jnp.int32)
+        return step.lower(weights, norm, before, actions, out, begun)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Runs tokens through the layers of a mixture whose experts are loaded one by one.
 
-A sparse layer is three buckets: attention and router; tiles of tokens through their experts, as experts become
-resident (`expert_visits.py`); and the sum of the outputs. All chunks of a prompt run the first bucket before any expert, so
-that each expert is read once for all of them.
+A sparse layer is three buckets: attention and router; tiles of tokens through their experts, as experts
+become resident (`expert_visits.py`); and the sum of the outputs. All chunks of a prompt run the first bucket
+before any expert, so that each expert is read once for all of them.
 """
 
 import dataclasses

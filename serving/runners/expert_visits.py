@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.kernels.native_experts import BEGIN, FINISH, LEAVE, RUN, StoredExperts, begun_shape
@@ -92,7 +91,7 @@ class VisitsByAddress:
         self._experts = model.cfg.experts
         self._loss, self._nested = experts.options.loss, experts.store.planes > 1
         # What was begun, by the number of tiles; of one layer at a time.
-        self._begun: dict[int, jax.Array] = {}
+        self._begun: dict[int, jax.Array | np.ndarray] = {}
         self._early: set[int] = set()
         self.calls = 0
 
@@ -135,13 +134,13 @@ class VisitsByAddress:
             tokens=tokens, early=early, loss=self._loss, level=self._model.bucket_level
         )
 
-    def _begun_of(self, before: AtExperts) -> jax.Array:
+    def _begun_of(self, before: AtExperts) -> jax.Array | np.ndarray:
         count, cfg = len(before.tiles.expert), self._model.cfg
         if not self._nested or before.x.shape[1] > 1:
-            return jnp.zeros((0,), jnp.int32)
+            return np.zeros((0,), np.int32)
         if count not in self._begun:
             shape = begun_shape(count, cfg.expert_ffn_size, cfg.hidden_size)
-            self._begun[count] = jnp.zeros(shape, jnp.int32)
+            self._begun[count] = np.zeros(shape, np.int32)
         return self._begun[count]
 
 

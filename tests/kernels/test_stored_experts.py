@@ -1,4 +1,4 @@
-"""Experts that are found by address: the outputs of resident ones, to the bit, whole or begun and finished."""
+"""Experts that are found by address: to the bit what resident ones give, whole or begun and finished."""
 
 from functools import partial
 from typing import Any

@@ -93,9 +93,9 @@ class ExpertCache:
         Args:
           layer: index among the sparse layers.
           needs: by expert, of how many planes it is computed, the high one first.
-          guesses: planes that later layers are predicted to need, in the order of reading; they replace former
-            guesses.
-          early: whether experts are yielded as begun, once each, when their high plane came before the low one.
+          guesses: planes that later layers are predicted to need, in the order of reading; they replace
+            former guesses.
+          early: whether experts are yielded as begun, once each, when their high plane came before the low.
 
         Raises:
           CheckpointError: a plane cannot be read, or is corrupt.
@@ -224,7 +224,7 @@ class ExpertCache:
             self._work.notify(_THREADS)
 
     def _to_begin(self, waiting: Mapping[int, list[PlaneKey]], begun: set[int]) -> list[int]:
-        """Of experts that wait for their low plane alone those that were not begun; pins their high planes."""
+        """Pins the high planes of experts that wait for their low one alone and were not begun."""
         with self._lock:
             found = [expert for expert in waiting if self._beginnable(waiting[expert], begun)]
             for expert in found:

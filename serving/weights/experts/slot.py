@@ -40,8 +40,8 @@ class Regions:
     """The regions of all planes.
 
     Attributes:
-      table: the weight table of all experts, a row per sparse layer (see `native_experts.stored_visits`); None
-        where native kernels do not read them in place.
+      table: the weight table of all experts, a row per sparse layer (see `native_experts.stored_visits`);
+        None where native kernels do not read them in place.
     """
 
     def __init__(self, store: ExpertStore) -> None:

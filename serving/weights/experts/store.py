@@ -150,8 +150,8 @@ class ExpertStore:
         return f"the {('high', 'low')[key[2]]} plane of {expert}" if self[key[:2]].nested else expert
 
     def weights(self, key: Key, *memory: np.ndarray) -> dict[str, Weight]:
-        """An expert's "gate", "up" and "down" `[F, D]` from the bytes of its planes in other memory, or of the
-        high one alone (see `Bundle.segment_weights`)."""
+        """An expert's "gate", "up" and "down" `[F, D]` from the bytes of its planes in other memory, or of
+        the high one alone (see `Bundle.segment_weights`)."""
         found = self.bundle.segment_weights(self[key].planes[0].segment.name, *memory)
         return {name.rsplit(".", 1)[1]: each for name, each in found.items()}
 

@@ -10,6 +10,7 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.experts import read_path_counts, read_token_experts
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.experts.eviction import eviction_policy
+from jaxllm.experts.routing import high_alone
 from jaxllm.models.parameters import head_name
 from jaxllm.quant import Weight
 from serving.buckets.parts import HIGH, NESTED, any_expert
@@ -73,8 +74,8 @@ class ExpertWeights:
         self.store = ExpertStore(bundle)
         if self.options.loss and NESTED not in self.store.forms:
             raise ConfigError(
-                f"{bundle.path} has no nested experts, which alone have a high plane to compute by; make a bundle by "
-                "`jaxllm prepare HF_DIR --weights int8-nested --expert-bits 8`, or allow no loss of experts"
+                f"{bundle.path} has no nested experts, which alone have a high plane to compute by; make a "
+                "bundle by `jaxllm prepare HF_DIR --weights int8-nested --expert-bits 8`, or allow no loss"
             )
         self.staying_bytes = hot = hot_bytes(bundle)
         self.budget_bytes = min(budget_bytes - fixed_bytes - hot, self.store.total_bytes)
@@ -177,12 +178,19 @@ class ExpertWeights:
                 break
             best = np.argsort(-chances, kind="stable")
             worth = self.predictor.worthwhile(seen, chances, step)
-            experts = [int(expert) for expert in best[:count] if worth[expert]]
-            layer = len(seen)
-            planes = [plane for expert in experts for plane in self.store.planes_of((layer, expert), 2)]
-            found += sorted(planes, key=lambda plane: plane[2])
+            # Which are needed whole is foreseen as it is decided: by the probabilities of those chosen.
+            alone = high_alone(chances[best[:choices]], self.options.loss)
+            found += self._planes(len(seen), [expert for expert in best[:count] if worth[expert]], alone)
             seen.append(np.broadcast_to(best[:choices], (tokens, choices)))
         return found
+
+    def _planes(self, layer: int, experts: list[np.integer], alone: np.ndarray) -> list[PlaneKey]:
+        """The planes of predicted experts, the most probable first. `alone` `[k]` bool says which of the
+        first are computed by high planes alone; those behind are if the last is."""
+        needed = [1 if alone[min(place, len(alone) - 1)] else 2 for place in range(len(experts))]
+        pairs = zip(experts, needed, strict=True)
+        planes = [key for expert, each in pairs for key in self.store.planes_of((layer, int(expert)), each)]
+        return sorted(planes, key=lambda key: key[2])
 
     def close(self) -> None:
         """Stops the threads and closes the file."""
