@@ -6,7 +6,7 @@ Without normalization the weights of a token sum to less than one.
 """
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,8 @@ def high_alone(weights: Floats, loss: float) -> Floats:
     xp = np if isinstance(weights, np.ndarray) else jnp
     behind = xp.flip(xp.cumsum(xp.flip(weights, -1), -1), -1)
     # Weights may be zero.
-    return (behind <= np.float32(loss) * behind[..., :1]) & (loss > 0)
+    alone: Any = (behind <= np.float32(loss) * behind[..., :1]) & (loss > 0)
+    return alone
 
 
 def _matrix(router: Weight | TableArray) -> Weight:
