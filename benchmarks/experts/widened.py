@@ -6,6 +6,7 @@ and so cancel: routers, and which experts a token visits, stay the trained ones,
 those of larger models.
 """
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,6 @@ def widened_folder(folder: Path, out: Path, times: int, progress: Progress | Non
     Raises:
       ConfigError: the model has no experts, or an odd number of neurons would be added.
     """
-    import dataclasses
-
     cfg = read_config(folder)
     added = (times - 1) * cfg.expert_ffn_size
     if times < 2 or not cfg.experts or added % 2:
@@ -51,7 +50,10 @@ def widened_folder(folder: Path, out: Path, times: int, progress: Progress | Non
     path.mkdir(parents=True, exist_ok=True)
     write_tokenizer(path, read_tokenizer(folder))
     # The config comes last and whole: where it is, the folder is.
-    write_folder(path, dataclasses.replace(cfg, expert_ffn_size=times * cfg.expert_ffn_size), params)
+    neurons = times * cfg.expert_ffn_size
+    # Of a model without dense layers some checkpoints know one number alone.
+    dense = cfg.ffn_size if not all(cfg.is_sparse(layer) for layer in range(cfg.layers)) else neurons
+    write_folder(path, dataclasses.replace(cfg, expert_ffn_size=neurons, ffn_size=dense), params)
     return path
 
 
