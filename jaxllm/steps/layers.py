@@ -5,6 +5,7 @@ Pure functions of static shapes, as in `model.py`.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +74,8 @@ class AtExperts:
       tiles: of the pairs of token and expert.
       weights: `[T, k]` float32, factors of the outputs of pairs.
       ids: `[T, k]` int32, the visited experts; undefined for padding.
-      ahead: `[E]` float32, probabilities of the experts of the next sparse layer by its router, the mean over
-        real tokens.
+      ahead: `[n, E]` float32, probabilities of the experts of the next n sparse layers by their routers, the
+        mean over real tokens.
     """
 
     x: jax.Array
@@ -88,12 +89,12 @@ class AtExperts:
         axes.check(jnp.floating, "1 T D", x=self.x)
         axes.check(jnp.float32, "T k", weights=self.weights)
         axes.check(jnp.int32, "T k", ids=self.ids)
-        axes.check(jnp.float32, "E", ahead=self.ahead)
+        axes.check(jnp.float32, "n E", ahead=self.ahead)
 
 
 def attend_layer(
     params: Params,
-    next_router: Params,
+    next_routers: Sequence[Params],
     x: jax.Array,
     at: TokenPositions,
     past: Past,
@@ -105,12 +106,12 @@ def attend_layer(
 ) -> tuple[AtExperts, jax.Array, Past, jax.Array | None]:
     """A sparse layer up to its experts (see `decoder.forward_to_experts`).
 
-    The next router is applied to this layer's hidden states: the residual stream changes so little from layer
-    to layer that its choices are mostly those of the next layer.
+    The next routers are applied to this layer's hidden states: the residual stream changes so little from
+    layer to layer that their choices are mostly those of the next layers.
 
     Args:
       params: of the layer, without experts.
-      next_router: "router" and "ffn_norm" of the next sparse layer.
+      next_routers: "router" and "ffn_norm" of the next sparse layers, nearest first.
       x, at, past, mass, cfg, layer: see `decoder.forward_layer`; x, past and mass are donated.
       loss: see `tiles_and_weights`.
 
@@ -123,17 +124,18 @@ def attend_layer(
     count = x.shape[1]
     live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
     tiles, weights = tiles_and_weights(routing, cfg.experts, live=live, loss=loss)
-    following = chosen_experts(LayerParams(next_router, ""), x, cfg).probs[0]
+    following = [chosen_experts(LayerParams(each, ""), x, cfg).probs[0] for each in next_routers]
     real = jnp.ones((count, 1), jnp.bool_) if live is None else live[:, None]
     # Probabilities of padding are undefined, perhaps NaN.
-    ahead = jnp.sum(jnp.where(real, following, 0.0), axis=0) / jnp.sum(real, dtype=jnp.float32)
+    sums = jnp.sum(jnp.where(real, jnp.stack(following), 0.0), axis=1)
+    ahead = sums / jnp.sum(real, dtype=jnp.float32)
     tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=ahead)
     return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles), past, mass
 
 
 def attend_restored(
     params: Params,
-    next_router: Params,
+    next_routers: Sequence[Params],
     x: jax.Array,
     at: TokenPositions,
     past: Past,
@@ -146,7 +148,7 @@ def attend_restored(
     """`restore_layer` of a sparse layer up to its experts; see there and `attend_layer`."""
     past = _loaded_layer(params, past, chunks, layer)
     tokens, out, past, _ = attend_layer(
-        params, next_router, x, at, past, None, cfg=cfg, layer=layer, loss=loss
+        params, next_routers, x, at, past, None, cfg=cfg, layer=layer, loss=loss
     )
     return tokens, out, past
 
@@ -195,14 +197,14 @@ def stored_tiles(
       weights: the experts of the layer, of which those of the tiles are in memory.
       norm: "ffn_norm" of the layer.
       tokens: before the experts.
-      actions: `[n]` int32, what is done with each tile (see `native_experts.stored_visits`).
+      actions: `[m]` int32, what is done with each tile (see `native_experts.stored_visits`).
       out: the outputs of all tiles so far; donated.
       begun: of tiles that were begun; donated.
       cfg: the model.
     """
     axes = Axes("stored_tiles", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)
-    axes.check(jnp.int32, "n", actions=actions)
+    axes.check(jnp.int32, "m", actions=actions)
     rows = tokens.x.reshape(-1, tokens.x.shape[-1])
     scale = LayerParams(norm, "").norm("ffn_norm", cfg)
     before = out, begun

@@ -25,15 +25,17 @@ class AttendBucket(Bucket):
       cache_tokens: length of the cache.
       layer: the first of the layers that share the bucket.
       loss: see `ExpertOptions`.
+      ahead: number of layers whose routers run ahead.
     """
 
     tokens: int
     cache_tokens: int
     layer: int
     loss: float = 0.0
+    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(layer's params, next router, x, positions, keys and values, mass) -> tokens at experts, a
+        """(layer's params, next routers, x, positions, keys and values, mass) -> tokens at experts, a
         buffer for their outputs, keys and values, mass."""
         past, mass = model.past(self.layer, self.cache_tokens), model.cache(self.cache_tokens).mass
         return _lower_attend(model, self, position_shapes(self.tokens), past, mass)
@@ -48,12 +50,14 @@ class AttendTreeBucket(Bucket):
       cache_tokens: length of the cache.
       layer: the first of the layers that share the bucket.
       loss: see `ExpertOptions`.
+      ahead: number of layers whose routers run ahead.
     """
 
     nodes: int
     cache_tokens: int
     layer: int
     loss: float = 0.0
+    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """See `AttendBucket`; the mass is by node."""
@@ -71,15 +75,17 @@ class AttendRestoredBucket(Bucket):
       cache_tokens: length of the cache.
       layer: the first of the layers that share the bucket.
       loss: see `ExpertOptions`.
+      ahead: number of layers whose routers run ahead.
     """
 
     tokens: int
     cache_tokens: int
     layer: int
     loss: float = 0.0
+    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(layer's params, next router, x, positions, keys and values, chunks) -> tokens at experts,
+        """(layer's params, next routers, x, positions, keys and values, chunks) -> tokens at experts,
         a buffer for their outputs, keys and values."""
         layer = self.layer
         attend = functools.partial(attend_restored, cfg=model.cfg, layer=layer, loss=self.loss)
@@ -89,7 +95,7 @@ class AttendRestoredBucket(Bucket):
         )
         return jax.jit(attend, donate_argnums=(2, 4)).lower(
             layer_params(model.params, layer, layer),
-            router_params(model.weights, layer),
+            [router_params(model.weights, layer)] * self.ahead,
             model.hidden(self.tokens),
             at,
             past,
@@ -105,16 +111,17 @@ class ExpertBucket(Bucket):
     Attributes:
       tokens: of the tile's chunk.
       form: of the expert.
-      loss: see `ExpertOptions`.
+      loss, ahead: see `AttendBucket`.
     """
 
     tokens: int
     form: str
     loss: float = 0.0
+    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(expert, norm, tokens at experts, number of the tile, out) -> out."""
-        weights, (before, out) = model.weights, _at_experts(model, self.tokens, self.loss)
+        weights, (before, out) = model.weights, _at_experts(model, self.tokens, self.loss, self.ahead)
         expert = {name: weights[f"{any_expert(self.form)}.{name}"] for name in EXPERT_PARTS}
         norm = expert_norm(router_params(weights, _first_sparse(model)))
         step = jax.jit(functools.partial(expert_tile, cfg=model.cfg), donate_argnums=(4,))
@@ -129,16 +136,17 @@ class StoredExpertsBucket(Bucket):
     Attributes:
       tokens: of the tiles' chunk.
       early: whether tiles can be begun with the high plane of their expert.
-      loss: see `ExpertOptions`.
+      loss, ahead: see `AttendBucket`.
     """
 
     tokens: int
     early: bool
     loss: float = 0.0
+    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(experts, norm, tokens at experts, actions, out, what was begun) -> out, what was begun."""
-        cfg, (before, out) = model.cfg, _at_experts(model, self.tokens, self.loss)
+        cfg, (before, out) = model.cfg, _at_experts(model, self.tokens, self.loss, self.ahead)
         shape: Any = jax.ShapeDtypeStruct
         table = shape((2,), jnp.uint32)
         weights = StoredExperts(table, shape((), jnp.int32), cfg.experts, cfg.expert_ffn_size)
@@ -156,16 +164,17 @@ class CombineBucket(Bucket):
 
     Attributes:
       tokens: of the chunk.
-      loss: see `ExpertOptions`.
+      loss, ahead: see `AttendBucket`.
     """
 
     tokens: int
     loss: float = 0.0
+    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(tokens at experts, out) -> x."""
         # Nothing is donated: no result has the shape of the outputs of all tiles.
-        return jax.jit(combine_experts).lower(*_at_experts(model, self.tokens, self.loss))
+        return jax.jit(combine_experts).lower(*_at_experts(model, self.tokens, self.loss, self.ahead))
 
 
 def _lower_attend(
@@ -175,11 +184,16 @@ def _lower_attend(
     attend = functools.partial(attend_layer, cfg=model.cfg, layer=layer, loss=bucket.loss)
     x = model.hidden(at.positions.shape[0])
     return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(
-        layer_params(model.params, layer, layer), router_params(model.weights, layer), x, at, past, mass
+        layer_params(model.params, layer, layer),
+        [router_params(model.weights, layer)] * bucket.ahead,
+        x,
+        at,
+        past,
+        mass,
     )
 
 
-def _at_experts(model: ModelShapes, tokens: int, loss: float) -> tuple[Any, Any]:
+def _at_experts(model: ModelShapes, tokens: int, loss: float, ahead: int) -> tuple[Any, Any]:
     """Shapes of tokens at experts, and of the experts' outputs."""
     layer = _first_sparse(model)
     # Any cache length gives the same shapes.
@@ -188,7 +202,7 @@ def _at_experts(model: ModelShapes, tokens: int, loss: float) -> tuple[Any, Any]
     before, out, *_ = jax.eval_shape(
         attend,
         layer_params(model.params, layer, layer),
-        router_params(model.weights, layer),
+        [router_params(model.weights, layer)] * ahead,
         model.hidden(tokens),
         position_shapes(tokens),
         model.past(layer, capacity),

@@ -66,7 +66,7 @@ class ExpertLayers:
     def __init__(self, model: ModelLevel, buckets: BucketTable, weights: ExpertWeights) -> None:
         """`model` is the whole model or a level; its parameters are all but the experts."""
         self.head = self.experts = weights
-        self._model, self._buckets, self._loss = model, buckets, weights.options.loss
+        self._model, self._buckets, self._how = model, buckets, weights.bucket_options
         self.visits: Visits = make_visits(model, buckets, weights)
         self._embedding = embedding_params(model.params)
         self._known: tuple[tuple[int, int], _Parts] | None = None
@@ -88,7 +88,7 @@ class ExpertLayers:
         """See `LayerSource`."""
         where = {"layer": self._model.alike[layer], "level": self._model.bucket_level}
         if self._model.cfg.is_sparse(layer):
-            return AttendRestoredBucket(tokens=tokens, cache_tokens=cache, loss=self._loss, **where)
+            return AttendRestoredBucket(tokens=tokens, cache_tokens=cache, **self._how, **where)
         return RestoreBucket(tokens=tokens, cache_tokens=cache, **where)
 
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
@@ -97,11 +97,11 @@ class ExpertLayers:
         if not self._model.cfg.is_sparse(layer):
             return LayerTreeBucket(nodes=tokens, **where) if tree else LayerBucket(tokens=tokens, **where)
         if tree:
-            return AttendTreeBucket(nodes=tokens, loss=self._loss, **where)
-        return AttendBucket(tokens=tokens, loss=self._loss, **where)
+            return AttendTreeBucket(nodes=tokens, **self._how, **where)
+        return AttendBucket(tokens=tokens, **self._how, **where)
 
     def _combine_bucket(self, tokens: int) -> Bucket:
-        return CombineBucket(tokens=tokens, loss=self._loss, level=self._model.bucket_level)
+        return CombineBucket(tokens=tokens, level=self._model.bucket_level, **self._how)
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class ExpertLayers:
         if not self._model.cfg.is_sparse(layer):
             return compiled(weights, x, at, past, chunks)
         index = self.experts.store.sparse.index(layer)
-        before, out, past = compiled(weights, self._next_router(index), x, at, past, chunks)
+        before, out, past = compiled(weights, self._next_routers(index), x, at, past, chunks)
         if index == 0:
             self._restoring = []
         outs = [out]
@@ -166,19 +166,20 @@ class ExpertLayers:
         """Runs a sparse layer over all chunks, and appends the experts that they visit to `visited`."""
         before: list[AtExperts] = []
         outs: list[jax.Array] = []
-        weights, router = self._parts.layers[layer], self._next_router(len(visited))
+        weights, routers = self._parts.layers[layer], self._next_routers(len(visited))
         for (tokens, at), x in zip(chunks, inputs, strict=True):
             bucket = self._bucket(len(tokens), past.capacity_tokens, layer, tree=at.tree is not None)
-            each, out, past, mass = self._buckets.get(bucket)(weights, router, x, at, past, mass)
+            each, out, past, mass = self._buckets.get(bucket)(weights, routers, x, at, past, mass)
             before.append(each)
             outs.append(out)
         self._visit_experts(layer, before, [int(at.valid) for _, at in chunks], outs, visited)
         return [self._combined(each, out) for each, out in zip(before, outs, strict=True)], past, mass
 
-    def _next_router(self, index: int) -> dict[str, Any]:
-        """The router of the sparse layer after one, from which its experts are predicted."""
+    def _next_routers(self, index: int) -> list[dict[str, Any]]:
+        """The routers of the sparse layers after one, from which their experts are predicted; behind the last
+        come the first."""
         routers = self._parts.routers
-        return routers[(index + 1) % len(routers)]
+        return [routers[(index + 1 + step) % len(routers)] for step in range(self._how["ahead"])]
 
     def _visit_experts(
         self,

@@ -89,7 +89,7 @@ class VisitsByAddress:
         """See `make_visits`."""
         self._model, self._buckets, self._table = model, buckets, table
         self._experts = model.cfg.experts
-        self._loss, self._nested = experts.options.loss, experts.store.planes > 1
+        self._how, self._nested = experts.bucket_options, experts.store.planes > 1
         # What was begun, by the number of tiles; of one layer at a time.
         self._begun: dict[int, jax.Array | np.ndarray] = {}
         self._early: set[int] = set()
@@ -130,9 +130,7 @@ class VisitsByAddress:
 
     def _bucket(self, tokens: int) -> StoredExpertsBucket:
         early = self._nested and tokens == 1
-        return StoredExpertsBucket(
-            tokens=tokens, early=early, loss=self._loss, level=self._model.bucket_level
-        )
+        return StoredExpertsBucket(tokens=tokens, early=early, level=self._model.bucket_level, **self._how)
 
     def _begun_of(self, before: AtExperts) -> jax.Array | np.ndarray:
         count, cfg = len(before.tiles.expert), self._model.cfg
@@ -177,8 +175,8 @@ class VisitsByTile:
         jax.block_until_ready(outs)
 
     def _bucket(self, tokens: int, form: str) -> ExpertBucket:
-        loss, level = self._weights.options.loss, self._model.bucket_level
-        return ExpertBucket(tokens=tokens, form=form, loss=loss, level=level)
+        how, level = self._weights.bucket_options, self._model.bucket_level
+        return ExpertBucket(tokens=tokens, form=form, level=level, **how)
 
 
 def valid_ids(before: Sequence[AtExperts], valid: Sequence[int]) -> np.ndarray:

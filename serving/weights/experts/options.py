@@ -14,10 +14,10 @@ class ExpertOptions:
 
     Attributes:
       eviction: name of the policy in `jaxllm.experts.eviction.POLICIES`.
-      predictor: of experts before their router ran: "router" applies the next layer's router to this layer's
+      predictor: of experts before their router ran: "router" applies the next layers' routers to this layer's
         hidden states, "paths" uses the experts of the two layers before (EdgeMoE), "tokens" the tokens of the
         pass (drafted ones included), "frequency" the most visited experts, "none" predicts none. For the
-        first layer of a pass, and beyond the next layer, "router" predicts as "tokens" does.
+        first layers of a pass "router" predicts as "tokens" does.
       layers_ahead: number of layers for which experts are predicted.
       loss: the most of a token's mixture, as a share of the weights of its experts, that is computed by high
         planes alone: those of its least probable experts (HOBBIT's idea). It applies

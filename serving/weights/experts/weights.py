@@ -143,6 +143,12 @@ class ExpertWeights:
         return {**self._hot, **shapes}
 
     @property
+    def bucket_options(self) -> dict[str, Any]:
+        """The options that buckets of sparse layers have, by name."""
+        ahead = self.options.layers_ahead if self.predictor.reads_routers else 1
+        return {"loss": self.options.loss, "ahead": ahead}
+
+    @property
     def forms(self) -> tuple[str, ...]:
         """The forms in which experts are computed."""
         return (*self.store.forms, *((HIGH,) if self.options.loss else ()))
