@@ -202,8 +202,8 @@ class ExpertLayers:
             seen = []
             self.experts.predictor.begin()
         guesses = self.experts.likely(seen, np.asarray(before[-1].ahead), len(needs))
-        early = self.visits.early(visit)
-        for arrived in self.experts.cache.visit(visit.layer, needs, guesses, early=early):
+        together = self.visits.together(visit)
+        for arrived in self.experts.cache.visit(visit.layer, needs, guesses, together=together):
             self.visits.run(visit, arrived, outs)
 
     def _combined(self, before: AtExperts, out: jax.Array) -> jax.Array:

@@ -58,8 +58,8 @@ class Visits(Protocol):
         """The buckets for chunks of so many tokens."""
         ...
 
-    def early(self, visit: Visit) -> bool:
-        """Whether experts can be begun before their low planes are resident."""
+    def together(self, visit: Visit) -> bool:
+        """Whether late experts are computed together (see `ExpertCache.visit`)."""
         ...
 
     def run(self, visit: Visit, arrived: Arrived, outs: list[jax.Array]) -> None:
@@ -99,9 +99,9 @@ class VisitsByAddress:
         """See `Visits`."""
         return [self._bucket(tokens)]
 
-    def early(self, visit: Visit) -> bool:
-        """See `Visits`: of one token. Tiles of several are seldom alone, and would keep much."""
-        return self._nested and len(visit.before) == 1 and visit.before[0].x.shape[1] == 1
+    def together(self, visit: Visit) -> bool:
+        """See `Visits`: those of one token. Of many tokens' experts the buffer may not hold all."""
+        return len(visit.before) == 1 and visit.before[0].x.shape[1] == 1
 
     def run(self, visit: Visit, arrived: Arrived, outs: list[jax.Array]) -> None:
         """See `Visits`."""
@@ -153,7 +153,7 @@ class VisitsByTile:
         """See `Visits`."""
         return [self._bucket(tokens, form) for form in self._weights.forms]
 
-    def early(self, visit: Visit) -> bool:
+    def together(self, visit: Visit) -> bool:
         """See `Visits`."""
         del visit
         return False

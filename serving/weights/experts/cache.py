@@ -8,6 +8,7 @@ flight (EdgeMoE, section 3.3). All decisions are made under one lock, which is f
 
 import collections
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,8 +75,7 @@ class ExpertCache:
         self._slots: dict[PlaneKey, Slot] = {}
         self._taken_bytes = 0
         # Planes in the order in which they are read.
-        self._wanted: list[PlaneKey] = []
-        self._guesses: list[PlaneKey] = []
+        self._wanted, self._guesses = list[PlaneKey](), list[PlaneKey]()
         self._lock = threading.RLock()
         # Notified when there is something to read; when a read ended or memory was freed.
         self._work, self._came = threading.Condition(self._lock), threading.Condition(self._lock)
@@ -83,10 +83,15 @@ class ExpertCache:
         self._threads: list[threading.Thread] = []
 
     def visit(
-        self, layer: int, needs: Mapping[int, int], guesses: Sequence[PlaneKey] = (), *, early: bool = False
+        self,
+        layer: int,
+        needs: Mapping[int, int],
+        guesses: Sequence[PlaneKey] = (),
+        *,
+        together: bool = False,
     ) -> Iterator[Arrived]:
-        """Yields the experts of a layer once they can be computed with: first all that are resident, then at
-        each wait those that came meanwhile.
+        """Yields the experts of a layer once they can be computed with: first all that are resident, then
+        those that came, at each wait some of them or all together.
 
         Their planes are valid until the next are asked for: dispatches that take them must have ended.
 
@@ -95,24 +100,24 @@ class ExpertCache:
           needs: by expert, of how many planes it is computed, the high one first.
           guesses: planes that later layers are predicted to need, in the order of reading; they replace
             former guesses.
-          early: whether experts are yielded as begun, once each, when their high plane came before the low.
+          together: whether late experts are yielded all at once, and as begun with the resident ones if their
+            high plane is resident. They must fit into the budget together: a token's at one layer do.
 
         Raises:
           CheckpointError: a plane cannot be read, or is corrupt.
         """
-        waiting = self._ask(layer, needs, guesses, early=early)
-        ready, begun = [expert for expert in needs if expert not in waiting], set[int]()
+        waiting = self._ask(layer, needs, guesses, together=together)
+        ready = [expert for expert in needs if expert not in waiting]
+        begun = self._to_begin(waiting) if together else []
         try:
             while True:
-                first = self._to_begin(waiting, begun) if early else []
-                if ready or first:
-                    yield Arrived(ready, first)
-                    self._release([plane for expert in ready for plane in self._needed(layer, expert, needs)])
-                    self._release([(layer, expert, 0) for expert in first])
-                begun.update(first)
+                if ready or begun:
+                    yield Arrived(ready, begun)
+                    used = [plane for expert in ready for plane in self._needed(layer, expert, needs)]
+                    self._release([*used, *((layer, expert, 0) for expert in begun)])
                 if not waiting:
                     return
-                ready = self._await(waiting, begun if early else None)
+                ready, begun = self._await(waiting, together=together), []
         finally:
             with self._lock:
                 self._wanted = []
@@ -180,7 +185,7 @@ class ExpertCache:
         return self._store.planes_of((layer, expert), needs[expert])
 
     def _ask(
-        self, layer: int, needs: Mapping[int, int], guesses: Sequence[PlaneKey], *, early: bool
+        self, layer: int, needs: Mapping[int, int], guesses: Sequence[PlaneKey], *, together: bool
     ) -> dict[int, list[PlaneKey]]:
         """Requests experts and pins resident ones: those of which planes are missing, with all planes that
         they need."""
@@ -210,10 +215,8 @@ class ExpertCache:
             self.counts.hits += len(planes) - len(coming)
             # Those whose read has begun will be ready first.
             order = sorted(coming, key=lambda expert: -sum(key in self._slots for key in coming[expert]))
-            self._wanted = [key for expert in order for key in coming[expert]]
-            if early:
-                # There is room for all of them: the products of high planes run while the low ones are read.
-                self._wanted.sort(key=lambda key: key[2])
+            wanted = [key for expert in order for key in coming[expert]]
+            self._wanted = sorted(wanted, key=lambda key: key[2]) if together else wanted
             self._guesses = list(guesses)
             self._wake()
         return {expert: coming[expert] for expert in order}
@@ -223,51 +226,48 @@ class ExpertCache:
         if any(key not in self._slots or self._slots[key].unread for key in (*self._wanted, *self._guesses)):
             self._work.notify(_THREADS)
 
-    def _to_begin(self, waiting: Mapping[int, list[PlaneKey]], begun: set[int]) -> list[int]:
-        """Pins the high planes of experts that wait for their low one alone and were not begun."""
+    def _to_begin(self, waiting: Mapping[int, list[PlaneKey]]) -> list[int]:
+        """Pins the high planes of experts that wait for their low one alone."""
+        found = []
         with self._lock:
-            found = [expert for expert in waiting if self._beginnable(waiting[expert], begun)]
-            for expert in found:
-                self._slots[waiting[expert][0]].pinned = True
+            for expert, planes in waiting.items():
+                high = self._slots.get(planes[0])
+                if len(planes) > 1 and high is not None and high.there:
+                    high.pinned = True
+                    found.append(expert)
         return found
 
-    def _beginnable(self, planes: list[PlaneKey], begun: set[int]) -> bool:
-        high = self._slots.get(planes[0])
-        return len(planes) > 1 and planes[0][1] not in begun and high is not None and high.there
-
-    def _await(self, waiting: dict[int, list[PlaneKey]], begun: set[int] | None) -> list[int]:
-        """Waits for any of some experts, or for one that can be begun; takes those that are complete from
-        `waiting` and pins them."""
+    def _await(self, waiting: dict[int, list[PlaneKey]], *, together: bool) -> list[int]:
+        """Waits for some experts, any or all; takes those that are complete from `waiting` and pins them."""
         began = time.perf_counter()
+
+        def failed() -> Iterator[PlaneKey]:
+            for key in itertools.chain(*waiting.values()):
+                slot = self._slots.get(key)
+                if slot is not None and slot.error is not None and not slot.in_flight:
+                    yield key
 
         def complete(planes: list[PlaneKey]) -> bool:
             slots = [self._slots.get(key) for key in planes]
-            if any(slot is not None and slot.error is not None and not slot.in_flight for slot in slots):
-                return True
             return all(slot is not None and slot.there and not slot.in_flight for slot in slots)
 
         def came() -> bool:
-            each = waiting.values()
-            return any(map(complete, each)) or (
-                begun is not None and any(self._beginnable(planes, begun) for planes in each)
-            )
+            return any(failed()) or (all if together else any)(map(complete, waiting.values()))
 
         with self._lock:
             self._came.wait_for(came)
             self.counts.waited_s += time.perf_counter() - began
+            for key in failed():
+                error = self._slots[key].error
+                assert error is not None
+                # The next visit reads it again.
+                self._drop(key)
+                raise error
             ready = [expert for expert, planes in waiting.items() if complete(planes)]
-            for expert in ready:
-                for key in waiting[expert]:
-                    slot = self._slots.get(key)
-                    if slot is not None and slot.error is not None:
-                        error = slot.error
-                        # The next visit reads it again.
-                        self._drop(key)
-                        raise error
-                for key in waiting.pop(expert):
-                    self._slots[key].pinned = True
-                    self._wanted.remove(key)
-            return ready
+            for key in [key for expert in ready for key in waiting.pop(expert)]:
+                self._slots[key].pinned = True
+                self._wanted.remove(key)
+        return ready
 
     def _release(self, keys: Sequence[PlaneKey]) -> None:
         with self._lock:
@@ -383,8 +383,8 @@ class ExpertCache:
         before = self._wanted if wanted not in self._wanted else self._wanted[: self._wanted.index(wanted)]
         own = () if wanted is None else self._store.planes_of(wanted[:2], 2)
         spared = {*guesses, *self._wanted}, {*guesses, *before, *own}
-        return victim(self._slots, self._usage, self._policy, spared=spared, predicted=self._guesses,
-                      demanded=demanded)  # fmt: skip
+        how = {"spared": spared, "predicted": self._guesses, "demanded": demanded}
+        return victim(self._slots, self._usage, self._policy, **how)
 
     def _drop(self, key: PlaneKey) -> None:
         del self._slots[key]

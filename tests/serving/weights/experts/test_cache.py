@@ -202,9 +202,9 @@ def test_a_second_error_does_not_outlast_its_visit(make, monkeypatch):
         slot = cache._slots.get((0, expert, 0))
         return slot is not None and slot.error is not None and not slot.in_flight
 
-    def late(*asked):
+    def late(*asked, **how):
         wait_until(cache, lambda: failed(1) and failed(2))
-        return awaited(*asked)
+        return awaited(*asked, **how)
 
     reader.before, awaited = before, cache._await
     monkeypatch.setattr(cache, "_await", late)
