@@ -8,6 +8,7 @@ import numpy as np
 from jaxllm.bundle import Bundle, expert_widths
 from jaxllm.bundle.elastic import require_level
 from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.errors import ConfigError
 from jaxllm.experts.mixture import visit_rows
 from serving.bundles import open_model
 from serving.host.progress import Progress
@@ -50,8 +51,11 @@ def streamed_weights(
 
     Raises:
       BudgetExceeded: the budget is too small for streaming, too.
+      ConfigError: a loss of experts is allowed, and none is nested.
       CheckpointError: the file is damaged or cannot be read.
     """
+    if options.experts.loss:
+        _require_nested_experts(bundle)
     fixed = fixed_bytes(bundle.cfg, options) + reserved_bytes
     fixed += runtime_bytes(options.memory_bytes)
     if bundle.layout.experts_apart:
@@ -93,6 +97,16 @@ def streamed_weights(
         levels=[require_level(bundle, each) for each in options.levels if each != WHOLE],
         progress=progress,
     )
+
+
+def _require_nested_experts(bundle: Bundle) -> None:
+    tensors = bundle.layout.tensors.items() if bundle.layout.experts_apart else ()
+    if not any(".experts." in name and each.low is not None for name, each in tensors):
+        raise ConfigError(
+            f"{bundle.path} has no nested experts that are stored apart, which alone have a high plane to "
+            "compute by; make a bundle by `jaxllm prepare HF_DIR --weights int8-nested --expert-bits 8`, or "
+            "allow no loss of experts"
+        )
 
 
 def budget_with_experts(bundle: Bundle, options: EngineOptions, expert_bytes: int) -> int:

@@ -8,12 +8,12 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.experts import read_path_counts, read_token_experts
-from jaxllm.errors import BudgetExceeded, ConfigError
+from jaxllm.errors import BudgetExceeded
 from jaxllm.experts.eviction import eviction_policy
 from jaxllm.experts.routing import high_alone
 from jaxllm.models.parameters import head_name
 from jaxllm.quant import Weight
-from serving.buckets.parts import HIGH, NESTED, any_expert
+from serving.buckets.parts import HIGH, any_expert
 from serving.host.direct_io import PieceReader, Storage
 from serving.host.progress import Progress, loading
 from serving.weights.experts.cache import ExpertCache
@@ -67,16 +67,10 @@ class ExpertWeights:
         Raises:
           BudgetExceeded: the budget is too small.
           CheckpointError: the file is damaged or cannot be read.
-          ConfigError: a loss is allowed, and no expert is nested.
         """
         budget_bytes, fixed_bytes = budget.total_bytes, budget.fixed_bytes
         self._bundle, self._memory_bytes, self.options = bundle, budget_bytes, options or ExpertOptions()
         self.store = ExpertStore(bundle)
-        if self.options.loss and NESTED not in self.store.forms:
-            raise ConfigError(
-                f"{bundle.path} has no nested experts, which alone have a high plane to compute by; make a "
-                "bundle by `jaxllm prepare HF_DIR --weights int8-nested --expert-bits 8`, or allow no loss"
-            )
         self.staying_bytes = hot = hot_bytes(bundle)
         self.budget_bytes = min(budget_bytes - fixed_bytes - hot, self.store.total_bytes)
         least = self.store.least_bytes()

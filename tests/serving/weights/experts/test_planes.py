@@ -225,8 +225,13 @@ def test_a_loss_of_all_is_the_model_of_high_planes(bundle_of, resident_of, monke
 
 
 def test_a_loss_without_nested_experts_is_refused(bundle_of, resident_of):
-    with pytest.raises(ConfigError, match=r"has no nested experts, .* --weights int8-nested --expert-bits 8"):
+    message = r"has no nested experts .* --weights int8-nested --expert-bits 8"
+    with pytest.raises(ConfigError, match=message):
         open_streamed(bundle_of("mixed"), resident_of("mixed"), experts=ExpertOptions(loss=0.1))
+    # Where all are in memory, too: what is asked for cannot be done by any memory.
+    options = dataclasses.replace(OPTIONS, experts=ExpertOptions(loss=0.1))
+    with pytest.raises(ConfigError, match=message):
+        Engine.open(bundle_of(8, "int8"), options=options, warm_up=False)
     with pytest.raises(ConfigError, match="loss must be a share"):
         ExpertOptions(loss=1.5)
 
