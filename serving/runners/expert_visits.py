@@ -29,12 +29,14 @@ class Visit:
       norm: the norm before the experts.
       before: per chunk, the tokens.
       tiles: per chunk, the experts of its tiles; E is added to those of high planes alone.
+      begun: the experts that were begun and not finished.
     """
 
     layer: int
     norm: dict[str, Any]
     before: list[AtExperts]
     tiles: list[np.ndarray]
+    begun: set[int] = dataclasses.field(default_factory=set)
 
     @classmethod
     def of(cls, layer: int, norm: dict[str, Any], before: list[AtExperts]) -> "Visit":
@@ -90,9 +92,8 @@ class VisitsByAddress:
         self._model, self._buckets, self._table = model, buckets, table
         self._experts = model.cfg.experts
         self._how, self._nested = experts.bucket_options, experts.store.planes > 1
-        # What was begun, by the number of tiles; of one layer at a time.
+        # What is kept of experts that were begun, by the number of tiles; of one layer at a time.
         self._begun: dict[int, jax.Array | np.ndarray] = {}
-        self._early: set[int] = set()
         self.calls = 0
 
     def buckets(self, tokens: int) -> list[Bucket]:
@@ -109,7 +110,7 @@ class VisitsByAddress:
         row = np.int32(visit.layer)
         weights = StoredExperts(self._table.operand, row, cfg.experts, cfg.expert_ffn_size)  # pyright: ignore
         ready, first = np.array(arrived.ready, np.int32), np.array(arrived.begun, np.int32)
-        late = np.array(sorted(self._early), np.int32)
+        late = np.array(sorted(visit.begun), np.int32)
         for number, (each, tiles) in enumerate(zip(visit.before, visit.tiles, strict=True)):
             actions = np.full(len(each.tiles.expert), LEAVE, np.int32)
             own, chosen = actions[: len(tiles)], tiles % self._experts
@@ -124,7 +125,8 @@ class VisitsByAddress:
             if begun.size:
                 self._begun[len(actions)] = begun
             self.calls += 1
-        self._early = (self._early | set(arrived.begun)) - set(arrived.ready)
+        visit.begun.update(arrived.begun)
+        visit.begun.difference_update(arrived.ready)
         # Another plane may take the memory of theirs now.
         jax.block_until_ready(outs)
 

@@ -249,3 +249,27 @@ def test_a_damaged_low_plane_ends_an_answer_with_its_name(bundle_of, resident_of
     with pytest.raises(BundleError, match=r"the low plane of expert \d of layer 2 is corrupt .* read again"):
         answer(engine)
     engine.close()
+
+
+@needs_native
+def test_an_answer_after_a_damaged_one_is_whole(bundle_of, resident_of):
+    """What was begun when the other plane could not be read is begun again."""
+    engine = nested(bundle_of, resident_of, 2 * K, experts=ExpertOptions(predictor="none"))
+    expected = answer(resident_of(8, "int8-nested"))
+    cache, store = engine.model.streamed.cache, engine.model.streamed.store
+    read, low = cache._reader.read_into, {store.plane((1, e, 1)).segment.offset for e in range(E)}
+    left = [12]
+
+    def spoiled(memory, place, offset, size):
+        read(memory, place, offset, size)
+        if offset in low:
+            left[0] -= 1
+            if left[0] < 0:
+                memory[place] ^= 1
+
+    cache._reader.read_into = spoiled
+    with pytest.raises(BundleError, match="the low plane of expert"):
+        answer(engine)
+    cache._reader.read_into = read
+    assert answer(engine) == expected
+    engine.close()
