@@ -17,7 +17,7 @@ from serving.request import GenerationConfig
 LOSSES = (0.0, 0.35, 0.5, 1.0)
 BASELINE = "IO-QEXP"
 # The baseline as published keeps the experts of one token at one layer.
-BUFFERS = {"equal": "a buffer of as many bytes", "published": "without a buffer, as published"}
+BUFFERS = {"equal": "a buffer of as many bytes", "published": "no buffer, as published"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def nested_rows(setting: NestedSetting, device: Device, plan: NestedPlan) -> lis
             }
             times = {OURS: median(ours.times), BASELINE: median(theirs.times)}
             shown = "exact" if not loss else f"loss {loss:.0%}"
-            case = f"nested, {shown}, IO-QEXP with {buffer}: {device.name}"
+            case = f"nested, {shown}, {setting.share:.0%} in memory, IO-QEXP with {buffer}: {device.name}"
             rows += compared(
                 times, ours=OURS, case=case, metric="tpot_ms", unit="ms", notes=notes, lower_is_better=True
             )

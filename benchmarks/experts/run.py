@@ -56,6 +56,8 @@ class Plan:
       parts: of `PARTS`, those to run; all but systems on the first storage alone.
       text: UTF-8, whose pieces are the prompts; None draws tokens, for random weights.
       widened: times as many neurons the experts of a trained mixture get where nested ones are timed.
+      shares: rooms of nested experts, as shares of all of them.
+      nested_answers: of each system beside nested experts.
       windows: of text, by which the loss of nested experts is judged.
       quantized_again: whether the folder's weights have been quantized, so that baselines of fewer bits are
         quantized a second time.
@@ -72,6 +74,8 @@ class Plan:
     parts: tuple[str, ...] = tuple(PARTS)
     text: Path | None = None
     widened: int = 64
+    shares: tuple[float, ...] = (0.25, 0.5)
+    nested_answers: int = 16
     windows: int = 100
     quantized_again: bool = False
 
@@ -85,6 +89,8 @@ class Plan:
             buffers=(2, 10),
             watched_tokens=60,
             windows=10,
+            shares=(0.25,),
+            nested_answers=2,
         )
 
 
@@ -263,25 +269,27 @@ def _nested_rows(folder: Path, mixed: Path, cache: Path, device: Device, plan: P
     trained = plan.text is not None
     wide = widened_folder(folder, cache, plan.widened) if trained and plan.widened > 1 else folder
 
-    def setting(of: Path, device: Device) -> NestedSetting:
+    def setting(of: Path, device: Device, share: float) -> NestedSetting:
         nested, four_bit = make_nested(of, mixed, cache)
         return NestedSetting(
             nested=nested,
             four_bit=four_bit,
-            share=plan.share,
+            share=share,
             context_tokens=plan.context_tokens,
             storage=device.storage,
         )
 
-    timed, ids, windows = setting(wide, device), list[int](), list[list[int]]()
+    ids, windows = list[int](), list[list[int]]()
     with open_model(mixed) as bundle:
         tokenizer = Tokenizer(bundle.tokenizer_files())
         if plan.text is not None:
             ids = tokenizer.encode(read_text(plan.text).replace(SEPARATOR, "\n"))
             windows = text_windows(ids, plan.windows)
-        prompts = _drawn_prompts(ids, bundle.cfg.vocab_size, plan)
+        several = dataclasses.replace(plan, repeats=plan.nested_answers)
+        prompts = _drawn_prompts(ids, bundle.cfg.vocab_size, several)
     nested = NestedPlan(tokens=plan.tokens, prompts=prompts, windows=windows)
-    return nested_rows(timed, device, nested) + quality_rows(setting(folder, REAL), nested)
+    rows = [row for share in plan.shares for row in nested_rows(setting(wide, device, share), device, nested)]
+    return rows + quality_rows(setting(folder, REAL, plan.share), nested)
 
 
 def _watched_rows(setting: Setting, plan: Plan, choices: int) -> list[Row]:
