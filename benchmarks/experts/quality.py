@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,6 @@ import numpy as np
 
 from jaxllm.speculative.tree import TokenTree
 from serving.engine import Engine
-from serving.runners.layerwise import LayerwiseRunner
 from serving.runners.runner import prefill_prompt
 from serving.speculation.options import TreeShape
 
@@ -40,8 +40,8 @@ def predicted(engine: Engine, windows: Sequence[Sequence[int]]) -> Predicted:
       engine: with the tree shapes `TREES`.
       windows: of `PROMPT` + `NODES` + 1 tokens.
     """
-    runner = engine.runner
-    assert isinstance(runner, LayerwiseRunner)
+    # Layer by layer, for experts are streamed.
+    runner: Any = engine.runner
     runner.fill([*runner.request_buckets(PROMPT, NODES), *runner.tree_buckets(NODES)])
     loss, likeliest = 0.0, list[np.ndarray]()
     for window in windows:

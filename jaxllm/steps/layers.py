@@ -92,6 +92,21 @@ class AtExperts:
         axes.check(jnp.float32, "n E", ahead=self.ahead)
 
 
+@dataclasses.dataclass(frozen=True)
+class SparseLayer:
+    """What is static of a sparse layer.
+
+    Attributes:
+      cfg: the model.
+      layer: its index.
+      loss: see `tiles_and_weights`.
+    """
+
+    cfg: ModelConfig
+    layer: int
+    loss: float = 0.0
+
+
 def attend_layer(
     params: Params,
     next_routers: Sequence[Params],
@@ -100,9 +115,7 @@ def attend_layer(
     past: Past,
     mass: jax.Array | None,
     *,
-    cfg: ModelConfig,
-    layer: int,
-    loss: float = 0.0,
+    of: SparseLayer,
 ) -> tuple[AtExperts, jax.Array, Past, jax.Array | None]:
     """A sparse layer up to its experts (see `decoder.forward_to_experts`).
 
@@ -112,18 +125,19 @@ def attend_layer(
     Args:
       params: of the layer, without experts.
       next_routers: "router" and "ffn_norm" of the next sparse layers, nearest first.
-      x, at, past, mass, cfg, layer: see `decoder.forward_layer`; x, past and mass are donated.
-      loss: see `tiles_and_weights`.
+      x, at, past, mass: see `decoder.forward_layer`; x, past and mass are donated.
+      of: the layer.
 
     Returns:
       The tokens before the experts, a buffer for the outputs of all tiles, keys and values, the mass.
     """
+    cfg = of.cfg
     _check_layer("attend_layer", x, at, past, cfg)
-    weights = layer_of(params, layer)
-    x, routing, past, mass = forward_to_experts(weights, x, at, past, mass, cfg=cfg, layer=layer)
+    weights = layer_of(params, of.layer)
+    x, routing, past, mass = forward_to_experts(weights, x, at, past, mass, cfg=cfg, layer=of.layer)
     count = x.shape[1]
     live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
-    tiles, weights = tiles_and_weights(routing, cfg.experts, live=live, loss=loss)
+    tiles, weights = tiles_and_weights(routing, cfg.experts, live=live, loss=of.loss)
     following = [chosen_experts(LayerParams(each, ""), x, cfg).probs[0] for each in next_routers]
     real = jnp.ones((count, 1), jnp.bool_) if live is None else live[:, None]
     # Probabilities of padding are undefined, perhaps NaN.
@@ -141,15 +155,11 @@ def attend_restored(
     past: Past,
     chunks: LayerChunks,
     *,
-    cfg: ModelConfig,
-    layer: int,
-    loss: float = 0.0,
+    of: SparseLayer,
 ) -> tuple[AtExperts, jax.Array, Past]:
     """`restore_layer` of a sparse layer up to its experts; see there and `attend_layer`."""
-    past = _loaded_layer(params, past, chunks, layer)
-    tokens, out, past, _ = attend_layer(
-        params, next_routers, x, at, past, None, cfg=cfg, layer=layer, loss=loss
-    )
+    past = _loaded_layer(params, past, chunks, of.layer)
+    tokens, out, past, _ = attend_layer(params, next_routers, x, at, past, None, of=of)
     return tokens, out, past
 
 

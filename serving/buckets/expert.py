@@ -10,7 +10,14 @@ import jax.numpy as jnp
 
 from jaxllm.kernels.native_experts import StoredExperts, begun_shape
 from jaxllm.kv.cache import Past, TokenPositions
-from jaxllm.steps.layers import attend_layer, attend_restored, combine_experts, expert_tile, stored_tiles
+from jaxllm.steps.layers import (
+    SparseLayer,
+    attend_layer,
+    attend_restored,
+    combine_experts,
+    expert_tile,
+    stored_tiles,
+)
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, mass_by_node, position_shapes
 from serving.buckets.context import layer_chunk_shapes
 from serving.buckets.parts import EXPERT_PARTS, any_expert, expert_norm, layer_params, router_params
@@ -88,7 +95,7 @@ class AttendRestoredBucket(Bucket):
         """(layer's params, next routers, x, positions, keys and values, chunks) -> tokens at experts,
         a buffer for their outputs, keys and values."""
         layer = self.layer
-        attend = functools.partial(attend_restored, cfg=model.cfg, layer=layer, loss=self.loss)
+        attend = functools.partial(attend_restored, of=SparseLayer(model.cfg, layer, self.loss))
         at, past = (
             position_shapes(self.tokens, consecutive=False),
             model.past(layer, self.cache_tokens),
@@ -181,7 +188,7 @@ def _lower_attend(
     model: ModelShapes, bucket: AttendBucket | AttendTreeBucket, at: TokenPositions, past: Past, mass: Any
 ) -> jax.stages.Lowered:
     layer = bucket.layer
-    attend = functools.partial(attend_layer, cfg=model.cfg, layer=layer, loss=bucket.loss)
+    attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, layer, bucket.loss))
     x = model.hidden(at.positions.shape[0])
     return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(
         layer_params(model.params, layer, layer),
@@ -198,7 +205,7 @@ def _at_experts(model: ModelShapes, tokens: int, loss: float, ahead: int) -> tup
     layer = _first_sparse(model)
     # Any cache length gives the same shapes.
     capacity = model.options.cache_tokens[0]
-    attend = functools.partial(attend_layer, cfg=model.cfg, layer=layer, loss=loss)
+    attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, layer, loss))
     before, out, *_ = jax.eval_shape(
         attend,
         layer_params(model.params, layer, layer),
