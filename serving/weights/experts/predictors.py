@@ -13,8 +13,8 @@ _UNKNOWN = np.zeros(0, np.int32)
 # Least probability, in multiples of the mean, that is worth a prefetch: the evicted expert may be needed,
 # too.
 _WORTH_A_READ = 1.5
-# Beside the probabilities of experts that a token visited: what one has that it did not visit. By routers
-# alone 70 % of visits two layers ahead are foreseen in the packaged mixture, weighed so 80 %.
+# Beside the probabilities of experts that a token visited: what one has that it did not visit. Two layers
+# ahead routers alone foresee fewer visits than tokens do.
 _UNSEEN = 0.05
 # The probability that the prefetched experts of a layer behind the next one have together.
 _MASS = 0.5
