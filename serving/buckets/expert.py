@@ -155,8 +155,8 @@ class StoredExpertsBucket(Bucket):
         """(experts, norm, tokens at experts, actions, out, what was begun) -> out, what was begun."""
         cfg, (before, out) = model.cfg, _at_experts(model, self.tokens, self.loss, self.ahead)
         shape: Any = jax.ShapeDtypeStruct
-        table = shape((2,), jnp.uint32)
-        weights = StoredExperts(table, shape((), jnp.int32), cfg.experts, cfg.expert_ffn_size)
+        handle = shape((2,), jnp.uint32)
+        weights = StoredExperts(handle, shape((), jnp.int32), cfg.experts, cfg.expert_ffn_size)
         norm = expert_norm(router_params(model.weights, _first_sparse(model)))
         (tiles,) = before.tiles.expert.shape
         kept = begun_shape(tiles, cfg.expert_ffn_size, cfg.hidden_size) if self.early else (0,)

@@ -72,10 +72,10 @@ class Visits(Protocol):
 
 def make_visits(model: ModelLevel, buckets: BucketTable, experts: ExpertWeights) -> Visits:
     """Those by address, where native kernels read all experts in place."""
-    table = experts.cache.regions.table
-    if table is None or any(name.endswith("ffn_norm.bias") for name in model.weights):
+    weight_table = experts.cache.regions.weight_table
+    if weight_table is None or any(name.endswith("ffn_norm.bias") for name in model.weights):
         return VisitsByTile(model, buckets, experts)
-    return VisitsByAddress(model, buckets, experts, table)
+    return VisitsByAddress(model, buckets, experts, weight_table)
 
 
 class VisitsByAddress:
@@ -86,10 +86,10 @@ class VisitsByAddress:
     """
 
     def __init__(
-        self, model: ModelLevel, buckets: BucketTable, experts: ExpertWeights, table: WeightTable
+        self, model: ModelLevel, buckets: BucketTable, experts: ExpertWeights, weight_table: WeightTable
     ) -> None:
         """See `make_visits`."""
-        self._model, self._buckets, self._table = model, buckets, table
+        self._model, self._buckets, self._weight_table = model, buckets, weight_table
         self._experts = model.cfg.experts
         self._how, self._nested = experts.bucket_options, experts.store.planes > 1
         # What is kept of experts that were begun, by the number of tiles; of one layer at a time.
@@ -108,7 +108,7 @@ class VisitsByAddress:
         """See `Visits`."""
         cfg = self._model.cfg
         row = np.int32(visit.layer)
-        weights = StoredExperts(self._table.operand, row, cfg.experts, cfg.expert_ffn_size)  # pyright: ignore
+        weights = StoredExperts(self._weight_table.operand, row, cfg.experts, cfg.expert_ffn_size)  # pyright: ignore
         ready, first = np.array(arrived.ready, np.int32), np.array(arrived.begun, np.int32)
         late = np.array(sorted(visit.begun), np.int32)
         for number, (each, tiles) in enumerate(zip(visit.before, visit.tiles, strict=True)):

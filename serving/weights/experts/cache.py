@@ -98,8 +98,8 @@ class ExpertCache:
         Args:
           layer: index among the sparse layers.
           needs: by expert, of how many planes it is computed, the high one first.
-          guesses: planes that later layers are predicted to need, in the order of reading; they replace
-            former guesses.
+          guesses: planes that later layers are predicted to need, in the order in which they are read;
+            they replace former guesses.
           together: whether late experts are yielded all at once, and as begun with the resident ones if their
             high plane is resident. They must fit into the budget together: a token's at one layer do.
 
@@ -132,7 +132,7 @@ class ExpertCache:
                 self._wake()
 
     def expect(self, guesses: Sequence[PlaneKey]) -> None:
-        """Replaces the guesses: predicted planes, in the order of reading."""
+        """Replaces the guesses: predicted planes, in the order in which they are read."""
         with self._lock:
             self._guesses = list(guesses)
             self._wake()

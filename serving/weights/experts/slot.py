@@ -40,18 +40,18 @@ class Regions:
     """The regions of all planes.
 
     Attributes:
-      table: the weight table of all experts, a row per sparse layer (see `native_experts.stored_visits`);
-        None where native kernels do not read them in place.
+      weight_table: of all experts, a row per sparse layer (see `native_experts.stored_visits`); None where
+        native kernels do not read them in place.
     """
 
     def __init__(self, store: ExpertStore) -> None:
-        """Reserves address space where there is a table; memory is taken when planes are read."""
+        """Reserves address space where there is a weight table; memory is taken when planes are read."""
         self._store = store
         self._regions: dict[PlaneKey, Region] = {}
         self._weights: dict[tuple[Key, int], dict[str, Weight]] = {}
-        self.table: WeightTable | None = None
+        self.weight_table: WeightTable | None = None
         if store.in_blocks and hasattr(mmap, "MADV_DONTNEED"):
-            self.table = WeightTable([self._row(layer) for layer in range(len(store.sparse))])
+            self.weight_table = WeightTable([self._row(layer) for layer in range(len(store.sparse))])
 
     def memory(self, key: PlaneKey) -> np.ndarray:
         """The memory of a plane, uint8."""
