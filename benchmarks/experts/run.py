@@ -7,17 +7,21 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.experts import PARTS
+from benchmarks.experts.nested import NestedPlan, nested_rows, quality_rows, text_windows
 from benchmarks.experts.replay import COMPARED, hit_ratio, watch
 from benchmarks.experts.systems import (
     FOUR_BIT,
     OURS,
     SYSTEMS,
+    NestedSetting,
     Setting,
     ablations,
     make_bundles,
+    make_nested,
     opened,
     planned_bytes,
 )
+from benchmarks.experts.widened import widened_folder
 from benchmarks.measuring.report import Row, compared, median
 from benchmarks.measuring.storage import BOARDS, REAL, Device, named_devices
 from benchmarks.samples.stories import SEPARATOR
@@ -26,6 +30,8 @@ from jaxllm.bundle.experts import expert_facts, read_path_counts
 from jaxllm.errors import ConfigError
 from jaxllm.experts.eviction import POLICIES
 from jaxllm.sampling import Sampling
+from jaxllm.text.tokenizer import Tokenizer
+from serving.bundles import open_model
 from serving.commands.console import read_text
 from serving.engine import Engine
 from serving.host.progress import Progress
@@ -49,6 +55,10 @@ class Plan:
       watched_tokens: by which predictors and policies are judged.
       parts: of `PARTS`, those to run; all but systems on the first storage alone.
       text: UTF-8, whose pieces are the prompts; None draws tokens, for random weights.
+      widened: times as many neurons the experts of a trained mixture get where nested ones are timed.
+      shares: rooms of nested experts, as shares of all of them.
+      nested_answers: of each system beside nested experts.
+      windows: of text, by which the loss of nested experts is judged.
       quantized_again: whether the folder's weights have been quantized, so that baselines of fewer bits are
         quantized a second time.
     """
@@ -63,13 +73,24 @@ class Plan:
     watched_tokens: int = 400
     parts: tuple[str, ...] = tuple(PARTS)
     text: Path | None = None
+    widened: int = 64
+    shares: tuple[float, ...] = (0.25, 0.5)
+    nested_answers: int = 16
+    windows: int = 100
     quantized_again: bool = False
 
     @classmethod
     def quick(cls) -> "Plan":
         """Fits in a minute for a small model, once its bundles are made."""
         return cls(
-            devices=named_devices(["tx2-ssd"]), tokens=12, repeats=1, buffers=(2, 10), watched_tokens=60
+            devices=named_devices(["tx2-ssd"]),
+            tokens=12,
+            repeats=1,
+            buffers=(2, 10),
+            watched_tokens=60,
+            windows=10,
+            shares=(0.25,),
+            nested_answers=2,
         )
 
 
@@ -104,6 +125,8 @@ def run(
         if "systems" in plan.parts:
             rows += _system_rows(setting, device, plan, first=number == 0)
         if number == 0:
+            if "nested" in plan.parts:
+                rows += _nested_rows(folder, mixed[0], cache, device, plan)
             if "ablations" in plan.parts:
                 rows += _ablation_rows(setting, device, plan)
             if "buffers" in plan.parts:
@@ -152,11 +175,17 @@ def _token_ms(engines: dict[str, Engine], plan: Plan) -> dict[str, float]:
 
 
 def _prompts(engine: Engine, plan: Plan) -> list[list[int]]:
+    text = "" if plan.text is None else read_text(plan.text).replace(SEPARATOR, "\n")
+    return _drawn_prompts(engine.tokenizer.encode(text) if text else [], engine.cfg.vocab_size, plan)
+
+
+def _drawn_prompts(text_ids: Sequence[int], vocabulary: int, plan: Plan) -> list[list[int]]:
+    """Prompts from a text, or without one of tokens that are drawn."""
     draw = np.random.default_rng(0)
     shape = (plan.repeats + 1, plan.prompt_tokens)
     if plan.text is None:
-        return draw.integers(0, engine.cfg.vocab_size, shape).tolist()
-    ids = np.array(engine.tokenizer.encode(read_text(plan.text).replace(SEPARATOR, "\n")))
+        return draw.integers(0, vocabulary, shape).tolist()
+    ids = np.array(text_ids)
     if len(ids) < 2 * plan.prompt_tokens:
         raise ConfigError(f"{plan.text}: {len(ids)} tokens are too few for prompts; give a longer text")
     at = draw.integers(0, len(ids) - plan.prompt_tokens, shape[0])
@@ -233,6 +262,34 @@ def _loss_rows(setting: Setting, device: Device, plan: Plan, mixed: Sequence[Pat
         bundles = dataclasses.replace(setting.bundles, mixed=path)
         rows += _timed((OURS,), dataclasses.replace(setting, bundles=bundles), device, plan, case)
     return rows
+
+
+def _nested_rows(folder: Path, mixed: Path, cache: Path, device: Device, plan: Plan) -> list[Row]:
+    """Nested experts beside IO-QEXP; of a trained mixture with wider experts, and by loss with its own."""
+    trained = plan.text is not None
+    wide = widened_folder(folder, cache, plan.widened) if trained and plan.widened > 1 else folder
+
+    def setting(of: Path, device: Device, share: float) -> NestedSetting:
+        nested, four_bit = make_nested(of, mixed, cache)
+        return NestedSetting(
+            nested=nested,
+            four_bit=four_bit,
+            share=share,
+            context_tokens=plan.context_tokens,
+            storage=device.storage,
+        )
+
+    ids, windows = list[int](), list[list[int]]()
+    with open_model(mixed) as bundle:
+        tokenizer = Tokenizer(bundle.tokenizer_files())
+        if plan.text is not None:
+            ids = tokenizer.encode(read_text(plan.text).replace(SEPARATOR, "\n"))
+            windows = text_windows(ids, plan.windows)
+        several = dataclasses.replace(plan, repeats=plan.nested_answers)
+        prompts = _drawn_prompts(ids, bundle.cfg.vocab_size, several)
+    nested = NestedPlan(tokens=plan.tokens, prompts=prompts, windows=windows)
+    rows = [row for share in plan.shares for row in nested_rows(setting(wide, device, share), device, nested)]
+    return rows + quality_rows(setting(folder, REAL, plan.share), nested)
 
 
 def _watched_rows(setting: Setting, plan: Plan, choices: int) -> list[Row]:

@@ -23,6 +23,7 @@ from serving.engine import Engine
 from serving.host.direct_io import Storage
 from serving.host.progress import Progress
 from serving.options import EngineOptions
+from serving.speculation.options import TreeShape
 from serving.weights.experts.options import ExpertOptions
 from serving.weights.experts.store import ExpertStore
 from serving.weights.footprint import budget_with_experts, fixed_bytes
@@ -65,6 +66,57 @@ class Setting:
     buffer_experts: int
     context_tokens: int
     storage: Storage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NestedSetting:
+    """Nested experts, and the same at 4 bits, in as much memory.
+
+    Attributes:
+      nested: experts apart, in two planes.
+      four_bit: experts apart, all at 4 bits.
+      share: room for experts, as a share of all nested ones; the same bytes for all systems.
+      context_tokens: of every context.
+      storage: that experts are read from.
+    """
+
+    nested: Path
+    four_bit: Path
+    share: float
+    context_tokens: int
+    storage: Storage
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Room for experts."""
+        with Bundle.open(self.nested) as bundle:
+            store = ExpertStore(bundle)
+            return max(int(self.share * store.total_bytes), store.least_bytes())
+
+
+def make_nested(
+    folder: Path, mixed: Path, cache: Path, progress: Progress | None = None
+) -> tuple[Path, Path]:
+    """The nested bundle and the one of 4 bits of a mixture's folder, made unless they are there.
+
+    Args:
+      folder: of the checkpoint, perhaps with wider experts than `mixed`.
+      mixed: made of it, with its statistics.
+      cache: the folder for both.
+      progress: see `prepare`.
+    """
+    with Bundle.open(mixed) as bundle:
+        parts = expert_parts(read_path_counts(bundle), expert_facts(bundle), read_token_experts(bundle))
+        digest = bundle.fingerprint[:16]
+    cfg = read_config(folder)
+    cache.mkdir(parents=True, exist_ok=True)
+    found = []
+    for name, weights, bits in (("nested", "int8-nested", 8), ("four-bit", "int8-nested", 4)):
+        path = cache / f"{digest}-{name}-{cfg.expert_ffn_size}.jaxllm"
+        if not path.exists():
+            prepare(folder, path, weights=weights, expert_bits=bits, parts=parts, progress=progress)  # pyright: ignore
+        found.append(path)
+    return found[0], found[1]
 
 
 def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress | None = None) -> Bundles:
@@ -119,7 +171,7 @@ def opened(name: str, setting: Setting) -> Engine:
         return Engine.open(bundles.layers, options=_options(setting, memory_bytes=ours))
     if name in ("IO-EXP", "IO-QEXP"):
         path = bundles.floats if name == "IO-EXP" else bundles.four_bit
-        return _with_buffer(path, setting, 0, ExpertOptions(predictor="none"))
+        return _with_buffer(path, _options(setting), 0, ExpertOptions(predictor="none"))
     path = bundles.four_bit if name == f"{OURS}-no-widths" else bundles.mixed
     how = {
         f"{OURS}-no-preloading": ExpertOptions(predictor="none"),
@@ -128,7 +180,28 @@ def opened(name: str, setting: Setting) -> Engine:
         f"{OURS}-lru": ExpertOptions(eviction="lru"),
     }.get(name, ExpertOptions())
     buffer = 0 if name == f"{OURS}-no-buffer" else _buffer_bytes(setting)
-    return _with_buffer(path, setting, buffer, how)
+    return _with_buffer(path, _options(setting), buffer, how)
+
+
+def nested_engine(
+    setting: NestedSetting, *, loss: float = 0.0, baseline: str = "", trees: TreeShape | None = None
+) -> Engine:
+    """Opens nested experts, or IO-QEXP.
+
+    Args:
+      setting: the bundles and the buffer.
+      loss: of nested experts (see `ExpertOptions`).
+      baseline: "equal" for IO-QEXP that keeps the experts used last in as many bytes, "published" for one
+        that keeps those of one token at one layer; "" for nested experts.
+      trees: sizes of token trees, if there are any.
+    """
+    path = setting.four_bit if baseline else setting.nested
+    how = ExpertOptions(predictor="none", eviction="lru") if baseline else ExpertOptions(loss=loss)
+    room = 0 if baseline == "published" else setting.buffer_bytes
+    # Of its own: another system's reads delay none of this one's.
+    storage = dataclasses.replace(setting.storage)
+    options = dataclasses.replace(_options(setting), trees=trees, storage=storage)
+    return _with_buffer(path, options, room, how)
 
 
 SYSTEMS = (OURS, "IO-FREE", "IO-EXP", "IO-QEXP", "STI")
@@ -157,12 +230,11 @@ def _buffer_bytes(setting: Setting) -> int:
         return setting.buffer_experts * ExpertStore(bundle).largest_bytes
 
 
-def _with_buffer(path: Path, setting: Setting, buffer_bytes: int, how: ExpertOptions) -> Engine:
+def _with_buffer(path: Path, options: EngineOptions, buffer_bytes: int, how: ExpertOptions) -> Engine:
     with Bundle.open(path) as bundle:
         store = ExpertStore(bundle)
         # At least the experts of a token, and never all of them: then nothing would be read.
         room = min(max(buffer_bytes, store.least_bytes()), store.total_bytes - store.largest_bytes)
-        options = _options(setting)
         budget = budget_with_experts(bundle, options.resolve(bundle.cfg, quantized=_quantized(bundle)), room)
     return Engine.open(path, options=dataclasses.replace(options, memory_bytes=budget, experts=how))
 
@@ -177,7 +249,7 @@ def _quantized(bundle: Bundle) -> bool:
     return bundle.layout.weights not in _FLOAT_BITS
 
 
-def _options(setting: Setting, memory_bytes: int = 0) -> EngineOptions:
+def _options(setting: Setting | NestedSetting, memory_bytes: int = 0) -> EngineOptions:
     return EngineOptions(
         context_tokens=setting.context_tokens,
         chunk_tokens=(16, 64),

@@ -1,7 +1,7 @@
 """Stores the experts of a bundle apart, each with a bitwidth of its own, so that they can be read one by one.
 
 An expert that has its bitwidth already stays byte for byte: with unchanged bitwidths the answers are the
-same.
+same. Experts of 8 bits of a nested bundle are nested, each plane in a segment of its own.
 """
 
 import os
@@ -18,6 +18,7 @@ from jaxllm.bundle.writer import Stored, rewrite_bundle, stored_form, widths_by_
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import ParamSpec, expert_parameter, specs_apart
 from jaxllm.quant import BlockedArray, QArray, dequantize, from_blocks, to_blocks
+from jaxllm.quant.planes import nested_entry
 
 _FLOAT_BITS = {"float32": 32, "float16": 32, "bfloat16": 16}
 
@@ -30,7 +31,7 @@ def expert_widths(bundle: Bundle) -> np.ndarray:
         up = f"layers.{layer}.experts.up"
         names = [expert_parameter(up, each) for each in range(cfg.experts)] if apart else [up] * cfg.experts
         tensors = [bundle.layout.tensors[name] for name in names]
-        found.append([each.bits or _FLOAT_BITS[each.data.dtype] for each in tensors])
+        found.append([each.width or _FLOAT_BITS[each.data.dtype] for each in tensors])
     return np.array(found, np.int8)
 
 
@@ -95,7 +96,7 @@ class _Stacks:
 
     def __init__(self, source: Bundle) -> None:
         self._source = source
-        self._columns: dict[str, np.ndarray | QArray] = {}
+        self._columns: dict[str, np.ndarray | QArray | BlockedArray] = {}
 
     def entry(self, name: str, expert: int) -> Stored:
         """One matrix `[R, C]` as the stack stores it."""
@@ -103,6 +104,11 @@ class _Stacks:
             layer = name.rsplit(".", 1)[0]
             self._columns = {each: of for each, of in self._columns.items() if each.startswith(layer)}
             stored = self._source.stored(name)
-            self._columns[name] = from_blocks(stored) if isinstance(stored, BlockedArray) else stored
-        one = jax.tree.map(lambda part: part[expert], self._columns[name])
+            if isinstance(stored, BlockedArray) and not stored.nested:
+                stored = from_blocks(stored)
+            self._columns[name] = stored
+        column = self._columns[name]
+        if isinstance(column, BlockedArray):
+            return nested_entry(column, expert)
+        one = jax.tree.map(lambda part: part[expert], column)
         return to_blocks(one) if isinstance(one, QArray) else one

@@ -96,6 +96,11 @@ class Tensor:
         return sum(each.size_bytes for each in self.extents)
 
     @property
+    def width(self) -> int:
+        """Its bitwidth, of both planes together; 0 for floats."""
+        return self.bits if self.low is None else 2 * self.bits
+
+    @property
     def segments(self) -> tuple[str, ...]:
         """The names of the segments that hold it."""
         return (self.segment,) if self.low is None else (self.segment, low_segment(self.segment))

@@ -65,8 +65,8 @@ def write_bundle(
       tokenizer: the model's tokenizer.
       name: the model's name, for people.
       parts: additions to the model, by name.
-      expert_bits: `[L_sparse, E]` int, to store the experts of a mixture apart, each with its bitwidth: 8, 4,
-        2, or 16 for bfloat16 and 32 for float32. None stores them together.
+      expert_bits: `[L_sparse, E]` int, to store the experts of a mixture apart, each with its bitwidth: 8
+        (nested if `weights` are), 4, 2, or 16 for bfloat16 and 32 for float32. None stores them together.
 
     Raises:
       ConfigError: a parameter is missing, misshapen, out of order, cannot be quantized, or is not finite in
@@ -133,7 +133,7 @@ def stored_form(
     """A parameter at the bits that `weights` gives its role, or at `width` bits if that is not 0."""
     bits = 32 if spec.role == "vector" else width or _width(spec, weights)
     # Embedding and head stay int8: drafts by 4-bit ones are much worse.
-    if weights == "int8-nested" and bits == 8 and not width and spec.role != "embed":
+    if weights == "int8-nested" and bits == 8 and spec.role != "embed":
         return nested_blocks(np.asarray(value, np.float32), contracted_axis(spec))
     if bits in (16, 32):
         stored = np.asarray(value).astype(np.float32 if bits == 32 else ml_dtypes.bfloat16, copy=False)

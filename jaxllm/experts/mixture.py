@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.experts.routing import Routing
+from jaxllm.config import Activation
+from jaxllm.experts.routing import Routing, high_alone
 from jaxllm.kernels import native_experts
 from jaxllm.kernels.platforms import natively
 from jaxllm.nn.layers import activate
@@ -104,7 +105,12 @@ def mixture(
 
 
 def tiles_and_weights(
-    routing: Routing, experts: int, *, live: jax.Array | None = None, differentiable: bool = False
+    routing: Routing,
+    experts: int,
+    *,
+    live: jax.Array | None = None,
+    differentiable: bool = False,
+    loss: float = 0.0,
 ) -> tuple[Tiles, jax.Array]:
     """The tiles of B·T tokens, and the weights of their pairs, `[B·T, k]` float32.
 
@@ -112,16 +118,22 @@ def tiles_and_weights(
       routing: of tokens `[B, T]`.
       experts: number of experts (E).
       live, differentiable: see `mixture`.
+      loss: of nested experts, the share of a token's mixture that may be computed by high planes alone (see
+        `high_alone`). An expert's number plus E stands for its high plane alone, in tiles of its own.
     """
     count, choices = routing.ids.size, routing.ids.shape[-1]
     ids, weights = routing.ids.reshape(-1, choices), routing.weights.reshape(-1, choices)
+    numbers = experts
+    if loss:
+        numbers = 2 * experts
+        ids = jnp.where(high_alone(weights, loss), ids + np.int32(experts), ids)
     if live is not None:
         alive = jnp.broadcast_to(live, routing.ids.shape[:-1]).reshape(-1, 1)
-        ids = jnp.where(alive, ids, np.int32(experts))
+        ids = jnp.where(alive, ids, np.int32(numbers))
         weights = jnp.where(alive, weights, np.float32(0))
     # Smaller tiles if differentiable: each has a copy of its expert, and padding is computed too.
     rows = _rows(count // (4 * experts)) if differentiable else _tile_rows(count, experts)
-    return tiles_of(ids, experts, rows=rows, padded=live is not None), weights
+    return tiles_of(ids, numbers, rows=rows, padded=live is not None), weights
 
 
 def sum_visits(
@@ -224,6 +236,42 @@ def run_tile(
     there = jax.lax.dynamic_slice_in_dim(out, start, len(rows), axis=0)
     own = jnp.arange(len(rows), dtype=jnp.int32)[:, None] < size
     return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(own, made, there), start, axis=0)
+
+
+def run_stored(
+    x: jax.Array,
+    norm: Norm,
+    tiles: Tiles,
+    actions: jax.Array,
+    weights: native_experts.StoredExperts,
+    before: tuple[jax.Array, jax.Array],
+    *,
+    activation: Activation,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs some tiles in one call of a native kernel, by experts that are found by address.
+
+    Args:
+      x: tokens `[M, D]`.
+      norm: of the block, without a bias.
+      tiles: of these tokens.
+      actions: `[n]` int32, what is done with each tile (see `native_experts.stored_visits`).
+      weights: of the layer.
+      before: visits so far (see `no_visits`), and what was begun.
+      activation: of the experts.
+    """
+    out, begun = before
+    found, begun = native_experts.stored_visits(
+        x.astype(jnp.float32),
+        (tiles.token, tiles.expert, tiles.size, tiles.count),
+        actions,
+        weights,
+        out.astype(jnp.float32),
+        begun,
+        activation=activation,
+        norm_scale=norm.scale,
+        norm_eps=norm.eps,
+    )
+    return found.astype(out.dtype), begun
 
 
 def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward) -> jax.Array:

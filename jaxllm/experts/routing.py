@@ -6,6 +6,7 @@ Without normalization the weights of a token sum to less than one.
 """
 
 import dataclasses
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from jaxllm.nn.linear import to_units
 from jaxllm.nn.norms import Norm
 from jaxllm.nn.norms import normalize as normalized
 from jaxllm.quant import Weight, dequantize
+
+Floats = TypeVar("Floats", jax.Array, np.ndarray)
 
 
 @jax.tree_util.register_dataclass
@@ -89,6 +92,23 @@ def route(
     if differentiable or (norm is not None and norm.bias is not None):
         return by_xla(x, router, norm)
     return natively(by_kernel, by_xla, x, router, norm)
+
+
+def high_alone(weights: Floats, loss: float) -> Floats:
+    """Which of a token's experts its high plane alone may stand for, `[..., k]` bool.
+
+    They are the least probable ones, as many as have together at most `loss` of the sum of the weights (the
+    idea is HOBBIT's). A token's do not depend on other tokens.
+
+    Args:
+      weights: `[..., k]` float32, most probable first; host arrays stay there.
+      loss: a share in [0, 1].
+    """
+    xp = np if isinstance(weights, np.ndarray) else jnp
+    behind = xp.flip(xp.cumsum(xp.flip(weights, -1), -1), -1)
+    # Weights may be zero.
+    alone: Any = (behind <= np.float32(loss) * behind[..., :1]) & (loss > 0)
+    return alone
 
 
 def _matrix(router: Weight | TableArray) -> Weight:

@@ -3,6 +3,7 @@
 The result of each token is bit for bit what it is alone.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -14,10 +15,29 @@ from jaxllm.kernels.native import target
 from jaxllm.kernels.native_call import call
 from jaxllm.kernels.native_operands import ACTIVATIONS, arrays_of, nothing, optional
 from jaxllm.kernels.weight_table import Operand
-from jaxllm.quant import BlockedArray
+from jaxllm.quant import PANEL, BlockedArray
+from jaxllm.quant.nested import NESTED_GROUP
 
 # Gate, up and down of one expert.
 ExpertBlocks = tuple[BlockedArray, BlockedArray, BlockedArray]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StoredExperts:
+    """The experts of one layer in a weight table whose rows are layers.
+
+    Attributes:
+      table: `[2]` uint32, the handle.
+      row: int32 scalar.
+      experts: of the layer (E); the arrays of gate, up and down of each follow each other.
+      units: of an expert (F).
+    """
+
+    table: jax.Array
+    row: jax.Array
+    experts: int = dataclasses.field(metadata={"static": True})
+    units: int = dataclasses.field(metadata={"static": True})
 
 
 def route(
@@ -86,6 +106,62 @@ def visits(
         activation=np.int64(ACTIVATIONS.index(activation)),
         eps=np.float32(norm_eps),
     )
+
+
+# What `stored_visits` does with a tile: nothing; all; of one row of a nested expert what the high planes of
+# gate and up give, while its low planes are not there; the rest of that.
+LEAVE, RUN, BEGIN, FINISH = range(4)
+
+
+def stored_visits(
+    x: jax.Array,
+    tiles: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    actions: jax.Array,
+    weights: StoredExperts,
+    out: jax.Array,
+    begun: jax.Array,
+    *,
+    activation: Activation,
+    norm_scale: Operand | None,
+    norm_eps: float,
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs of some tiles, by experts that are found by address.
+
+    Args:
+      x, tiles, activation, norm_scale, norm_eps: see `visits`. An expert's number plus E stands for its high
+        plane alone.
+      actions: `[n]` int32, of each tile.
+      weights: of the layer.
+      out: `[P, D]` float32, or more rows, the outputs so far; donated.
+      begun: see `begun_shape`; of tiles that were begun, donated. Empty where none is.
+
+    Returns:
+      `out` and `begun`, changed at the tiles of these actions alone. To the bit as `visits` gives them, begun
+      before or not.
+    """
+    results = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (out, begun))
+    kernel = jax.ffi.ffi_call(target("stored_experts"), results, input_output_aliases={9: 0, 10: 1})
+    found, begun = kernel(
+        x,
+        *tiles,
+        actions,
+        optional(norm_scale),
+        weights.table,
+        weights.row,
+        out,
+        begun,
+        units=np.int64(weights.units),
+        experts=np.int64(weights.experts),
+        activation=np.int64(ACTIVATIONS.index(activation)),
+        eps=np.float32(norm_eps),
+    )
+    return found, begun
+
+
+def begun_shape(tiles: int, units: int, width: int) -> tuple[int, ...]:
+    """The shape of what is kept of tiles that were begun, int32: of gate and up, a number for each output and
+    group of inputs."""
+    return (tiles, 2, -(-units // PANEL), -(-width // NESTED_GROUP), PANEL)
 
 
 def sum_visits(

@@ -141,6 +141,13 @@ def pack_scales(channel: np.ndarray, factor: np.ndarray) -> np.ndarray:
 
 def unpack_scales(packed: jax.Array, panels: int) -> jax.Array:
     """The inverse of `pack_scales`, multiplied out: `[..., G, P, 16]` float32; host arrays stay there."""
+    channel, factor = scale_parts(packed, panels)
+    return channel * factor.astype(np.float32)
+
+
+def scale_parts(packed: jax.Array, panels: int) -> tuple[jax.Array, jax.Array]:
+    """The inverse of `pack_scales`: channels `[..., 1, P, 16]` float32 and factors `[..., G, P, 16]` int8;
+    host arrays stay there."""
     on_host = isinstance(packed, np.ndarray)
     lead, floats = packed.shape[:-1], packed[..., : 64 * panels]
     if on_host:
@@ -151,5 +158,4 @@ def unpack_scales(packed: jax.Array, panels: int) -> jax.Array:
     xp = np if on_host else jnp
     pairs = packed[..., 64 * panels :].reshape(*lead, -1, panels, 8)
     code = xp.concatenate([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=-1)
-    factor = xp.asarray(FACTORS)[code.astype(np.int32)]
-    return cast(jax.Array, channel * factor.astype(np.float32))
+    return cast(jax.Array, channel), cast(jax.Array, xp.asarray(FACTORS)[code.astype(np.int32)])

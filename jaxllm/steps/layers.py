@@ -5,14 +5,23 @@ Pure functions of static shapes, as in `model.py`.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.experts.mixture import Tiles, no_visits, run_tile, sum_visits, tiles_and_weights
+from jaxllm.experts.mixture import (
+    Tiles,
+    no_visits,
+    run_stored,
+    run_tile,
+    sum_visits,
+    tiles_and_weights,
+)
 from jaxllm.kernels.native_call import value
+from jaxllm.kernels.native_experts import StoredExperts
 from jaxllm.kernels.used_units import PARAMETER
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks, load_chunks, load_layer
@@ -65,8 +74,8 @@ class AtExperts:
       tiles: of the pairs of token and expert.
       weights: `[T, k]` float32, factors of the outputs of pairs.
       ids: `[T, k]` int32, the visited experts; undefined for padding.
-      ahead: `[E]` float32, probabilities of the experts of the next sparse layer by its router, the mean over
-        real tokens.
+      ahead: `[n, E]` float32, probabilities of the experts of the next n sparse layers by their routers, the
+        mean over real tokens.
     """
 
     x: jax.Array
@@ -80,61 +89,77 @@ class AtExperts:
         axes.check(jnp.floating, "1 T D", x=self.x)
         axes.check(jnp.float32, "T k", weights=self.weights)
         axes.check(jnp.int32, "T k", ids=self.ids)
-        axes.check(jnp.float32, "E", ahead=self.ahead)
+        axes.check(jnp.float32, "n E", ahead=self.ahead)
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseLayer:
+    """What is static of a sparse layer.
+
+    Attributes:
+      cfg: the model.
+      layer: its index.
+      loss: see `tiles_and_weights`.
+    """
+
+    cfg: ModelConfig
+    layer: int
+    loss: float = 0.0
 
 
 def attend_layer(
     params: Params,
-    next_router: Params,
+    next_routers: Sequence[Params],
     x: jax.Array,
     at: TokenPositions,
     past: Past,
     mass: jax.Array | None,
     *,
-    cfg: ModelConfig,
-    layer: int,
+    of: SparseLayer,
 ) -> tuple[AtExperts, jax.Array, Past, jax.Array | None]:
     """A sparse layer up to its experts (see `decoder.forward_to_experts`).
 
-    The next router is applied to this layer's hidden states: the residual stream changes so little from layer
-    to layer that its choices are mostly those of the next layer.
+    The next routers are applied to this layer's hidden states: the residual stream changes so little from
+    layer to layer that their choices are mostly those of the next layers.
 
     Args:
       params: of the layer, without experts.
-      next_router: "router" and "ffn_norm" of the next sparse layer.
-      x, at, past, mass, cfg, layer: see `decoder.forward_layer`; x, past and mass are donated.
+      next_routers: "router" and "ffn_norm" of the next sparse layers, nearest first.
+      x, at, past, mass: see `decoder.forward_layer`; x, past and mass are donated.
+      of: the layer.
 
     Returns:
       The tokens before the experts, a buffer for the outputs of all tiles, keys and values, the mass.
     """
+    cfg = of.cfg
     _check_layer("attend_layer", x, at, past, cfg)
-    weights = layer_of(params, layer)
-    x, routing, past, mass = forward_to_experts(weights, x, at, past, mass, cfg=cfg, layer=layer)
+    weights = layer_of(params, of.layer)
+    x, routing, past, mass = forward_to_experts(weights, x, at, past, mass, cfg=cfg, layer=of.layer)
     count = x.shape[1]
     live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
-    tiles, weights = tiles_and_weights(routing, cfg.experts, live=live)
-    following = chosen_experts(LayerParams(next_router, ""), x, cfg).probs[0]
+    tiles, weights = tiles_and_weights(routing, cfg.experts, live=live, loss=of.loss)
+    following = [chosen_experts(LayerParams(each, ""), x, cfg).probs[0] for each in next_routers]
     real = jnp.ones((count, 1), jnp.bool_) if live is None else live[:, None]
     # Probabilities of padding are undefined, perhaps NaN.
-    ahead = jnp.sum(jnp.where(real, following, 0.0), axis=0) / jnp.sum(real, dtype=jnp.float32)
+    sums = jnp.sum(jnp.where(real, jnp.stack(following), 0.0), axis=1)
+    ahead = sums / jnp.sum(real, dtype=jnp.float32)
     tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=ahead)
     return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles), past, mass
 
 
 def attend_restored(
     params: Params,
-    next_router: Params,
+    next_routers: Sequence[Params],
     x: jax.Array,
     at: TokenPositions,
     past: Past,
     chunks: LayerChunks,
     *,
-    cfg: ModelConfig,
-    layer: int,
+    of: SparseLayer,
 ) -> tuple[AtExperts, jax.Array, Past]:
     """`restore_layer` of a sparse layer up to its experts; see there and `attend_layer`."""
-    past = _loaded_layer(params, past, chunks, layer)
-    tokens, out, past, _ = attend_layer(params, next_router, x, at, past, None, cfg=cfg, layer=layer)
+    past = _loaded_layer(params, past, chunks, of.layer)
+    tokens, out, past, _ = attend_layer(params, next_routers, x, at, past, None, of=of)
     return tokens, out, past
 
 
@@ -164,6 +189,36 @@ def expert_tile(
     rows = tokens.x.reshape(-1, tokens.x.shape[-1])
     scale = LayerParams(norm, "").norm("ffn_norm", cfg)
     return run_tile(rows, scale, tokens.tiles, number, out, block)
+
+
+def stored_tiles(
+    weights: StoredExperts,
+    norm: Params,
+    tokens: AtExperts,
+    actions: jax.Array,
+    out: jax.Array,
+    begun: jax.Array,
+    *,
+    cfg: ModelConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs some tiles of tokens through their experts, in one call of a native kernel.
+
+    Args:
+      weights: the experts of the layer, of which those of the tiles are in memory.
+      norm: "ffn_norm" of the layer.
+      tokens: before the experts.
+      actions: `[m]` int32, what is done with each tile (see `native_experts.stored_visits`).
+      out: the outputs of all tiles so far; donated.
+      begun: of tiles that were begun; donated.
+      cfg: the model.
+    """
+    axes = Axes("stored_tiles", D=cfg.hidden_size, k=cfg.experts_per_token)
+    tokens.check(axes)
+    axes.check(jnp.int32, "m", actions=actions)
+    rows = tokens.x.reshape(-1, tokens.x.shape[-1])
+    scale = LayerParams(norm, "").norm("ffn_norm", cfg)
+    before = out, begun
+    return run_stored(rows, scale, tokens.tiles, actions, weights, before, activation=cfg.activation)
 
 
 def combine_experts(tokens: AtExperts, out: jax.Array) -> jax.Array:

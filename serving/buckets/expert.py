@@ -1,14 +1,23 @@
-"""Buckets of mixtures whose experts are loaded one by one: a sparse layer up to its experts, one tile of one
-expert, and the sum of the experts' outputs."""
+"""Buckets of mixtures whose experts are loaded one by one: a sparse layer up to its experts, the tiles of
+experts that are in memory, or one tile of one expert, and the sum of the experts' outputs."""
 
 import dataclasses
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from jaxllm.kernels.native_experts import StoredExperts, begun_shape
 from jaxllm.kv.cache import Past, TokenPositions
-from jaxllm.steps.layers import attend_layer, attend_restored, combine_experts, expert_tile
+from jaxllm.steps.layers import (
+    SparseLayer,
+    attend_layer,
+    attend_restored,
+    combine_experts,
+    expert_tile,
+    stored_tiles,
+)
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, mass_by_node, position_shapes
 from serving.buckets.context import layer_chunk_shapes
 from serving.buckets.parts import EXPERT_PARTS, any_expert, expert_norm, layer_params, router_params
@@ -22,17 +31,21 @@ class AttendBucket(Bucket):
       tokens: length of the chunk, padding included.
       cache_tokens: length of the cache.
       layer: the first of the layers that share the bucket.
+      loss: see `ExpertOptions`.
+      ahead: number of layers whose routers run ahead.
     """
 
     tokens: int
     cache_tokens: int
     layer: int
+    loss: float = 0.0
+    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(layer's params, next router, x, positions, keys and values, mass) -> tokens at experts, a
+        """(layer's params, next routers, x, positions, keys and values, mass) -> tokens at experts, a
         buffer for their outputs, keys and values, mass."""
         past, mass = model.past(self.layer, self.cache_tokens), model.cache(self.cache_tokens).mass
-        return _lower_attend(model, self.layer, position_shapes(self.tokens), past, mass)
+        return _lower_attend(model, self, position_shapes(self.tokens), past, mass)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,17 +56,21 @@ class AttendTreeBucket(Bucket):
       nodes: capacity of the tree (M).
       cache_tokens: length of the cache.
       layer: the first of the layers that share the bucket.
+      loss: see `ExpertOptions`.
+      ahead: number of layers whose routers run ahead.
     """
 
     nodes: int
     cache_tokens: int
     layer: int
+    loss: float = 0.0
+    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """See `AttendBucket`; the mass is by node."""
         past, at = model.past(self.layer, self.cache_tokens), position_shapes(self.nodes, tree=True)
         mass = mass_by_node(model.cache(self.cache_tokens), self.nodes)
-        return _lower_attend(model, self.layer, at, past, mass)
+        return _lower_attend(model, self, at, past, mass)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,24 +81,28 @@ class AttendRestoredBucket(Bucket):
       tokens: of recomputed chunks.
       cache_tokens: length of the cache.
       layer: the first of the layers that share the bucket.
+      loss: see `ExpertOptions`.
+      ahead: number of layers whose routers run ahead.
     """
 
     tokens: int
     cache_tokens: int
     layer: int
+    loss: float = 0.0
+    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(layer's params, next router, x, positions, keys and values, chunks) -> tokens at experts,
+        """(layer's params, next routers, x, positions, keys and values, chunks) -> tokens at experts,
         a buffer for their outputs, keys and values."""
         layer = self.layer
-        attend = functools.partial(attend_restored, cfg=model.cfg, layer=layer)
+        attend = functools.partial(attend_restored, of=SparseLayer(model.cfg, layer, self.loss))
         at, past = (
             position_shapes(self.tokens, consecutive=False),
             model.past(layer, self.cache_tokens),
         )
         return jax.jit(attend, donate_argnums=(2, 4)).lower(
             layer_params(model.params, layer, layer),
-            router_params(model.weights, layer),
+            [router_params(model.weights, layer)] * self.ahead,
             model.hidden(self.tokens),
             at,
             past,
@@ -91,23 +112,57 @@ class AttendRestoredBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertBucket(Bucket):
-    """Runs one tile of tokens through one expert (see `steps.layers.expert_tile`). All layers share it.
+    """Runs one tile of tokens through one expert (see `steps.layers.expert_tile`), where no native kernel
+    finds experts by address. All layers share it.
 
     Attributes:
       tokens: of the tile's chunk.
-      bits: bitwidth of the expert.
+      form: of the expert.
+      loss, ahead: see `AttendBucket`.
     """
 
     tokens: int
-    bits: int
+    form: str
+    loss: float = 0.0
+    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(expert, norm, tokens at experts, number of the tile, out) -> out."""
-        weights, (before, out) = model.weights, _at_experts(model, self.tokens)
-        expert = {name: weights[f"{any_expert(self.bits)}.{name}"] for name in EXPERT_PARTS}
+        weights, (before, out) = model.weights, _at_experts(model, self.tokens, self.loss, self.ahead)
+        expert = {name: weights[f"{any_expert(self.form)}.{name}"] for name in EXPERT_PARTS}
         norm = expert_norm(router_params(weights, _first_sparse(model)))
         step = jax.jit(functools.partial(expert_tile, cfg=model.cfg), donate_argnums=(4,))
         return step.lower(expert, norm, before, SCALAR, out)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredExpertsBucket(Bucket):
+    """Runs tiles of tokens through the experts that are in memory, in one call of a native kernel (see
+    `steps.layers.stored_tiles`). All layers share it.
+
+    Attributes:
+      tokens: of the tiles' chunk.
+      early: whether tiles can be begun with the high plane of their expert.
+      loss, ahead: see `AttendBucket`.
+    """
+
+    tokens: int
+    early: bool
+    loss: float = 0.0
+    ahead: int = 1
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(experts, norm, tokens at experts, actions, out, what was begun) -> out, what was begun."""
+        cfg, (before, out) = model.cfg, _at_experts(model, self.tokens, self.loss, self.ahead)
+        shape: Any = jax.ShapeDtypeStruct
+        handle = shape((2,), jnp.uint32)
+        weights = StoredExperts(handle, shape((), jnp.int32), cfg.experts, cfg.expert_ffn_size)
+        norm = expert_norm(router_params(model.weights, _first_sparse(model)))
+        (tiles,) = before.tiles.expert.shape
+        kept = begun_shape(tiles, cfg.expert_ffn_size, cfg.hidden_size) if self.early else (0,)
+        step = jax.jit(functools.partial(stored_tiles, cfg=cfg), donate_argnums=(4, 5))
+        actions, begun = shape((tiles,), jnp.int32), shape(kept, jnp.int32)
+        return step.lower(weights, norm, before, actions, out, begun)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,36 +171,45 @@ class CombineBucket(Bucket):
 
     Attributes:
       tokens: of the chunk.
+      loss, ahead: see `AttendBucket`.
     """
 
     tokens: int
+    loss: float = 0.0
+    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(tokens at experts, out) -> x."""
         # Nothing is donated: no result has the shape of the outputs of all tiles.
-        return jax.jit(combine_experts).lower(*_at_experts(model, self.tokens))
+        return jax.jit(combine_experts).lower(*_at_experts(model, self.tokens, self.loss, self.ahead))
 
 
 def _lower_attend(
-    model: ModelShapes, layer: int, at: TokenPositions, past: Past, mass: Any
+    model: ModelShapes, bucket: AttendBucket | AttendTreeBucket, at: TokenPositions, past: Past, mass: Any
 ) -> jax.stages.Lowered:
-    attend = functools.partial(attend_layer, cfg=model.cfg, layer=layer)
+    layer = bucket.layer
+    attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, layer, bucket.loss))
     x = model.hidden(at.positions.shape[0])
     return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(
-        layer_params(model.params, layer, layer), router_params(model.weights, layer), x, at, past, mass
+        layer_params(model.params, layer, layer),
+        [router_params(model.weights, layer)] * bucket.ahead,
+        x,
+        at,
+        past,
+        mass,
     )
 
 
-def _at_experts(model: ModelShapes, tokens: int) -> tuple[Any, Any]:
+def _at_experts(model: ModelShapes, tokens: int, loss: float, ahead: int) -> tuple[Any, Any]:
     """Shapes of tokens at experts, and of the experts' outputs."""
     layer = _first_sparse(model)
     # Any cache length gives the same shapes.
     capacity = model.options.cache_tokens[0]
-    attend = functools.partial(attend_layer, cfg=model.cfg, layer=layer)
+    attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, layer, loss))
     before, out, *_ = jax.eval_shape(
         attend,
         layer_params(model.params, layer, layer),
-        router_params(model.weights, layer),
+        [router_params(model.weights, layer)] * ahead,
         model.hidden(tokens),
         position_shapes(tokens),
         model.past(layer, capacity),

@@ -14,6 +14,8 @@ from jaxllm.quant import PANEL, BlockedArray, QArray, Weight, blocked_shapes
 from serving.buckets.bucket import shapes_of
 
 EXPERT_PARTS = ("gate", "up", "down")
+# Forms of experts beside bitwidths: of two planes, and the high plane of one alone.
+NESTED, HIGH = "nested", "high"
 
 
 def layer_params(params: Params, layer: int, like: int) -> dict[str, Any]:
@@ -34,9 +36,9 @@ def layer_shapes(params: Params, layer: int) -> dict[str, Any]:
     return shapes_of(layer_params(params, layer, layer))
 
 
-def any_expert(bits: int) -> str:
-    """Prefix of the names of parameters that stand for any expert of a bitwidth."""
-    return f"any_expert.{bits}"
+def any_expert(form: str) -> str:
+    """Prefix of the names of parameters that stand for any expert of a form."""
+    return f"any_expert.{form}"
 
 
 def router_params(params: Params, layer: int) -> dict[str, Any]:

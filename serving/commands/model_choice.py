@@ -39,6 +39,7 @@ class ModelChoice:
       processors: of prefill, 1 or 2.
       integer_device: of the integer processor, where there are two.
       most_loss: largest growth of the perplexity by integer prefill, a share; None for the engine's default.
+      expert_loss: share of a mixture that may be computed by high planes alone (see `ExpertOptions`).
     """
 
     model: Path | None = None
@@ -53,6 +54,7 @@ class ModelChoice:
     processors: int = 1
     integer_device: "IntegerDevice" = "cpu"
     most_loss: float | None = None
+    expert_loss: float = 0.0
 
     def open(self, progress: Progress, *, warm_up: bool = True) -> "Engine":
         """Opens the engine of the choice.
@@ -68,9 +70,13 @@ class ModelChoice:
 
             prepare_processors(self.integer_device)
         from serving.options import EngineOptions
+        from serving.weights.experts.options import ExpertOptions
 
         options = EngineOptions(
-            context_tokens=self.context_tokens, memory_bytes=self.memory, prefill=self._prefill_options()
+            context_tokens=self.context_tokens,
+            memory_bytes=self.memory,
+            prefill=self._prefill_options(),
+            experts=ExpertOptions(loss=self.expert_loss),
         )
         engine = self._open(
             self.model,

@@ -118,6 +118,13 @@ _RUNNING_OPTIONS = (
         f"calibrated; inf for any.  [default: {MAX_PREFILL_LOSS:.0%}]",
     ),
     click.option(
+        "--expert-loss",
+        type=Share(),
+        default=0.0,
+        help="Share of each token's mixture, its least probable experts, that may be computed with 4 of 8 "
+        "bits where nested experts are read from storage.  [default: none]",
+    ),
+    click.option(
         "--program",
         type=click.Path(path_type=Path),
         metavar="DIR",

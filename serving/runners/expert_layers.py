@@ -1,8 +1,8 @@
 """Runs tokens through the layers of a mixture whose experts are loaded one by one.
 
-A sparse layer is three buckets: attention and router; one tile of tokens through its expert, as experts
-become resident; and the sum of the outputs. All chunks of a prompt run the first bucket before any expert, so
-that each expert is read once for all of them.
+A sparse layer is three buckets: attention and router; tiles of tokens through their experts, as experts
+become resident (`expert_visits.py`); and the sum of the outputs. All chunks of a prompt run the first bucket
+before any expert, so that each expert is read once for all of them.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from serving.buckets.expert import (
     AttendRestoredBucket,
     AttendTreeBucket,
     CombineBucket,
-    ExpertBucket,
 )
 from serving.buckets.layer import EmbedBucket, LayerBucket, LayerTreeBucket
 from serving.buckets.parts import embedding_params, expert_norm, layer_params, router_params
+from serving.runners.expert_visits import Visit, Visits, make_visits, valid_ids
 from serving.runners.layerwise import Chunk
 from serving.weights.experts.weights import ExpertWeights
 from serving.weights.model_level import ModelLevel
@@ -57,6 +57,7 @@ class ExpertLayers:
     Attributes:
       head: provides the head.
       experts: provides the experts.
+      visits: runs tokens through experts that are resident.
       streams_weights: False: only experts are read, and most before they are needed.
     """
 
@@ -65,7 +66,8 @@ class ExpertLayers:
     def __init__(self, model: ModelLevel, buckets: BucketTable, weights: ExpertWeights) -> None:
         """`model` is the whole model or a level; its parameters are all but the experts."""
         self.head = self.experts = weights
-        self._model, self._buckets = model, buckets
+        self._model, self._buckets, self._how = model, buckets, weights.bucket_options
+        self.visits: Visits = make_visits(model, buckets, weights)
         self._embedding = embedding_params(model.params)
         self._known: tuple[tuple[int, int], _Parts] | None = None
         # The experts that a context visited in the sparse layers that are restored so far.
@@ -76,8 +78,7 @@ class ExpertLayers:
     def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
         """See `LayerSource`."""
         found = [self._bucket(tokens, cache, layer, tree=tree) for layer in self._model.layer_kinds]
-        found += [self._expert_bucket(tokens, bits) for bits in self.experts.store.widths]
-        return [*found, self._combine_bucket(tokens)]
+        return [*found, *self.visits.buckets(tokens), self._combine_bucket(tokens)]
 
     def embed_bucket(self, tokens: int) -> Bucket:
         """See `LayerSource`: the embedding is resident. All levels share the bucket."""
@@ -85,25 +86,22 @@ class ExpertLayers:
 
     def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
         """See `LayerSource`."""
-        family = AttendRestoredBucket if self._model.cfg.is_sparse(layer) else RestoreBucket
-        like, level = self._model.alike[layer], self._model.bucket_level
-        return family(tokens=tokens, cache_tokens=cache, layer=like, level=level)
+        where = {"layer": self._model.alike[layer], "level": self._model.bucket_level}
+        if self._model.cfg.is_sparse(layer):
+            return AttendRestoredBucket(tokens=tokens, cache_tokens=cache, **self._how, **where)
+        return RestoreBucket(tokens=tokens, cache_tokens=cache, **where)
 
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
         """The bucket of a layer; of a sparse layer up to its experts."""
-        sparse = self._model.cfg.is_sparse(layer)
-        like, level = self._model.alike[layer], self._model.bucket_level
+        where = {"layer": self._model.alike[layer], "level": self._model.bucket_level, "cache_tokens": cache}
+        if not self._model.cfg.is_sparse(layer):
+            return LayerTreeBucket(nodes=tokens, **where) if tree else LayerBucket(tokens=tokens, **where)
         if tree:
-            family = AttendTreeBucket if sparse else LayerTreeBucket
-            return family(nodes=tokens, cache_tokens=cache, layer=like, level=level)
-        family = AttendBucket if sparse else LayerBucket
-        return family(tokens=tokens, cache_tokens=cache, layer=like, level=level)
-
-    def _expert_bucket(self, tokens: int, bits: int) -> Bucket:
-        return ExpertBucket(tokens=tokens, bits=bits, level=self._model.bucket_level)
+            return AttendTreeBucket(nodes=tokens, **self._how, **where)
+        return AttendBucket(tokens=tokens, **self._how, **where)
 
     def _combine_bucket(self, tokens: int) -> Bucket:
-        return CombineBucket(tokens=tokens, level=self._model.bucket_level)
+        return CombineBucket(tokens=tokens, level=self._model.bucket_level, **self._how)
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -149,7 +147,7 @@ class ExpertLayers:
         if not self._model.cfg.is_sparse(layer):
             return compiled(weights, x, at, past, chunks)
         index = self.experts.store.sparse.index(layer)
-        before, out, past = compiled(weights, self._next_router(index), x, at, past, chunks)
+        before, out, past = compiled(weights, self._next_routers(index), x, at, past, chunks)
         if index == 0:
             self._restoring = []
         outs = [out]
@@ -168,19 +166,20 @@ class ExpertLayers:
         """Runs a sparse layer over all chunks, and appends the experts that they visit to `visited`."""
         before: list[AtExperts] = []
         outs: list[jax.Array] = []
-        weights, router = self._parts.layers[layer], self._next_router(len(visited))
+        weights, routers = self._parts.layers[layer], self._next_routers(len(visited))
         for (tokens, at), x in zip(chunks, inputs, strict=True):
             bucket = self._bucket(len(tokens), past.capacity_tokens, layer, tree=at.tree is not None)
-            each, out, past, mass = self._buckets.get(bucket)(weights, router, x, at, past, mass)
+            each, out, past, mass = self._buckets.get(bucket)(weights, routers, x, at, past, mass)
             before.append(each)
             outs.append(out)
         self._visit_experts(layer, before, [int(at.valid) for _, at in chunks], outs, visited)
         return [self._combined(each, out) for each, out in zip(before, outs, strict=True)], past, mass
 
-    def _next_router(self, index: int) -> dict[str, Any]:
-        """The router of the sparse layer after one, from which its experts are predicted."""
+    def _next_routers(self, index: int) -> list[dict[str, Any]]:
+        """The routers of the sparse layers after one, from which their experts are predicted; behind the last
+        come the first."""
         routers = self._parts.routers
-        return routers[(index + 1) % len(routers)]
+        return [routers[(index + 1 + step) % len(routers)] for step in range(self._how["ahead"])]
 
     def _visit_experts(
         self,
@@ -194,39 +193,18 @@ class ExpertLayers:
 
         Appends the experts that they visit to `visited`, and changes `outs`.
         """
-        # Expert -> its tiles as (chunk, tile).
-        tiles: dict[int, list[tuple[int, int]]] = {}
-        for number, each in enumerate(before):
-            for tile, expert in enumerate(np.asarray(each.tiles.expert)[: int(each.tiles.count)].tolist()):
-                tiles.setdefault(expert, []).append((number, tile))
-        ids = [np.asarray(each.ids)[:count] for each, count in zip(before, valid, strict=True)]
-        visited.append(np.concatenate(ids))
-        self._run_tiles(layer, visited, np.asarray(before[-1].ahead), tiles, before, outs)
-
-    def _run_tiles(
-        self,
-        layer: int,
-        visited: list[np.ndarray],
-        ahead: np.ndarray,
-        tiles: dict[int, list[tuple[int, int]]],
-        before: list[AtExperts],
-        outs: list[jax.Array],
-    ) -> None:
-        """Runs each tile through its expert, as experts become resident; changes `outs`."""
-        index, norm = len(visited) - 1, self._parts.norms[layer]
+        visit = Visit.of(len(visited), self._parts.norms[layer], before)
+        visited.append(valid_ids(before, valid))
+        needs = visit.needs(self._model.cfg.experts)
         # After the last layer come the first layers of the next token.
         seen = visited
         if len(visited) == len(self.experts.store.sparse):
             seen = []
             self.experts.predictor.begin()
-        guesses = self.experts.likely(seen, ahead, len(tiles))
-        for expert, weights in self.experts.cache.visit(index, list(tiles), guesses):
-            bits = self.experts.store[index, expert].bits
-            for number, tile in tiles[expert]:
-                compiled = self._buckets.get(self._expert_bucket(before[number].x.shape[1], bits))
-                outs[number] = compiled(weights, norm, before[number], np.int32(tile), outs[number])
-            # Another expert may take its memory now.
-            jax.block_until_ready(outs)
+        guesses = self.experts.likely(seen, np.asarray(before[-1].ahead), len(needs))
+        together = self.visits.together(visit)
+        for arrived in self.experts.cache.visit(visit.layer, needs, guesses, together=together):
+            self.visits.run(visit, arrived, outs)
 
     def _combined(self, before: AtExperts, out: jax.Array) -> jax.Array:
         return self._buckets.get(self._combine_bucket(before.x.shape[1]))(before, out)

@@ -87,7 +87,7 @@ class ContextsFigures(TypedDict, total=False):
 
 
 class ExpertFigures(TypedDict, total=False):
-    """The expert buffer since the start, see `serving.weights.experts.cache.ExpertCounts`.
+    """The expert buffer since the start, see `serving.weights.experts.counts.ExpertCounts`.
 
     Attributes:
       visits: experts that layers asked for.

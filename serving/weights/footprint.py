@@ -8,7 +8,9 @@ import numpy as np
 from jaxllm.bundle import Bundle, expert_widths
 from jaxllm.bundle.elastic import require_level
 from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.errors import ConfigError
 from jaxllm.experts.mixture import visit_rows
+from jaxllm.kernels.native_experts import begun_shape
 from serving.bundles import open_model
 from serving.host.progress import Progress
 from serving.options import EngineOptions
@@ -50,12 +52,19 @@ def streamed_weights(
 
     Raises:
       BudgetExceeded: the budget is too small for streaming, too.
+      ConfigError: a loss of experts is allowed, and none is nested.
       CheckpointError: the file is damaged or cannot be read.
     """
+    if options.experts.loss and not _nested_experts(bundle):
+        raise ConfigError(
+            f"{bundle.path} has no nested experts that are stored apart, which alone have a high plane to "
+            "compute by; make a bundle by `jaxllm prepare HF_DIR --weights int8-nested --expert-bits 8`, or "
+            "allow no loss of experts"
+        )
     fixed = fixed_bytes(bundle.cfg, options) + reserved_bytes
     fixed += runtime_bytes(options.memory_bytes)
     if bundle.layout.experts_apart:
-        fixed += outputs_bytes(bundle.cfg, options)
+        fixed += outputs_bytes(bundle.cfg, options) + _begun_bytes(bundle)
     if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
         return None
     if bundle.cfg.experts and not bundle.layout.experts_apart:
@@ -95,9 +104,15 @@ def streamed_weights(
     )
 
 
+def _nested_experts(bundle: Bundle) -> bool:
+    """Whether there are nested experts that are stored apart."""
+    tensors = bundle.layout.tensors.items() if bundle.layout.experts_apart else ()
+    return any(".experts." in name and each.low is not None for name, each in tensors)
+
+
 def budget_with_experts(bundle: Bundle, options: EngineOptions, expert_bytes: int) -> int:
     """The budget of a mixture that leaves `expert_bytes` for its experts; `options` are resolved."""
-    fixed = fixed_bytes(bundle.cfg, options) + outputs_bytes(bundle.cfg, options)
+    fixed = fixed_bytes(bundle.cfg, options) + outputs_bytes(bundle.cfg, options) + _begun_bytes(bundle)
     return whole_budget(fixed + hot_bytes(bundle) + expert_bytes)
 
 
@@ -148,6 +163,15 @@ def cache_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
 def outputs_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
     """Bytes of the outputs of a mixture's experts, before their sum, for a prompt as long as the context."""
     return -(-options.context_tokens // options.chunk_tokens[-1]) * _visits_bytes(cfg, options)
+
+
+def _begun_bytes(bundle: Bundle) -> int:
+    """Bytes of what is kept of a token's nested experts that are begun."""
+    cfg = bundle.cfg
+    if not _nested_experts(bundle):
+        return 0
+    shape = begun_shape(cfg.experts_per_token, cfg.expert_ffn_size, cfg.hidden_size)
+    return 4 * int(np.prod(shape, dtype=np.int64))
 
 
 def _visits_bytes(cfg: ModelConfig, options: EngineOptions) -> int:

@@ -21,7 +21,7 @@ CFGS = [
     )
     for neurons in (32, 24)
 ]  # fmt: skip
-WIDTHS = {"int8": 8, "int4": 4, "f32": 32, "bf16": 16}
+WIDTHS = {"int8": 8, "int8-nested": 8, "int4": 4, "f32": 32, "bf16": 16}
 
 
 def bytes_of(bundle, name):

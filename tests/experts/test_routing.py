@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.experts.routing import Routing, expert_shares, load_balancing_loss, route, router_z_loss
+from jaxllm.experts.routing import (
+    Routing,
+    expert_shares,
+    high_alone,
+    load_balancing_loss,
+    route,
+    router_z_loss,
+)
 from jaxllm.nn.norms import Norm, rms_norm
 from tests.kernels.switching import needs_native
 from tests.variants import every_variant
@@ -20,6 +27,26 @@ TOKENS = np.eye(2, dtype=np.float32)[None]
 
 ROUTE = ("experts_per_token", "normalize")
 DIMS = chex.Dimensions(B=1, T=2, E=4, k=2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "alone"),
+    [
+        (0.0, [False, False, False, False]),
+        (0.05, [False, False, False, False]),
+        # 0.1 of 0.9 is the last one's share, a third that of the last two.
+        (0.12, [False, False, False, True]),
+        (0.34, [False, False, True, True]),
+        (0.99, [False, True, True, True]),
+        (1.0, [True, True, True, True]),
+    ],
+)
+def test_which_experts_their_high_planes_stand_for(loss, alone):
+    weights = np.array([0.4, 0.2, 0.2, 0.1], np.float32)
+    assert high_alone(weights, loss).tolist() == alone
+    # A token's do not depend on others, nor on the sum of its weights.
+    two = jnp.stack([jnp.asarray(weights), 0.5 * jnp.asarray(weights)])
+    assert np.asarray(high_alone(two, loss)).tolist() == [alone, alone]
 
 
 def random_logits(*shape):

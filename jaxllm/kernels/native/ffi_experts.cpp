@@ -133,6 +133,109 @@ Error experts_call(AnyBuffer x, AnyBuffer token, AnyBuffer expert, AnyBuffer siz
                               blocks.data(), all, static_cast<int>(activation), to));
 }
 
+// What is done with a tile: nothing, all of it, or of one row of a nested expert first what its high planes
+// give, then the rest.
+enum Action : int32_t { kLeave, kRun, kBegin, kFinish };
+
+// How many inputs share a scale, by the scales [..., groups, ...] of `inputs` inputs; -1 for no number of them.
+int64_t group_of(const Array& scale, size_t inputs) {
+  if (scale.type == Type::kU8) return 64;
+  if (scale.type != Type::kF16) return 0;
+  const size_t groups = scale.rank > 1 ? scale.dim(1) : 0;
+  return groups == divide_up(inputs, 32) ? 32 : groups == divide_up(inputs, 64) ? 64 : -1;
+}
+
+// A weight of an expert by the arrays of a table's row from `column` on, in whatever format they have.
+bool stored_weight(const TableRow& row, size_t column, bool high_alone, size_t inputs, bool& nested,
+                   const Array* (&parts)[kWeightArrays], int64_t& bits, int64_t& group) {
+  static const Array none;
+  for (size_t i = 0; i < kWeightArrays; i++) {
+    parts[i] = row.at(column + i);
+    if (!parts[i]) return false;
+  }
+  const Array& data = *parts[0];
+  if (data.rank == 0) return false;
+  bits = static_cast<int64_t>(data.dim(data.rank - 1) / 64);
+  group = group_of(*parts[1], inputs);
+  nested = parts[2]->type != Type::kNone;
+  if (high_alone) parts[2] = &none;
+  return nested || !high_alone;
+}
+
+// x [rows, width], the tiles as for `experts`, of which those of `experts` and above stand for the high planes
+// alone, the action of each, and a norm's scale or nothing; a table with a row per layer, of three weights of
+// each expert, and the row. Changes in place: the outputs [pairs, width], and what was begun, int32 [tiles, 2,
+// panels, groups, 16] or nothing.
+Error stored_experts_call(AnyBuffer x, AnyBuffer token, AnyBuffer expert, AnyBuffer size, AnyBuffer count,
+                          AnyBuffer action, AnyBuffer norm, AnyBuffer table, AnyBuffer row, AnyBuffer outputs,
+                          AnyBuffer begun, ffi::Result<AnyBuffer> y, ffi::Result<AnyBuffer> early,
+                          int64_t units, int64_t experts, int64_t activation, float eps) {
+  const Timer timer;
+  size_t rows, width, pairs, out_width;
+  if (!read_rows(x, ffi::DataType::F32, rows, width))
+    return wrong("activations must be float32 with at least one row");
+  if (!read_rows(*y, ffi::DataType::F32, pairs, out_width) || out_width != width ||
+      outputs.element_type() != ffi::DataType::F32 || outputs.element_count() != y->element_count())
+    return wrong("the result has another width");
+  if (units <= 0 || experts <= 0) return wrong("each expert needs the arrays of three weights");
+  const size_t all = static_cast<size_t>(units), number = static_cast<size_t>(experts);
+  Norm applied{nullptr, eps};
+  if (!read_floats(array_of(norm), width, applied.scale))
+    return wrong("a norm's scale must be float32 of the activations' width");
+  std::vector<Tile> tiles;
+  if (!read_tiles(token, expert, size, count, rows, pairs, 2 * number, tiles) ||
+      !is_indices(action, expert.element_count()))
+    return wrong("a tile lies outside of its tokens, experts or results");
+  const size_t each = divide_up(all, kPanel) * divide_up(width, 64) * kPanel, kept = 2 * each;
+  const bool keeps = begun.element_count() != 0;
+  if (begun.element_type() != ffi::DataType::S32 || early->element_type() != ffi::DataType::S32 ||
+      early->element_count() != begun.element_count() ||
+      (keeps && begun.element_count() != expert.element_count() * kept))
+    return wrong("what was begun has another shape");
+  if (table.element_type() != ffi::DataType::U32 || table.element_count() != 2 ||
+      row.element_type() != ffi::DataType::S32 || row.element_count() != 1)
+    return wrong(kOperands);
+  const uint32_t* halves = table.reinterpret_data<uint32_t>();
+  TableRow weights;
+  if (!weights.open(static_cast<uint64_t>(halves[1]) << 32 | halves[0], *row.reinterpret_data<int32_t>()))
+    return wrong(kOperands);
+  float* to = static_cast<float*>(in_place(outputs, y));
+  int32_t* sums = static_cast<int32_t*>(in_place(begun, early));
+  const int32_t* actions = action.reinterpret_data<int32_t>();
+  std::vector<Tile> chosen;
+  std::vector<Block> blocks;
+  for (size_t i = 0; i < tiles.size(); i++) {
+    if (actions[i] == kLeave) continue;
+    if (actions[i] < kLeave || actions[i] > kFinish) return wrong("there is no such action");
+    const bool high_alone = tiles[i].expert >= number;
+    Block block{};
+    bool nested = false;
+    for (size_t part = 0; part < 3; part++) {
+      const Array* arrays[kWeightArrays];
+      int64_t bits, group;
+      const size_t column = (tiles[i].expert % number * 3 + part) * kWeightArrays;
+      if (!stored_weight(weights, column, high_alone, part == 2 ? all : width, nested, arrays, bits, group))
+        return wrong("an expert is not in the table, or has no high plane");
+      const WeightArrays weight{*arrays[0], *arrays[1], *arrays[2], bits, group};
+      Units& outwards = part == 0 ? block.gate : block.up;
+      if (part == 2 ? !read_reduction(weight, 1, all, width, block.down)
+                    : !read_units(weight, width, all, outwards))
+        return wrong("a weight's shape does not fit");
+    }
+    if (actions[i] != kRun) {
+      if (!keeps || !nested || high_alone || tiles[i].rows != 1)
+        return wrong("only one row of a nested expert can be begun");
+      block.early = sums + i * kept;
+      block.finishing = actions[i] == kFinish;
+    }
+    chosen.push_back(tiles[i]);
+    chosen.back().expert = blocks.size();
+    blocks.push_back(block);
+  }
+  return result(visit_experts(x.reinterpret_data<float>(), width, applied, chosen.data(), chosen.size(),
+                              blocks.data(), all, static_cast<int>(activation), to));
+}
+
 // visits [pairs, width], places and weights [rows, choices], residual or nothing -> y [rows, width].
 Error sum_visits_call(AnyBuffer visits, AnyBuffer places, AnyBuffer weights, AnyBuffer residual,
                       ffi::Result<AnyBuffer> y) {
@@ -187,6 +290,25 @@ XLA_FFI_DEFINE_HANDLER(Experts, experts_call,
                            .Attr<Numbers>("bits")
                            .Attr<Numbers>("groups")
                            .Attr<Columns>("columns"));
+XLA_FFI_DEFINE_HANDLER(StoredExperts, stored_experts_call,
+                       ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Ret<AnyBuffer>()
+                           .Ret<AnyBuffer>()
+                           .Attr<int64_t>("units")
+                           .Attr<int64_t>("experts")
+                           .Attr<int64_t>("activation")
+                           .Attr<float>("eps"));
 XLA_FFI_DEFINE_HANDLER(
     SumVisits, sum_visits_call,
     ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
@@ -194,6 +316,7 @@ XLA_FFI_DEFINE_HANDLER(
 const Target kExpertTargets[] = {
     {"jaxllm_route", reinterpret_cast<void*>(+Route)},
     {"jaxllm_experts", reinterpret_cast<void*>(+Experts)},
+    {"jaxllm_stored_experts", reinterpret_cast<void*>(+StoredExperts)},
     {"jaxllm_sum_visits", reinterpret_cast<void*>(+SumVisits)},
     {nullptr, nullptr},
 };

@@ -270,9 +270,16 @@ Failure from_units(const float* h, size_t rows, size_t stride, const Step& step,
 Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Steps& steps,
                      const Block& block, size_t units, int activation, bool residual, float* y) {
   const bool gated = block.gate.stored.data != nullptr;
-  const Matrix up_matrix = matrix_of(block.up, units), down_matrix = matrix_of(block.down, 1, units, width);
+  Matrix up_matrix = matrix_of(block.up, units);
+  const Matrix down_matrix = matrix_of(block.down, 1, units, width);
   // Without a gate, the other is what is activated.
-  const Matrix gate_matrix = gated ? matrix_of(block.gate, units) : up_matrix;
+  Matrix gate_matrix = gated ? matrix_of(block.gate, units) : up_matrix;
+  const bool beginning = block.early && !block.finishing;
+  if (block.early) {
+    gate_matrix.early = block.early;
+    up_matrix.early = block.early + up_matrix.panels * up_matrix.groups() * kPanel;
+    gate_matrix.finishing = up_matrix.finishing = block.finishing;
+  }
   const Adapter& first = gated ? block.gate_adapter : block.up_adapter;
   const Low lows[2] = {before_units(first, width), before_units(block.up_adapter, width)};
   Prepared p;
@@ -289,7 +296,7 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const
   Upcoming next;
   if (one_row(up_matrix, rows, p.excess)) {
     const Ranges ranges(up_matrix.panels, panel_bytes(up_matrix), static_cast<size_t>(threads()));
-    next = begin_reading(first_ranges(gate_matrix, ranges));
+    if (!block.early) next = begin_reading(first_ranges(gate_matrix, ranges));
     parallel(
         ranges.count(),
         [&](size_t task) {
@@ -308,9 +315,9 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const
             kernels.row_panels(up_matrix, p.a, from, to, up_out);
             up_change.add(0, 1, column, count, up_out, units, nullptr);
           }
-          kernels.activate(out, gated ? up_out : nullptr, (to - from) * kPanel, activation);
+          if (!beginning) kernels.activate(out, gated ? up_out : nullptr, (to - from) * kPanel, activation);
         },
-        first_spans(down_matrix));
+        beginning ? Upcoming{} : first_spans(down_matrix));
   } else {
     const Tiling tiling{rows, up_matrix.panels};
     parallel(tiling.count(), [&](size_t task) {
@@ -337,6 +344,7 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const
     });
   }
   if (failed) return kNoMemory;
+  if (beginning) return nullptr;
   if (block.row_units) leave_out(hidden, rows, units, block.row_units, block.unit_stride);
   const Low low = before_reduction(block.down_adapter);
   if (!prepare_rows(hidden, units, rows, down_matrix.inputs, {nullptr, 0}, steps.hidden, &low, 1, p))

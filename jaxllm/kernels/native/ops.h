@@ -94,6 +94,10 @@ struct Block {
   // Of the units that each row [rows] uses the number, `unit_stride` apart; null where all rows use all.
   const int32_t* row_units = nullptr;
   size_t unit_stride = 0;
+  // Of one row and a nested, gated block what the high planes of gate and up give, [2][panels][groups][16]:
+  // filled alone first, then finished by the low planes; null where all is there.
+  int32_t* early = nullptr;
+  bool finishing = false;
 };
 // What the inputs of a block's products are quantized by, those of `down` by `hidden`.
 struct Steps {

@@ -8,6 +8,8 @@ enum Scaling {
   kHalves,    // a half for each output and group of inputs
   kHigh,      // nested scales, with the high plane alone
   kNested,    // the same, with both planes
+  kEarly,     // what the high plane gives kNested, kept as whole numbers
+  kLate,      // kNested, from what was kept and the low plane
 };
 
 // Of nested weights the high plane counts sixteenfold.
@@ -158,25 +160,26 @@ ALWAYS_INLINE size_t low_plane(const Matrix& m) {
   return m.low ? reinterpret_cast<uintptr_t>(m.low) - reinterpret_cast<uintptr_t>(m.data) : 0;
 }
 
-// Sum over the one or two blocks of a group, `block_stride` apart.
-template <int Bits, Scaling How>
-ALWAYS_INLINE I group_dot(const uint8_t* w, size_t block_stride, size_t low, const int8_t* x, bool two,
-                          I none) {
+// Sum over the one or two blocks of a group in one plane, `block_stride` apart, on top of `dots`.
+template <int Bits>
+ALWAYS_INLINE I plane_dot(const uint8_t* w, size_t block_stride, const int8_t* x, bool two, I dots) {
   prefetch_block<Bits>(w, kAhead);
-  I dots = block_dot<Bits>(w, x, none);
+  dots = block_dot<Bits>(w, x, dots);
   if (two) {
     prefetch_block<Bits>(w + block_stride, kAhead);
     dots = block_dot<Bits>(w + block_stride, x + kBlock, dots);
   }
-  if constexpr (How == kNested) {
-    dots = iadd(sixteenfold(dots), none);
-    prefetch_block<Bits>(w + low, kAhead);
-    dots = block_dot<Bits>(w + low, x, dots);
-    if (two) {
-      prefetch_block<Bits>(w + low + block_stride, kAhead);
-      dots = block_dot<Bits>(w + low + block_stride, x + kBlock, dots);
-    }
-  }
+  return dots;
+}
+
+// The same of all planes; what the high one gives is `kept` or comes from there.
+template <int Bits, Scaling How>
+ALWAYS_INLINE I group_dot(const uint8_t* w, size_t block_stride, size_t low, const int8_t* x, bool two, I none,
+                          int32_t* kept) {
+  I dots = How == kLate ? iload(kept) : plane_dot<Bits>(w, block_stride, x, two, none);
+  if constexpr (How == kEarly) istore(kept, dots);
+  if constexpr (How == kNested || How == kLate)
+    dots = plane_dot<Bits>(w + low, block_stride, x, two, iadd(sixteenfold(dots), none));
   return dots;
 }
 
@@ -203,7 +206,11 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
           const bool two = shift && b + 1 < count;
           const int32_t* sums = a.block_sum + first + b;
           const I none = iset(-bias_of(Bits) * (two ? sums[0] + sums[1] : sums[0]));
-          part = fma(to_float(group_dot<Bits, How>(w, m.block_stride, low, x, two, none)), channel, part);
+          int32_t* kept = nullptr;
+          if constexpr (How == kEarly || How == kLate)
+            kept = m.early + (panel * m.groups() + ((local + b) >> shift)) * kPanel;
+          const I dots = group_dot<Bits, How>(w, m.block_stride, low, x, two, none, kept);
+          part = fma(to_float(dots), channel, part);
           const size_t blocks = two ? 2 : 1;
           b += blocks, w += blocks * m.block_stride, x += blocks * kBlock;
         }
@@ -306,6 +313,10 @@ void join_spans(const Matrix& m, const Activations& a, const float* parts, float
   }
 
 void row_panels(const Matrix& m, const Activations& a, size_t from, size_t to, float* y) {
+  if (m.early) {
+    return m.finishing ? row_panels_of<4, kLate>(m, a, from, to, y)
+                       : row_panels_of<4, kEarly>(m, a, from, to, y);
+  }
   OF_FORMAT(m, row_panels_of, m, a, from, to, y)
 }
 

@@ -14,16 +14,20 @@ class ExpertOptions:
 
     Attributes:
       eviction: name of the policy in `jaxllm.experts.eviction.POLICIES`.
-      predictor: of experts before their router ran: "router" applies the next layer's router to this layer's
+      predictor: of experts before their router ran: "router" applies the next layers' routers to this layer's
         hidden states, "paths" uses the experts of the two layers before (EdgeMoE), "tokens" the tokens of the
         pass (drafted ones included), "frequency" the most visited experts, "none" predicts none. For the
-        first layer of a pass, and beyond the next layer, "router" predicts as "tokens" does.
+        first layers of a pass "router" predicts as "tokens" does.
       layers_ahead: number of layers for which experts are predicted.
+      loss: the most of a token's mixture, as a share of the weights of its experts, that is computed by high
+        planes alone: those of its least probable experts (HOBBIT's idea). It applies
+        to nested experts, whatever lies in memory. 0 is exact.
     """
 
     eviction: str = "frequency-nearness"
     predictor: str = "router"
     layers_ahead: int = 2
+    loss: float = 0.0
 
     def __post_init__(self) -> None:
         eviction_policy(self.eviction)
@@ -31,3 +35,5 @@ class ExpertOptions:
             raise ConfigError(f"predictor must be one of {', '.join(PREDICTORS)}, got {self.predictor!r:.80}")
         if not isinstance(self.layers_ahead, int) or self.layers_ahead < 1:
             raise ConfigError(f"layers_ahead must be at least 1, got {self.layers_ahead!r:.80}")
+        if not isinstance(self.loss, int | float) or not 0 <= self.loss <= 1:
+            raise ConfigError(f"loss must be a share in [0, 1], got {self.loss!r:.80}")

@@ -13,10 +13,21 @@ _UNKNOWN = np.zeros(0, np.int32)
 # Least probability, in multiples of the mean, that is worth a prefetch: the evicted expert may be needed,
 # too.
 _WORTH_A_READ = 1.5
+# Beside the probabilities of experts that a token visited: what one has that it did not visit. Two layers
+# ahead routers alone foresee fewer visits than tokens do.
+_UNSEEN = 0.05
+# The probability that the prefetched experts of a layer behind the next one have together.
+_MASS = 0.5
 
 
 class Predictor(abc.ABC):
-    """Predicts experts from the tokens of a pass and the experts of its layers so far."""
+    """Predicts experts from the tokens of a pass and the experts of its layers so far.
+
+    Attributes:
+      reads_routers: whether the routers of all predicted layers run ahead; else that of the next one does.
+    """
+
+    reads_routers = False
 
     def begin(self, tokens: np.ndarray = _UNKNOWN) -> None:
         """Begins a pass of the tokens `[M]`; empty if they are unknown."""
@@ -28,7 +39,7 @@ class Predictor(abc.ABC):
 
         Args:
           visited: `[M, k]` int per sparse layer of this pass so far, then per predicted layer.
-          ahead: `[E]`, see `AtExperts`; of the last computed layer.
+          ahead: `[n, E]`, see `AtExperts`; of the last computed layer.
           steps: number of layers after the last computed one, from 1.
 
         Returns:
@@ -83,20 +94,38 @@ class TokenPredictor(Predictor):
 
 
 class RouterPredictor(TokenPredictor):
-    """Predicts by the next layer's router, applied to this layer's hidden states; for the first layer, and
-    beyond the next one, by tokens."""
+    """Predicts by the next layers' routers, applied to this layer's hidden states, and weighed by what tokens
+    visit in any text; for the first layers by tokens alone."""
+
+    reads_routers = True
 
     def probabilities(  # noqa: D102
         self, visited: list[np.ndarray], ahead: np.ndarray, steps: int
     ) -> np.ndarray | None:
-        return ahead if visited and steps == 1 else super().probabilities(visited, ahead, steps)
+        if len(visited) < steps:
+            # Before the first layer no router has run.
+            return super().probabilities(visited, ahead, steps)
+        chances = ahead[steps - 1]
+        known = self._experts.chances(len(visited), self._tokens, self._counts.experts)
+        if known is None:
+            return chances
+        both = chances * (known + _UNSEEN)
+        return both / max(float(both.sum()), 1e-30)
 
     def worthwhile(  # noqa: D102
         self, visited: list[np.ndarray], chances: np.ndarray, steps: int
     ) -> np.ndarray:
-        # A router chooses its best experts by any difference.
-        by_router = visited and steps == 1
-        return np.ones(len(chances), bool) if by_router else super().worthwhile(visited, chances, steps)
+        if len(visited) < steps:
+            return super().worthwhile(visited, chances, steps)
+        if steps == 1:
+            # A router chooses its best experts by any difference.
+            return np.ones(len(chances), bool)
+        # Farther ahead those that have together most of the probability.
+        order = np.argsort(-chances, kind="stable")
+        before = np.cumsum(chances[order]) - chances[order]
+        worth = np.zeros(len(chances), bool)
+        worth[order[before < _MASS]] = True
+        return worth
 
 
 class FrequencyPredictor(Predictor):

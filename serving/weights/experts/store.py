@@ -10,11 +10,26 @@ from jaxllm.bundle import Bundle, Segment
 from jaxllm.bundle.layout import PAGE
 from jaxllm.errors import ConfigError
 from jaxllm.quant import Weight
-from serving.buckets.parts import EXPERT_PARTS
+from serving.buckets.parts import EXPERT_PARTS, HIGH, NESTED
 
 # Index among the sparse layers, expert.
 Key = tuple[int, int]
+# The same and the plane: 0 for the high one, and of experts of one plane; 1 for the low one.
+PlaneKey = tuple[int, int, int]
 _FLOAT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredPlane:
+    """The unit of loading: a plane of a nested expert, or another expert as a whole.
+
+    Attributes:
+      segment: of the file.
+      memory_bytes: its size in whole pages.
+    """
+
+    segment: Segment
+    memory_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +37,27 @@ class StoredExpert:
     """One expert in the file.
 
     Attributes:
-      segment: of the file.
-      bits: its bitwidth; 16 and 32 for floats.
-      memory_bytes: its size in whole pages.
+      planes: the high and the low one of a nested expert; else one.
+      bits: its bitwidth, of all planes; 16 and 32 for floats.
     """
 
-    segment: Segment
+    planes: tuple[StoredPlane, ...]
     bits: int
-    memory_bytes: int
+
+    @property
+    def nested(self) -> bool:
+        """Whether it has two planes."""
+        return len(self.planes) == 2
+
+    @property
+    def form(self) -> str:
+        """What experts of the same arrays have in common."""
+        return NESTED if self.nested else str(self.bits)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Its size in whole pages."""
+        return sum(plane.memory_bytes for plane in self.planes)
 
 
 def hot_bytes(bundle: Bundle) -> int:
@@ -75,6 +103,21 @@ class ExpertStore:
         return tuple(sorted({each.bits for each in self._stored.values()}))
 
     @functools.cached_property
+    def forms(self) -> tuple[str, ...]:
+        """The forms of all experts."""
+        return tuple(sorted({each.form for each in self._stored.values()}))
+
+    @functools.cached_property
+    def planes(self) -> int:
+        """Planes of the experts that have the most."""
+        return max(len(each.planes) for each in self._stored.values())
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether native kernels read all experts where they lie."""
+        return self.bundle.read_in_place and not {each.bits for each in self._stored.values()} & {16, 32}
+
+    @functools.cached_property
     def total_bytes(self) -> int:
         """Memory of all experts."""
         return sum(each.memory_bytes for each in self._stored.values())
@@ -93,22 +136,43 @@ class ExpertStore:
         ]
         return max(sum(sizes[-count:]) for sizes in by_layer)
 
-    def weights(self, key: Key, memory: np.ndarray) -> dict[str, Weight]:
-        """An expert's "gate", "up" and "down" `[F, D]` from its bytes in other memory (see
-        `Bundle.segment_weights`)."""
-        found = self.bundle.segment_weights(self[key].segment.name, memory)
+    def plane(self, key: PlaneKey) -> StoredPlane:
+        """A plane in the file."""
+        return self._stored[key[:2]].planes[key[2]]
+
+    def planes_of(self, key: Key, needed: int) -> list[PlaneKey]:
+        """The first `needed` planes of an expert, or all if it has fewer."""
+        return [(*key, plane) for plane in range(min(needed, len(self[key].planes)))]
+
+    def named(self, key: PlaneKey) -> str:
+        """A plane as messages name it."""
+        expert = f"expert {key[1]} of layer {self.sparse[key[0]]}"
+        return f"the {('high', 'low')[key[2]]} plane of {expert}" if self[key[:2]].nested else expert
+
+    def weights(self, key: Key, *memory: np.ndarray) -> dict[str, Weight]:
+        """An expert's "gate", "up" and "down" `[F, D]` from the bytes of its planes in other memory, or of
+        the high one alone (see `Bundle.segment_weights`)."""
+        found = self.bundle.segment_weights(self[key].planes[0].segment.name, *memory)
         return {name.rsplit(".", 1)[1]: each for name, each in found.items()}
 
-    def any_expert(self, bits: int) -> dict[str, Weight]:
-        """Shapes of an expert of a bitwidth."""
-        key = next(key for key, each in self._stored.items() if each.bits == bits)
-        weights = self.weights(key, np.zeros(self[key].memory_bytes, np.uint8))
+    def any_expert(self, form: str) -> dict[str, Weight]:
+        """Shapes of an expert of a form, or of the high plane alone of one."""
+        key = next(
+            key for key, each in self._stored.items() if each.form == (NESTED if form == HIGH else form)
+        )
+        planes = self[key].planes[: 1 if form == HIGH else None]
+        weights = self.weights(key, *(np.zeros(each.memory_bytes, np.uint8) for each in planes))
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
 
     def _of(self, layer: int, expert: int) -> StoredExpert:
-        segment = self.bundle.layout.segments[f"layers.{layer}.experts.{expert}"]
-        tensors = self.bundle.layout.by_segment[segment.name].values()
-        widths = {each.bits or _FLOAT_BITS[each.data.dtype] for each in tensors}
-        if len(widths) > 1 or len(tensors) != len(EXPERT_PARTS) or segment.offset % PAGE:
+        layout = self.bundle.layout
+        name = f"layers.{layer}.experts.{expert}"
+        tensors = layout.by_segment[name].values()
+        widths = {(each.width or _FLOAT_BITS[each.data.dtype], each.low is not None) for each in tensors}
+        planes = [layout.segments[each] for each in {each.segments: 0 for each in tensors}.popitem()[0]]
+        odd = any(each.offset % PAGE for each in planes)
+        if len(widths) > 1 or len(tensors) != len(EXPERT_PARTS) or odd:
             raise ConfigError(f"{self.bundle.path}: expert {expert} of layer {layer} is stored in an odd way")
-        return StoredExpert(segment, widths.pop(), -(-segment.size_bytes // PAGE) * PAGE)
+        return StoredExpert(
+            tuple(StoredPlane(each, -(-each.size_bytes // PAGE) * PAGE) for each in planes), widths.pop()[0]
+        )

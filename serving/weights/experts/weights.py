@@ -10,15 +10,17 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.experts import read_path_counts, read_token_experts
 from jaxllm.errors import BudgetExceeded
 from jaxllm.experts.eviction import eviction_policy
+from jaxllm.experts.routing import high_alone
 from jaxllm.models.parameters import head_name
 from jaxllm.quant import Weight
-from serving.buckets.parts import any_expert
+from serving.buckets.parts import HIGH, any_expert
 from serving.host.direct_io import PieceReader, Storage
 from serving.host.progress import Progress, loading
-from serving.weights.experts.cache import ExpertCache, ExpertCounts
+from serving.weights.experts.cache import ExpertCache
+from serving.weights.experts.counts import ExpertCounts
 from serving.weights.experts.options import ExpertOptions
 from serving.weights.experts.predictors import Predictor, make_predictor
-from serving.weights.experts.store import ExpertStore, hot_bytes
+from serving.weights.experts.store import ExpertStore, PlaneKey, hot_bytes
 from serving.weights.pieces import HeadPiece, head_pieces
 from serving.weights.prefetch import Meanwhile
 from serving.weights.prefetch_plan import MemoryBudget
@@ -118,18 +120,32 @@ class ExpertWeights:
             "hit_rate": round(counts.hits / max(1, counts.visits), 4),
             "foreseen": counts.foreseen,
             "read_bytes": counts.read_bytes,
+            "low_plane_bytes": counts.low_bytes,
+            "high_plane_share": round(counts.high_alone / max(1, counts.visits), 4),
+            "expert_loss": self.options.loss,
             "waited_ms": round(1000 * counts.waited_s, 1),
             "caching": self.caching,
         }
 
     def frozen(self) -> dict[str, Weight]:
-        """All parameters but experts by name, and the shapes of an expert of each bitwidth."""
+        """All parameters but experts by name, and the shapes of an expert of each form."""
         shapes: dict[str, Any] = {
-            f"{any_expert(bits)}.{part}": each
-            for bits in self.store.widths
-            for part, each in self.store.any_expert(bits).items()
+            f"{any_expert(form)}.{part}": each
+            for form in self.forms
+            for part, each in self.store.any_expert(form).items()
         }
         return {**self._hot, **shapes}
+
+    @property
+    def bucket_options(self) -> dict[str, Any]:
+        """The options that buckets of sparse layers have, by name."""
+        ahead = self.options.layers_ahead if self.predictor.reads_routers else 1
+        return {"loss": self.options.loss, "ahead": ahead}
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The forms in which experts are computed."""
+        return (*self.store.forms, *((HIGH,) if self.options.loss else ()))
 
     @contextlib.contextmanager
     def head_rows(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Weight]:
@@ -143,18 +159,16 @@ class ExpertWeights:
         choices, experts = self._bundle.cfg.experts_per_token, self._bundle.cfg.experts
         self.cache.expect(self.likely([], np.zeros(experts), min(experts, choices * len(tokens))))
 
-    def likely(self, visited: Sequence[np.ndarray], ahead: np.ndarray, count: int) -> list[tuple[int, int]]:
-        """The predicted experts after some layers of a pass, nearest layers first.
+    def likely(self, visited: Sequence[np.ndarray], ahead: np.ndarray, count: int) -> list[PlaneKey]:
+        """The predicted planes after some layers of a pass, nearest layers first; of a layer the high planes
+        before the low ones, so that a wrong prediction costs half.
 
         Args:
           visited: `[M, k]` int per sparse layer so far.
           ahead: see `AtExperts`.
           count: most experts per layer.
-
-        Returns:
-          (index among the sparse layers, expert) pairs.
         """
-        seen, found = [each[-_TELLING_TOKENS:] for each in visited], []
+        seen, found = [each[-_TELLING_TOKENS:] for each in visited], list[PlaneKey]()
         tokens, choices = len(seen[-1]) if seen else 1, self._bundle.cfg.experts_per_token
         for step in range(1, self.options.layers_ahead + 1):
             if len(seen) == len(self.store.sparse):
@@ -164,9 +178,19 @@ class ExpertWeights:
                 break
             best = np.argsort(-chances, kind="stable")
             worth = self.predictor.worthwhile(seen, chances, step)
-            found += [(len(seen), int(expert)) for expert in best[:count] if worth[expert]]
+            # Which are needed whole is foreseen as it is decided: by the probabilities of those chosen.
+            alone = high_alone(chances[best[:choices]], self.options.loss)
+            found += self._planes(len(seen), [expert for expert in best[:count] if worth[expert]], alone)
             seen.append(np.broadcast_to(best[:choices], (tokens, choices)))
         return found
+
+    def _planes(self, layer: int, experts: list[np.integer], alone: np.ndarray) -> list[PlaneKey]:
+        """The planes of predicted experts, the most probable first. `alone` `[k]` bool says which of the
+        first are computed by high planes alone; those behind are if the last is."""
+        needed = [1 if alone[min(place, len(alone) - 1)] else 2 for place in range(len(experts))]
+        pairs = zip(experts, needed, strict=True)
+        planes = [key for expert, each in pairs for key in self.store.planes_of((layer, int(expert)), each)]
+        return sorted(planes, key=lambda key: key[2])
 
     def close(self) -> None:
         """Stops the threads and closes the file."""

@@ -6,13 +6,20 @@ import numpy as np
 import pytest
 
 from benchmarks.experts.figures import draw
+from benchmarks.experts.nested import BASELINE, BUFFERS, LOSSES, text_windows
+from benchmarks.experts.quality import NODES, PROMPT
 from benchmarks.experts.replay import hit_ratio
 from benchmarks.experts.run import Plan, run
 from benchmarks.experts.systems import OURS, SYSTEMS, ablations
+from benchmarks.experts.widened import widened_folder
+from benchmarks.measuring.intervals import median_ratio_interval
 from benchmarks.measuring.report import Row
 from benchmarks.measuring.storage import DEVICES, REAL
 from jaxllm.bundle import Bundle
+from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.errors import ConfigError
 from jaxllm.experts.eviction import eviction_policy
+from jaxllm.models.decoder import forward
 from jaxllm.prepare import prepare
 from tests.serving.weights.experts.conftest import CFG, drawn_params
 from tests.tiny import write_tiny_folder
@@ -77,6 +84,37 @@ def test_quick_runs_on_one_storage():
     assert Plan().devices[0] == REAL
 
 
+def test_wider_experts_answer_as_before(tmp_path):
+    folder = write_tiny_folder(tmp_path / "folder", cfg=CFG, params=drawn_params())
+    wide = widened_folder(folder, tmp_path, 4)
+    cfg = read_config(wide)
+    assert cfg.expert_ffn_size == 4 * CFG.expert_ffn_size
+    tokens = np.arange(12, dtype=np.int32)[None]
+    (before, _), (after, _) = (
+        forward(dict(read_params(path, read_config(path))), tokens, cfg=read_config(path))
+        for path in (folder, wide)
+    )
+    np.testing.assert_allclose(np.asarray(after), np.asarray(before), rtol=1e-3, atol=1e-4)
+    assert widened_folder(folder, tmp_path, 4) == wide
+    with pytest.raises(ConfigError, match="2 times and more"):
+        widened_folder(folder, tmp_path, 1)
+
+
+def test_intervals_of_ratios():
+    ours = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert median_ratio_interval(ours, [2 * each for each in ours]) == (2.0, 2.0)
+    low, high = median_ratio_interval(ours, [5.0, 4.0, 3.0, 2.0, 1.0])
+    assert low < 1.0 < high
+
+
+def test_windows_of_a_text():
+    size = PROMPT + NODES + 1
+    windows = text_windows(list(range(10 * size)), 3)
+    assert [len(each) for each in windows] == [size] * 3
+    assert (windows[0][0], windows[-1][-1]) == (0, 10 * size - 1)
+    assert len(text_windows(list(range(size)), 5)) == 1
+
+
 @pytest.mark.slow
 def test_the_whole_bench(tmp_path):
     """Every system answers, and every claim has its rows."""
@@ -90,6 +128,9 @@ def test_the_whole_bench(tmp_path):
     systems = {row.system for row in rows if row.metric == "tpot_ms"}
     with Bundle.open(mixed) as bundle:
         assert {*SYSTEMS, *ablations(bundle)} <= systems
+    nested = [row for row in rows if row.case.startswith("nested") and row.baseline == BASELINE]
+    assert len(nested) == len(LOSSES) * len(BUFFERS)
+    assert all("interval" in row.note and "calls a token" in row.note for row in nested)
     # Nobody has counted which experts follow which: what foresees by that alone has no row.
     assert not {f"{OURS}-paths", f"{OURS}-tokens"} & {row.system for row in rows}
     layers = {row.case for row in rows if row.case.startswith("predictor")}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from jaxllm import EngineOptions
 from serving.engine import Engine
 from serving.server.engine_figures import storage_figures
-from serving.weights.experts.cache import ExpertCounts
+from serving.weights.experts.counts import ExpertCounts
 from serving.weights.experts.weights import ExpertWeights
 from serving.weights.footprint import fixed_bytes, whole_budget
 from tests.tiny import TINY, write_tiny_bundle

@@ -11,6 +11,7 @@ from jaxllm.experts.activation_paths import count_paths
 from jaxllm.experts.token_experts import count_tokens
 from serving.engine import Engine
 from serving.options import EngineOptions
+from serving.weights.experts.store import ExpertStore
 from serving.weights.footprint import budget_with_experts
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
@@ -66,8 +67,5 @@ def resident_of(bundle_of):
 
 def budget(engine, experts, **options):
     """Memory for so many experts of the largest width, and all else of an engine with some other options."""
-    largest = max(
-        each.size_bytes for name, each in engine.model.bundle.layout.segments.items() if ".experts." in name
-    )
-    options = dataclasses.replace(engine.options, **options)
-    return budget_with_experts(engine.model.bundle, options, experts * (largest + 4096))
+    bundle, options = engine.model.bundle, dataclasses.replace(engine.options, **options)
+    return budget_with_experts(bundle, options, experts * ExpertStore(bundle).largest_bytes)

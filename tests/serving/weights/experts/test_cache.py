@@ -63,18 +63,21 @@ def make(store, monkeypatch):
 def visit(cache, layer, experts, guesses=()):
     """The experts in the order in which they come; each has its own weights while it is there."""
     order = []
-    for expert, weights in cache.visit(layer, experts, guesses):
-        key = layer, expert
-        whole = cache._store.bundle.load()[f"layers.{cache._store.sparse[layer]}.experts.up"]
-        np.testing.assert_array_equal(np.asarray(weights["up"].data), np.asarray(whole.matrices[expert].data))
-        order.append(expert)
-        taken = sum(len(slot.region.memory) for slot in cache._slots.values())
-        assert taken == cache._taken_bytes <= cache._budget, key
+    for arrived in cache.visit(layer, dict.fromkeys(experts, 2), guesses):
+        for expert in arrived.ready:
+            key = layer, expert
+            weights = cache.regions.weights(key, 2)
+            whole = cache._store.bundle.load()[f"layers.{cache._store.sparse[layer]}.experts.up"]
+            matrix = whole.matrices[expert]
+            np.testing.assert_array_equal(np.asarray(weights["up"].data), np.asarray(matrix.data))
+            order.append(expert)
+            taken = sum(len(slot.memory) for slot in cache._slots.values())
+            assert taken == cache._taken_bytes <= cache._budget, key
     return order
 
 
 def inside(cache):
-    return {key for key, slot in cache._slots.items() if slot.ready}
+    return {key[:2] for key, slot in cache._slots.items() if slot.ready}
 
 
 def wait_until(cache, condition):
@@ -106,7 +109,7 @@ def test_a_layer_may_ask_for_more_than_there_is_room(make):
 
 def test_what_is_foreseen_is_there(make):
     cache, reader = make(4)
-    visit(cache, 0, [0], [(1, 2), (2, 3)])
+    visit(cache, 0, [0], [(1, 2, 0), (2, 3, 0)])
     wait_until(cache, lambda: {(1, 2), (2, 3)} <= inside(cache))
     read = len(reader.offsets)
     assert visit(cache, 1, [2]) == [2]
@@ -118,7 +121,7 @@ def test_a_wrong_guess_waits_for_a_right_demand(make, store, monkeypatch):
     """The block that is being read is finished, no more: then comes what is asked for."""
     monkeypatch.setattr(room, "_MOST_BLOCK_BYTES", PAGE)
     cache, reader = make(4)
-    first, wrong, right = (store[key].segment for key in ((0, 0), (1, 1), (1, 2)))
+    first, wrong, right = (store[key].planes[0].segment for key in ((0, 0), (1, 1), (1, 2)))
     begun, go_on = threading.Event(), threading.Event()
 
     def before(offset):
@@ -127,12 +130,12 @@ def test_a_wrong_guess_waits_for_a_right_demand(make, store, monkeypatch):
             assert go_on.wait(60)
 
     reader.before = before
-    visit(cache, 0, [0], [(1, 1)])
+    visit(cache, 0, [0], [(1, 1, 0)])
     assert begun.wait(60)
-    coming = cache.visit(1, [2])
+    coming = cache.visit(1, {2: 2})
     waiting = threading.Thread(target=lambda: list(coming))
     waiting.start()
-    while cache._wanted != [(1, 2)]:
+    while cache._wanted != [(1, 2, 0)]:
         time.sleep(0.001)
     go_on.set()
     waiting.join(60)
@@ -146,26 +149,26 @@ def test_a_wrong_guess_waits_for_a_right_demand(make, store, monkeypatch):
     # Nobody foresees it any more, and its room is free for others.
     assert (1, 1) not in inside(cache)
     visit(cache, 2, [0, 1, 2, 3])
-    assert (1, 1) not in cache._slots
+    assert (1, 1, 0) not in cache._slots
 
 
 def test_guesses_never_evict_who_is_foreseen_before(make):
     cache, _ = make(2)
-    visit(cache, 0, [0], [(1, 1), (1, 2), (1, 3)])
+    visit(cache, 0, [0], [(1, 1, 0), (1, 2, 0), (1, 3, 0)])
     wait_until(cache, lambda: inside(cache) == {(1, 1), (1, 2)})
 
 
 def test_a_byte_that_was_read_wrongly_is_read_again(make, store):
     cache, reader = make(2)
     wrong = iter([True])
-    reader.spoil = lambda offset: offset == store[0, 1].segment.offset and next(wrong, False)
+    reader.spoil = lambda offset: offset == store[0, 1].planes[0].segment.offset and next(wrong, False)
     assert visit(cache, 0, [1]) == [1]
-    assert reader.offsets.count(store[0, 1].segment.offset) == 2
+    assert reader.offsets.count(store[0, 1].planes[0].segment.offset) == 2
 
 
 def test_a_corrupt_expert_is_an_error_and_the_next_visit_tries_again(make, store):
     cache, reader = make(2)
-    reader.spoil = lambda offset: offset == store[0, 1].segment.offset
+    reader.spoil = lambda offset: offset == store[0, 1].planes[0].segment.offset
     with pytest.raises(BundleError, match=r"expert 1 of layer 0 is corrupt .* make it again"):
         visit(cache, 0, [1])
     reader.spoil = lambda offset: False
@@ -182,7 +185,7 @@ def test_a_read_that_fails_is_an_error(make, store):
     with pytest.raises(CheckpointError, match="gone"):
         visit(cache, 0, [1])
     # A guess that fails is nobody's error.
-    cache.expect([(1, 1)])
+    cache.expect([(1, 1, 0)])
     wait_until(cache, lambda: cache.counts.guesses == 1 and not cache._slots)
     reader.before = lambda offset: None
     assert visit(cache, 0, [1]) == [1]
@@ -196,12 +199,12 @@ def test_a_second_error_does_not_outlast_its_visit(make, monkeypatch):
         raise CheckpointError("gone")
 
     def failed(expert):
-        slot = cache._slots.get((0, expert))
+        slot = cache._slots.get((0, expert, 0))
         return slot is not None and slot.error is not None and not slot.in_flight
 
-    def late(*asked):
+    def late(*asked, **how):
         wait_until(cache, lambda: failed(1) and failed(2))
-        return awaited(*asked)
+        return awaited(*asked, **how)
 
     reader.before, awaited = before, cache._await
     monkeypatch.setattr(cache, "_await", late)

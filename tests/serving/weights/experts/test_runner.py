@@ -53,10 +53,13 @@ def scores(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "apart"), [(4, False), (8, False), ("mixed", True), (16, True)])
+@pytest.mark.parametrize(
+    ("width", "apart"), [(4, False), (8, False), ("nested", True), ("mixed", True), (16, True)]
+)
 def test_the_answer_is_that_of_the_whole_model(bundle_of, resident_of, width, apart):
     """Of the same widths; uniform ones against experts that are stored together, as they always were."""
-    weights = {4: "int4", 8: "int8"}.get(width, "f32")
+    weights = {4: "int4", 8: "int8", "nested": "int8-nested"}.get(width, "f32")
+    width = 8 if width == "nested" else width
     whole = resident_of(width, weights, apart)
     streamed = open_streamed(bundle_of(width, weights), resident_of(width, weights))
     assert isinstance(streamed.runner, LayerwiseRunner)
@@ -110,7 +113,7 @@ def test_what_is_read_next_says_who_comes(bundle_of, resident_of):
     asked = []
     weights.cache.expect = asked.extend
     streamed.runner.expect(token)
-    first = [expert for layer, expert in asked if layer == 0]
+    first = [expert for layer, expert, _ in asked if layer == 0]
     assert sorted(first) == np.flatnonzero(known).tolist()
     # Of what nobody has seen the most frequent ones are foreseen, if any is likelier than the others.
     asked.clear()

@@ -11,6 +11,7 @@ from serving.engine import Engine
 from serving.runners.layerwise import LayerwiseRunner
 from serving.runners.runner import prefill_prompt
 from serving.speculation.options import TreeShape
+from serving.weights.experts.options import ExpertOptions
 from tests.kernels.switching import needs_native
 from tests.serving.weights.experts.conftest import CFG, OPTIONS, budget
 
@@ -33,14 +34,18 @@ def line(tokens):
 
 @pytest.mark.slow
 @needs_native
-@pytest.mark.parametrize("width", [2, 4, 8])
-def test_a_tree_is_read_as_its_tokens_one_by_one(bundle_of, width):
-    """Experts streamed, of a model whose other weights have 8 bits."""
-    path = bundle_of(width, "int8")
+@pytest.mark.parametrize(
+    ("width", "weights", "loss"),
+    [(2, "int8", 0.0), (4, "int8", 0.0), (8, "int8", 0.0), (8, "int8-nested", 0.0), (8, "int8-nested", 0.4)],
+)
+def test_a_tree_is_read_as_its_tokens_one_by_one(bundle_of, width, weights, loss):
+    """Experts streamed, of a model whose other weights have 8 bits; also where some are of high planes."""
+    path = bundle_of(width, weights)
     whole = Engine.open(path, options=SHAPE, warm_up=False)
     memory = budget(whole, 6)
     whole.close()
-    engine = Engine.open(path, options=dataclasses.replace(SHAPE, memory_bytes=memory), warm_up=False)
+    options = dataclasses.replace(SHAPE, memory_bytes=memory, experts=ExpertOptions(loss=loss))
+    engine = Engine.open(path, options=options, warm_up=False)
     runner = engine.runner
     assert isinstance(runner, LayerwiseRunner)
     draws = np.random.default_rng(1)
