@@ -95,7 +95,7 @@ class ProgramDrafter:
     memory = None
 
     def __init__(self, runner: ProgramRunner, shape: TreeShape) -> None:
-        self.step_s, self.steps = 0.0, 0
+        self.step_s, self.branch_s, self.steps = 0.0, 0.0, 0
         self._runner, self._shape = runner, shape
         # The tokens in the cache.
         self._cached: list[int] = []
@@ -110,7 +110,9 @@ class ProgramDrafter:
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; it has a cache of its own."""
-        return self._grown(sequence, root, growing.alpha, growing.most), cache
+        # Each run extends the one line.
+        alpha = max(growing.alpha, growing.run + growing.branch)
+        return self._grown(sequence, root, alpha, growing.most), cache
 
     def _grown(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
         text, tree = [*sequence, root], root_alone(root, self._shape.room)

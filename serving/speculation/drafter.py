@@ -16,11 +16,15 @@ class Growing:
       alpha: no branch is more confident than this.
       most: so many nodes are enough.
       temperature: of the target's sampler; 0 takes the likeliest token.
+      run, branch, free_runs: see `jaxllm.speculative.tree_size.Worth`.
     """
 
     alpha: float
     most: int
     temperature: float = 0.0
+    run: float = 0.0
+    branch: float = 0.0
+    free_runs: int = 0
 
 
 class DrafterMemory(Protocol):
@@ -47,12 +51,19 @@ class Drafter(Protocol):
 
     Attributes:
       step_s: time of a `step`.
+      branch_s: the part of it that each of the branches takes.
       steps: number of steps so far.
       memory: of weights and caches of its own; None for next to none.
     """
 
-    step_s: float
-    steps: int
+    @property
+    def step_s(self) -> float: ...  # noqa: D102
+
+    @property
+    def branch_s(self) -> float: ...  # noqa: D102
+
+    @property
+    def steps(self) -> int: ...  # noqa: D102
 
     @property
     def memory(self) -> DrafterMemory | None: ...  # noqa: D102

@@ -25,7 +25,7 @@ def level_drafter(
     """
     del level, progress
     if target.streamed is None:
-        return ModelDrafter(target.resident_runner(options.level), options.trees)
+        return ModelDrafter(target.resident_runner(options.level), options)
     runner, streamed = target.runner(options.level), target.streamed
     whole = target.runner(WHOLE).model
     if not isinstance(streamed, StreamedWeights) or runner.model.bucket_level != whole.bucket_level:
@@ -33,7 +33,7 @@ def level_drafter(
             f"level {options.level} cannot draft while weights are read: that takes int8 or int4 weights and "
             "native kernels; draft with a model of its own, or with ngram"
         )
-    return ModelDrafter(drafting_runner(target, options.level, streamed.part_weights()), options.trees)
+    return ModelDrafter(drafting_runner(target, options.level, streamed.part_weights()), options)
 
 
 def drafting_runner(target: LoadedModel, level: int, weights: Params) -> ResidentRunner:

@@ -163,7 +163,7 @@ def test_the_answer_is_the_targets_own(sampling, drafter):
     said, lengths = [int(token[0])], []
     tree, fed, foreseen = new_tree(token[0], ROOM), jnp.zeros(ROOM, bool), 0
     while len(said) < 24:
-        end = DraftEnd(jnp.float32(1e-30), jnp.int32(ROOM), jnp.int32(ROOM), jnp.float32(1))
+        end = DraftEnd.at_room(ROOM)
         tree, fed, theirs, runs = growing(params, tree, fed, theirs, end)
         assert int(runs) <= ROOM
         chosen = np.sort(by_confidence(tree)[:VERIFIED])

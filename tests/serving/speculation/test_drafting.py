@@ -37,7 +37,7 @@ class Silent:
 class Target:
     """Says 1, 2, 3 and so on, at most `block` tokens a call."""
 
-    streams_weights, lock, block = False, threading.RLock(), 8
+    idle_read_s, lock, block = 0.0, threading.RLock(), 8
 
     def __init__(self):
         self.asked = []

@@ -1,0 +1,79 @@
+"""Grows token trees with a model in memory, and measures what its runs take."""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.kv.cache import KVCache
+from jaxllm.speculative.tree import TokenTree
+from jaxllm.steps.trees import DraftEnd
+from serving.runners.resident import ResidentRunner
+from serving.speculation.confidence import Confidence
+from serving.speculation.drafter import Growing
+from serving.speculation.options import TreeShape
+from serving.speculation.size_cost import SizeCost
+
+Fed = jax.Array | np.ndarray
+
+
+class Growth:
+    """Runs a drafter's model.
+
+    Attributes:
+      runner: of the model.
+      shape: of trees.
+      confidence: of the model's tokens.
+      steps: number of runs so far.
+    """
+
+    def __init__(self, runner: ResidentRunner, shape: TreeShape, confidence: Confidence) -> None:
+        self.runner, self.shape, self.confidence = runner, shape, confidence
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what was measured."""
+        self.steps, self._cost = 0, SizeCost(self.shape.tips)
+
+    @property
+    def step_s(self) -> float:
+        """Time of a run on as many branches as there may be."""
+        return self._cost.seconds(self.shape.tips)
+
+    @property
+    def branch_s(self) -> float:
+        """Time that each branch of a run takes."""
+        return max(0.0, self.step_s - self._cost.seconds(0)) / self.shape.tips
+
+    def grow(
+        self, tree: TokenTree, fed: Fed, cache: KVCache, growing: Growing, limit: int
+    ) -> tuple[TokenTree, Fed, Any, int]:
+        """Grows a tree by up to `limit` runs.
+
+        Args:
+          tree, fed, cache: see `ResidentRunner.draft`; donated.
+          growing: when to end.
+          limit: most runs.
+
+        Returns:
+          The tree, `fed`, the cache, and the number of runs.
+        """
+        before, began = int(np.sum(fed)), time.perf_counter()
+        confidence = self.confidence
+        end = DraftEnd(
+            alpha=np.float32(growing.alpha),
+            run=np.float32(growing.run),
+            branch=np.float32(growing.branch),
+            free=np.int32(growing.free_runs),
+            most=np.int32(growing.most),
+            limit=np.int32(limit),
+            temperature=np.float32(confidence.temperature),
+            shifts=confidence.shifts,
+        )
+        tree, fed, cache, count = self.runner.draft(tree, fed, cache, self.shape, end)
+        if count:
+            branches = (int(np.sum(fed)) - before) / count
+            self._cost.measured(branches, (time.perf_counter() - began) / count)
+            self.steps += count
+        return tree, fed, cache, count
