@@ -159,6 +159,7 @@ def systems(
             f"{OURS}-fair-pacer": lambda s: drafted(s, trees=dataclasses.replace(tree, pacer="fair")),
             f"{OURS}-learned-fallback": lambda s: drafted(s, fallback="learned"),
             f"{OURS}-fixed-threshold": lambda s: drafted(s, fallback="fixed"),
+            f"{OURS}-no-calibration": lambda s: drafted(s, calibrated=False),
             f"{OURS}-no-lookup": lambda s: drafted(s, lookup=False),
             f"{OURS}-ngram": lambda s: drafted(s, drafter="ngram", model=None),
         }
@@ -239,7 +240,8 @@ class _UntilUnsure:
 
     def __init__(self, drafter: Drafter, fallback: float) -> None:
         self._drafter, self._fallback = drafter, fallback
-        self.step_s, self.steps = 0.0, 0
+        self.run_s = self.branch_s = self.step_s = 0.0
+        self.steps = 0
         self.warm_up, self.step, self.follow = drafter.warm_up, drafter.step, drafter.follow
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:

@@ -120,8 +120,8 @@ class DraftEnd:
       most: int32 scalar, number of wanted nodes; no branch can add a node to the `most` most confident ones,
         though the tree may have more nodes. By another pacer than "confidence": the tree has `most` nodes.
       limit: int32 scalar, most runs of the drafter.
-      temperature: float32 scalar, at which the drafter's probabilities are taken. A drafter that is the target
-        at fewer bits knows better than its probabilities say what a target will take that takes the
+      temperature: float32 scalar, at which the drafter's probabilities are taken. A drafter that is the
+        target at fewer bits knows better than its probabilities say what a target will take that takes the
         likeliest token.
       shifts: `[RANKS, CELLS]` float32, from probabilities to confidences (see `calibration.calibrated`).
     """
@@ -138,9 +138,9 @@ class DraftEnd:
     @classmethod
     def at_room(cls, room: int, *, temperature: float = 1.0) -> Self:
         """Ends where a tree of this room is full; confidences are not calibrated."""
-        none, zero = np.float32(0), np.int32(0)
+        least, none, zero = np.float32(1e-30), np.float32(0), np.int32(0)
         most, shifts = np.int32(room), np.zeros((RANKS, CELLS), np.float32)
-        return cls(none, none, none, zero, most, most, np.float32(temperature), shifts)
+        return cls(least, none, none, zero, most, most, np.float32(temperature), shifts)
 
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above, where a step that takes them is traced."""

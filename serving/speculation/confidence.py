@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from jaxllm.speculative.calibration import Calibration, outcomes
 from jaxllm.speculative.tree import TokenTree
 
@@ -16,8 +14,8 @@ def confidence_temperature(temperature: float, greedy: float) -> float:
 
     Args:
       temperature: of the target's sampler.
-      greedy: that of probabilities under a greedy target: 1 takes them as they are, whatever the sampler; less
-        for a drafter that is surer than its probabilities say, since it is nearly the target.
+      greedy: that of probabilities under a greedy target: 1 takes them as they are, whatever the sampler;
+        less for a drafter that is surer than its probabilities say, since it is nearly the target.
     """
     return 1.0 if greedy == 1.0 else max(temperature, greedy)
 

@@ -50,17 +50,21 @@ class Drafter(Protocol):
     """Proposes continuations of a sequence, as a token tree on the host.
 
     Attributes:
+      run_s: time of a run in `grow`, without its branches.
+      branch_s: time that each branch of a run takes.
       step_s: time of a `step`.
-      branch_s: the part of it that each of the branches takes.
       steps: number of steps so far.
       memory: of weights and caches of its own; None for next to none.
     """
 
     @property
-    def step_s(self) -> float: ...  # noqa: D102
+    def run_s(self) -> float: ...  # noqa: D102
 
     @property
     def branch_s(self) -> float: ...  # noqa: D102
+
+    @property
+    def step_s(self) -> float: ...  # noqa: D102
 
     @property
     def steps(self) -> int: ...  # noqa: D102

@@ -13,6 +13,7 @@ from serving.runners.resident import ResidentRunner
 from serving.speculation.confidence import Confidence
 from serving.speculation.drafter import Growing
 from serving.speculation.options import TreeShape
+from serving.speculation.payoff import running_mean
 from serving.speculation.size_cost import SizeCost
 
 Fed = jax.Array | np.ndarray
@@ -35,19 +36,25 @@ class Growth:
     def forget(self) -> None:
         """Forgets what was measured."""
         self.steps, self._cost = 0, SizeCost(self.shape.tips)
+        self._step_s: float | None = None
 
     @property
-    def step_s(self) -> float:
-        """Time of a run on as many branches as there may be."""
-        return self._cost.seconds(self.shape.tips)
+    def run_s(self) -> float:
+        """Time of a run, without its branches."""
+        return self._cost.seconds(0)
 
     @property
     def branch_s(self) -> float:
         """Time that each branch of a run takes."""
-        return max(0.0, self.step_s - self._cost.seconds(0)) / self.shape.tips
+        return max(0.0, self._cost.seconds(self.shape.tips) - self.run_s) / self.shape.tips
+
+    @property
+    def step_s(self) -> float:
+        """Time of a run while weights are read, which takes processors, too."""
+        return self._step_s or self._cost.seconds(self.shape.tips)
 
     def grow(
-        self, tree: TokenTree, fed: Fed, cache: KVCache, growing: Growing, limit: int
+        self, tree: TokenTree, fed: Fed, cache: KVCache, growing: Growing, limit: int, *, hidden: bool = False
     ) -> tuple[TokenTree, Fed, Any, int]:
         """Grows a tree by up to `limit` runs.
 
@@ -55,6 +62,7 @@ class Growth:
           tree, fed, cache: see `ResidentRunner.draft`; donated.
           growing: when to end.
           limit: most runs.
+          hidden: whether weights are read meanwhile.
 
         Returns:
           The tree, `fed`, the cache, and the number of runs.
@@ -72,8 +80,10 @@ class Growth:
             shifts=confidence.shifts,
         )
         tree, fed, cache, count = self.runner.draft(tree, fed, cache, self.shape, end)
-        if count:
-            branches = (int(np.sum(fed)) - before) / count
-            self._cost.measured(branches, (time.perf_counter() - began) / count)
-            self.steps += count
+        self.steps += count
+        took_s = time.perf_counter() - began
+        if count and hidden:
+            self._step_s = running_mean(self._step_s, took_s / count)
+        elif count:
+            self._cost.measured((int(np.sum(fed)) - before) / count, took_s / count)
         return tree, fed, cache, count

@@ -89,6 +89,11 @@ class ModelDrafter:
         self._fed: jax.Array | np.ndarray | None = None
 
     @property
+    def run_s(self) -> float:
+        """See `Drafter`."""
+        return self._growth.run_s
+
+    @property
     def step_s(self) -> float:
         """See `Drafter`."""
         return self._growth.step_s
@@ -158,7 +163,7 @@ class ModelDrafter:
         """See `Drafter`."""
         if self._tree is None or int(self._tree.count) >= self._shape.room:
             return False
-        return self._run(Growing(_ANY_CONFIDENCE, self._shape.room), 1) > 0
+        return self._run(Growing(_ANY_CONFIDENCE, self._shape.room), 1, hidden=True) > 0
 
     def follow(self, path: Sequence[int], token: int) -> None:
         """See `Drafter`."""
@@ -173,14 +178,14 @@ class ModelDrafter:
         )
         self._cached += [int(drafted.tokens[node]) for node in path[: len(path) - missing]]
 
-    def _run(self, growing: Growing, limit: int) -> int:
+    def _run(self, growing: Growing, limit: int, *, hidden: bool = False) -> int:
         """Grows the tree by up to `limit` steps; returns their number."""
         cache, self._cache = self._cache, None
         assert cache is not None
         assert self._tree is not None
         assert self._fed is not None
         self._tree, self._fed, self._cache, count = self._growth.grow(
-            self._tree, self._fed, cache, growing, limit
+            self._tree, self._fed, cache, growing, limit, hidden=hidden
         )
         return count
 

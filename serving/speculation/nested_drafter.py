@@ -57,7 +57,7 @@ def nested_drafter(
 
 
 class NestedDrafter:
-    """Grows trees with the high planes of the weights of a level, in the target's cache (see `Drafter`).
+    """Grows trees with the high planes of the weights of a level, in the target's cache (see `Drafter`)."""
 
     memory = None
 
@@ -89,6 +89,11 @@ class NestedDrafter:
         self._confidence = Confidence(_GREEDY_TEMPERATURE, calibrated=options.calibrated)
         self._growth = Growth(self._runner, options.trees, self._confidence)
         self._tree = root_alone(0, options.trees.room)
+
+    @property
+    def run_s(self) -> float:
+        """See `Drafter`."""
+        return self._growth.run_s
 
     @property
     def step_s(self) -> float:

@@ -8,8 +8,8 @@ from serving.decoding import pace
 
 # Weight of a new measurement in a running mean.
 _NEW_SHARE = 0.25
-# Passes before a decision, tokens that are decoded plainly to know their time, and tokens without drafts after
-# a negative decision: doubled each time.
+# Passes before a decision, tokens that are decoded plainly to know their time, and tokens without drafts
+# after a negative decision: doubled each time.
 _PATIENT_PASSES, _TRIED_TOKENS = 3, 4
 _FIRST_PAUSE_TOKENS, _LONGEST_PAUSE_TOKENS = 8, 256
 

@@ -198,10 +198,9 @@ class Speculation:
 
     def _times(self) -> PassTimes:
         drafter, cost = self.drafter, self._verify_cost
-        run_s = max(0.0, drafter.step_s - self.options.trees.tips * drafter.branch_s)
         verify_s = {nodes: cost.seconds(nodes) for nodes in self.options.trees.nodes}
         free_s = self.runner.idle_read_s if self.options.pipelined else 0.0
-        return PassTimes(run_s=run_s, branch_s=drafter.branch_s, verify_s=verify_s, free_s=free_s)
+        return PassTimes(run_s=drafter.run_s, branch_s=drafter.branch_s, verify_s=verify_s, free_s=free_s)
 
     def _size(self, confidences: np.ndarray) -> int:
         """The size of the tree to verify, of those that there are buckets for."""

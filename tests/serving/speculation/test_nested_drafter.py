@@ -12,7 +12,7 @@ from jaxllm.kernels import native
 from jaxllm.models.lora import LoraConfig
 from serving.engine import Engine
 from serving.host.direct_io import Storage
-from serving.speculation.model_drafter import confidence_temperature
+from serving.speculation.confidence import confidence_temperature
 from serving.speculation.options import SpeculationOptions
 from serving.weights.footprint import drafter_bytes, fixed_bytes, whole_budget
 from tests.models.test_lora import random_adapter
