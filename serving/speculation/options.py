@@ -84,6 +84,7 @@ class SpeculationOptions:
       pausing: whether drafting pauses where it does not pay, and is tried again later.
       calibrated: whether confidences are calibrated by what the target accepts (see
         `jaxllm.speculative.calibration`); else they are the drafter's probabilities.
+      optional: whether a model that cannot draft so, or has no memory for it, is opened without drafts.
       lookup: whether prompt lookup is added to the drafter's trees, or replaces them where trees are lines
         and it promises more tokens.
     """
@@ -97,7 +98,13 @@ class SpeculationOptions:
     pipelined: bool = True
     pausing: bool = True
     calibrated: bool = True
+    optional: bool = False
     lookup: bool = True
+
+    @classmethod
+    def by_itself(cls) -> Self:
+        """Drafts by a model's own high planes, where its weights are nested, for as long as that pays."""
+        return cls(drafter="nested", optional=True)
 
     @classmethod
     def published(cls, **changes: Any) -> Self:

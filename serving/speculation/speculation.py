@@ -154,6 +154,11 @@ class Speculation:
             return self._plain(root, cache, sampler, stop_ids, cached)
         return self._verify(tree, min(most, int(tree.count)), draft_s, cache, sampler, limit)
 
+    @property
+    def payoff(self) -> Payoff:
+        """What tokens take with drafts and without."""
+        return self._payoff
+
     # -- parts of it ------------------------------------------------------------------------------
 
     @property
