@@ -319,10 +319,10 @@ def _loaded(
 
 
 def drafts_by_itself(bundle: Bundle, level: int, options: EngineOptions) -> bool:
-    """Whether a bundle's high planes can draft for a level, and may pay: for the whole model, whose shape they
-    have, unless all of its weights are in memory and about as small as the processor's caches."""
+    """Whether a bundle's high planes can draft for a level, and may pay: for the whole model, whose shape
+    they have, unless all weights are in memory and about as small as the processor's caches."""
     nested = bundle.layout.weights == "int8-nested" and bundle.read_in_place
-    large = bundle.weight_bytes >= _LEAST_DRAFTING_BYTES or 0 < options.memory_bytes
+    large = bundle.weight_bytes >= _LEAST_DRAFTING_BYTES or options.memory_bytes > 0
     return nested and large and level == WHOLE and not bundle.layout.experts_apart
 
 

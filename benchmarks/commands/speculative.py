@@ -43,7 +43,8 @@ _ANSWERED = {"prompts": "prompts", "count": "count", "preset": "presets"}
     default="draft",
     show_default=True,
     metavar="MODEL",
-    help="A small model of the same tokenizer, which drafts; nested for the high planes of an int8-nested model.",
+    help="A small model of the same tokenizer, which drafts; nested for the high planes of an int8-nested "
+    "model.",
 )
 @click.option(
     "--enlarge",

@@ -126,8 +126,8 @@ class ModelChoice:
 
 
 def speculation(draft: str | None) -> "SpeculationOptions | None":
-    """The options of a --draft: "none", "ngram", "level:PERCENT", "nested", "nested:PERCENT" or a model; without
-    one, `SpeculationOptions.by_itself`.
+    """The options of a --draft: "none", "ngram", "level:PERCENT", "nested", "nested:PERCENT" or a model;
+    without one, `SpeculationOptions.by_itself`.
 
     Raises:
       ConfigError: the level is not a number.
