@@ -67,7 +67,7 @@ class Growth:
         Returns:
           The tree, `fed`, the cache, and the number of runs.
         """
-        before, began = int(np.sum(fed)), time.perf_counter()
+        before, began = int(np.asarray(fed).sum()), time.perf_counter()
         confidence = self.confidence
         end = DraftEnd(
             alpha=np.float32(growing.alpha),
@@ -85,5 +85,5 @@ class Growth:
         if count and hidden:
             self._step_s = running_mean(self._step_s, took_s / count)
         elif count:
-            self._cost.measured((int(np.sum(fed)) - before) / count, took_s / count)
+            self._cost.measured((int(np.asarray(fed).sum()) - before) / count, took_s / count)
         return tree, fed, cache, count

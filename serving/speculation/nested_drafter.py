@@ -15,7 +15,6 @@ from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.quant.planes import high_planes
 from jaxllm.speculative.tree import TokenTree
-from serving.buckets.bucket_table import BucketTable
 from serving.host.progress import Progress
 from serving.loading import LoadedModel, require_nested
 from serving.runners.resident import ResidentRunner
@@ -23,10 +22,9 @@ from serving.speculation.confidence import Confidence
 from serving.speculation.drafter import Growing
 from serving.speculation.growth import Growth
 from serving.speculation.host_tree import on_host, root_alone
-from serving.speculation.level_drafter import drafting_runner
+from serving.speculation.level_drafter import drafting_runner, streamed_drafting_runner
 from serving.speculation.model_drafter import ModelDrafter
 from serving.speculation.options import SpeculationOptions, TreeShape
-from serving.weights.model_level import ModelLevel
 from serving.weights.streamed import StreamedWeights
 
 # The temperature at which the high plane's probabilities are those that a greedy target takes its tokens,
@@ -49,10 +47,9 @@ def nested_drafter(
     drafting, streamed = options.level or WHOLE, target.streamed
     if streamed is None:
         return NestedDrafter(target.resident_runner(drafting), target.resident_runner(WHOLE), options)
-    weights = streamed.part_weights() if isinstance(streamed, StreamedWeights) else None
-    if weights is None:
+    if not isinstance(streamed, StreamedWeights):
         raise ConfigError("the high planes of experts that are stored apart cannot draft; draft with a model")
-    runner = drafting_runner(target, drafting, weights)
+    runner = streamed_drafting_runner(target, drafting, streamed)
     return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE)
 
 
@@ -73,19 +70,7 @@ class NestedDrafter:
         self._source, self._version = source, source.weights_version
         # Attention mass is counted where the target reads, not where drafts do.
         own = dataclasses.replace(source.options, trees=options.trees, kv_codec="")
-        shared = ModelLevel(whole.cfg, high_planes(whole.model.weights), own)
-        if source.model.level == WHOLE:
-            self._model = shared
-        else:
-            sharing = shared if source.model.bucket_level == WHOLE else None
-            weights = high_planes(source.model.weights)
-            self._model = ModelLevel(source.cfg, weights, own, level=source.model.level, whole=sharing)
-        store = source.buckets.store()
-        buckets = BucketTable(shared.shapes, store and store.of(shared.cfg, shared.params, own))
-        if self._model.bucket_level != WHOLE:
-            kept = store and store.of(self._model.cfg, self._model.params, own)
-            buckets.add_level(self._model.level, self._model.shapes, kept)
-        self._runner = ResidentRunner(self._model, buckets)
+        self._runner = drafting_runner(source, whole, high_planes, own)
         self._confidence = Confidence(_GREEDY_TEMPERATURE, calibrated=options.calibrated)
         self._growth = Growth(self._runner, options.trees, self._confidence)
         self._tree = root_alone(0, options.trees.room)
@@ -143,5 +128,5 @@ class NestedDrafter:
     def _follow_swaps(self) -> None:
         """Takes over weights that the target was given since, such as an adapter's."""
         if self._version != self._source.weights_version:
-            self._model.swap(high_planes(self._source.model.weights))
+            self._runner.model.swap(high_planes(self._source.model.weights))
             self._version = self._source.weights_version

@@ -23,8 +23,8 @@ pytestmark = [
 ]
 
 MIXTURE = dataclasses.replace(
-    CFG, model_type="qwen3_moe", qk_norm=True, layers=4, experts=4, experts_per_token=2,
-    expert_ffn_size=96, sparse_layers=(True, False, True, True),
+    CFG, model_type="qwen3_moe", qk_norm=True, layers=4, attention_windows=(), experts=4,
+    experts_per_token=2, expert_ffn_size=96, sparse_layers=(True, False, True, True),
 )  # fmt: skip
 ANSWERS, TOKENS = 36, 20
 # Six cases of so many answers are more than 200.
@@ -57,7 +57,9 @@ def config(place, tokens=TOKENS):
 
 
 def drafted(plain, cfg, path, level, share):
-    options = SpeculationOptions(drafter="nested", level=level, trees=TREES, pausing=False)
+    options = SpeculationOptions(
+        drafter="nested", level=level, trees=TREES, pausing=False, fallback="fixed", alpha=1e-6
+    )
     memory = 0
     if share:
         others = fixed_bytes(cfg, dataclasses.replace(plain.options, trees=TREES))
@@ -85,7 +87,10 @@ def test_every_answer_is_the_weights_own(plain, paths, cfg, level, share):
         for place, prompt in enumerate(prompts(cfg, ANSWERS))
     ]
     assert all(same), f"{sum(same)} of {len(same)} answers are the same"
-    assert engine.speculation.counts.accepted
+    counts = engine.speculation.counts
+    # A level of random weights foretells next to nothing.
+    assert counts.verifications > counts.plain_tokens
+    assert counts.accepted or level
     engine.close()
 
 
