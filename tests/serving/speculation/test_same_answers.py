@@ -29,7 +29,7 @@ MIXTURE = dataclasses.replace(
 ANSWERS, TOKENS = 36, 20
 # Six cases of so many answers are more than 200.
 CASES = [(CFG, level, share) for share in (0, 0.8) for level in (20, 50, 0)]
-CASES = [each for each in CASES if not each[2] or not each[1]] + [(MIXTURE, 0, 0), (MIXTURE, 0, 0.8)]
+CASES = [each for each in CASES if not each[2] or not each[1]] + [(MIXTURE, 0, 0), (MIXTURE, 0, 0.9)]
 
 
 @pytest.fixture(scope="module")
