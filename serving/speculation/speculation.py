@@ -151,6 +151,9 @@ class Speculation:
         draft_s = time.perf_counter() - began
         if int(tree.count) < 2:
             # Nothing to verify: a plain token is cheaper.
+            if growing.run + growing.branch >= 1:
+                # Not even a certain token would be worth a run of the drafter.
+                self._payoff.pause()
             return self._plain(root, cache, sampler, stop_ids, cached)
         return self._verify(tree, min(most, int(tree.count)), draft_s, cache, sampler, limit)
 
