@@ -37,6 +37,7 @@ class Growth:
         """Forgets what was measured."""
         self.steps, self._cost = 0, SizeCost(self.shape.tips)
         self._step_s: float | None = None
+        self._first = True
 
     @property
     def run_s(self) -> float:
@@ -81,9 +82,11 @@ class Growth:
         )
         tree, fed, cache, count = self.runner.draft(tree, fed, cache, self.shape, end)
         self.steps += count
-        took_s = time.perf_counter() - began
+        took_s, first = time.perf_counter() - began, self._first
+        self._first = self._first and not count
+        # A bucket's first run sets its kernels up, which says nothing of the next ones.
         if count and hidden:
             self._step_s = running_mean(self._step_s, took_s / count)
-        elif count:
+        elif count and not first:
             self._cost.measured((int(np.asarray(fed).sum()) - before) / count, took_s / count)
         return tree, fed, cache, count

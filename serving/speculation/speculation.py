@@ -84,6 +84,8 @@ class Speculation:
         self._fallback, self._payoff = Fallback(options.alpha), Payoff()
         sizes = options.trees.nodes
         self._verify_cost = SizeCost(sizes[-1], sizes)
+        # Sizes of the trees that were verified so far.
+        self._verified = set[int]()
         # Sum of the confidences of a branch's new nodes, as a share of its own.
         self._yields: float | None = None
 
@@ -189,7 +191,6 @@ class Speculation:
             # The answer ends here with an error: nothing is learned from it.
             return verdict.tokens[None], len(verdict.tokens), cache, sampler
         self.accepted = len(verdict.tokens) - 1
-        self._verify_cost.measured(nodes, verify_s)
         self.drafter.follow(chosen[verdict.path].tolist(), int(verdict.tokens[-1]))
         self._learn_yields(tree)
         self._learn(part, verdict, limit, draft_s, verify_s)
@@ -249,7 +250,11 @@ class Speculation:
         counts.tokens += tokens
         counts.draft_s += draft_s
         counts.verify_s += verify_s
-        self._payoff.drafted(draft_ms=1000 * draft_s, verify_ms=1000 * verify_s, tokens=tokens)
+        # A bucket's first run sets its kernels up, which says nothing of the next ones.
+        if tree.room in self._verified:
+            self._verify_cost.measured(tree.room, verify_s)
+            self._payoff.drafted(draft_ms=1000 * draft_s, verify_ms=1000 * verify_s, tokens=tokens)
+        self._verified.add(tree.room)
         if self.options.fallback == "learned":
             drafted = matching_tokens(tree, int(verdict.path[-1]))
             # Where the limit cut the answer, the number of right tokens is not known.
