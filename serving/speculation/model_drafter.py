@@ -20,7 +20,7 @@ from serving.runners.resident import ResidentRunner
 from serving.runners.runner import prefill_prompt
 from serving.speculation.confidence import Confidence
 from serving.speculation.drafter import DrafterMemory, Growing
-from serving.speculation.growth import Growth
+from serving.speculation.grower import Grower
 from serving.speculation.host_tree import on_host, root_alone
 from serving.speculation.options import SpeculationOptions
 from serving.weights.footprint import cache_bytes, draft_options
@@ -76,7 +76,7 @@ class ModelDrafter:
         """
         self._runner, self._shape = runner, options.trees
         self._confidence = Confidence(greedy_temperature, calibrated=options.calibrated)
-        self._growth = Growth(runner, options.trees, self._confidence)
+        self._grower = Grower(runner, options.trees, self._confidence)
         self._own = own if own is not None and own.read_in_place else None
         self._weight_bytes = 0 if self._own is None else self._own.weight_bytes
         self.most_bytes = self._weight_bytes + cache_bytes(runner.cfg, runner.options)
@@ -91,22 +91,22 @@ class ModelDrafter:
     @property
     def run_s(self) -> float:
         """See `Drafter`."""
-        return self._growth.run_s
+        return self._grower.run_s
 
     @property
     def step_s(self) -> float:
         """See `Drafter`."""
-        return self._growth.step_s
+        return self._grower.step_s
 
     @property
     def branch_s(self) -> float:
         """See `Drafter`."""
-        return self._growth.branch_s
+        return self._grower.branch_s
 
     @property
     def steps(self) -> int:
         """Number of the model's runs."""
-        return self._growth.steps
+        return self._grower.steps
 
     @property
     def memory(self) -> DrafterMemory:
@@ -139,7 +139,7 @@ class ModelDrafter:
                 self.step()
                 self.follow([0], 0)
         self._forget()
-        self._growth.forget()
+        self._grower.forget()
         self._confidence.forget()
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
@@ -184,7 +184,7 @@ class ModelDrafter:
         assert cache is not None
         assert self._tree is not None
         assert self._fed is not None
-        self._tree, self._fed, self._cache, count = self._growth.grow(
+        self._tree, self._fed, self._cache, count = self._grower.grow(
             self._tree, self._fed, cache, growing, limit, hidden=hidden
         )
         return count

@@ -20,7 +20,7 @@ from serving.loading import LoadedModel, require_nested
 from serving.runners.resident import ResidentRunner
 from serving.speculation.confidence import Confidence
 from serving.speculation.drafter import Growing
-from serving.speculation.growth import Growth
+from serving.speculation.grower import Grower
 from serving.speculation.host_tree import on_host, root_alone
 from serving.speculation.level_drafter import drafting_runner, streamed_drafting_runner
 from serving.speculation.model_drafter import ModelDrafter
@@ -72,28 +72,28 @@ class NestedDrafter:
         own = dataclasses.replace(source.options, trees=options.trees, kv_codec="")
         self._runner = drafting_runner(source, whole, high_planes, own)
         self._confidence = Confidence(_GREEDY_TEMPERATURE, calibrated=options.calibrated)
-        self._growth = Growth(self._runner, options.trees, self._confidence)
+        self._grower = Grower(self._runner, options.trees, self._confidence)
         self._tree = root_alone(0, options.trees.room)
 
     @property
     def run_s(self) -> float:
         """See `Drafter`."""
-        return self._growth.run_s
+        return self._grower.run_s
 
     @property
     def step_s(self) -> float:
         """See `Drafter`."""
-        return self._growth.step_s
+        return self._grower.step_s
 
     @property
     def branch_s(self) -> float:
         """See `Drafter`."""
-        return self._growth.branch_s
+        return self._grower.branch_s
 
     @property
     def steps(self) -> int:
         """Number of runs of the high planes."""
-        return self._growth.steps
+        return self._grower.steps
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """See `Drafter`. Runs every bucket once."""
@@ -113,7 +113,7 @@ class NestedDrafter:
         cache = dataclasses.replace(cache, mass=None, length=np.int32(len(sequence)))
         growing = dataclasses.replace(growing, most=room)
         fed = np.zeros(self._shape.room, bool)
-        tree, _, cache, _ = self._growth.grow(self._tree, fed, cache, growing, self._shape.room)
+        tree, _, cache, _ = self._grower.grow(self._tree, fed, cache, growing, self._shape.room)
         self._tree = on_host(tree)
         return self._tree, dataclasses.replace(cache, mass=mass)
 

@@ -33,11 +33,6 @@ class SizeCost:
         self._doubt = np.zeros((len(self._state), len(self._state)))
         self._unit = 0.0
 
-    @property
-    def known(self) -> bool:
-        """Whether anything was measured."""
-        return self._unit > 0
-
     def seconds(self, size: float) -> float:
         """The expected time; 0 before the first measurement."""
         state = self._state.copy()

@@ -19,7 +19,7 @@ from serving.speculation.size_cost import SizeCost
 Fed = jax.Array | np.ndarray
 
 
-class Growth:
+class Grower:
     """Runs a drafter's model.
 
     Attributes:
