@@ -114,7 +114,8 @@ class Engine(Generic[AnyModel]):
           adapter: a low-rank adapter in PEFT's layout to start with; its rank and targets are used unless the
             options name some.
           level: the sub-model of this engine (see `at`), in percent; added to the options' levels.
-          speculation: how its answers are drafted; None for no drafts.
+          speculation: how its answers are drafted; None for no drafts, `SpeculationOptions.by_itself()` where
+            that can be and pays.
           warm_up: compile every bucket; else call `warm_up` before the first request.
           progress: called with (stage, done, total).
 
@@ -124,7 +125,7 @@ class Engine(Generic[AnyModel]):
         # Here, because what loads bundles need not be imported for a program, nor the other way.
         from serving.loading import load_model
 
-        loaded = load_model(
+        loaded, speculation = load_model(
             model,
             weights=weights,
             options=options,

@@ -13,7 +13,7 @@ import jax
 from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.bundle.elastic import require_level
 from jaxllm.config import WHOLE
-from jaxllm.errors import ConfigError
+from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kernels import native
 from jaxllm.models.lora import Adapter, adapter_digest, padded
 from jaxllm.models.parameters import Params
@@ -34,6 +34,12 @@ from serving.weights.levels import Levels
 
 if TYPE_CHECKING:
     from serving.speculation.speculation import Speculation
+
+
+_log = logging.getLogger("jaxllm")
+
+# Smaller weights in memory are read from the processor's caches, where half of their bytes saves nothing.
+_LEAST_DRAFTING_BYTES = 48 * 2**20
 
 
 class LoadedModel:
@@ -248,14 +254,37 @@ def load_model(
     level: int = WHOLE,
     speculation: SpeculationOptions | None = None,
     progress: Progress | None = None,
-) -> LoadedModel:
+) -> tuple[LoadedModel, SpeculationOptions | None]:
     """Opens a model by name or path, with the options that a level and speculation need (see `Engine.open`).
+
+    Returns:
+      The model, and the speculation that it can have: None where an optional one does not fit.
 
     Raises:
       JaxllmError: the model cannot be opened, or the options do not fit it.
     """
     bundle = open_model(model, weights=weights, progress=progress)
     options = _with_levels(options or EngineOptions(), [level])
+    if speculation is None or not speculation.optional:
+        return _loaded(bundle, options, adapter, level, speculation, progress), speculation
+    if not drafts_by_itself(bundle, level, options):
+        return _loaded(bundle, options, adapter, level, None, progress), None
+    try:
+        return _loaded(bundle, options, adapter, level, speculation, progress), speculation
+    except BudgetExceeded:
+        _log.info("%s does not draft: the memory has no room for its high planes", bundle.path)
+        return _loaded(bundle, options, adapter, level, None, progress), None
+
+
+def _loaded(
+    bundle: Bundle,
+    options: EngineOptions,
+    adapter: str | Path | None,
+    level: int,
+    speculation: SpeculationOptions | None,
+    progress: Progress | None,
+) -> LoadedModel:
+    """`load_model` of an open bundle, with a certain speculation."""
     if speculation is not None:
         options = dataclasses.replace(options, trees=speculation.trees)
         options = _with_levels(options, [speculation.level] if speculation.level else [])
@@ -287,6 +316,14 @@ def load_model(
         loaded.close()
         raise
     return loaded
+
+
+def drafts_by_itself(bundle: Bundle, level: int, options: EngineOptions) -> bool:
+    """Whether a bundle's high planes can draft for a level, and may pay: for the whole model, whose shape
+    they have, unless all weights are in memory and about as small as the processor's caches."""
+    nested = bundle.layout.weights == "int8-nested" and bundle.read_in_place
+    large = bundle.weight_bytes >= _LEAST_DRAFTING_BYTES or options.memory_bytes > 0
+    return nested and large and level == WHOLE and not bundle.layout.experts_apart
 
 
 def require_nested(bundle: Bundle) -> None:
@@ -334,4 +371,4 @@ def stacks_layers(bundle: Bundle, options: EngineOptions) -> bool:
 
 @functools.cache
 def _say_once(message: str) -> None:
-    logging.getLogger("jaxllm").warning(message)
+    _log.warning(message)

@@ -43,7 +43,8 @@ _ANSWERED = {"prompts": "prompts", "count": "count", "preset": "presets"}
     default="draft",
     show_default=True,
     metavar="MODEL",
-    help="A small model of the same tokenizer, which drafts.",
+    help="A small model of the same tokenizer, which drafts; nested for the high planes of an int8-nested "
+    "model.",
 )
 @click.option(
     "--enlarge",
@@ -106,6 +107,7 @@ def speculative_command(
       jaxllm bench speculative
       jaxllm bench speculative --enlarge 4 --budget 25% --device eufs
       jaxllm bench speculative --full --prompts spec-bench --preset published
+      jaxllm bench speculative --model nested.jaxllm --draft nested --only same-answers
     """
     from benchmarks.speculative import run
     from benchmarks.speculative.enlarged import enlarged_bundle
@@ -128,7 +130,8 @@ def speculative_command(
             if enlarge is not None:
                 target = enlarged_bundle(target, enlarge, progress)
             plan = _plan(report, shares=shares, parts=parts, **asked)
-            models = run.Subject(model=target, draft=find_model(draft), data=data, prompts=prompts)
+            drafts = None if str(draft) == "nested" else find_model(draft)
+            models = run.Subject(model=target, draft=drafts, data=data, prompts=prompts)
             rows = run.run(models, plan, progress, tell)
     report.emit("speculative", rows)
 

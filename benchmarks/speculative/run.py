@@ -79,13 +79,13 @@ class Subject:
 
     Attributes:
       model: the target, a bundle.
-      draft: a small model of its tokenizer.
+      draft: a small model of its tokenizer; None for the target's own high planes.
       data: the folder of the tasks' files; None takes packaged samples.
       prompts: Spec-Bench's file, whose prompts are asked instead of the tasks'; or None.
     """
 
     model: Path
-    draft: Path
+    draft: Path | None
     data: Path | None = None
     prompts: Path | None = None
 

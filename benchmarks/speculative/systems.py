@@ -59,7 +59,7 @@ class Setting:
 
     Attributes:
       model: the target, a bundle.
-      draft: a small model of its tokenizer.
+      draft: a small model of its tokenizer; None for the target's own high planes.
       narrow: the target's bundles for STI, by their mean bits; empty where STI is not opened.
       weights_bytes: memory for weights, the draft's included; caches and activations come on top.
       context_tokens: of every context.
@@ -67,11 +67,16 @@ class Setting:
     """
 
     model: Path
-    draft: Path
+    draft: Path | None
     narrow: Mapping[float, Path]
     weights_bytes: int
     context_tokens: int
     storage: Storage
+
+    @property
+    def drafter(self) -> dict[str, Any]:
+        """Options of speculation that name the drafter."""
+        return {"drafter": "nested"} if self.draft is None else {"model": self.draft}
 
 
 Opener = Callable[[Setting], Engine]
@@ -99,7 +104,7 @@ def plain(setting: Setting, *, read_ahead: bool = True, model: Path | None = Non
 def drafted(setting: Setting, *, published: bool = False, **speculation: Any) -> Engine:
     """An engine with a draft: ours, or as LLMCad has published it; with other options of speculation."""
     make = SpeculationOptions.published if published else SpeculationOptions
-    options = make(**{"model": setting.draft, **speculation})
+    options = make(**{**setting.drafter, **speculation})
     return Engine.open(setting.model, options=_options(setting, setting.model, options), speculation=options)
 
 
@@ -115,7 +120,7 @@ def big_little(setting: Setting, thresholds: Thresholds) -> Engine:
     """BLD."""
     nodes = _BLD_LENGTH + 1
     options = SpeculationOptions(
-        model=setting.draft,
+        **setting.drafter,
         trees=TreeShape(nodes=(nodes,), room=nodes + 1, tips=1, branches=1),
         fallback="fixed",
         pipelined=False,
@@ -159,6 +164,7 @@ def systems(
             f"{OURS}-fair-pacer": lambda s: drafted(s, trees=dataclasses.replace(tree, pacer="fair")),
             f"{OURS}-learned-fallback": lambda s: drafted(s, fallback="learned"),
             f"{OURS}-fixed-threshold": lambda s: drafted(s, fallback="fixed"),
+            f"{OURS}-no-calibration": lambda s: drafted(s, calibrated=False),
             f"{OURS}-no-lookup": lambda s: drafted(s, lookup=False),
             f"{OURS}-ngram": lambda s: drafted(s, drafter="ngram", model=None),
         }
@@ -239,7 +245,8 @@ class _UntilUnsure:
 
     def __init__(self, drafter: Drafter, fallback: float) -> None:
         self._drafter, self._fallback = drafter, fallback
-        self.step_s, self.steps = 0.0, 0
+        self.run_s = self.branch_s = self.step_s = 0.0
+        self.steps = 0
         self.warm_up, self.step, self.follow = drafter.warm_up, drafter.step, drafter.follow
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.axes import Axes
+from jaxllm.speculative.calibration import calibrated
 from jaxllm.speculative.tree import TokenTree, add_nodes
 
 # A token at least this likely opens a branch of its own (section 3.2).
@@ -44,7 +45,12 @@ class Growth:
 
 
 def next_tips(
-    tree: TokenTree, fed: jax.Array, count: int, *, pacer: Pacer = "confidence"
+    tree: TokenTree,
+    fed: jax.Array,
+    count: int,
+    *,
+    pacer: Pacer = "confidence",
+    least: jax.Array | float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """The nodes that the draft runs on next.
 
@@ -53,6 +59,7 @@ def next_tips(
       fed: `[M]` bool, nodes that the draft has run on.
       count: number of nodes to choose.
       pacer: the order of choice.
+      least: float32 scalar; branches are left out unless they are more confident.
 
     Returns:
       `[count]` int32, ascending, and how many of them are valid (the others repeat the last node).
@@ -66,7 +73,8 @@ def next_tips(
         rank = missing_tokens(tree, fed)
     else:
         rank = -jnp.arange(tree.room, dtype=jnp.float32)
-    most, nodes = jax.lax.top_k(jnp.where(tree.used & ~fed, rank, -jnp.inf), count)
+    able = tree.used & ~fed & (tree.confidences > least)
+    most, nodes = jax.lax.top_k(jnp.where(able, rank, -jnp.inf), count)
     there = most > -jnp.inf
     chosen = jnp.sort(jnp.where(there, nodes, tree.room - 1).astype(jnp.int32))
     return chosen, jnp.sum(there, dtype=jnp.int32)
@@ -101,18 +109,20 @@ def grow(
     tips: jax.Array,
     valid: jax.Array,
     probabilities: jax.Array,
+    shifts: jax.Array | np.ndarray,
     *,
     branches: int,
     threshold: float = BRANCH_CONFIDENCE,
 ) -> TokenTree:
     """Adds the draft's tokens after nodes that it has just run on: the likeliest token, and every other one
-    with a probability above `threshold`.
+    with a confidence above `threshold`.
 
     Args:
       tree: the tree.
       tips: `[T]` int32, the nodes.
       valid: int32 scalar, how many of them are valid.
       probabilities: `[T, V]` float32, the draft's probabilities after each.
+      shifts: of their calibration (see `calibration.calibrated`).
       branches: most children of a node.
       threshold: see above.
     """
@@ -121,7 +131,8 @@ def grow(
     axes.check(jnp.int32, "T", tips=tips)
     axes.check(jnp.int32, "", valid=valid)
     axes.check(jnp.float32, "T V", probabilities=probabilities)
-    confidences, tokens = jax.lax.top_k(probabilities, branches)
+    own, tokens = jax.lax.top_k(probabilities, branches)
+    confidences = calibrated(own, jnp.asarray(shifts))
     real = jnp.arange(tips.shape[0], dtype=jnp.int32) < valid
     first = jnp.arange(branches, dtype=jnp.int32) == 0
     wanted = real[:, None] & (first | (confidences > np.float32(threshold)))
@@ -129,7 +140,8 @@ def grow(
     paths = tree.confidences[tips][:, None] * confidences
     order = jnp.argsort(-jnp.where(wanted, paths, -1.0).reshape(-1), stable=True)
     parents = jnp.broadcast_to(tips[:, None], tokens.shape)
-    flat = (each.reshape(-1)[order] for each in (parents, tokens.astype(jnp.int32), confidences, wanted))
+    new = parents, tokens.astype(jnp.int32), confidences, wanted, own
+    flat = (each.reshape(-1)[order] for each in new)
     return add_nodes(tree, *flat)[0]
 
 

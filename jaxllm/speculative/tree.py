@@ -31,6 +31,8 @@ class TokenTree:
       parents: `[M]` int32.
       depths: `[M]` int32.
       confidences: `[M]` float32, cumulative.
+      probabilities: `[M]` float32, what the drafter gave each token after its parent, before calibration (see
+        `calibration`); 1 for the root.
       ancestors: `[M, M]` bool, `[i, j]`: whether node j is on the path from the root to node i, both ends
         included; false for nodes that are not in use.
       count: int32 scalar, number of nodes in use, at least 1.
@@ -40,6 +42,7 @@ class TokenTree:
     parents: jax.Array
     depths: jax.Array
     confidences: jax.Array
+    probabilities: jax.Array
     ancestors: jax.Array
     count: jax.Array
 
@@ -56,7 +59,7 @@ class TokenTree:
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above, where a step that takes the tree is traced."""
         axes.check(jnp.int32, "M", tokens=self.tokens, parents=self.parents, depths=self.depths)
-        axes.check(jnp.float32, "M", confidences=self.confidences)
+        axes.check(jnp.float32, "M", confidences=self.confidences, probabilities=self.probabilities)
         axes.check(jnp.bool_, "M M", ancestors=self.ancestors)
         axes.check(jnp.int32, "", count=self.count)
 
@@ -82,13 +85,19 @@ def new_tree(root: jax.Array, room: int) -> TokenTree:
         parents=jnp.full(room, -1, jnp.int32),
         depths=jnp.zeros(room, jnp.int32),
         confidences=first.astype(jnp.float32),
+        probabilities=first.astype(jnp.float32),
         ancestors=first[:, None] & first,
         count=jnp.ones((), jnp.int32),
     )
 
 
 def add_nodes(
-    tree: TokenTree, parents: jax.Array, tokens: jax.Array, confidences: jax.Array, wanted: jax.Array
+    tree: TokenTree,
+    parents: jax.Array,
+    tokens: jax.Array,
+    confidences: jax.Array,
+    wanted: jax.Array,
+    probabilities: jax.Array | None = None,
 ) -> tuple[TokenTree, jax.Array]:
     """Adds nodes after the existing ones, as many as fit.
 
@@ -98,6 +107,7 @@ def add_nodes(
       tokens: `[T]` int32.
       confidences: `[T]` float32, of each token given its parent.
       wanted: `[T]` bool; the others are left out.
+      probabilities: `[T]` float32 (see `TokenTree`); None for `confidences`.
 
     Returns:
       The tree, and the index of each new node `[T]` int32: -1 if it was left out or did not fit.
@@ -105,7 +115,8 @@ def add_nodes(
     axes = Axes("add_nodes")
     tree.check(axes)
     axes.check(jnp.int32, "T", parents=parents, tokens=tokens)
-    axes.check(jnp.float32, "T", confidences=confidences)
+    probabilities = confidences if probabilities is None else probabilities
+    axes.check(jnp.float32, "T", confidences=confidences, probabilities=probabilities)
     axes.check(jnp.bool_, "T", wanted=wanted)
     place = tree.count + jnp.cumsum(wanted.astype(jnp.int32)) - 1
     fits = wanted & (place < tree.room)
@@ -122,6 +133,7 @@ def add_nodes(
         parents=put(tree.parents, parents),
         depths=put(tree.depths, tree.depths[behind] + 1),
         confidences=put(tree.confidences, tree.confidences[behind] * confidences),
+        probabilities=put(tree.probabilities, probabilities),
         ancestors=put(tree.ancestors, tree.ancestors[behind] | (at[:, None] == index)),
         count=tree.count + jnp.sum(fits, dtype=jnp.int32),
     )

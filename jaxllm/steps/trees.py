@@ -6,6 +6,7 @@ after the sequence; the rest of the tree is dropped.
 """
 
 import dataclasses
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxllm.models.decoder import forward_at, logits
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from jaxllm.speculative.acceptance import choices
+from jaxllm.speculative.calibration import CELLS, RANKS
 from jaxllm.speculative.pacer import Growth, best_confidence, grow, next_tips
 from jaxllm.speculative.tree import TokenTree, accepted_nodes, deepest, new_tree, path_to
 
@@ -111,23 +113,41 @@ class DraftEnd:
 
     Attributes:
       alpha: float32 scalar; no branch is at least as confident (see `fallback`).
+      run: float32 scalar; the branches of the next run are not more confident in sum, each beyond `branch`
+        (see `tree_size.Worth`).
+      branch: float32 scalar; a branch is extended if it is more confident.
+      free: int32 scalar, number of runs for which `run` and `branch` are 0.
       most: int32 scalar, number of wanted nodes; no branch can add a node to the `most` most confident ones,
         though the tree may have more nodes. By another pacer than "confidence": the tree has `most` nodes.
       limit: int32 scalar, most runs of the drafter.
-      temperature: float32 scalar; confidences are the drafter's probabilities at this temperature. A drafter
-        that is the target at fewer bits knows better than its probabilities say what a target will take that
-        takes the likeliest token.
+      temperature: float32 scalar, at which the drafter's probabilities are taken. A drafter that is the
+        target at fewer bits knows better than its probabilities say what a target will take that takes the
+        likeliest token.
+      shifts: `[RANKS, CELLS]` float32, from probabilities to confidences (see `calibration.calibrated`).
     """
 
     alpha: jax.Array | np.floating
+    run: jax.Array | np.floating
+    branch: jax.Array | np.floating
+    free: jax.Array | np.integer
     most: jax.Array | np.integer
     limit: jax.Array | np.integer
     temperature: jax.Array | np.floating
+    shifts: jax.Array | np.ndarray
+
+    @classmethod
+    def at_room(cls, room: int, *, temperature: float = 1.0) -> Self:
+        """Ends where a tree of this room is full; confidences are not calibrated."""
+        least, none, zero = np.float32(1e-30), np.float32(0), np.int32(0)
+        most, shifts = np.int32(room), np.zeros((RANKS, CELLS), np.float32)
+        return cls(least, none, none, zero, most, most, np.float32(temperature), shifts)
 
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above, where a step that takes them is traced."""
-        axes.check(jnp.float32, "", alpha=self.alpha, temperature=self.temperature)
-        axes.check(jnp.int32, "", most=self.most, limit=self.limit)
+        axes.check(jnp.float32, "", alpha=self.alpha, run=self.run, branch=self.branch)
+        axes.check(jnp.float32, "", temperature=self.temperature)
+        axes.check(jnp.float32, f"{RANKS} {CELLS}", shifts=self.shifts)
+        axes.check(jnp.int32, "", free=self.free, most=self.most, limit=self.limit)
 
 
 def draft(
@@ -163,6 +183,14 @@ def draft(
     end.check(axes)
     cache.check(axes)
 
+    def tips(tree: TokenTree, fed: jax.Array, done: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The next tips, how many are valid, and whether running on them is worth it."""
+        free = done < end.free
+        least = jnp.where(free, 0.0, end.branch)
+        nodes, valid = next_tips(tree, fed, growth.tips, pacer=growth.pacer, least=least)
+        beyond = jnp.where(jnp.arange(growth.tips) < valid, tree.confidences[nodes] - least, 0.0)
+        return nodes, valid, free | (jnp.sum(beyond) > end.run)
+
     def more(carry: tuple[TokenTree, jax.Array, KVCache, jax.Array]) -> jax.Array:
         tree, fed, _, done = carry
         tip = best_confidence(tree, fed)
@@ -171,16 +199,17 @@ def draft(
         if growth.pacer == "confidence":
             found = jnp.sum(tree.used & (tree.confidences >= tip), dtype=jnp.int32)
         enough = (found >= end.most) | (tree.count >= tree.room)
-        return (tip >= end.alpha) & ~enough & (done < end.limit)
+        return (tip >= end.alpha) & ~enough & (done < end.limit) & tips(tree, fed, done)[2]
 
     def step(
         carry: tuple[TokenTree, jax.Array, KVCache, jax.Array],
     ) -> tuple[TokenTree, jax.Array, KVCache, jax.Array]:
         tree, fed, cache, done = carry
-        nodes, valid = next_tips(tree, fed, growth.tips, pacer=growth.pacer)
+        nodes, valid, _ = tips(tree, fed, done)
         out, cache = read_nodes(params, tree, nodes, valid, cache, cfg=cfg, dtype=dtype)
         probabilities = jax.nn.softmax(out / end.temperature, axis=-1)
-        grown = grow(tree, nodes, valid, probabilities, branches=growth.branches, threshold=growth.threshold)
+        sizes = {"branches": growth.branches, "threshold": growth.threshold}
+        grown = grow(tree, nodes, valid, probabilities, end.shifts, **sizes)
         real = jnp.arange(growth.tips, dtype=jnp.int32) < valid
         fed = fed.at[jnp.where(real, nodes, tree.room)].set(True, mode="drop")
         return grown, fed, cache, done + 1
@@ -307,6 +336,7 @@ def _subtree(
     alone = new_tree(token, tree.room)
     part = TokenTree(
         tokens=jnp.where(there, tree.tokens[order], 0),
+        probabilities=jnp.where(there, jnp.where(first, 1.0, tree.probabilities[order]), 0.0),
         parents=jnp.where(there & ~first, new[tree.parents[order]], -1),
         depths=jnp.where(there, tree.depths[order] - tree.depths[root], 0),
         confidences=jnp.where(there, tree.confidences[order] / jnp.maximum(whole, np.float32(1e-30)), 0.0),

@@ -13,7 +13,7 @@ from jaxllm.sampling import Progress, SamplerState
 from jaxllm.speculative.pacer import Growth
 from jaxllm.speculative.tree import TokenTree
 from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, settle, verify
-from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids, mass_by_node, tree_shapes
+from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids, mass_by_node, shapes_of, tree_shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,9 +67,7 @@ class DraftBucket(Bucket):
         """(params, tree, fed, cache, end) -> tree, fed, cache, steps."""
         step = model.jitted(functools.partial(draft, growth=self.growth), 1, 2, 3)
         tree, fed, cache = tree_shapes(self.nodes), _fed(self.nodes), model.cache(self.cache_tokens)
-        number: Any = jax.ShapeDtypeStruct((), jnp.float32)
-        count: Any = SCALAR
-        return step.lower(model.params, tree, fed, cache, DraftEnd(number, count, count, number))
+        return step.lower(model.params, tree, fed, cache, shapes_of(DraftEnd.at_room(self.nodes)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

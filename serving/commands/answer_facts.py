@@ -26,12 +26,18 @@ def answer_facts(answer: "Answer") -> dict[str, Any]:
 
 
 def draft_facts(speculation: "Speculation | None") -> dict[str, Any]:
-    """Counts of drafts; empty without speculation."""
+    """Counts of drafts, and whether they were found to pay (None: not measured yet); empty without
+    speculation."""
     if speculation is None:
         return {}
-    counts = speculation.counts
+    counts, payoff = speculation.counts, speculation.payoff
+    drafted_ms, plain_ms = payoff.token_ms, payoff.plain_token_ms
     return {
         "drafts": {
+            "drafter": speculation.options.drafter,
+            "pays": payoff.pays,
+            "drafted_token_ms": None if drafted_ms is None else round(drafted_ms, 3),
+            "plain_token_ms": None if plain_ms is None else round(plain_ms, 3),
             "verifications": counts.verifications,
             "acceptance_length": round(counts.acceptance_length, 2),
             "useful_share": round(counts.useful_share, 3),

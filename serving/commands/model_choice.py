@@ -33,7 +33,8 @@ class ModelChoice:
       adapter: a folder of a low-rank adapter.
       level: of an elastic bundle, in percent.
       memory: most bytes for weights, context and activations; 0 for no limit.
-      draft: the drafter, in the form that `speculation` takes.
+      draft: the drafter, in the form that `speculation` takes; None for the model itself, where it can and
+        pays.
       program: a folder of exported programs, instead of a model.
       prefill: the prefill mode; None for the engine's default.
       processors: of prefill, 1 or 2.
@@ -48,7 +49,7 @@ class ModelChoice:
     adapter: Path | None = None
     level: int = _WHOLE
     memory: int = 0
-    draft: str | None = None
+    draft: str | None = "none"
     program: Path | None = None
     prefill: "Mode | None" = None
     processors: int = 1
@@ -85,7 +86,7 @@ class ModelChoice:
             warm_up=warm_up,
             adapter=self.adapter,
             level=self.level,
-            speculation=None if self.draft is None else speculation(self.draft),
+            speculation=speculation(self.draft),
         )
         if self.prefill == "auto":
             _choose_prefill(engine)
@@ -130,14 +131,19 @@ class ModelChoice:
         return engine
 
 
-def speculation(draft: str) -> "SpeculationOptions":
-    """The options of a --draft: "ngram", "level:PERCENT", "nested", "nested:PERCENT", or a model.
+def speculation(draft: str | None) -> "SpeculationOptions | None":
+    """The options of a --draft: "none", "ngram", "level:PERCENT", "nested", "nested:PERCENT" or a model;
+    without one, `SpeculationOptions.by_itself`.
 
     Raises:
       ConfigError: the level is not a number.
     """
     from serving.speculation.options import SpeculationOptions
 
+    if not draft:
+        return SpeculationOptions.by_itself()
+    if draft == "none":
+        return None
     name, _, level = draft.partition(":")
     if draft == "ngram":
         return SpeculationOptions(drafter="ngram")

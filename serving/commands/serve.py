@@ -61,7 +61,8 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
 @click.option(
     "--draft",
     metavar="DRAFT",
-    help="Draft tokens for the whole model's answers, as `jaxllm generate --draft` does.",
+    help="Draft tokens for the whole model's answers while they are decoded one by one, as `jaxllm generate "
+    "--draft` does; none for no drafts.",
 )
 @click.option(
     "--log-level",
@@ -91,8 +92,7 @@ def serve_command(config: Path | None, adapter: tuple[str, ...], **given: Any) -
     if adapter:
         given["adapter"] = _named_folders(adapter)
     options = _options(config, {name: value for name, value in given.items() if value is not None})
-    drafts = speculation(options.draft) if options.draft else None
-    run(options, config=config, speculation=drafts)
+    run(options, config=config, speculation=speculation(options.draft))
 
 
 def _options(config: Path | None, given: dict[str, Any]) -> "ServerOptions":

@@ -95,8 +95,9 @@ _RUNNING_OPTIONS = (
         metavar="DRAFT",
         help="Draft tokens for the model to verify, with a small model of the same tokenizer (MODEL; with "
         "--program a folder of programs), a level of the model itself (level:PERCENT), the high planes of "
-        "int8-nested weights (nested, nested:PERCENT), or earlier continuations in the text (ngram). The "
-        "answer stays the same.",
+        "int8-nested weights (nested, nested:PERCENT), earlier continuations in the text (ngram), or not at "
+        "all (none). The answer stays the same.  [default: nested for int8-nested weights, for as long as a "
+        "measurement on the answer says that it pays; none for others]",
     ),
     prefill_option(
         "Compute prompts in floats, in 8-bit integers (takes a bundle of `jaxllm calibrate-prefill`), or in "

@@ -88,14 +88,15 @@ class ProgramDrafter:
     """Grows lines of tokens, with leaves, by a program that decodes (see `Drafter`).
 
     Attributes:
-      step_s: a running mean.
+      run_s: a running mean.
       steps: number of the program's runs.
     """
 
     memory = None
 
     def __init__(self, runner: ProgramRunner, shape: TreeShape) -> None:
-        self.step_s, self.steps = 0.0, 0
+        self.run_s = self.branch_s = self.step_s = 0.0
+        self.steps = 0
         self._runner, self._shape = runner, shape
         # The tokens in the cache.
         self._cached: list[int] = []
@@ -110,7 +111,9 @@ class ProgramDrafter:
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; it has a cache of its own."""
-        return self._grown(sequence, root, growing.alpha, growing.most), cache
+        # Each run extends the one line.
+        alpha = max(growing.alpha, growing.run + growing.branch)
+        return self._grown(sequence, root, alpha, growing.most), cache
 
     def _grown(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
         text, tree = [*sequence, root], root_alone(root, self._shape.room)
@@ -171,7 +174,7 @@ class ProgramDrafter:
         logits, self._cache = self._runner.step(self._cache, token, len(self._cached))
         logits = np.asarray(logits)[0]
         self._cached.append(token)
-        self.step_s = running_mean(self.step_s or None, time.perf_counter() - began)
+        self.run_s = running_mean(self.run_s or None, time.perf_counter() - began)
         self.steps += 1
         return logits
 

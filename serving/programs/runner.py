@@ -55,11 +55,11 @@ class ProgramRunner:
       options: see `ProgramOptions`.
       token_chooser: draws tokens that are not the likeliest.
       weights_version: of the weights that computed a cache.
-      streams_weights: False: all weights are in memory.
+      idle_read_s: 0: all weights are in memory.
       batch: None: programs have one sequence.
     """
 
-    streams_weights = False
+    idle_read_s = 0.0
     batch = None
 
     def __init__(

@@ -58,10 +58,10 @@ class ExpertLayers:
       head: provides the head.
       experts: provides the experts.
       visits: runs tokens through experts that are resident.
-      streams_weights: False: only experts are read, and most before they are needed.
+      idle_read_s: 0: only experts are read, and most before they are needed.
     """
 
-    streams_weights = False
+    idle_read_s = 0.0
 
     def __init__(self, model: ModelLevel, buckets: BucketTable, weights: ExpertWeights) -> None:
         """`model` is the whole model or a level; its parameters are all but the experts."""

@@ -59,14 +59,14 @@ class LayerSource(Protocol):
 
     Attributes:
       head: provides the weight of the head.
-      streams_weights: whether whole layers come from storage.
+      idle_read_s: see `Runner`.
     """
 
     @property
     def head(self) -> Head: ...  # noqa: D102
 
     @property
-    def streams_weights(self) -> bool: ...  # noqa: D102
+    def idle_read_s(self) -> float: ...  # noqa: D102
 
     def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
         """The buckets of all layers for a chunk, or a token tree, of `tokens` tokens."""
@@ -126,9 +126,14 @@ class LayerwiseRunner(LevelRunner):
     ) -> None:
         """See the class and `LevelRunner`."""
         super().__init__(model, buckets)
-        self.layers, self.streams_weights = layers, layers.streams_weights
+        self.layers = layers
         # All levels and adapters share it.
         self._norm = norm_params(model.params)
+
+    @property
+    def idle_read_s(self) -> float:
+        """See `Runner`."""
+        return self.layers.idle_read_s
 
     # -- which buckets it needs -------------------------------------------------------------------
 

@@ -41,11 +41,9 @@ class LevelRunner(abc.ABC):
       model: the level.
       buckets: the compiled buckets of all levels.
       int8: prefills in integers; None if prefill is in floats alone.
-      streams_weights: whether weights are read from storage while it runs.
     """
 
     int8: "Int8Prefill | None" = None
-    streams_weights = False
 
     def __init__(self, model: ModelLevel, buckets: BucketTable) -> None:
         self.model, self.buckets = model, buckets
@@ -74,6 +72,11 @@ class LevelRunner(abc.ABC):
     def weights_version(self) -> tuple[int, int]:
         """Identifies the weights that computed a cache."""
         return self.model.weights_version
+
+    @property
+    def idle_read_s(self) -> float:
+        """See `Runner`; 0 where nothing is read ahead."""
+        return 0.0
 
     @property
     def batch(self) -> BatchRunner | None:

@@ -245,11 +245,7 @@ class ResidentRunner(LevelRunner):
         fed: jax.Array | np.ndarray,
         cache: KVCache,
         shape: TreeShape,
-        *,
-        alpha: float,
-        most: int,
-        limit: int,
-        temperature: float = 1.0,
+        end: DraftEnd,
     ) -> tuple[TokenTree, jax.Array, KVCache, int]:
         """Grows a token tree after the sequence in the cache (see `steps.trees.draft`).
 
@@ -258,16 +254,12 @@ class ResidentRunner(LevelRunner):
           fed: `[M]` bool, nodes whose keys and values the cache has; donated.
           cache: donated.
           shape: of the tree.
-          alpha: confidence below which drafting ends.
-          most: most nodes.
-          limit: most steps.
-          temperature: of the confidences.
+          end: when drafting ends.
 
         Returns:
           The tree, `fed`, the cache, and the number of steps.
         """
         compiled = self.buckets.get(self._draft_bucket(shape, cache.capacity_tokens))
-        end = DraftEnd(np.float32(alpha), np.int32(most), np.int32(limit), np.float32(temperature))
         *grown, steps = compiled(self.model.params, tree, fed, cache, end)
         return *grown, int(steps)  # pyright: ignore[reportReturnType]: three of them
 

@@ -57,8 +57,8 @@ class Runner(Protocol):
       options: resolved options of the engine.
       level: in percent; 100 is the whole model.
       weights_version: identifies the weights that computed a cache.
-      streams_weights: whether weights are read from storage while it runs, so that drafting meanwhile is
-        free.
+      idle_read_s: for how long a verification may begin later without ending later, because storage reads
+        its weights meanwhile and is what it waits for.
       batch: decodes several answers together; None if they are decoded one by one.
     """
 
@@ -78,7 +78,7 @@ class Runner(Protocol):
     def weights_version(self) -> tuple[int, int]: ...  # noqa: D102
 
     @property
-    def streams_weights(self) -> bool: ...  # noqa: D102
+    def idle_read_s(self) -> float: ...  # noqa: D102
 
     @property
     def batch(self) -> "BatchRunner | None": ...  # noqa: D102

@@ -24,10 +24,7 @@ class StreamedLayers:
 
     Attributes:
       head: provides the pieces of the head.
-      streams_weights: True.
     """
-
-    streams_weights = True
 
     def __init__(self, model: ModelLevel, buckets: BucketTable, weights: StreamedWeights) -> None:
         """`model` has the shapes of its layers and embedding alone (see `StreamedWeights.frozen`)."""
@@ -35,6 +32,11 @@ class StreamedLayers:
         self._model, self._buckets = model, buckets
         # All adapters share it.
         self._embedding = embedding_params(model.params)
+
+    @property
+    def idle_read_s(self) -> float:
+        """See `Runner`."""
+        return self._weights.idle_read_s
 
     def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
         """See `LayerSource`."""

@@ -57,7 +57,7 @@ class ServerOptions:
       memory: most bytes of the process; 0 for no limit.
       prefix_memory: most bytes of the caches of ended answers, with which a conversation that is sent again
         goes on; 0 keeps none.
-      draft: as `jaxllm generate --draft` takes it; empty for none.
+      draft: as `jaxllm generate --draft` takes it; empty for its default.
       batch_rows: numbers of answers that are decoded together, where native kernels read the weights;
         empty for one by one.
       contexts: folder in which apps' contexts are kept; None for no contexts.

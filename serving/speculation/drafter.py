@@ -16,11 +16,15 @@ class Growing:
       alpha: no branch is more confident than this.
       most: so many nodes are enough.
       temperature: of the target's sampler; 0 takes the likeliest token.
+      run, branch, free_runs: see `jaxllm.speculative.tree_size.Worth`.
     """
 
     alpha: float
     most: int
     temperature: float = 0.0
+    run: float = 0.0
+    branch: float = 0.0
+    free_runs: int = 0
 
 
 class DrafterMemory(Protocol):
@@ -46,13 +50,24 @@ class Drafter(Protocol):
     """Proposes continuations of a sequence, as a token tree on the host.
 
     Attributes:
+      run_s: time of a run in `grow`, without its branches.
+      branch_s: time that each branch of a run takes.
       step_s: time of a `step`.
       steps: number of steps so far.
       memory: of weights and caches of its own; None for next to none.
     """
 
-    step_s: float
-    steps: int
+    @property
+    def run_s(self) -> float: ...  # noqa: D102
+
+    @property
+    def branch_s(self) -> float: ...  # noqa: D102
+
+    @property
+    def step_s(self) -> float: ...  # noqa: D102
+
+    @property
+    def steps(self) -> int: ...  # noqa: D102
 
     @property
     def memory(self) -> DrafterMemory | None: ...  # noqa: D102

@@ -16,6 +16,7 @@ def root_alone(root: int, room: int) -> TokenTree:
         parents=np.full(room, -1, np.int32),
         depths=np.zeros(room, np.int32),
         confidences=first.astype(np.float32),
+        probabilities=first.astype(np.float32),
         ancestors=first[:, None] & first,
         count=np.int32(1),
     )
@@ -51,6 +52,7 @@ def some_nodes(tree: TokenTree, nodes: np.ndarray, room: int) -> TokenTree:
         parents=parents,
         depths=cut(np.asarray(tree.depths), 0),
         confidences=cut(np.asarray(tree.confidences), 0.0),
+        probabilities=cut(np.asarray(tree.probabilities), 0.0),
         ancestors=ancestors,
         count=np.int32(count),
     )
@@ -59,18 +61,19 @@ def some_nodes(tree: TokenTree, nodes: np.ndarray, room: int) -> TokenTree:
 def grown(tree: TokenTree, tokens: list[int], parents: list[int], confidences: list[float]) -> TokenTree:
     """The tree with further nodes, as many as fit, of these tokens, parents and cumulative confidences."""
     first, room = int(tree.count), tree.room
-    parts = [np.array(each) for each in (tree.tokens, tree.parents, tree.depths, tree.confidences)]
+    names = ("tokens", "parents", "depths", "confidences", "probabilities")
+    parts = [np.array(getattr(tree, name)) for name in names]
     ancestors = np.array(tree.ancestors)
     last = min(room, first + len(tokens))
     for node, token, parent, confidence in zip(
         range(first, last), tokens, parents, confidences, strict=False
     ):
-        values = token, parent, parts[2][parent] + 1, confidence
+        own = confidence / max(float(parts[3][parent]), 1e-30)
+        values = token, parent, parts[2][parent] + 1, confidence, own
         for part, value in zip(parts, values, strict=True):
             part[node] = value
         ancestors[node] = ancestors[parent]
         ancestors[node, node] = True
-    names = ("tokens", "parents", "depths", "confidences")
     return _tree(**dict(zip(names, parts, strict=True)), ancestors=ancestors, count=np.int32(last))
 
 

@@ -1,5 +1,7 @@
 """Drafts with a low level of the target itself: no other model, and less of each layer is read."""
 
+from collections.abc import Callable
+
 from jaxllm.config import WHOLE
 from jaxllm.elastic.submodel import with_weights
 from jaxllm.errors import ConfigError
@@ -7,6 +9,8 @@ from jaxllm.models.parameters import Params
 from serving.buckets.bucket_table import BucketTable
 from serving.host.progress import Progress
 from serving.loading import LoadedModel
+from serving.options import EngineOptions
+from serving.runners.level_runner import LevelRunner
 from serving.runners.resident import ResidentRunner
 from serving.speculation.model_drafter import ModelDrafter
 from serving.speculation.options import SpeculationOptions
@@ -25,7 +29,7 @@ def level_drafter(
     """
     del level, progress
     if target.streamed is None:
-        return ModelDrafter(target.resident_runner(options.level), options.trees)
+        return ModelDrafter(target.resident_runner(options.level), options)
     runner, streamed = target.runner(options.level), target.streamed
     whole = target.runner(WHOLE).model
     if not isinstance(streamed, StreamedWeights) or runner.model.bucket_level != whole.bucket_level:
@@ -33,17 +37,36 @@ def level_drafter(
             f"level {options.level} cannot draft while weights are read: that takes int8 or int4 weights and "
             "native kernels; draft with a model of its own, or with ngram"
         )
-    return ModelDrafter(drafting_runner(target, options.level, streamed.part_weights()), options.trees)
+    return ModelDrafter(streamed_drafting_runner(target, options.level, streamed), options)
 
 
-def drafting_runner(target: LoadedModel, level: int, weights: Params) -> ResidentRunner:
-    """A runner of a level with the weights that stay in memory while the target's are streamed."""
-    runner, whole = target.runner(level), target.runner(WHOLE).model
-    shared = ModelLevel(target.bundle.cfg, with_weights(whole.weights, weights), target.options)
-    store = runner.buckets.store()
-    buckets = BucketTable(shared.shapes, store and store.of(shared.cfg, shared.params))
-    if level == WHOLE:
+def streamed_drafting_runner(target: LoadedModel, level: int, streamed: StreamedWeights) -> ResidentRunner:
+    """A runner of a level by the weights that stay in memory while the target's are streamed."""
+    staying = streamed.part_weights()
+    whole = target.runner(WHOLE)
+    return drafting_runner(
+        target.runner(level), whole, lambda weights: with_weights(weights, staying), target.options
+    )
+
+
+def drafting_runner(
+    part: LevelRunner, whole: LevelRunner, weights_of: Callable[[Params], Params], options: EngineOptions
+) -> ResidentRunner:
+    """A runner of a level by weights that draft, with buckets of its own.
+
+    Args:
+      part: runs the level.
+      whole: runs the whole model.
+      weights_of: from a level's weights to those that draft.
+      options: of the drafter.
+    """
+    shared = ModelLevel(whole.cfg, weights_of(whole.model.weights), options)
+    store = part.buckets.store()
+    buckets = BucketTable(shared.shapes, store and store.of(shared.cfg, shared.params, options))
+    if part.level == WHOLE:
         return ResidentRunner(shared, buckets)
-    part = with_weights(runner.model.weights, weights)
-    own = ModelLevel(runner.cfg, part, target.options, level=level, whole=shared)
+    sharing = shared if part.model.bucket_level == WHOLE else None
+    own = ModelLevel(part.cfg, weights_of(part.model.weights), options, level=part.level, whole=sharing)
+    if own.bucket_level != WHOLE:
+        buckets.add_level(own.level, own.shapes, store and store.of(own.cfg, own.params, options))
     return ResidentRunner(own, buckets)

@@ -34,6 +34,16 @@ class LookupDrafter:
         return self._drafter.step_s
 
     @property
+    def run_s(self) -> float:
+        """See `Drafter`: that of the other drafter."""
+        return self._drafter.run_s
+
+    @property
+    def branch_s(self) -> float:
+        """See `Drafter`: that of the other drafter."""
+        return self._drafter.branch_s
+
+    @property
     def steps(self) -> int:
         """Number of steps of the other drafter."""
         return self._drafter.steps

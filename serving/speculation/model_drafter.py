@@ -1,7 +1,6 @@
 """Drafts with a model that fits into memory."""
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,10 +18,11 @@ from serving.loading import LoadedModel
 from serving.request import common_prefix
 from serving.runners.resident import ResidentRunner
 from serving.runners.runner import prefill_prompt
+from serving.speculation.confidence import Confidence
 from serving.speculation.drafter import DrafterMemory, Growing
+from serving.speculation.grower import Grower
 from serving.speculation.host_tree import on_host, root_alone
-from serving.speculation.options import SpeculationOptions, TreeShape
-from serving.speculation.payoff import running_mean
+from serving.speculation.options import SpeculationOptions
 from serving.weights.footprint import cache_bytes, draft_options
 
 # While the target waits for weights, drafting never ends for lack of confidence: the device would be idle.
@@ -48,33 +48,20 @@ def model_drafter(
             f"{bundle.path} has another tokenizer than {target.bundle.path}: a drafter must have the "
             "target's tokens; train one on the target's tokenizer (jaxllm pretrain --tokenizer)"
         )
-    return ModelDrafter(draft.resident_runner(WHOLE), options.trees, own=bundle)
-
-
-def confidence_temperature(temperature: float, greedy: float) -> float:
-    """The temperature at which a drafter's probabilities are its confidences.
-
-    Args:
-      temperature: of the target's sampler.
-      greedy: that of confidences under a greedy target: 1 takes them as they are, whatever the sampler; less
-        for a drafter that is surer than its probabilities say, since it is nearly the target.
-    """
-    return 1.0 if greedy == 1.0 else max(temperature, greedy)
+    return ModelDrafter(draft.resident_runner(WHOLE), options, own=bundle)
 
 
 class ModelDrafter:
     """Grows trees with a model whose weights are in memory (see `Drafter` and `DrafterMemory`).
 
     Attributes:
-      step_s: a running mean.
-      steps: number of the model's runs.
       most_bytes: of its longest caches, and of weights of its own that can be read again from their file.
     """
 
     def __init__(
         self,
         runner: ResidentRunner,
-        shape: TreeShape,
+        options: SpeculationOptions,
         *,
         own: Bundle | None = None,
         greedy_temperature: float = 1.0,
@@ -83,13 +70,13 @@ class ModelDrafter:
 
         Args:
           runner: of the model.
-          shape: of trees.
+          options: of speculation.
           own: has the model's weights; None for weights of the target.
-          greedy_temperature: see `confidence_temperature`.
+          greedy_temperature: see `serving.speculation.confidence.confidence_temperature`.
         """
-        self._greedy_temperature, self._temperature = greedy_temperature, 1.0
-        self.step_s, self.steps = 0.0, 0
-        self._runner, self._shape = runner, shape
+        self._runner, self._shape = runner, options.trees
+        self._confidence = Confidence(greedy_temperature, calibrated=options.calibrated)
+        self._grower = Grower(runner, options.trees, self._confidence)
         self._own = own if own is not None and own.read_in_place else None
         self._weight_bytes = 0 if self._own is None else self._own.weight_bytes
         self.most_bytes = self._weight_bytes + cache_bytes(runner.cfg, runner.options)
@@ -100,6 +87,26 @@ class ModelDrafter:
         self._version = runner.weights_version
         self._tree: TokenTree | None = None
         self._fed: jax.Array | np.ndarray | None = None
+
+    @property
+    def run_s(self) -> float:
+        """See `Drafter`."""
+        return self._grower.run_s
+
+    @property
+    def step_s(self) -> float:
+        """See `Drafter`."""
+        return self._grower.step_s
+
+    @property
+    def branch_s(self) -> float:
+        """See `Drafter`."""
+        return self._grower.branch_s
+
+    @property
+    def steps(self) -> int:
+        """Number of the model's runs."""
+        return self._grower.steps
 
     @property
     def memory(self) -> DrafterMemory:
@@ -128,67 +135,58 @@ class ModelDrafter:
             if capacity > self._shape.room:
                 self._forget()
                 self._cache = self._runner.start(capacity)
-                self._grown([0], 0, _ANY_CONFIDENCE, 2)
+                self._grown([0], 0, Growing(_ANY_CONFIDENCE, 2))
                 self.step()
                 self.follow([0], 0)
         self._forget()
-        self.step_s, self.steps = 0.0, 0
+        self._grower.forget()
+        self._confidence.forget()
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; it has a cache of its own."""
-        self._temperature = confidence_temperature(growing.temperature, self._greedy_temperature)
-        return self._grown(sequence, root, growing.alpha, growing.most), cache
+        return self._grown(sequence, root, growing), cache
 
-    def _grown(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
+    def _grown(self, sequence: Sequence[int], root: int, growing: Growing) -> TokenTree:
         if len(sequence) + 1 + self._shape.room > self._runner.options.context_tokens:
             self._tree = None
             return root_alone(root, self._shape.room)
         self._rests = False
+        self._confidence.use(growing.temperature)
         self._catch_up(sequence)
         if self._tree is None or int(np.asarray(self._tree.tokens)[0]) != root:
             self._tree = root_alone(root, self._shape.room)
             self._fed = np.zeros(self._shape.room, bool)
-        self._run(alpha, most, self._shape.room)
+        self._run(growing, self._shape.room)
         return on_host(self._tree)
 
     def step(self) -> bool:
         """See `Drafter`."""
         if self._tree is None or int(self._tree.count) >= self._shape.room:
             return False
-        return self._run(_ANY_CONFIDENCE, self._shape.room, 1) > 0
+        return self._run(Growing(_ANY_CONFIDENCE, self._shape.room), 1, hidden=True) > 0
 
     def follow(self, path: Sequence[int], token: int) -> None:
         """See `Drafter`."""
         if self._tree is None or self._cache is None:
             return
-        tokens = np.asarray(self._tree.tokens)
+        drafted = on_host(self._tree)
+        self._confidence.learn(drafted, path, token)
         cache, self._cache = self._cache, None
         assert self._fed is not None
         self._tree, self._fed, self._cache, missing = self._runner.follow(
             self._tree, self._fed, cache, self._shape, path=path, token=token
         )
-        self._cached += [int(tokens[node]) for node in path[: len(path) - missing]]
+        self._cached += [int(drafted.tokens[node]) for node in path[: len(path) - missing]]
 
-    def _run(self, alpha: float, most: int, limit: int) -> int:
+    def _run(self, growing: Growing, limit: int, *, hidden: bool = False) -> int:
         """Grows the tree by up to `limit` steps; returns their number."""
-        began = time.perf_counter()
         cache, self._cache = self._cache, None
         assert cache is not None
         assert self._tree is not None
         assert self._fed is not None
-        self._tree, self._fed, self._cache, count = self._runner.draft(
-            self._tree,
-            self._fed,
-            cache,
-            self._shape,
-            alpha=alpha,
-            most=most,
-            limit=limit,
-            temperature=self._temperature,
+        self._tree, self._fed, self._cache, count = self._grower.grow(
+            self._tree, self._fed, cache, growing, limit, hidden=hidden
         )
-        if count:
-            self.step_s = running_mean(self.step_s or None, (time.perf_counter() - began) / count)
-            self.steps += count
         return count
 
     def _catch_up(self, sequence: Sequence[int]) -> None:

@@ -6,7 +6,6 @@ the target's, and no prompt is read twice.
 """
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,17 +15,16 @@ from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.quant.planes import high_planes
 from jaxllm.speculative.tree import TokenTree
-from serving.buckets.bucket_table import BucketTable
 from serving.host.progress import Progress
 from serving.loading import LoadedModel, require_nested
 from serving.runners.resident import ResidentRunner
+from serving.speculation.confidence import Confidence
 from serving.speculation.drafter import Growing
+from serving.speculation.grower import Grower
 from serving.speculation.host_tree import on_host, root_alone
-from serving.speculation.level_drafter import drafting_runner
-from serving.speculation.model_drafter import ModelDrafter, confidence_temperature
+from serving.speculation.level_drafter import drafting_runner, streamed_drafting_runner
+from serving.speculation.model_drafter import ModelDrafter
 from serving.speculation.options import SpeculationOptions, TreeShape
-from serving.speculation.payoff import running_mean
-from serving.weights.model_level import ModelLevel
 from serving.weights.streamed import StreamedWeights
 
 # The temperature at which the high plane's probabilities are those that a greedy target takes its tokens,
@@ -49,20 +47,14 @@ def nested_drafter(
     drafting, streamed = options.level or WHOLE, target.streamed
     if streamed is None:
         return NestedDrafter(target.resident_runner(drafting), target.resident_runner(WHOLE), options)
-    weights = streamed.part_weights() if isinstance(streamed, StreamedWeights) else None
-    if weights is None:
+    if not isinstance(streamed, StreamedWeights):
         raise ConfigError("the high planes of experts that are stored apart cannot draft; draft with a model")
-    runner = drafting_runner(target, drafting, weights)
-    return ModelDrafter(runner, options.trees, greedy_temperature=_GREEDY_TEMPERATURE)
+    runner = streamed_drafting_runner(target, drafting, streamed)
+    return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE)
 
 
 class NestedDrafter:
-    """Grows trees with the high planes of the weights of a level, in the target's cache (see `Drafter`).
-
-    Attributes:
-      step_s: a running mean.
-      steps: number of runs of the high planes.
-    """
+    """Grows trees with the high planes of the weights of a level, in the target's cache (see `Drafter`)."""
 
     memory = None
 
@@ -74,24 +66,34 @@ class NestedDrafter:
           whole: runs the whole model.
           options: of speculation.
         """
-        self.step_s, self.steps = 0.0, 0
         self._shape: TreeShape = options.trees
         self._source, self._version = source, source.weights_version
         # Attention mass is counted where the target reads, not where drafts do.
         own = dataclasses.replace(source.options, trees=options.trees, kv_codec="")
-        shared = ModelLevel(whole.cfg, high_planes(whole.model.weights), own)
-        if source.model.level == WHOLE:
-            self._model = shared
-        else:
-            sharing = shared if source.model.bucket_level == WHOLE else None
-            weights = high_planes(source.model.weights)
-            self._model = ModelLevel(source.cfg, weights, own, level=source.model.level, whole=sharing)
-        store = source.buckets.store()
-        buckets = BucketTable(shared.shapes, store and store.of(shared.cfg, shared.params, own))
-        if self._model.bucket_level != WHOLE:
-            kept = store and store.of(self._model.cfg, self._model.params, own)
-            buckets.add_level(self._model.level, self._model.shapes, kept)
-        self._runner = ResidentRunner(self._model, buckets)
+        self._runner = drafting_runner(source, whole, high_planes, own)
+        self._confidence = Confidence(_GREEDY_TEMPERATURE, calibrated=options.calibrated)
+        self._grower = Grower(self._runner, options.trees, self._confidence)
+        self._tree = root_alone(0, options.trees.room)
+
+    @property
+    def run_s(self) -> float:
+        """See `Drafter`."""
+        return self._grower.run_s
+
+    @property
+    def step_s(self) -> float:
+        """See `Drafter`."""
+        return self._grower.step_s
+
+    @property
+    def branch_s(self) -> float:
+        """See `Drafter`."""
+        return self._grower.branch_s
+
+    @property
+    def steps(self) -> int:
+        """Number of runs of the high planes."""
+        return self._grower.steps
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """See `Drafter`. Runs every bucket once."""
@@ -102,37 +104,29 @@ class NestedDrafter:
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`."""
         self._follow_swaps()
+        self._confidence.use(growing.temperature)
+        self._tree = root_alone(root, self._shape.room)
         room = min(growing.most, cache.capacity_tokens - len(sequence), self._shape.room)
         if room < 2:
-            return root_alone(root, self._shape.room), cache
-        began = time.perf_counter()
+            return self._tree, cache
         mass = cache.mass
         cache = dataclasses.replace(cache, mass=None, length=np.int32(len(sequence)))
-        tree, _, cache, count = self._runner.draft(
-            root_alone(root, self._shape.room),
-            np.zeros(self._shape.room, bool),
-            cache,
-            self._shape,
-            alpha=growing.alpha,
-            most=room,
-            limit=self._shape.room,
-            temperature=confidence_temperature(growing.temperature, _GREEDY_TEMPERATURE),
-        )
-        if count:
-            self.step_s = running_mean(self.step_s or None, (time.perf_counter() - began) / count)
-            self.steps += count
-        return on_host(tree), dataclasses.replace(cache, mass=mass)
+        growing = dataclasses.replace(growing, most=room)
+        fed = np.zeros(self._shape.room, bool)
+        tree, _, cache, _ = self._grower.grow(self._tree, fed, cache, growing, self._shape.room)
+        self._tree = on_host(tree)
+        return self._tree, dataclasses.replace(cache, mass=mass)
 
     def step(self) -> bool:
         """Never grows the tree: its cache is in use, and a target in memory never waits."""
         return False
 
     def follow(self, path: Sequence[int], token: int) -> None:
-        """Does nothing: verification has written the accepted tokens' rows."""
-        del path, token
+        """Learns from the path alone: verification has written the accepted tokens' rows."""
+        self._confidence.learn(self._tree, path, token)
 
     def _follow_swaps(self) -> None:
         """Takes over weights that the target was given since, such as an adapter's."""
         if self._version != self._source.weights_version:
-            self._model.swap(high_planes(self._source.model.weights))
+            self._runner.model.swap(high_planes(self._source.model.weights))
             self._version = self._source.weights_version

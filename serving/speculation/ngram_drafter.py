@@ -38,7 +38,8 @@ class NgramDrafter:
     memory = None
 
     def __init__(self, shape: TreeShape) -> None:
-        self.step_s, self.steps = 0.0, 0
+        self.run_s = self.branch_s = self.step_s = 0.0
+        self.steps = 0
         self._shape = shape
         self._rates: dict[int, float] = dict.fromkeys(_LENGTHS, _FIRST_RATE)
         self._length, self._tree = 0, root_alone(0, shape.room)

@@ -77,10 +77,14 @@ class SpeculationOptions:
         high planes.
       trees: sizes of token trees.
       alpha: the first confidence below which drafting ends (section 3.3).
-      fallback: how alpha changes: "measured" ends where a step of the drafter takes as long as the tokens
-        that it may bring; "learned" follows accepted drafts (section 3.3); "fixed" stays.
+      fallback: how drafting ends: "measured" where a run of the drafter takes as long as the tokens that it
+        may bring (see `jaxllm.speculative.tree_size`); "learned" by an alpha that follows accepted drafts
+        (section 3.3); "fixed" by alpha as it is.
       pipelined: whether drafting goes on while the target's weights are read (section 3.4).
       pausing: whether drafting pauses where it does not pay, and is tried again later.
+      calibrated: whether confidences are calibrated by what the target accepts (see
+        `jaxllm.speculative.calibration`); else they are the drafter's probabilities.
+      optional: whether a model that cannot draft so, or has no memory for it, is opened without drafts.
       lookup: whether prompt lookup is added to the drafter's trees, or replaces them where trees are lines
         and it promises more tokens.
     """
@@ -93,14 +97,22 @@ class SpeculationOptions:
     fallback: Literal["measured", "learned", "fixed"] = "measured"
     pipelined: bool = True
     pausing: bool = True
+    calibrated: bool = True
+    optional: bool = False
     lookup: bool = True
+
+    @classmethod
+    def by_itself(cls) -> Self:
+        """Drafts by a model's own high planes, where its weights are nested, for as long as that pays."""
+        return cls(drafter="nested", optional=True)
 
     @classmethod
     def published(cls, **changes: Any) -> Self:
         """LLMCad as published: its trees, the threshold of equation 3 from 0.01 on, drafting while weights
         are read, and nothing that the paper has not; `changes` are further fields."""
-        asked = {"trees": TreeShape.published(), "fallback": "learned", "pausing": False, "lookup": False}
-        return cls(**{**asked, **changes})
+        asked = {"trees": TreeShape.published(), "fallback": "learned"}
+        without = dict.fromkeys(("pausing", "calibrated", "lookup"), False)
+        return cls(**{**asked, **without, **changes})
 
     def __post_init__(self) -> None:
         if not LEAST <= self.alpha <= MOST:

@@ -1,15 +1,16 @@
 """Measures whether drafting pays: the time per token with drafts and without, while answering.
 
-A verification of a tree never takes less than a pass over one token. So drafting may pay while drafting and
-verifying take less per token than a verification per pass; otherwise it cannot.
+An answer begins with drafts; after some passes a few tokens are decoded without, and the faster way goes on.
+The other way is tried again later, because texts and machines change.
 """
 
 from serving.decoding import pace
 
 # Weight of a new measurement in a running mean.
 _NEW_SHARE = 0.25
-# Passes before the first decision, and tokens without drafts after a negative one: doubled each time.
-_PATIENT_PASSES = 3
+# Passes before a decision, tokens that are decoded plainly to know their time, and tokens without drafts
+# after a negative decision: doubled each time.
+_PATIENT_PASSES, _TRIED_TOKENS = 3, 4
 _FIRST_PAUSE_TOKENS, _LONGEST_PAUSE_TOKENS = 8, 256
 
 
@@ -39,9 +40,27 @@ class Payoff:
         return pace(self._plain_ms) if self._plain_ms else 1
 
     @property
-    def token_ms(self) -> float:
-        """Time per token with drafts."""
-        return self._drafted_ms / self._tokens
+    def token_ms(self) -> float | None:
+        """Time per token with drafts; None before the first."""
+        return self._drafted_ms / self._tokens if self._tokens else None
+
+    @property
+    def plain_token_ms(self) -> float | None:
+        """Time per token without drafts; None before the first."""
+        return self._plain_ms or None
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the faster way; 0 before the first measurement."""
+        known = [each for each in (self.token_ms, self.plain_token_ms) if each]
+        return 1000 / min(known) if known else 0.0
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether drafting is the faster way; None before both are known."""
+        if self.token_ms is None or self.plain_token_ms is None:
+            return None
+        return self.token_ms <= self.plain_token_ms
 
     def drafted(self, *, draft_ms: float, verify_ms: float, tokens: int) -> None:
         """Learns from a verification that gave so many tokens."""
@@ -50,15 +69,22 @@ class Payoff:
         self._drafted_ms = running_mean(self._drafted_ms if again else None, draft_ms + verify_ms)
         self._pass_ms = running_mean(self._pass_ms if again else None, verify_ms)
         self._tokens = running_mean(self._tokens if again else None, tokens)
-        # Without a measured plain pass, a verification bounds its time from above.
-        plain_ms = min(self._plain_ms or self._pass_ms, self._pass_ms)
-        if self.token_ms <= plain_ms:
+        if self._passes < _PATIENT_PASSES:
+            return
+        if not self._plain_ms:
+            self._left = _TRIED_TOKENS
+        # A machine that has become faster since decodes plainly in no more time than it verifies in.
+        elif self._drafted_ms / self._tokens <= min(self._plain_ms, self._pass_ms):
             self._pause = _FIRST_PAUSE_TOKENS
-        elif self._passes >= _PATIENT_PASSES:
-            self._left = self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE_TOKENS)
-            # The next try starts new means.
-            self._passes = 0
+        else:
+            self.pause()
+
+    def pause(self) -> None:
+        """Goes on without drafts, for longer each time until they pay."""
+        self._left = self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE_TOKENS)
+        # The next try starts new means.
+        self._passes = 0
 
     def plain(self, *, took_ms: float, tokens: int) -> None:
         """Learns from tokens that were decoded without a draft."""

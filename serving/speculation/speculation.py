@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 
 from jaxllm.sampling import NO_TOKEN, SamplerState
-from jaxllm.speculative.fallback import LEAST, MOST, START, Fallback
+from jaxllm.speculative.fallback import LEAST, MOST, Fallback
 from jaxllm.speculative.tree import TokenTree
+from jaxllm.speculative.tree_size import PassTimes, verified_nodes, worth
 from serving.runners.runner import Runner
 from serving.runners.verdict import Verdict
 from serving.speculation.drafter import Drafter, Growing
 from serving.speculation.host_tree import by_confidence, matching_tokens, open_confidence, some_nodes
 from serving.speculation.lookup_drafter import LookupDrafter
 from serving.speculation.options import SpeculationOptions
-from serving.speculation.payoff import Payoff
-from serving.speculation.verify_cost import VerifyCost
+from serving.speculation.payoff import Payoff, running_mean
+from serving.speculation.size_cost import SizeCost
 
 
 @dataclasses.dataclass
@@ -81,7 +82,12 @@ class Speculation:
         looked_up = options.lookup and options.drafter != "ngram"
         self.drafter = LookupDrafter(drafter, options.trees) if looked_up else drafter
         self._fallback, self._payoff = Fallback(options.alpha), Payoff()
-        self._verify_cost = VerifyCost(options.trees.nodes[-1])
+        sizes = options.trees.nodes
+        self._verify_cost = SizeCost(sizes[-1], sizes)
+        # Sizes of the trees that were verified so far.
+        self._verified = set[int]()
+        # Sum of the confidences of a branch's new nodes, as a share of its own.
+        self._yields: float | None = None
 
     def draft(self, on: bool) -> None:
         """Has it draft or not, from the next dispatch on; without drafts the drafter gives up its memory."""
@@ -142,13 +148,21 @@ class Speculation:
         # The root is verified in any case.
         self.runner.expect(np.array([root]))
         most = max(each for each in self.options.trees.nodes if each <= room)
-        growing = Growing(self._fallback.alpha, most, float(sampler.temperature))
+        growing = self._growing(most, float(sampler.temperature))
         tree, cache = self.drafter.grow(cached, root, growing, cache)
         draft_s = time.perf_counter() - began
         if int(tree.count) < 2:
             # Nothing to verify: a plain token is cheaper.
+            if growing.run + growing.branch >= 1:
+                # Not even a certain token would be worth a run of the drafter.
+                self._payoff.pause()
             return self._plain(root, cache, sampler, stop_ids, cached)
         return self._verify(tree, min(most, int(tree.count)), draft_s, cache, sampler, limit)
+
+    @property
+    def payoff(self) -> Payoff:
+        """What tokens take with drafts and without."""
+        return self._payoff
 
     # -- parts of it ------------------------------------------------------------------------------
 
@@ -168,7 +182,7 @@ class Speculation:
         began = time.perf_counter()
         in_order = self.options.trees.pacer == "order"
         order = np.arange(int(tree.count)) if in_order else by_confidence(tree)
-        nodes = self._size(np.asarray(tree.confidences)[order[:count]], draft_s)
+        nodes = self._size(np.asarray(tree.confidences)[order[:count]])
         chosen = np.sort(order[: min(count, nodes)])
         part = some_nodes(tree, chosen, nodes)
         verdict, cache, sampler = self.runner.verify(part, cache, sampler, limit, self._meanwhile)
@@ -177,30 +191,31 @@ class Speculation:
             # The answer ends here with an error: nothing is learned from it.
             return verdict.tokens[None], len(verdict.tokens), cache, sampler
         self.accepted = len(verdict.tokens) - 1
-        self._verify_cost.measured(nodes, verify_s)
         self.drafter.follow(chosen[verdict.path].tolist(), int(verdict.tokens[-1]))
+        self._learn_yields(tree)
         self._learn(part, verdict, limit, draft_s, verify_s)
         return verdict.tokens[None], len(verdict.tokens), cache, sampler
 
-    def _size(self, confidences: np.ndarray, draft_s: float) -> int:
-        """The size, of those that there are buckets for, with the most expected tokens per second; the least
-        that has room for the whole tree if trees are not trimmed.
+    def _growing(self, most: int, temperature: float) -> Growing:
+        """When the next draft ends."""
+        if self.options.fallback != "measured":
+            return Growing(self._fallback.alpha, most, temperature)
+        tips, yields = self.options.trees.tips, self._yields or 1.0
+        asked = worth(self._times(), self._payoff.rate, tips=tips, yields=yields)
+        alpha = min(MOST, max(LEAST, asked.node))
+        return Growing(alpha, most, temperature, asked.run, asked.branch, asked.free_runs)
 
-        The expected number of tokens of a tree is the sum of its nodes' `confidences`; the root's stands for
-        the target's own token.
-        """
-        promised, count = np.cumsum(confidences), len(confidences)
+    def _times(self) -> PassTimes:
+        drafter, cost = self.drafter, self._verify_cost
+        verify_s = {nodes: cost.seconds(nodes) for nodes in self.options.trees.nodes}
+        free_s = self.runner.idle_read_s if self.options.pipelined else 0.0
+        return PassTimes(run_s=drafter.run_s, branch_s=drafter.branch_s, verify_s=verify_s, free_s=free_s)
+
+    def _size(self, confidences: np.ndarray) -> int:
+        """The size of the tree to verify, of those that there are buckets for."""
         if not self.options.trees.trimmed:
-            return min(nodes for nodes in self.options.trees.nodes if nodes >= count)
-        best, chosen = 0.0, self.options.trees.nodes[0]
-        for nodes in self.options.trees.nodes:
-            takes_s = draft_s + self._verify_cost.seconds(nodes)
-            rate = promised[min(count, nodes) - 1] / max(takes_s, 1e-9)
-            if rate > best:
-                best, chosen = rate, nodes
-            if nodes >= count:
-                break
-        return chosen
+            return min(nodes for nodes in self.options.trees.nodes if nodes >= len(confidences))
+        return verified_nodes(confidences, self._times(), self._payoff.rate)
 
     def _plain(
         self,
@@ -235,7 +250,11 @@ class Speculation:
         counts.tokens += tokens
         counts.draft_s += draft_s
         counts.verify_s += verify_s
-        self._payoff.drafted(draft_ms=1000 * draft_s, verify_ms=1000 * verify_s, tokens=tokens)
+        # A bucket's first run sets its kernels up, which says nothing of the next ones.
+        if tree.room in self._verified:
+            self._verify_cost.measured(tree.room, verify_s)
+            self._payoff.drafted(draft_ms=1000 * draft_s, verify_ms=1000 * verify_s, tokens=tokens)
+        self._verified.add(tree.room)
         if self.options.fallback == "learned":
             drafted = matching_tokens(tree, int(verdict.path[-1]))
             # Where the limit cut the answer, the number of right tokens is not known.
@@ -243,9 +262,12 @@ class Speculation:
                 self._fallback = self._fallback.after(
                     drafted=drafted, correct=tokens - 1, confidence=open_confidence(tree)
                 )
-        elif self.options.fallback == "measured":
-            # A step brings at most the sum of the confidences of the branches that it extends, in tokens.
-            alpha = 1000 * self.drafter.step_s / self._payoff.token_ms / self.options.trees.tips
-            # While weights are read ahead, drafting costs less than its own time.
-            most = START if self.runner.streams_weights else MOST
-            self._fallback = Fallback(min(most, max(LEAST, alpha)))
+
+    def _learn_yields(self, tree: TokenTree) -> None:
+        """Learns how much of a branch's confidence its new nodes have, from a tree as it was drafted."""
+        count = int(tree.count)
+        confidences, parents = np.asarray(tree.confidences)[:count], np.asarray(tree.parents)[1:count]
+        if count > 1:
+            grown_from = float(confidences[np.unique(parents)].sum())
+            yields = float(confidences[1:].sum()) / max(grown_from, 1e-9)
+            self._yields = max(0.1, running_mean(self._yields, yields))

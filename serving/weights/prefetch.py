@@ -94,14 +94,27 @@ class WeightStream:
         self._checksums = checksums
         self._staying = {each: Slot(aligned(pieces[each].memory_bytes)) for each in resident}
         self._coming = [each for each in range(len(pieces)) if each not in self._staying]
-        self._free = [Slot(aligned(slot_bytes)) for _ in range(slots)]
+        self._slots, self._free = slots, [Slot(aligned(slot_bytes)) for _ in range(slots)]
         # Slots whose pieces are read or being read, in the order of passes.
         self._ahead: collections.deque[Slot] = collections.deque()
         self._next, self._read_ahead, self._wanted = 0, read_ahead, False
+        # The piece that was taken last, and how long this pass and the last one waited for pieces.
+        self._taken, self._idle_s, self._idle_before_s = -1, 0.0, 0.0
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(READERS)
+
+    @property
+    def idle_read_s(self) -> float:
+        """For how long a pass may begin later without ending later: until all slots are full, or for as long
+        as the last whole pass waited for pieces."""
+        counts = self.counts
+        if not counts.read_bytes or not self._read_ahead:
+            return 0.0
+        pieces = [read_bytes(self._pieces[number]) for number in self._coming]
+        fill_s = self._slots * float(np.mean(pieces)) * counts.read_s / counts.read_bytes
+        return min(fill_s, self._idle_before_s)
 
     def staying(self) -> dict[int, np.ndarray]:
         """Number of a resident piece -> its memory."""
@@ -202,12 +215,17 @@ class WeightStream:
                 self._changed.wait_for(lambda: bool(self._ahead) or self._closed)
                 self._require_open()
             slot = self._ahead[0]
+        if number <= self._taken:
+            self._idle_before_s, self._idle_s = self._idle_s, 0.0
+        self._taken, asked = number, time.perf_counter()
         while not slot.ready and meanwhile is not None and meanwhile(self._busy_s(slot)):
             pass
         began = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: slot.ready)
-            self.counts.waited_s += time.perf_counter() - began
+            now = time.perf_counter()
+            self.counts.waited_s += now - began
+            self._idle_s += now - asked
             if slot.error is not None:
                 error = slot.error
                 self._drop_all()

@@ -122,6 +122,11 @@ class StreamedWeights:
         return self._stream.counts
 
     @property
+    def idle_read_s(self) -> float:
+        """See `serving.runners.runner.Runner`."""
+        return self._stream.idle_read_s
+
+    @property
     def staying_bytes(self) -> int:
         """Of weights that are always in memory, and of the slots that others are read into."""
         pieces = 0 if self.resizable else self.resident_bytes

@@ -52,7 +52,7 @@ class Branching:
     that what is accepted lies apart (see `Drafter`)."""
 
     def __init__(self, answer, room):
-        self.step_s, self.steps = 1e-3, 0
+        self.run_s, self.branch_s, self.step_s, self.steps = 1e-3, 0.0, 1e-3, 0
         self._answer, self._room = answer, room
 
     def warm_up(self, progress=None, *, tokens=None):

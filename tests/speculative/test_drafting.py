@@ -8,11 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
+from jaxllm.speculative.calibration import Calibration
 from jaxllm.speculative.fallback import LEAST, MOST, START, Fallback
 from jaxllm.speculative.pacer import best_confidence, grow, missing_tokens, next_tips
 from jaxllm.speculative.tree import new_tree
 from tests.speculative.test_tree import tree_of
 from tests.variants import every_variant
+
+# Confidences are the probabilities as they are.
+NONE = Calibration.fresh().shifts()
 
 
 def fed(*nodes, room=12):
@@ -67,14 +71,14 @@ def test_tokens_are_divided_fairly(variant):
 def test_a_branch_divides_where_the_draft_is_torn(variant):
     tree, grow_tree = tree_of([0, 0]), variant(grow, static_argnames="branches")
     probabilities = np.array([[0.05, 0.45, 0.1, 0.4], [0.1, 0.1, 0.6, 0.2]], np.float32)
-    grown = grow_tree(tree, jnp.array([1, 2]), jnp.int32(2), probabilities, branches=3)
+    grown = grow_tree(tree, jnp.array([1, 2]), jnp.int32(2), probabilities, NONE, branches=3)
     chex.assert_trees_all_equal_shapes_and_dtypes(grown, tree)
     # Node 1 goes on with tokens 1 and 3, node 2 with 2 alone; the best paths first.
     assert int(grown.count) == 6
     assert grown.parents[3:6].tolist() == [2, 1, 1]
     assert grown.tokens[3:6].tolist() == [2, 1, 3]
     np.testing.assert_allclose(grown.confidences[3:6], [0.3, 0.225, 0.2], rtol=1e-6)
-    only = grow_tree(tree, jnp.array([1, 2]), jnp.int32(1), probabilities, branches=3)
+    only = grow_tree(tree, jnp.array([1, 2]), jnp.int32(1), probabilities, NONE, branches=3)
     assert only.parents[3:5].tolist() == [1, 1]
     assert int(only.count) == 5
 
@@ -82,7 +86,7 @@ def test_a_branch_divides_where_the_draft_is_torn(variant):
 def test_where_the_room_ends_the_least_likely_are_left_out():
     tree = new_tree(jnp.int32(5), 3)
     probabilities = np.array([[0.3, 0.36, 0.34]], np.float32)
-    grown = grow(tree, jnp.array([0]), jnp.int32(1), probabilities, branches=3, threshold=0.1)
+    grown = grow(tree, jnp.array([0]), jnp.int32(1), probabilities, NONE, branches=3, threshold=0.1)
     assert grown.tokens.tolist() == [5, 1, 2]
 
 

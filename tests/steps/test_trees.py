@@ -162,7 +162,7 @@ def test_the_answer_is_the_targets_own(sampling, drafter):
     said, lengths = [int(token[0])], []
     tree, fed, foreseen = new_tree(token[0], ROOM), jnp.zeros(ROOM, bool), 0
     while len(said) < 24:
-        end = DraftEnd(jnp.float32(1e-30), jnp.int32(ROOM), jnp.int32(ROOM), jnp.float32(1))
+        end = DraftEnd.at_room(ROOM)
         tree, fed, theirs, runs = growing(params, tree, fed, theirs, end)
         assert int(runs) <= ROOM
         chosen = np.sort(by_confidence(tree)[:VERIFIED])
@@ -184,3 +184,27 @@ def test_the_answer_is_the_targets_own(sampling, drafter):
         # The target drafts what it would say: all of a branch is accepted, and what lies behind it stays.
         assert min(lengths[:-1]) >= 3
         assert foreseen
+
+
+def test_a_draft_ends_where_runs_bring_too_little():
+    growing = jax.jit(
+        functools.partial(draft, cfg=CFG, growth=Growth(tips=2, branches=3, threshold=0.05), dtype=DTYPE)
+    )
+
+    def drafted(**changes):
+        end = dataclasses.replace(DraftEnd.at_room(ROOM), **changes)
+        cache = cache_of(CFG, PARAMS, PROMPT)
+        tree, fed, _, runs = growing(PARAMS, new_tree(jnp.int32(7), ROOM), jnp.zeros(ROOM, bool), cache, end)
+        return tree, np.asarray(fed), int(runs)
+
+    _, _, runs = drafted()
+    assert runs > 3
+    # The root's confidence is 1: no run brings more than two, and each brings less than one.
+    assert drafted(run=jnp.float32(1.0))[2] == 0
+    assert drafted(branch=jnp.float32(1.0))[2] == 0
+    # Random weights are sure of nothing: each token takes about a hundredth.
+    tree, fed, fewer = drafted(branch=jnp.float32(0.001), run=jnp.float32(0.01))
+    assert fewer == 2
+    assert (np.asarray(tree.confidences)[fed] > 0.01).all()
+    # Free runs are taken whatever they bring.
+    assert drafted(run=jnp.float32(1.0), free=jnp.int32(2))[2] == 2

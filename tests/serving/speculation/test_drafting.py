@@ -28,7 +28,7 @@ class Cache:
 class Silent:
     """A drafter that never speaks."""
 
-    step_s, steps = 0.001, 0
+    run_s, branch_s, step_s, steps = 0.001, 0.0, 0.001, 0
 
     def grow(self, sequence, root, growing, cache):
         return root_alone(root, 16), cache
@@ -37,7 +37,7 @@ class Silent:
 class Target:
     """Says 1, 2, 3 and so on, at most `block` tokens a call."""
 
-    streams_weights, lock, block = False, threading.RLock(), 8
+    idle_read_s, lock, block = 0.0, threading.RLock(), 8
 
     def __init__(self):
         self.asked = []
@@ -98,14 +98,16 @@ def test_a_tree_as_published_is_verified_whole():
     by_cost = Speculation(Target(), Silent(), LEARNED)
     for nodes, took_s in ((8, 0.01), (16, 1.0), (8, 0.01), (16, 1.0)):
         by_cost._verify_cost.measured(nodes, took_s)
-    assert by_cost._size(sure, 0.001) == 8
+    by_cost._payoff.drafted(draft_ms=1, verify_ms=10, tokens=2)
+    assert by_cost._size(sure) == 8
     whole = Speculation(Target(), Silent(), SpeculationOptions.published(drafter="ngram"))
     whole._verify_cost = by_cost._verify_cost
-    assert [whole._size(sure[:count], 0.001) for count in (2, 8, 9, 12)] == [8, 8, 16, 16]
+    assert [whole._size(sure[:count]) for count in (2, 8, 9, 12)] == [8, 8, 16, 16]
 
 
 def test_plain_tokens_come_by_the_dispatch_while_drafting_pauses():
     rounds = Speculation(Target(), Silent(), SpeculationOptions(drafter="ngram", lookup=False))
+    rounds._payoff.plain(took_ms=5, tokens=1)
     for _ in range(3):
         rounds._payoff.drafted(draft_ms=5, verify_ms=10, tokens=1)
     paused = rounds._payoff.paused_tokens
@@ -129,7 +131,7 @@ SAMPLER = SimpleNamespace(temperature=np.float32(0))
 class Line:
     """A drafter of one line, which remembers what it is told."""
 
-    step_s, steps = 0.0, 0
+    run_s, branch_s, step_s, steps = 0.0, 0.0, 0.0, 0
 
     def __init__(self, tokens, share):
         self.tokens, self.share, self.followed = tokens, share, None

@@ -51,7 +51,7 @@ def test_a_full_tree_gets_room_for_the_other():
 class Scripted:
     """Proposes one tree, and remembers what became of it."""
 
-    step_s, steps = 0.5, 3
+    run_s, branch_s, step_s, steps = 0.25, 0.0625, 0.5, 3
 
     def __init__(self, *nodes):
         self.nodes, self.followed, self.stepped = nodes, [], 0

@@ -10,9 +10,11 @@ from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kernels import native
 from jaxllm.models.lora import LoraConfig
+from serving import loading
+from serving.commands.answer_facts import draft_facts
 from serving.engine import Engine
 from serving.host.direct_io import Storage
-from serving.speculation.model_drafter import confidence_temperature
+from serving.speculation.confidence import confidence_temperature
 from serving.speculation.options import SpeculationOptions
 from serving.weights.footprint import drafter_bytes, fixed_bytes, whole_budget
 from tests.models.test_lora import random_adapter
@@ -131,6 +133,43 @@ def test_a_budget_without_room_for_high_planes(path, plain):
     options = dataclasses.replace(OPTIONS, memory_bytes=memory_for(plain, 0.4))
     with pytest.raises(BudgetExceeded, match="at least"):
         Engine.open(path, options=options, speculation=drafts(), warm_up=False)
+
+
+def test_by_itself_a_model_drafts_where_it_can_and_may_pay(path, plain, tmp_path, monkeypatch):
+    own = SpeculationOptions.by_itself()
+
+    def drafter(path, share=0.0):
+        memory = memory_for(plain, share) if share else 0
+        options = dataclasses.replace(OPTIONS, memory_bytes=memory)
+        engine = Engine.open(path, options=options, speculation=own, warm_up=False)
+        found = None if engine.speculation is None else engine.speculation.options.drafter
+        engine.close()
+        return found
+
+    # So small that it is in the processor's caches.
+    assert drafter(path) is None
+    # Streamed it drafts, unless the memory has no room for high planes.
+    monkeypatch.setattr("tests.serving.speculation.test_nested_drafter.TREES", own.trees)
+    assert (drafter(path, 0.8), drafter(path, 0.3)) == ("nested", None)
+    monkeypatch.setattr(loading, "_LEAST_DRAFTING_BYTES", 0)
+    assert drafter(path) == "nested"
+    other = write_tiny_bundle(tmp_path / "plain.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG))
+    assert drafter(other) is None
+    engine = Engine.open(path, options=OPTIONS, speculation=own, level=25, warm_up=False)
+    assert engine.speculation is None
+
+
+def test_whether_drafts_pay_is_said(path):
+    options = dataclasses.replace(drafts(), pausing=True)
+    engine = Engine.open(path, options=OPTIONS, speculation=options, warm_up=False)
+    assert draft_facts(engine.speculation)["drafts"]["pays"] is None
+    engine.warm_up(prompt_tokens=80, max_tokens=48)
+    engine.runner.fill(engine.runner.request_buckets(80, engine.speculation.cache_tokens(48)))
+    engine.generate(PROMPT, GREEDY)
+    facts = draft_facts(engine.speculation)["drafts"]
+    assert facts["pays"] == (facts["drafted_token_ms"] <= facts["plain_token_ms"])
+    # Some tokens are decoded plainly, to know their time.
+    assert facts["plain_tokens"] >= 4
 
 
 def test_confidences_follow_the_sampler():

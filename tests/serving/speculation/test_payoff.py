@@ -3,8 +3,24 @@
 from serving.speculation.payoff import Payoff
 
 
+def tried(payoff, *, draft_ms, verify_ms, tokens, plain_ms):
+    """The first passes, and the plain tokens that are tried after them."""
+    passes = 0
+    while payoff.worthwhile:
+        payoff.drafted(draft_ms=draft_ms, verify_ms=verify_ms, tokens=tokens)
+        passes += 1
+    assert passes == 3
+    assert payoff.pays is None
+    assert payoff.paused_tokens == 4
+    payoff.plain(took_ms=4 * plain_ms, tokens=4)
+    assert payoff.worthwhile
+
+
 def test_drafts_that_pay_go_on():
     payoff = Payoff()
+    tried(payoff, draft_ms=2, verify_ms=10, tokens=3, plain_ms=9)
+    assert payoff.pays
+    assert payoff.rate == 250
     for _ in range(50):
         payoff.drafted(draft_ms=2, verify_ms=10, tokens=3)
         assert payoff.worthwhile
@@ -12,26 +28,27 @@ def test_drafts_that_pay_go_on():
 
 def test_drafts_that_cost_more_than_they_bring_pause_for_ever_longer():
     payoff, pauses = Payoff(), []
-    for _ in range(4):
+    tried(payoff, draft_ms=5, verify_ms=10, tokens=1, plain_ms=10)
+    for turn in range(4):
         rounds = 0
         while payoff.worthwhile:
             payoff.drafted(draft_ms=5, verify_ms=10, tokens=1)
             rounds += 1
-        assert rounds == 3
+        # The first decision follows the passes that were there.
+        assert rounds == (3 if turn else 1)
+        assert not payoff.pays
         pause = 0
         while not payoff.worthwhile:
             payoff.plain(took_ms=10, tokens=1)
             pause += 1
         pauses.append(pause)
     assert pauses == [8, 16, 32, 64]
+    assert payoff.rate == 100
 
 
-def test_what_plain_tokens_take_is_learnt():
+def test_plain_tokens_never_take_longer_than_verifications():
     payoff = Payoff()
-    # A tree takes far longer than a token, which is known only after one: two tokens a round are too few.
-    for _ in range(3):
-        payoff.drafted(draft_ms=0, verify_ms=10, tokens=2)
-    assert payoff.worthwhile
-    payoff.plain(took_ms=2, tokens=1)
-    payoff.drafted(draft_ms=0, verify_ms=10, tokens=2)
+    # A stall made plain tokens look slow.
+    tried(payoff, draft_ms=8, verify_ms=10, tokens=1, plain_ms=50)
+    payoff.drafted(draft_ms=8, verify_ms=10, tokens=1)
     assert not payoff.worthwhile

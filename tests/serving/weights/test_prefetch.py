@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from serving.host.direct_io import PAGE, PieceReader
+from serving.host.direct_io import PAGE, PieceReader, Storage
 from serving.weights.pieces import LayerPiece, Range
 from serving.weights.prefetch import WeightStream
 
@@ -62,6 +62,30 @@ def test_a_piece_is_never_filled_by_the_ranges_before(path):
                     assert (slot.memory[:size] == layer + 1).all()
                     # So that nothing is there that was not read.
                     slot.memory[:] = 0
+    stream.close()
+
+
+def test_a_pass_may_begin_later_while_storage_reads(path):
+    """Until the slots are full, and for no longer than the pass before waited."""
+    stream = WeightStream(
+        PieceReader(path, Storage(latency_ms=20)), pieces(SIZE), resident=[], slots=2, slot_bytes=SIZE
+    )
+    assert stream.idle_read_s == 0
+
+    def run(compute_s):
+        for layer in range(LAYERS):
+            with stream.piece(layer):
+                time.sleep(compute_s)
+
+    run(0)
+    run(0)
+    with stream.piece(0):
+        # Reading takes all of the time, 20 ms a piece.
+        assert 0.02 <= stream.idle_read_s <= 0.2
+    for _ in range(3):
+        run(0.2)
+    # Computing does: nothing is waited for.
+    assert stream.idle_read_s < 0.02
     stream.close()
 
 

@@ -3,20 +3,20 @@
 import numpy as np
 import pytest
 
-from serving.speculation.verify_cost import VerifyCost
+from serving.speculation.size_cost import SizeCost
 
 SIZES = (8, 16, 32, 64)
 
 
 def learned(base_s, node_s, sizes, *, noise=0.03):
-    cost, draw = VerifyCost(SIZES[-1]), np.random.default_rng(0)
+    cost, draw = SizeCost(SIZES[-1]), np.random.default_rng(0)
     for nodes in sizes:
         cost.measured(nodes, (base_s + node_s * nodes) * (1 + noise * draw.standard_normal()))
     return cost
 
 
 def test_nothing_is_known_before():
-    assert VerifyCost(64).seconds(64) == 0
+    assert SizeCost(64).seconds(64) == 0
 
 
 @pytest.mark.parametrize(("base_s", "node_s"), [(0.2, 0.0001), (0.01, 0.0005), (0.004, 0.0)])

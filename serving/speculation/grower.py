@@ -1,0 +1,92 @@
+"""Grows token trees with a model in memory, and measures what its runs take."""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.kv.cache import KVCache
+from jaxllm.speculative.tree import TokenTree
+from jaxllm.steps.trees import DraftEnd
+from serving.runners.resident import ResidentRunner
+from serving.speculation.confidence import Confidence
+from serving.speculation.drafter import Growing
+from serving.speculation.options import TreeShape
+from serving.speculation.payoff import running_mean
+from serving.speculation.size_cost import SizeCost
+
+Fed = jax.Array | np.ndarray
+
+
+class Grower:
+    """Runs a drafter's model.
+
+    Attributes:
+      runner: of the model.
+      shape: of trees.
+      confidence: of the model's tokens.
+      steps: number of runs so far.
+    """
+
+    def __init__(self, runner: ResidentRunner, shape: TreeShape, confidence: Confidence) -> None:
+        self.runner, self.shape, self.confidence = runner, shape, confidence
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what was measured."""
+        self.steps, self._cost = 0, SizeCost(self.shape.tips)
+        self._step_s: float | None = None
+        self._first = True
+
+    @property
+    def run_s(self) -> float:
+        """Time of a run, without its branches."""
+        return self._cost.seconds(0)
+
+    @property
+    def branch_s(self) -> float:
+        """Time that each branch of a run takes."""
+        return max(0.0, self._cost.seconds(self.shape.tips) - self.run_s) / self.shape.tips
+
+    @property
+    def step_s(self) -> float:
+        """Time of a run while weights are read, which takes processors, too."""
+        return self._step_s or self._cost.seconds(self.shape.tips)
+
+    def grow(
+        self, tree: TokenTree, fed: Fed, cache: KVCache, growing: Growing, limit: int, *, hidden: bool = False
+    ) -> tuple[TokenTree, Fed, Any, int]:
+        """Grows a tree by up to `limit` runs.
+
+        Args:
+          tree, fed, cache: see `ResidentRunner.draft`; donated.
+          growing: when to end.
+          limit: most runs.
+          hidden: whether weights are read meanwhile.
+
+        Returns:
+          The tree, `fed`, the cache, and the number of runs.
+        """
+        before, began = int(np.asarray(fed).sum()), time.perf_counter()
+        confidence = self.confidence
+        end = DraftEnd(
+            alpha=np.float32(growing.alpha),
+            run=np.float32(growing.run),
+            branch=np.float32(growing.branch),
+            free=np.int32(growing.free_runs),
+            most=np.int32(growing.most),
+            limit=np.int32(limit),
+            temperature=np.float32(confidence.temperature),
+            shifts=confidence.shifts,
+        )
+        tree, fed, cache, count = self.runner.draft(tree, fed, cache, self.shape, end)
+        self.steps += count
+        took_s, first = time.perf_counter() - began, self._first
+        self._first = self._first and not count
+        # A bucket's first run sets its kernels up, which says nothing of the next ones.
+        if count and hidden:
+            self._step_s = running_mean(self._step_s, took_s / count)
+        elif count and not first:
+            self._cost.measured((int(np.asarray(fed).sum()) - before) / count, took_s / count)
+        return tree, fed, cache, count
