@@ -14,9 +14,10 @@ from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import Tiles, no_visits, run_tile, sum_visits, tiles_and_weights
 from jaxllm.kernels.native_call import value
 from jaxllm.kernels.used_units import PARAMETER
-from jaxllm.kv.cache import KVCache, Past, TokenPositions
+from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks, load_chunks, load_layer
 from jaxllm.kv.codecs import ChunkFormat
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
 from jaxllm.models.layer import chosen_experts
 from jaxllm.models.layer_params import LayerParams

@@ -13,7 +13,8 @@ import numpy as np
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.submodel import part_of_sub_model, sub_model
 from jaxllm.kernels import native
-from jaxllm.kv.cache import KVCache, Past, TokenPositions, TreePositions, new_cache
+from jaxllm.kv.cache import KVCache, Past, new_cache
+from jaxllm.kv.positions import TokenPositions, TreePositions
 from jaxllm.models.layer_stack import STACK
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Sampling, sampler_state

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.kv.cache import Past
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.steps.layers import attend_layer, attend_restored, combine_experts, expert_tile
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, mass_by_node, position_shapes
 from serving.buckets.context import layer_chunk_shapes

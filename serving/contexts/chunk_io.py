@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kv.cache import KVCache
 from jaxllm.kv.chunks import LayerChunks, chunk_shapes, reads_addresses
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.kv.recompute import LOST
 from serving.buckets.context import ENCODED_CHUNKS, source_shape
 from serving.contexts.blobs import Blobs, Stored
