@@ -67,7 +67,8 @@ class CodedChunks:
           width: of a head (H).
           dtype: of the cache behind them.
         """
-        assert self.bits is not None and self.layer is not None
+        assert self.bits is not None
+        assert self.layer is not None
         shape = ChunkShape(heads=heads, tokens=self.form.tokens, width=width, dtype=dtype.name)
         blobs = jax.lax.dynamic_index_in_dim(jnp.asarray(self.source), self.layer, keepdims=False)
         bits, parts = jnp.asarray(self.bits)[:, None, None, None], []

@@ -237,7 +237,7 @@ class LevelRunner(abc.ABC):
     def make_room(self, cache: KVCache, tokens: int) -> KVCache:
         """See `Runner`."""
         caches = self.options.cache_tokens
-        target = self.capacity_for(tokens)
+        target = self.capacity_for(tokens - cache.coded_tokens)
         while (short := cache.capacity_tokens) < target:
             long = caches[caches.index(short) + 1]
             grow = GrowBucket(short_tokens=short, long_tokens=long, level=self.model.bucket_level)

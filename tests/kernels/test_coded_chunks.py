@@ -10,14 +10,14 @@ import pytest
 
 from jaxllm.kernels.chunk_table import ChunkTable
 from jaxllm.kv.cache import Past
-from jaxllm.kv.coded import CodedChunks
 from jaxllm.kv.codecs import CODECS, RAW, ChunkFormat, ChunkShape
+from jaxllm.kv.coded import CodedChunks
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention
 from tests.kernels.switching import needs_native
 
 pytestmark = needs_native
-K, C, COUNT, CAPACITY = 2, 10, 9, 16
+K, C, COUNT, CAPACITY = 2, 10, 9, 32
 
 
 class Case:
@@ -135,9 +135,10 @@ def test_raw_chunks_give_the_bits_of_a_cache(dtype):
             side[0, 0, :, number * C : (number + 1) * C] = own
     for side, cache in zip(rows, case.cache, strict=True):
         side[0, 0, :, COUNT * C :] = cache[0, 0]
-    out, _ = case.attend(case.by_address(case.table()))
+    table = case.table()
+    out, _ = case.attend(case.by_address(table))
     case.cache = rows
-    plain, _ = case.attend(case.by_address(case.table(), tokens=0))
+    plain, _ = case.attend(case.by_address(table, tokens=0))
     np.testing.assert_array_equal(out, plain)
 
 

@@ -33,6 +33,7 @@ const char* read_chunks(const AnyBuffer& table, const AnyBuffer& layer, const An
   }
   if (count < 0 || size % form.tokens || size / form.tokens > chunks)
     return "a table has not so many tokens in whole chunks";
+  if (static_cast<size_t>(s.rows[0]) < size) return "new tokens lie among those of chunks";
   s.chunks = {found->blobs.data() + static_cast<size_t>(at) * chunks, found->bits.data(), found->heads[at], size,
               form};
   return nullptr;
