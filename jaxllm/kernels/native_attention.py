@@ -21,8 +21,8 @@ class ChunksAt(NamedTuple):
       table: `[2]` uint32, the handle of a table (see `jaxllm.kernels.chunk_table`).
       layer: int32 scalar, in the table.
       tokens: int32 scalar, of the chunks that are attended to: whole chunks.
-      mass: `[B, n]` float32, to which what valid queries attend to each chunk is added; for a tree `[B, 1 + T,
-        n]`, as that of `attention`; or None.
+      mass: `[B, n]` float32, to which what valid queries attend to each chunk is added; for a tree
+        `[B, 1 + T, n]`, as that of `attention`; or None.
     """
 
     table: jax.Array

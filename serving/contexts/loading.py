@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxllm.errors import CheckpointError
+from jaxllm.kernels.chunk_table import ChunkTable
 from jaxllm.kv.cache import KVCache
+from jaxllm.kv.eviction import Resident
 from jaxllm.kv.recompute import LOST
 from serving.contexts.blobs import Stored
 from serving.contexts.chunk_io import ChunkIO
@@ -48,8 +50,8 @@ class ChunkLoader:
     def resume(
         self, levels: Mapping[int, ChunkIO], turn: Turn, last: tuple[str, Session], tokens: int
     ) -> Restoration:
-        """Gives a call's session all whole chunks of its context, or the cache of the call that ended last, if
-        that was in the same context.
+        """Gives a call's session all whole chunks of its context, or the cache of the call that ended last,
+        if that was in the same context.
 
         Args:
           levels: of the model.
@@ -109,16 +111,23 @@ class ChunkLoader:
                 continue
             self.load(chunk_io, name, read)
             if chunk_io.coded and base.bits and not how.computed:
-                # Else one read's memory would stay as long as the table.
-                self._memory.own(name)
-                session.chunks = self._memory.table(
-                    name, lambda there: chunk_io.table([(each.bits, each.blobs) for each in there])
-                )
+                if read:
+                    # Else one read's memory would stay as long as the table.
+                    self._memory.own(name)
+                session.chunks = self.table(chunk_io, name)
                 cache = chunk_io.behind(cache, session.chunks, len(base.bits))
             session.cache, session.weights_version = cache, runner.weights_version
             session.tokens = list(base.tokens[: len(base.bits) * chunk_io.chunk_tokens])
             return how
         raise AssertionError("either of two attempts returns or raises")
+
+    def table(self, chunk_io: ChunkIO, name: str) -> ChunkTable:
+        """The table of a context's chunks, all of which are in memory (see `ChunkMemory.table`)."""
+
+        def made(there: list[Resident]) -> ChunkTable:
+            return chunk_io.table([(each.bits, each.blobs) for each in there])
+
+        return self._memory.table(name, made)
 
     def load(self, chunk_io: ChunkIO, name: str, chunks: Mapping[int, Stored]) -> None:
         """Puts chunks of a context into memory.

@@ -314,7 +314,7 @@ def test_a_donated_stack_is_written_in_place():
 
     def both(q, k, v, keys, values, positions, valid):
         for slot in (2, 0):
-            out, keys, values, _ = native_attention.attention(
+            out, keys, values, *_ = native_attention.attention(
                 q, k, v, table, keys, values, positions, valid, slot=np.int32(slot), **single.options
             )
         return out, keys, values

@@ -84,7 +84,10 @@ ATTENTION: dict[str, tuple[str, list[Any]]] = {
     "a stack of two": ("cache does not fit", but(**stacked(3, 2, 2, 32, 16), slot=np.int32(0))),
     "a shorter stack of values": ("cache does not fit", but(keys=STACK, values=STACK[:2], slot=np.int32(0))),
     "a handle of one word": ("chunks need a table", but(chunks=zeros(1, dtype=np.uint32), chunk_tokens=FOUR)),
-    "chunks without a layer": ("chunks need a table", but(chunks=zeros(2, dtype=np.uint32), chunk_tokens=FOUR)),
+    "chunks without a layer": (
+        "chunks need a table",
+        but(chunks=zeros(2, dtype=np.uint32), chunk_tokens=FOUR),
+    ),
     "a table that is not open": (
         "no such table",
         but(chunks=np.array([7, 9], np.uint32), chunk_layer=np.int32(0), chunk_tokens=FOUR),

@@ -198,11 +198,12 @@ void add_heads(const AttentionShape& s, const Division& d, float* parts, size_t 
   }
 }
 
-// Adds what is attended to each of the rows that are seen to entry `i` of the mass of the cache's rows, and of
-// the chunks.
+// Adds what is attended to each of the rows that are seen to entry `i` of the mass of the cache's rows, and
+// of the chunks.
 void add_to(const AttentionShape& s, const float* sums, size_t i, float* mass) {
   const size_t seen = visible(s), coded = std::min(seen, s.chunks.tokens);
-  for (size_t key = 0; key < coded; key++) s.chunk_mass[i * s.masses + key / s.chunks.form.tokens] += sums[key];
+  for (size_t key = 0; key < coded; key++)
+    s.chunk_mass[i * s.masses + key / s.chunks.form.tokens] += sums[key];
   float* to = mass + i * s.capacity;
   for (size_t key = coded; key < seen; key++) to[key - s.chunks.tokens] += sums[key];
 }
@@ -245,9 +246,8 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
   const Buffers b{q, k, v, cos, sin, static_cast<char*>(key_cache), static_cast<char*>(value_cache), y};
   Upcoming next;
   if (s.tokens == 1) {
-    next = begin_reading(
-        {key_cache, value_cache, heads(s), s.capacity * row_bytes(s),
-         (visible(s) - std::min(visible(s), s.chunks.tokens)) * row_bytes(s)});
+    next = begin_reading({key_cache, value_cache, heads(s), s.capacity * row_bytes(s),
+                          (visible(s) - std::min(visible(s), s.chunks.tokens)) * row_bytes(s)});
   }
   if (!write_new_rows(b, s)) return kNoMemory;
   const Division d(s, mass != nullptr);

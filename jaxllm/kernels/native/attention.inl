@@ -217,7 +217,8 @@ void add_coded_values(const Attention& a, const TileScratch& own, size_t rows, s
                       bool few, const float* weights, float* sums) {
   if (!few) {
     coded_block(a, own, block, count, true, own.values);
-    return float_product(rows, own.wide, weights, kKeyBlock, own.values, own.wide, count, sums, own.wide, true);
+    return float_product(rows, own.wide, weights, kKeyBlock, own.values, own.wide, count, sums, own.wide,
+                         true);
   }
   each_chunk(a.chunks, block, block + count, [&](size_t chunk, size_t from, size_t size, size_t row) {
     const CodedRows values(a.chunks, a.head, chunk, from, size, true);
@@ -239,7 +240,8 @@ ALWAYS_INLINE bool begins_spread(const Attention& a, size_t from) {
   return a.chunks.form.rotated && from < a.chunks.tokens;
 }
 
-// Adds the weighted values [block, block + count); `is_spread`: whether sums are transformed, before and then.
+// Adds the weighted values [block, block + count); `is_spread`: whether sums are transformed, before and
+// then.
 void sum_values(const Attention& a, const TileScratch& own, size_t rows, size_t block, size_t count, bool few,
                 const float* weights, float* sums, bool& is_spread) {
   const size_t coded = coded_count(a, block, count);

@@ -16,8 +16,8 @@ ALWAYS_INLINE size_t walk_path(const Attention& a, size_t token, const Use& use)
   return length;
 }
 
-// Of a token's own block [block, block + count) the keys or values behind the chunks', from row `begin` on, as
-// floats [count][wide].
+// Of a token's own block [block, block + count) the keys or values behind the chunks', from row `begin` on,
+// as floats [count][wide].
 void gather(const Attention& a, const void* cache, size_t token, size_t block, size_t begin, size_t count,
             size_t wide, float* out) {
   const auto copy = [&](size_t row, size_t at, size_t rows) {
@@ -86,8 +86,8 @@ void sum_own_values(const Attention& a, const TileScratch& own, size_t token, si
   if (is_spread) settle_sums(a, a.group, wide, sums);
   is_spread = false;
   gather(a, a.v, token, block, block + coded, count, wide, own.values);
-  float_product(a.group, wide, weights + coded, kKeyBlock, own.values + coded * wide, wide, count - coded, sums,
-                wide, true);
+  float_product(a.group, wide, weights + coded, kKeyBlock, own.values + coded * wide, wide, count - coded,
+                sums, wide, true);
 }
 
 void attend_tree(const Attention& a, const AttentionTile& t) {

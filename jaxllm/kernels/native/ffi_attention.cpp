@@ -34,8 +34,8 @@ const char* read_chunks(const AnyBuffer& table, const AnyBuffer& layer, const An
   if (count < 0 || size % form.tokens || size / form.tokens > chunks)
     return "a table has not so many tokens in whole chunks";
   if (static_cast<size_t>(s.rows[0]) < size) return "new tokens lie among those of chunks";
-  s.chunks = {found->blobs.data() + static_cast<size_t>(at) * chunks, found->bits.data(), found->heads[at], size,
-              form};
+  s.chunks = {found->blobs.data() + static_cast<size_t>(at) * chunks, found->bits.data(), found->heads[at],
+              size, form};
   return nullptr;
 }
 
@@ -43,16 +43,16 @@ const char* read_chunks(const AnyBuffer& table, const AnyBuffer& layer, const An
 // layers [n, B, K, S, H] and the layer's slot [] among them, mass [B, S] or of a tree [B, 1 + T, S] or
 // nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing, chunks before the cache (see
 // read_chunks) and their mass [B, n] or of a tree [B, 1 + T, n] or nothing -> y like q, and caches and both
-// masses, in place. Operand: counts. Of the K heads counts[heads_at] are used. Outputs of one sequence's tokens
-// that are not valid are left as they are.
+// masses, in place. Operand: counts. Of the K heads counts[heads_at] are used. Outputs of one sequence's
+// tokens that are not valid are left as they are.
 Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBuffer sin, AnyBuffer keys,
                      AnyBuffer values, AnyBuffer mass, AnyBuffer slot, AnyBuffer rows, AnyBuffer positions,
                      AnyBuffer valid, AnyBuffer base, AnyBuffer seen, AnyBuffer chunks, AnyBuffer chunk_layer,
                      AnyBuffer chunk_tokens, AnyBuffer chunk_mass, AnyBuffer table, AnyBuffer row,
                      ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y, ffi::Result<AnyBuffer> new_keys,
                      ffi::Result<AnyBuffer> new_values, ffi::Result<AnyBuffer> new_mass,
-                     ffi::Result<AnyBuffer> new_chunk_mass, float scale,
-                     float softcap, int64_t window, int64_t heads_at, Columns columns) {
+                     ffi::Result<AnyBuffer> new_chunk_mass, float scale, float softcap, int64_t window,
+                     int64_t heads_at, Columns columns) {
   const Timer timer;
   Operands in;
   if (!in.read(table, row, buffers, columns) || in.size() != 1) return wrong(kOperands);
@@ -118,26 +118,27 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
   char* const key_cache = static_cast<char*>(in_place(keys, new_keys)) + offset;
   char* const value_cache = static_cast<char*>(in_place(values, new_values)) + offset;
   AttentionShape shape{batch,
-                             computed,
-                             kv_heads,
-                             dim(q, 3),
-                             width,
-                             capacity,
-                             used_heads,
-                             rotary,
-                             lie,
-                             stand,
-                             static_cast<size_t>(count),
-                             nodes ? static_cast<const uint8_t*>(seen.untyped_data()) : nullptr,
-                             nodes ? static_cast<size_t>(*base.reinterpret_data<int32_t>()) : 0,
-                             nodes,
-                             static_cast<size_t>(window),
-                             scale,
-                             softcap,
-                             type == ffi::DataType::F16,
-                             by_node};
+                       computed,
+                       kv_heads,
+                       dim(q, 3),
+                       width,
+                       capacity,
+                       used_heads,
+                       rotary,
+                       lie,
+                       stand,
+                       static_cast<size_t>(count),
+                       nodes ? static_cast<const uint8_t*>(seen.untyped_data()) : nullptr,
+                       nodes ? static_cast<size_t>(*base.reinterpret_data<int32_t>()) : 0,
+                       nodes,
+                       static_cast<size_t>(window),
+                       scale,
+                       softcap,
+                       type == ffi::DataType::F16,
+                       by_node};
   OpenChunks open;
-  if (const char* const what = read_chunks(chunks, chunk_layer, chunk_tokens, shape, open)) return wrong(what);
+  if (const char* const what = read_chunks(chunks, chunk_layer, chunk_tokens, shape, open))
+    return wrong(what);
   if (chunk_mass.element_count() != 0) {
     const size_t entries = batch * (by_node ? 1 + tokens : 1);
     shape.masses = chunk_mass.element_count() / entries;

@@ -248,8 +248,12 @@ PyObject* open_chunks(PyObject*, PyObject* arguments) {
     return nullptr;
   }
   jaxllm::ChunkTable table;
-  table.form = {static_cast<size_t>(of_form[0]), static_cast<size_t>(of_form[1]), of_form[2] != 0,
-                of_form[3] != 0, of_form[4] != 0, of_form[5] != 0};
+  table.form = {static_cast<size_t>(of_form[0]),
+                static_cast<size_t>(of_form[1]),
+                of_form[2] != 0,
+                of_form[3] != 0,
+                of_form[4] != 0,
+                of_form[5] != 0};
   for (const long each : of_heads) table.heads.push_back(each < 1 ? 0 : static_cast<size_t>(each));
   for (const long each : of_bits) table.bits.push_back(static_cast<int8_t>(each < 0 || each > 8 ? -1 : each));
   std::vector<Py_buffer> buffers;
