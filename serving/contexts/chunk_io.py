@@ -92,7 +92,7 @@ class ChunkIO:
             ) from error
 
     def behind(self, cache: KVCache, table: ChunkTable | None, count: int) -> KVCache:
-        """A cache, perhaps another context's, as that of the tokens behind the first `count` chunks of a table;
+        """A cache, perhaps another context's, as that of tokens behind the first `count` chunks of a table;
         nothing is copied."""
         assert cache.coded is not None
         source, tokens = NO_TABLE if table is None else table.operand, np.int32(count * self.chunk_tokens)

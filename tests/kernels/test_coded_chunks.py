@@ -90,7 +90,8 @@ class Case:
         at = TokenPositions(positions, jnp.int32(tokens), consecutive=True)
 
         def door(new: Heads, keys: jax.Array, values: jax.Array, coded: CodedChunks) -> Any:
-            mask, mass = jnp.zeros((tokens, CAPACITY), jnp.bool_), jnp.zeros((1, CAPACITY))
+            capacity = keys.shape[-2]
+            mask, mass = jnp.zeros((tokens, capacity), jnp.bool_), jnp.zeros((1, capacity))
             past = Past(keys, values, jnp.int32(0), coded)
             return cached_attention(new, None, past, mask, at, mass, options=self.options)
 

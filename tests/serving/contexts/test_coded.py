@@ -126,10 +126,7 @@ def test_levels_read_their_own_heads(kept):
     for coded in (False, True):
         contexts = kept(weights="int8", levels=(50,), coded=coded)
         context, other = new(contexts, level=50), new(contexts)
-        said = []
-        for turn in range(3):
-            said.append((say(context, TURNS[0][turn]).tokens, say(other, TURNS[1][turn]).tokens))
-        answers.append(said)
+        answers.append([[say(each, TURNS[0][turn]).tokens for each in (context, other)] for turn in range(3)])
     assert answers[0] == answers[1]
 
 
