@@ -1,4 +1,5 @@
-// Attention over coded chunks in front of a cache, beside a plain one in double: part of native_check.cpp.
+// Attention over coded chunks in front of a cache, beside a plain one in double, and of trees: part of
+// native_check.cpp.
 
 // The half that a number of at least 2^-14 is cut to.
 uint16_t half_of(float x) {
@@ -193,4 +194,74 @@ void check_chunk_tables(Random& random) {
     change(table);
     if (!wrong_chunks(table) || open_chunks(table)) fail("a wrong table is opened", 0, 0, 0, 0, 0);
   }
+}
+
+// A tree's nodes read together give the bits that each gives alone, behind the nodes that lead to it.
+void check_tree(Random& random) {
+  AttentionShape s{};
+  s.batch = 1, s.kv_heads = s.used_heads = random.in(1, 2), s.group = random.in(1, 9);
+  s.tokens = s.nodes = s.valid = random.in(1, 40);
+  s.width = random.below(2) ? 16 * random.in(1, 4) : random.in(1, 40);
+  // Around the places where blocks and cuts end, too.
+  s.base =
+      random.below(2) ? random.below(1100) : 512 * random.in(1, 2) - std::min<size_t>(random.below(30), 20);
+  s.window = random.below(2) ? 0 : random.in(1, 600);
+  s.scale = 1.0f / sqrtf(static_cast<float>(s.width));
+  s.softcap = random.below(2) ? 0.0f : 5.0f;
+  s.half = random.below(2);
+  // Perhaps behind chunks, which end before the tree begins.
+  std::unique_ptr<Coded> coded;
+  if (s.base >= 40 && random.below(2)) {
+    coded = std::make_unique<Coded>(random, s.kv_heads, s.width, s.half, s.base - 40);
+    s.chunks = coded->chunks();
+  }
+  s.capacity = s.base + s.nodes + random.below(3) - s.chunks.tokens;
+  shape = "tree of " + std::to_string(s.nodes) + " behind " + std::to_string(s.base) + " K " +
+          std::to_string(s.kv_heads) + " G " + std::to_string(s.group) + " H " + std::to_string(s.width) +
+          " window " + std::to_string(s.window) + (s.half ? " half" : "") + " coded " +
+          std::to_string(s.chunks.tokens) + (s.chunks.form.rotated ? " rotated" : "");
+  std::vector<std::vector<size_t>> paths(s.nodes);
+  std::vector<int32_t> rows(s.nodes), positions(s.nodes);
+  Buffer<uint8_t> seen(s.nodes * s.nodes);
+  std::fill_n(seen.data(), seen.size(), 0);
+  for (size_t node = 0; node < s.nodes; node++) {
+    if (node) paths[node] = paths[random.below(3) ? node - 1 : random.below(node)];
+    paths[node].push_back(node);
+    for (size_t each : paths[node]) seen.data()[node * s.nodes + each] = 1;
+    rows[node] = static_cast<int32_t>(s.base + node);
+    positions[node] = static_cast<int32_t>(s.base + paths[node].size()) - 1;
+  }
+  s.rows = rows.data(), s.positions = positions.data(), s.seen = seen.data();
+  const size_t of_row = s.kv_heads * s.width, of_query = of_row * s.group;
+  const Buffer<float> q(random.floats(s.nodes * of_query, false)), k(random.floats(s.nodes * of_row, false)),
+      v(random.floats(s.nodes * of_row, false));
+  const Rows old_keys(random, s.kv_heads, s.capacity, s.width, s.base - s.chunks.tokens, s.half);
+  const Rows old_values(random, s.kv_heads, s.capacity, s.width, s.base - s.chunks.tokens, s.half);
+  Rows keys = old_keys.copy(), values = old_values.copy();
+  Buffer<float> y(s.nodes * of_query), alone(of_query);
+  everywhere(
+      y,
+      [&] {
+        keys = old_keys.copy(), values = old_values.copy();
+        must(attention(q.data(), k.data(), v.data(), nullptr, nullptr, keys.bytes.data(), values.bytes.data(),
+                       s, y.data(), nullptr));
+      },
+      [&] {
+        keys = old_keys.copy(), values = old_values.copy();
+        const std::vector<size_t>& path = paths[random.below(s.nodes)];
+        AttentionShape one = s;
+        one.tokens = one.valid = 1, one.seen = nullptr, one.base = one.nodes = 0;
+        for (size_t i = 0; i < path.size(); i++) {
+          const int32_t row = static_cast<int32_t>(s.base + i);
+          one.rows = one.positions = &row;
+          must(attention(q.data() + path[i] * of_query, k.data() + path[i] * of_row,
+                         v.data() + path[i] * of_row, nullptr, nullptr, keys.bytes.data(),
+                         values.bytes.data(), one, alone.data(), nullptr));
+          for (size_t j = 0; j < of_query; j++) {
+            const float* among = y.data() + path[i] * of_query + j;
+            if (memcmp(alone.data() + j, among, sizeof(float)))
+              fail("a node alone gives other bits", path[i], j, alone.data()[j], *among, 0);
+          }
+        }
+      });
 }
