@@ -24,18 +24,18 @@ class CodedChunks:
       tokens: int32 scalar, of the chunks that are attended to: a multiple of C; 0 for none.
       source: the handle of a table of chunks, `[2]` uint32; or blobs of all layers by value, `[L, N, bytes]`
         uint8, of the size of the widest.
+      form: codec and size of the chunks.
       bits: `[N]` int32, widths of blobs by value; None where they are by address.
       mass: `[B, N]` float32, the attention that each chunk got; by node as that of a cache (see `KVCache`);
         None if it is not counted.
-      form: codec and size of the chunks.
       layer: int32 scalar, whose chunks; None for those of all.
     """
 
     tokens: jax.Array | np.integer
     source: jax.Array | np.ndarray
+    form: ChunkFormat = dataclasses.field(metadata={"static": True})
     bits: jax.Array | np.ndarray | None = None
     mass: jax.Array | np.ndarray | None = None
-    form: ChunkFormat = dataclasses.field(metadata={"static": True}, default=ChunkFormat.named("raw", 1))
     layer: jax.Array | np.integer | None = None
 
     @property

@@ -170,7 +170,7 @@ def no_chunks(options: EngineOptions) -> CodedChunks:
     """No chunks in front of a cache, where there may be some (see `EngineOptions.attend_coded`)."""
     most = -(-options.context_tokens // options.kv_chunk_tokens)
     mass = np.zeros((1, most), np.float32)
-    return CodedChunks(np.int32(0), NO_TABLE, mass=mass, form=options.chunk_format)
+    return CodedChunks(np.int32(0), NO_TABLE, options.chunk_format, mass=mass)
 
 
 def ids(*shape: int) -> jax.ShapeDtypeStruct:

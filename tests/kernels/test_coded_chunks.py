@@ -58,7 +58,7 @@ class Case:
 
     def table(self, **change: Any) -> ChunkTable:
         codec = self.form.codec
-        given = dict(
+        given: dict[str, Any] = dict(
             heads=[K], tokens=C, width=self.shape.width, half=self.shape.dtype == "float16",
             keys_by_token=codec.keys == "token", values_by_token=codec.values == "token",
             rotated=codec.rotated,
@@ -74,10 +74,10 @@ class Case:
         for place, blob in enumerate(self.blobs):
             source[0, place, : blob.size] = blob
         bits = np.array([*self.bits, -1, -1], np.int32)
-        return CodedChunks(np.int32(COUNT * C), source, bits, self.no_mass, self.form, np.int32(0))
+        return CodedChunks(np.int32(COUNT * C), source, self.form, bits, self.no_mass, np.int32(0))
 
     def by_address(self, table: ChunkTable, tokens: int = COUNT * C) -> CodedChunks:
-        return CodedChunks(np.int32(tokens), table.operand, None, self.no_mass, self.form, np.int32(0))
+        return CodedChunks(np.int32(tokens), table.operand, self.form, None, self.no_mass, np.int32(0))
 
     @property
     def no_mass(self) -> np.ndarray:
