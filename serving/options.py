@@ -57,6 +57,9 @@ class EngineOptions:
       kv_codec: how contexts that outlive calls are stored: a name of `jaxllm.kv.codecs.CODECS`, or "raw".
         Empty for no contexts: no buckets are made for them, and attention is not counted.
       kv_chunk_tokens: tokens of a stored chunk (C).
+      attend_coded: whether answers in contexts attend to the stored chunks where they lie, instead of
+        decoding them into a cache first. It takes native kernels, all weights in memory, prefill in floats,
+        and another drafter than "nested".
       memory_bytes: most memory for weights, caches and activations together; 0 for no limit. Where it is less
         than the model needs, layers are read from storage each time they are used (see `serving.weights`).
         The runtime itself (Python, JAX, compiled buckets) comes on top.
@@ -83,6 +86,7 @@ class EngineOptions:
     adapter_targets: tuple[str, ...] = ()
     kv_codec: str = ""
     kv_chunk_tokens: int = KV_CHUNK_TOKENS
+    attend_coded: bool = False
     memory_bytes: int = 0
     storage: Storage = dataclasses.field(default_factory=Storage)
     read_ahead: bool = True
@@ -122,6 +126,8 @@ class EngineOptions:
             raise ConfigError(
                 f"kv_chunk_tokens must be in [1, {_MAX_KV_CHUNK_TOKENS}], got {self.kv_chunk_tokens}"
             )
+        if self.attend_coded and not self.kv_codec:
+            raise ConfigError("attend_coded takes chunks of contexts: name a kv_codec, too")
         if self.kv_codec:
             # Checks the name.
             self.chunk_format  # noqa: B018

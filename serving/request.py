@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.kernels.chunk_table import ChunkTable
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import Sampling
 from jaxllm.text.tokenizer import MAX_TOKEN_ID
@@ -76,11 +77,13 @@ class Session:
       tokens: whose keys and values are in `cache`.
       cache: None for an empty session.
       weights_version: `Runner.weights_version` of the weights that computed the cache.
+      chunks: table of the chunks that the cache attends to where they lie; open as long as a session has it.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     cache: KVCache | None = None
     weights_version: tuple[int, int] | None = None
+    chunks: ChunkTable | None = None
 
     @property
     def size_bytes(self) -> int:

@@ -25,9 +25,10 @@ from jaxllm.int8_prefill.subgraphs import (
     widen,
 )
 from jaxllm.int8_prefill.whole_layer import pass_layer
-from jaxllm.kv.cache import TokenPositions, new_cache, write_rows
+from jaxllm.kv.cache import new_cache
 from jaxllm.kv.chunks import LayerChunks, take_chunks
 from jaxllm.kv.codecs import CODECS, ChunkFormat, ChunkShape
+from jaxllm.kv.positions import TokenPositions, write_rows
 from jaxllm.models import decoder
 from jaxllm.quant import contracted_rows, unpack_int4
 from jaxllm.quant.dequantize import unpack_int2

@@ -65,9 +65,12 @@ def contexts_command(
     from benchmarks.contexts import quality, run
     from benchmarks.contexts.figures import draw
     from benchmarks.measuring.storage import named_devices
+    from jaxllm.kernels import native
 
     if subject.shape is not None:
         parts = parts_without(parts, ("quality",), "random weights have none")
+    if not native.kernels().native:
+        parts = parts_without(parts, ("resident",), "no native kernels run here")
     plan = run.Plan.quick() if report.quick else run.Plan()
     chosen = tuple(sorted(set(counts))) or plan.contexts
     plan = dataclasses.replace(

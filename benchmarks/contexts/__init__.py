@@ -12,6 +12,8 @@ idea alone. The baselines, by their names in LLMS (arXiv 2403.11805, section 4):
 - jaxllm-no-compression, -no-pipeline, -no-lifecycle: ours without one of its three techniques: all chunks at
   8 bits; missing chunks only read; least recently used chunks first, written when they leave.
 
+`jaxllm-decoded`: chunks are decoded into a cache before they are attended to.
+
 A switch is timed from the call until the context can be fed the new prompt: chunks of others are evicted, and
 written if they were not written ahead, and missing chunks are restored into the cache. A call to the context
 that was called last is no switch. Contexts are computed once, and stored and kept by each system.
@@ -22,6 +24,7 @@ PARTS = {
     "switching": "time to switch contexts, on every system",
     "ablations": "the same without each of our techniques",
     "chunk-sizes": "the same with chunks of other lengths",
+    "resident": "contexts whose chunks are all in memory: attended to where they lie, or decoded first",
     "answering": "speed of answers in a context and without one",
     "quality": "perplexity, accuracy and recall of compressed contexts",
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks.contexts import PARTS
 from benchmarks.contexts.histories import Histories
 from benchmarks.contexts.replay import Switches, replay
+from benchmarks.contexts.resident import resident_rows
 from benchmarks.contexts.rows import LIMITS_MS, most_contexts, switch_rows
 from benchmarks.contexts.speed import speed_rows
 from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS, System
@@ -107,15 +108,16 @@ class Bench:
         self.plan = plan
         self._model, self._progress = model, progress
         self._weights: WeightFormat | None = weights
-        self._engines: dict[tuple[str, int], Engine] = {}
+        self._engines: dict[tuple[str, int, bool], Engine] = {}
         self._histories: Histories | None = None
         self._traces: dict[tuple[str, int], tuple[list[ContextCall], Histories]] = {}
 
-    def engine(self, codec: str, chunk_tokens: int = CHUNK_TOKENS) -> Engine:
-        """The engine that stores by a codec, in chunks of a size; an empty codec keeps no contexts."""
-        key = codec, chunk_tokens
+    def engine(self, codec: str, chunk_tokens: int = CHUNK_TOKENS, *, coded: bool = False) -> Engine:
+        """The engine that stores by a codec, in chunks of a size, and attends to them where they lie if
+        `coded`; an empty codec keeps no contexts."""
+        key = codec, chunk_tokens, coded
         if key not in self._engines:
-            options = EngineOptions(kv_codec=codec, kv_chunk_tokens=chunk_tokens)
+            options = EngineOptions(kv_codec=codec, kv_chunk_tokens=chunk_tokens, attend_coded=coded)
             self._engines[key] = Engine.open(
                 self._model, weights=self._weights, options=options, progress=self._progress
             )
@@ -214,6 +216,10 @@ def run(
             rows += _variant_rows("ablation", cell, _ablated(bench, cell), tell)
         if "chunk-sizes" in plan.parts and device is plan.devices[0]:
             rows += _variant_rows("chunk size", cell, _chunked(bench, cell), tell)
+    if "resident" in plan.parts:
+        codec = SYSTEMS[0].codec
+        coded, decoded = bench.engine(codec, coded=True), bench.engine(codec)
+        rows += resident_rows(coded, decoded, bench.engine(""), plan.repeats, plan.seed)
     if "answering" in plan.parts:
         rows += speed_rows(bench.engine(SYSTEMS[0].codec), bench.engine(""), plan.repeats, plan.seed)
     return rows

@@ -15,7 +15,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.int8_prefill.products import PRODUCTS, contracts_last_axis, product_biases, product_matrices
 from jaxllm.int8_prefill.shadow import shadow_products
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
-from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.kv.cache import Past
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.decoder import embed_tokens, logits
 from jaxllm.models.layer import attend_cache, normed_heads
 from jaxllm.models.layer_params import LayerParams

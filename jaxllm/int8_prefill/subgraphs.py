@@ -20,7 +20,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.products import NARROW, OUT, PROJECT, WIDEN, contracts_last_axis, matrices_of
 from jaxllm.int8_prefill.shadow import FloatRows, added_by_shadow
-from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.kv.cache import Past
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.layer import attend_cache, normed_heads
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of

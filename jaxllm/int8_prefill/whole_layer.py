@@ -21,7 +21,8 @@ from jaxllm.int8_prefill.subgraphs import (
     finish,
     project,
 )
-from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.kv.cache import Past
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.layer_stack import layer_of
 from jaxllm.models.parameters import Params
 from jaxllm.nn.linear import add_normed

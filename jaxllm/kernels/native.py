@@ -136,6 +136,19 @@ def close_table(handle: int) -> None:
     _library().close_table(handle)
 
 
+def open_chunks(
+    form: tuple[Any, ...], heads: Sequence[int], bits: Sequence[int], chunks: Sequence[Sequence[np.ndarray]]
+) -> int:
+    """Opens a table of chunks (see `jaxllm.kernels.chunk_table`), and returns its handle."""
+    target("attention")
+    return _library().open_chunks(form, heads, bits, chunks)
+
+
+def close_chunks(handle: int) -> None:
+    """Closes a table of chunks."""
+    _library().close_chunks(handle)
+
+
 def target(name: str) -> str:
     """XLA's name of a kernel, after registering the kernels."""
     if not kernels().native:

@@ -2,6 +2,7 @@
 `native`)."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,23 @@ from jaxllm.kernels.native import target
 from jaxllm.kernels.native_call import call
 from jaxllm.kernels.native_operands import count_operand, counts_operand, optional
 from jaxllm.kernels.used_units import UsedUnits
+
+
+class ChunksAt(NamedTuple):
+    """Chunks of one layer, by address.
+
+    Attributes:
+      table: `[2]` uint32, the handle of a table (see `jaxllm.kernels.chunk_table`).
+      layer: int32 scalar, in the table.
+      tokens: int32 scalar, of the chunks that are attended to: whole chunks.
+      mass: `[B, n]` float32, to which what valid queries attend to each chunk is added; for a tree
+        `[B, 1 + T, n]`, as that of `attention`; or None.
+    """
+
+    table: jax.Array
+    layer: jax.Array
+    tokens: jax.Array
+    mass: jax.Array | None
 
 
 def attention(
@@ -30,7 +48,8 @@ def attention(
     window: int = 0,
     used: UsedUnits | None = None,
     tree: tuple[jax.Array, jax.Array, jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    chunks: ChunksAt | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Rotates queries and new keys, writes new keys and values into the cache, and attends over it.
 
     Args:
@@ -48,30 +67,35 @@ def attention(
       used: how many of the K kv heads are written and attended to; outputs of the others are undefined.
       tree: rows of the new tokens `[T]` int32, ascending; the base row, int32 scalar, before which all rows
         are attended to; and which of the N rows from the base on each token attends to, `[T, N]` bool.
+      chunks: of the tokens before the cache's, of a single sequence; rows, positions and the base count from
+        the first of them. None for none.
 
     Returns:
       Outputs `[B, T, K, G, H]` float32, undefined for tokens of a single sequence that are not valid; keys,
-      values and mass.
+      values and mass; and the mass of chunks.
     """
     seen = optional(mass)
     nothing = (positions, jnp.zeros((0,), jnp.int32), jnp.zeros((0,), jnp.bool_))
     rows, base, told = nothing if tree is None else tree
     cos, sin = (None, None) if rotary is None else rotary
-    out, keys, values, seen = call(
+    none = (jnp.zeros((0,), jnp.uint32), jnp.zeros((0,), jnp.int32), jnp.zeros((0,), jnp.int32), None)
+    handle, layer, coded_tokens, coded_mass = none if chunks is None else chunks
+    coded_seen = optional(coded_mass)
+    out, keys, values, seen, coded_seen = call(
         "attention",
-        [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values, seen)],
+        [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values, seen, coded_seen)],
         (
             q, k, v, optional(cos), optional(sin), keys, values, seen, count_operand(slot), rows, positions,
-            valid, base, told,
+            valid, base, told, handle, layer, coded_tokens, coded_seen,
         ),
         (counts_operand(used),),
-        aliases={5: 1, 6: 2, 7: 3},
+        aliases={5: 1, 6: 2, 7: 3, 17: 4},
         scale=np.float32(scale),
         softcap=np.float32(softcap),
         window=np.int64(window),
         heads_at=np.int64(-1 if used is None else used.column),
     )  # fmt: skip
-    return out, keys, values, None if mass is None else seen
+    return out, keys, values, None if mass is None else seen, None if coded_mass is None else coded_seen
 
 
 def load_chunks(

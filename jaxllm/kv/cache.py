@@ -7,6 +7,8 @@ length that buckets exist for; a sequence that outgrows it moves into the next l
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,8 @@ from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native, native_products
+from jaxllm.kv.coded import CodedChunks
+from jaxllm.kv.positions import TokenPositions
 
 # Rows that `fork` copies at once.
 _FORK_BLOCK = 64
@@ -29,11 +33,13 @@ class Past:
     Attributes:
       keys, values: `[B, K, S, H]`, or those of a stack of layers, `[n, B, K, S, H]`.
       slot: int32 scalar, the layer's index in the stack; None without one.
+      coded: chunks of the tokens before these rows; None: row 0 is the sequence's first token.
     """
 
     keys: jax.Array
     values: jax.Array
     slot: jax.Array | np.integer | None = None
+    coded: CodedChunks | None = None
 
     @property
     def capacity_tokens(self) -> int:
@@ -45,16 +51,22 @@ class Past:
         """The layer's keys and values alone, `[B, K, S, H]`."""
         return self._own(self.keys), self._own(self.values)
 
-    def written(self, at: "TokenPositions", keys: jax.Array, values: jax.Array) -> "Past":
+    def written(self, at: TokenPositions, keys: jax.Array, values: jax.Array) -> "Past":
         """With keys and values of new tokens `[B, K, T, H]` (see `TokenPositions.write`)."""
-        new_keys, new_values = at.write(self.keys, keys, self.slot), at.write(self.values, values, self.slot)
-        return Past(new_keys, new_values, self.slot)
+        before = None if self.coded is None else self.coded.tokens
+        new_keys, new_values = (
+            at.write(rows, new, self.slot, before=before)
+            for rows, new in ((self.keys, keys), (self.values, values))
+        )
+        return dataclasses.replace(self, keys=new_keys, values=new_values)
 
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above, where a step that takes them is traced."""
         lead = "" if self.slot is None else "* "
         axes.check(jnp.floating, f"{lead}B K S H", keys=self.keys, values=self.values)
         axes.check(jnp.int32, "", slot=self.slot)
+        if self.coded is not None:
+            self.coded.check(axes)
 
     def _own(self, rows: jax.Array) -> jax.Array:
         if self.slot is None:
@@ -77,6 +89,8 @@ class KVCache:
         layers; None if it is not counted. From the verification of a tree of M nodes until a path of it is
         kept it is `[B, 1 + M, S]`: entry 0 is the sequence's, entry 1 + n that of the queries of node n.
       places: per layer, its stack and its slot in it (see `stack_places`).
+      coded: chunks of the first tokens. Row r is then that of token `coded.tokens` + r, and `length` counts
+        the chunks' tokens, too. None: there can be none.
     """
 
     keys: tuple[jax.Array, ...]
@@ -84,11 +98,17 @@ class KVCache:
     length: jax.Array
     mass: jax.Array | None = None
     places: tuple[tuple[int, int], ...] | None = dataclasses.field(default=None, metadata={"static": True})
+    coded: CodedChunks | None = None
 
     @property
     def capacity_tokens(self) -> int:
-        """Positions that fit (S)."""
+        """Positions that fit (S), besides those of coded chunks."""
         return self.keys[0].shape[-2]
+
+    @property
+    def coded_tokens(self) -> int:
+        """Tokens in coded chunks, for the host: waits until the cache is computed."""
+        return 0 if self.coded is None else int(np.asarray(self.coded.tokens))
 
     @property
     def layers(self) -> int:
@@ -104,7 +124,8 @@ class KVCache:
         """
         if self.places is None:
             assert number is None or isinstance(number, int)
-            return Past(self.keys[layer], self.values[layer])
+            coded = None if self.coded is None else self.coded.of_layer(layer)
+            return Past(self.keys[layer], self.values[layer], coded=coded)
         stack, slot = self.places[layer]
         if isinstance(number, int) or number is None:
             slot = np.int32(slot if number is None else self.places[number][1])
@@ -112,14 +133,18 @@ class KVCache:
             slot = number
         else:
             slot = jnp.asarray([each for _, each in self.places], jnp.int32)[number]
-        return Past(self.keys[stack], self.values[stack], slot)
+        coded = None if self.coded is None else self.coded.of_layer(layer if number is None else number)
+        return Past(self.keys[stack], self.values[stack], slot, coded)
 
     def with_past(self, layer: int, past: Past) -> "KVCache":
         """With other keys and values of a layer, from `past`."""
         stack = layer if self.places is None else self.places[layer][0]
         keys = tuple(past.keys if at == stack else each for at, each in enumerate(self.keys))
         values = tuple(past.values if at == stack else each for at, each in enumerate(self.values))
-        return dataclasses.replace(self, keys=keys, values=values)
+        coded = self.coded
+        if coded is not None and past.coded is not None:
+            coded = dataclasses.replace(coded, mass=past.coded.mass)
+        return dataclasses.replace(self, keys=keys, values=values, coded=coded)
 
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above, where a step that takes the cache is traced."""
@@ -129,131 +154,41 @@ class KVCache:
         by_node = self.mass is not None and self.mass.ndim == 3
         axes.check(jnp.float32, "B * S" if by_node else "B S", mass=self.mass)
         axes.check(jnp.int32, "", length=self.length)
+        if self.coded is not None:
+            self.coded.check(axes)
 
     def uncounted(self) -> "KVCache":
         """The same cache with an attention mass of zero."""
-        mass = np.zeros((self._batch, self.capacity_tokens), np.float32)
-        return dataclasses.replace(self, mass=mass)  # pyright: ignore[reportArgumentType]: steps take it
+
+        def zeros(mass: jax.Array | np.ndarray | None) -> np.ndarray:
+            count = self.capacity_tokens if mass is None else mass.shape[-1]
+            return np.zeros((self._batch, count), np.float32)
+
+        return self._with_mass(zeros)
 
     def counted_by_node(self, nodes: int) -> "KVCache":
         """The same cache with its mass by node: which nodes count is known after a verification."""
         if self.mass is None:
             return self
-        mass = np.zeros((self.mass.shape[0], 1 + nodes, self.capacity_tokens), np.float32)
-        mass[:, 0] = self.mass
-        return dataclasses.replace(self, mass=mass)  # pyright: ignore[reportArgumentType]: steps take it
+
+        def by_node(mass: jax.Array | np.ndarray | None) -> np.ndarray:
+            assert mass is not None
+            wide = np.zeros((mass.shape[0], 1 + nodes, mass.shape[-1]), np.float32)
+            wide[:, 0] = mass
+            return wide
+
+        return self._with_mass(by_node)
+
+    def _with_mass(self, change: Callable[[jax.Array | np.ndarray | None], Any]) -> "KVCache":
+        """With another mass of its rows and of its chunks."""
+        coded = self.coded
+        if coded is not None and coded.mass is not None:
+            coded = dataclasses.replace(coded, mass=change(coded.mass))
+        return dataclasses.replace(self, mass=change(self.mass), coded=coded)
 
     @property
     def _batch(self) -> int:
         return self.keys[0].shape[-4]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TreePositions:
-    """Cache rows and attention mask of a token tree: one row per node after the sequence, at any depth.
-
-    Attributes:
-      base: int32 scalar, the row of the first node; every node attends to all rows before it.
-      rows: `[T]` int32, rows of the new tokens, ascending.
-      mask: `[T, M]` bool, which of the M rows from `base` on each new token attends to: its ancestors and
-        itself.
-    """
-
-    base: jax.Array
-    rows: jax.Array
-    mask: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TokenPositions:
-    """Positions of new tokens in a sequence, and their rows in its cache.
-
-    Invariants: without a tree `positions` do not descend; the rows of real tokens differ.
-
-    Attributes:
-      positions: `[T]` int32, in the sequence (the rotary embedding uses them).
-      valid: int32 scalar: the first `valid` tokens are real, the others padding.
-      tree: rows and mask of a token tree; None: rows are positions, and a token attends to all positions
-        before it.
-      consecutive: whether the rows are consecutive, from the first position on.
-    """
-
-    positions: jax.Array
-    valid: jax.Array
-    tree: TreePositions | None = None
-    consecutive: bool = dataclasses.field(metadata={"static": True}, default=False)
-
-    @classmethod
-    def after(cls, length: jax.Array, count: int, valid: jax.Array) -> "TokenPositions":
-        """`count` consecutive positions after `length` tokens."""
-        return cls(length + jnp.arange(count, dtype=jnp.int32), valid, consecutive=True)
-
-    def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes the positions is traced."""
-        axes.check(jnp.int32, "T", positions=self.positions)
-        axes.check(jnp.int32, "", valid=self.valid)
-        if self.tree is not None:
-            axes.check(jnp.int32, "", base=self.tree.base)
-            axes.check(jnp.int32, "T", rows=self.tree.rows)
-            axes.check(jnp.bool_, "T M", mask=self.tree.mask)
-
-    @property
-    def padded(self) -> bool:
-        """Whether some tokens may be padding: a token by itself is real."""
-        return len(self.positions) > 1
-
-    @property
-    def rows(self) -> jax.Array:
-        """The rows `[T]` of the cache into which new tokens are written."""
-        return self.positions if self.tree is None else self.tree.rows
-
-    def visible(self, keys: int, window: int) -> jax.Array:
-        """The attention mask `[T, keys]` bool of new tokens over the first `keys` rows, True = attend.
-
-        With a `window` above 0 a token attends to the last `window` positions, its own included. Of a tree a
-        node attends to its path, so that its k-th visible node is at position base + k.
-        """
-        row = jnp.arange(keys, dtype=jnp.int32)[None, :]
-        stands = row
-        if self.tree is None:
-            before = row <= self.rows[:, None]
-        else:
-            mask, base = self.tree.mask, self.tree.base
-            node = row - base
-            inside = (node >= 0) & (node < mask.shape[1])
-            at = jnp.broadcast_to(jnp.clip(node, 0, mask.shape[1] - 1), (len(self.rows), keys))
-            before = (node < 0) | (inside & jnp.take_along_axis(mask, at, axis=1))
-            depth = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
-            stands = jnp.where(node < 0, row, base + jnp.take_along_axis(depth, at, axis=1))
-        return before & (stands > self.positions[:, None] - window) if window else before
-
-    def write(self, rows: jax.Array, new: jax.Array, slot: jax.Array | np.integer | None = None) -> jax.Array:
-        """Writes the valid tokens of `new` `[B, K, T, H]` at their rows; rows past S are dropped.
-
-        Args:
-          rows: `[B, K, S, H]`, or those of a stack of layers, `[n, B, K, S, H]`.
-          new: keys or values.
-          slot: the layer's index in the stack.
-
-        Returns:
-          The updated rows.
-        """
-        axes = Axes("write")
-        self.check(axes)
-        axes.check(jnp.floating, "B K S H" if slot is None else "* B K S H", rows=rows)
-        axes.check(jnp.floating, "B K T H", new=new)
-        if self.consecutive:
-            return write_rows(rows, new, self.positions[0], self.valid, slot)
-        real = jnp.arange(len(self.positions), dtype=jnp.int32) < self.valid
-        # Row S does not exist: `mode="drop"` drops padding.
-        at = jnp.where(real, self.rows, rows.shape[-2])
-        new = new.astype(rows.dtype)
-        if slot is None:
-            return rows.at[:, :, at].set(new, mode="drop")
-        # Indices on both sides of slices bring the tokens to the front.
-        return rows.at[slot, :, :, at].set(new.transpose(2, 0, 1, 3), mode="drop")
 
 
 def stack_places(cfg: ModelConfig) -> tuple[tuple[int, int], ...]:
@@ -277,9 +212,11 @@ def new_cache(
     dtype: jnp.dtype,
     mass: bool = False,
     stacked: bool = True,
+    coded: CodedChunks | None = None,
 ) -> KVCache:
-    """An empty cache for `tokens` positions, with or without their attention mass, and with equal layers in
-    stacks, or each by itself. XLA copies a stack for each layer that a step writes outside of a loop."""
+    """An empty cache for `tokens` positions, with or without their attention mass, behind coded chunks, if
+    any, and with equal layers in stacks, or each by itself. XLA copies a stack for each layer that a step
+    writes outside of a loop."""
     places, shapes = stack_places(cfg), {}
     for layer, (stack, slot) in enumerate(places):
         own = (batch, cfg.units(layer).kv_heads, tokens, cfg.head_dim)
@@ -291,6 +228,7 @@ def new_cache(
         length=jnp.zeros((), jnp.int32),
         mass=jnp.zeros((batch, tokens), jnp.float32) if mass else None,
         places=places if stacked else None,
+        coded=coded,
     )
 
 
@@ -330,7 +268,7 @@ def fork(cache: KVCache, empty: KVCache, tokens: jax.Array) -> KVCache:
     Args:
       cache: stays as it is.
       empty: is written; the memory of its rows beyond the tokens is not touched, but for a few.
-      tokens: int32 scalar, at most the cache's.
+      tokens: int32 scalar, at most the cache's, and none of its coded chunks less; these are shared.
     """
     capacity = cache.capacity_tokens
     block = min(_FORK_BLOCK, capacity)
@@ -345,54 +283,10 @@ def fork(cache: KVCache, empty: KVCache, tokens: jax.Array) -> KVCache:
             for into, rows in zip(to, (*cache.keys, *cache.values), strict=True)
         )
 
-    rows = jax.lax.fori_loop(0, (tokens + block - 1) // block, copied, (*empty.keys, *empty.values))
+    count, coded = tokens, empty.coded
+    if cache.coded is not None and coded is not None:
+        count = tokens - cache.coded.tokens
+        coded = dataclasses.replace(cache.coded, mass=coded.mass)
+    rows = jax.lax.fori_loop(0, (count + block - 1) // block, copied, (*empty.keys, *empty.values))
     half = len(cache.keys)
-    return dataclasses.replace(empty, keys=rows[:half], values=rows[half:], length=tokens)
-
-
-def write_rows(
-    rows: jax.Array,
-    new: jax.Array,
-    start: jax.Array,
-    valid: jax.Array,
-    slot: jax.Array | np.integer | None = None,
-) -> jax.Array:
-    """Writes the first `valid` of `new` `[B, K, T, H]` at positions `start...` of `rows` `[B, K, S, H]`, or
-    of layer `slot` of a stack `[n, B, K, S, H]`.
-
-    Exactly those positions change, also when `start + T > S`: `dynamic_update_slice` would clamp the
-    start and shift the chunk onto older rows, so the block that is replaced is read back, the valid
-    rows replace theirs in it, and the block is written whole. Rows past S are
-    dropped. A single row (T = 1) is written without all this: it must be valid and `start < S`.
-    """
-    axes = Axes("write_rows")
-    axes.check(jnp.floating, "B K S H" if slot is None else "* B K S H", rows=rows)
-    axes.check(jnp.floating, "B K T H", new=new)
-    axes.check(jnp.int32, "", start=start, valid=valid)
-    capacity, length = rows.shape[-2], new.shape[2]
-    new = new.astype(rows.dtype)
-    zero = np.int32(0)
-
-    def put(block: jax.Array, at: jax.Array) -> jax.Array:
-        if slot is None:
-            return jax.lax.dynamic_update_slice(rows, block, (zero, zero, at, zero))
-        return jax.lax.dynamic_update_slice(rows, block[None], (slot, zero, zero, at, zero))
-
-    if length == 1:
-        # One valid row always fits.
-        return put(new, start)
-    if length > capacity:
-        # A chunk longer than the cache: only its first S rows can be valid.
-        new, length = new[:, :, :capacity], capacity
-    block_start = jnp.clip(start, 0, capacity - length)
-    shift = start - block_start
-    if slot is None:
-        old = jax.lax.dynamic_slice_in_dim(rows, block_start, length, axis=2)
-    else:
-        old = jax.lax.dynamic_slice(rows, (slot, zero, zero, block_start, zero), (1, *new.shape))[0]
-    # Row j of the block takes new[j - shift]: a slice at `length - shift` of [zeros | new].
-    padded = jnp.concatenate([jnp.zeros_like(new), new], axis=2)
-    shifted = jax.lax.dynamic_slice_in_dim(padded, length - shift, length, axis=2)
-    index = jnp.arange(length, dtype=jnp.int32) - shift
-    fresh = ((index >= 0) & (index < valid)).reshape(1, 1, length, 1)
-    return put(jnp.where(fresh, shifted, old), block_start)
+    return dataclasses.replace(empty, keys=rows[:half], values=rows[half:], length=tokens, coded=coded)

@@ -16,7 +16,8 @@ from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
-from jaxllm.kv.cache import KVCache, Past, TokenPositions
+from jaxllm.kv.cache import KVCache, Past
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.layer import (
     CosSin,
     attend_cache,

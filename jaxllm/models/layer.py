@@ -11,7 +11,8 @@ from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import Routing, route
 from jaxllm.kernels.used_units import UsedUnits
-from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.kv.cache import Past
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.nn.documents import Branches, document_attention
 from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention, rotary_cos_sin, rotate

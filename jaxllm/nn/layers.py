@@ -15,7 +15,9 @@ from jaxllm.config import Activation, RopeConfig
 from jaxllm.kernels import native, native_attention
 from jaxllm.kernels.used_units import UsedUnits
 from jaxllm.kernels.weight_table import TableArray
-from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.kv.cache import Past
+from jaxllm.kv.coded import CodedChunks
+from jaxllm.kv.positions import TokenPositions
 
 # Large but finite: a query with all keys masked must give a uniform softmax, not NaN.
 MASKED = -1e30
@@ -196,7 +198,7 @@ def cached_attention(
       new: queries, and keys and values to write.
       rotary: cos and sin `[T, R]` of `rotary_cos_sin`; None without rotary embedding.
       past: the layer's keys and values.
-      mask: `[T, S]` bool, `at.visible` with the same window.
+      mask: `[T, S]` bool, `at.visible` with the same window; behind coded chunks only its shape counts.
       at: positions of the new tokens in the cache, and how many of them are real; the others are not written.
       mass: attention mass to add to, float32: `[B, S]`, summed over queries; or for a token tree `[B, 1 + T,
         S]`, per new token, after an entry 0 that stays unchanged; or None.
@@ -213,7 +215,12 @@ def cached_attention(
 
     def by_kernel(q: jax.Array, past: Past, mass: jax.Array | None):
         wide = jnp.float32
-        out, keys, values, mass = native_attention.attention(
+        chunks, coded = None, past.coded
+        if coded is not None:
+            assert coded.layer is not None
+            parts = (coded.source, coded.layer, coded.tokens, coded.mass)
+            chunks = native_attention.ChunksAt(*parts)  # pyright: ignore[reportArgumentType]
+        out, keys, values, mass, coded_mass = native_attention.attention(
             q.astype(wide),
             k.astype(wide),
             v.astype(wide),
@@ -229,24 +236,56 @@ def cached_attention(
             softcap=softcap,
             window=window,
             used=used,
+            chunks=chunks,
         )
-        return out.astype(q.dtype), dataclasses.replace(past, keys=keys, values=values), mass
+        coded = None if coded is None else dataclasses.replace(coded, mass=coded_mass)
+        past = dataclasses.replace(past, keys=keys, values=values, coded=coded)
+        return out.astype(q.dtype), past, mass
 
     def by_xla(q: jax.Array, past: Past, mass: jax.Array | None):
         turned = k if rotary is None else rotate(k, *rotary)
         q = q if rotary is None else rotate(q, *rotary)
         past = past.written(at, turned.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
         keys, values = past.own
-        weights = _weights(q, keys, mask, scale=scale, softcap=softcap)
+        coded, visible = past.coded, mask
+        if coded is not None:
+            front = coded.decoded(keys.shape[1], keys.shape[3], keys.dtype)
+            keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(front, (keys, values), strict=True))
+            visible = _behind_chunks(at, coded, front[0].shape[2], mask.shape[1], window)
+        weights = _weights(q, keys, visible, scale=scale, softcap=softcap)
         if mass is not None:
             real = jnp.arange(q.shape[1], dtype=jnp.int32) < at.valid
             seen = jnp.where(real[None, None, :, None, None], weights, 0.0)
             seen = seen if used is None else used.only(seen, 1)
-            mass = mass + seen.sum((1, 2, 3)) if mass.ndim == 2 else mass.at[:, 1:].add(seen.sum((1, 3)))
+            by_node = mass.ndim == 3
+            seen = seen.sum((1, 3)) if by_node else seen.sum((1, 2, 3))
+
+            def counted(mass: jax.Array, seen: jax.Array) -> jax.Array:
+                return mass.at[:, 1:].add(seen) if by_node else mass + seen
+
+            mass = counted(mass, seen[..., seen.shape[-1] - mask.shape[1] :])
+            if coded is not None and coded.mass is not None:
+                of_chunks = seen[..., : seen.shape[-1] - mask.shape[1]]
+                of_chunks = of_chunks.reshape(*of_chunks.shape[:-1], -1, coded.form.tokens).sum(-1)
+                coded = dataclasses.replace(coded, mass=counted(jnp.asarray(coded.mass), of_chunks))
+                past = dataclasses.replace(past, coded=coded)
         return _weighted(values, weights, q), past, mass
 
+    by_address = past.coded is not None and past.coded.by_address
+    if past.coded is not None and not by_address:
+        return by_xla(q, past, mass)
     if not native.kernels().native or past.keys.dtype not in (jnp.float32, jnp.float16):
         return by_xla(q, past, mass)
-    if used is not None and isinstance(used.counts, TableArray):
+    if by_address or (used is not None and isinstance(used.counts, TableArray)):
         return by_kernel(q, past, mass)
     return jax.lax.platform_dependent(q, past, mass, cpu=by_kernel, default=by_xla)
+
+
+def _behind_chunks(
+    at: TokenPositions, coded: CodedChunks, front: int, capacity: int, window: int
+) -> jax.Array:
+    """The mask `[T, front + capacity]` over the rows of chunks, of which those of `coded.tokens` are there,
+    and those of a cache behind them."""
+    visible, row = at.visible(front + capacity, window), jnp.arange(front, dtype=jnp.int32)
+    behind = jax.lax.dynamic_slice_in_dim(visible, coded.tokens, capacity, axis=1)
+    return jnp.concatenate([visible[:, :front] & (row < coded.tokens), behind], axis=1)

@@ -16,7 +16,8 @@ from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.used_units import PARAMETER, UsedUnits, of_rows, only_of_rows
-from jaxllm.kv.cache import KVCache, Past, TokenPositions
+from jaxllm.kv.cache import KVCache, Past
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.decoder import embed_tokens, logits
 from jaxllm.models.layer import attend_cache, rotary_by_rope, run_layer
 from jaxllm.models.layer_params import LayerParams

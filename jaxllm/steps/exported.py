@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions
+from jaxllm.kv.cache import KVCache
+from jaxllm.kv.positions import TokenPositions, TreePositions
 from jaxllm.models.decoder import forward_at, logits
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.program_folder.manifest import KEYS, LEFT, RIGHT, VALUES, Signature

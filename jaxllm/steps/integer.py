@@ -10,7 +10,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.int8_prefill.addressed import calibration_of
 from jaxllm.int8_prefill.products import PRODUCTS
 from jaxllm.int8_prefill.whole_layer import pass_layer
-from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kv.cache import KVCache
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.decoder import embed_tokens, logits
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of, over_layers

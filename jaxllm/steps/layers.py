@@ -23,9 +23,10 @@ from jaxllm.experts.mixture import (
 from jaxllm.kernels.native_call import value
 from jaxllm.kernels.native_experts import StoredExperts
 from jaxllm.kernels.used_units import PARAMETER
-from jaxllm.kv.cache import KVCache, Past, TokenPositions
+from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks, load_chunks, load_layer
 from jaxllm.kv.codecs import ChunkFormat
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
 from jaxllm.models.layer import chosen_experts
 from jaxllm.models.layer_params import LayerParams

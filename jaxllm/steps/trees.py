@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions
+from jaxllm.kv.cache import KVCache
+from jaxllm.kv.positions import TokenPositions, TreePositions
 from jaxllm.models.decoder import forward_at, logits
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
@@ -72,12 +73,18 @@ def keep_path(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     cache.check(axes)
     axes.check(jnp.int32, "P", nodes=nodes)
     axes.check(jnp.int32, "", count=count)
-    mass = cache.mass
-    if mass is not None and mass.ndim == 3:
+
+    def summed(mass: jax.Array) -> jax.Array:
         # Entry 0 is the sequence's; nodes that are not kept get an index out of range, which is dropped.
         at = jnp.where(jnp.arange(nodes.shape[0]) < count, nodes + 1, mass.shape[1])
         kept = jnp.zeros(mass.shape[1], mass.dtype).at[0].set(1.0).at[at].set(1.0, mode="drop")
-        cache = dataclasses.replace(cache, mass=(mass * kept[:, None]).sum(1))
+        return (mass * kept[:, None]).sum(1)
+
+    if cache.mass is not None and cache.mass.ndim == 3:
+        coded = cache.coded
+        if coded is not None and coded.mass is not None:
+            coded = dataclasses.replace(coded, mass=summed(jnp.asarray(coded.mass)))
+        cache = dataclasses.replace(cache, mass=summed(cache.mass), coded=coded)
     return dataclasses.replace(_moved(cache, nodes, count), length=cache.length + count)
 
 
@@ -86,8 +93,10 @@ def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     index = jnp.arange(nodes.shape[0], dtype=jnp.int32)
     source = jnp.where(index < count, nodes, index)
     # No ascending node is before its destination, so one gather of all rows comes before the write.
-    rows = jnp.minimum(cache.length + source, np.int32(cache.capacity_tokens - 1))
-    destination = TokenPositions(positions=cache.length + index, valid=count)
+    # In the rows behind coded chunks.
+    end = cache.length if cache.coded is None else cache.length - cache.coded.tokens
+    rows = jnp.minimum(end + source, np.int32(cache.capacity_tokens - 1))
+    destination = TokenPositions(positions=end + index, valid=count)
 
     def moved(values: jax.Array) -> jax.Array:
         if cache.places is None:
@@ -100,8 +109,8 @@ def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     mass = cache.mass
     if mass is not None:
         # The mass moves with its rows; that of other nodes is dropped.
-        before = jnp.arange(mass.shape[1], dtype=jnp.int32) < cache.length
-        at = jnp.where(index < count, cache.length + index, mass.shape[1])
+        before = jnp.arange(mass.shape[1], dtype=jnp.int32) < end
+        at = jnp.where(index < count, end + index, mass.shape[1])
         mass = jnp.where(before, mass, 0).at[:, at].set(mass[:, rows], mode="drop")
     return dataclasses.replace(cache, keys=keys, values=values, mass=mass)
 
@@ -251,8 +260,11 @@ def verify(
     nodes = jnp.arange(tree.room, dtype=jnp.int32)
     if cache.mass is not None:
         # The accepted nodes are known only after the forward pass.
-        by_node = jnp.pad(cache.mass[:, None], ((0, 0), (0, tree.room), (0, 0)))
-        cache = dataclasses.replace(cache, mass=by_node)
+        by_node = [(0, 0), (0, tree.room), (0, 0)]
+        coded = cache.coded
+        if coded is not None and coded.mass is not None:
+            coded = dataclasses.replace(coded, mass=jnp.pad(jnp.asarray(coded.mass)[:, None], by_node))
+        cache = dataclasses.replace(cache, mass=jnp.pad(cache.mass[:, None], by_node), coded=coded)
     out, cache = read_nodes(params, tree, nodes, tree.count, cache, cfg=cfg, dtype=dtype)
     tokens, count, path, sampler = settle(tree, out, sampler, limit)
     return tokens, count, path, keep_path(cache, path, count), sampler

@@ -13,7 +13,10 @@ import numpy as np
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.submodel import part_of_sub_model, sub_model
 from jaxllm.kernels import native
-from jaxllm.kv.cache import KVCache, Past, TokenPositions, TreePositions, new_cache
+from jaxllm.kernels.chunk_table import NO_TABLE
+from jaxllm.kv.cache import KVCache, Past, new_cache
+from jaxllm.kv.coded import CodedChunks
+from jaxllm.kv.positions import TokenPositions, TreePositions
 from jaxllm.models.layer_stack import STACK
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Sampling, sampler_state
@@ -115,6 +118,7 @@ class ModelShapes:
             mass=bool(self.options.kv_codec),
             # Native attention updates a stack in place; without it only a loop over layers does.
             stacked=STACK in self.params or native.kernels().native,
+            coded=no_chunks(self.options) if self.options.attend_coded else None,
         )
 
     def cache(self, tokens: int) -> KVCache:
@@ -124,7 +128,9 @@ class ModelShapes:
     def past(self, layer: int, tokens: int) -> Past:
         """Shapes of the keys and values of a layer of such a cache."""
         past = self.cache(tokens).past(layer)
-        return dataclasses.replace(past, slot=None if past.slot is None else SCALAR)  # pyright: ignore
+        coded = None if past.coded is None else dataclasses.replace(past.coded, layer=SCALAR)  # pyright: ignore
+        slot = None if past.slot is None else SCALAR
+        return dataclasses.replace(past, slot=slot, coded=coded)  # pyright: ignore[reportArgumentType]
 
     @property
     def sampler(self) -> Any:
@@ -158,6 +164,13 @@ class ModelShapes:
 
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def no_chunks(options: EngineOptions) -> CodedChunks:
+    """No chunks in front of a cache, where there may be some (see `EngineOptions.attend_coded`)."""
+    most = -(-options.context_tokens // options.kv_chunk_tokens)
+    mass = np.zeros((1, most), np.float32)
+    return CodedChunks(np.int32(0), NO_TABLE, options.chunk_format, mass=mass)
 
 
 def ids(*shape: int) -> jax.ShapeDtypeStruct:

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.kernels.native_experts import StoredExperts, begun_shape
-from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.kv.cache import Past
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.steps.layers import (
     SparseLayer,
     attend_layer,

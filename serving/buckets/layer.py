@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.kv.cache import Past
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.steps.layers import final_rows, head_piece, one_layer

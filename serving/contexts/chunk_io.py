@@ -3,14 +3,17 @@
 On a CPU buckets read stored chunks in place by their addresses; elsewhere they get them by value.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kernels.chunk_table import NO_TABLE, ChunkTable
+from jaxllm.kv.cache import KVCache
 from jaxllm.kv.chunks import LayerChunks, chunk_shapes, reads_addresses
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.kv.recompute import LOST
 from serving.buckets.context import ENCODED_CHUNKS, source_shape
 from serving.contexts.blobs import Blobs, Stored
@@ -59,6 +62,42 @@ class ChunkIO:
     def widths(self) -> tuple[int, ...]:
         """Widths that chunks may have, in bits, the largest first."""
         return self._form.widths
+
+    @property
+    def coded(self) -> bool:
+        """Whether answers attend to chunks where they lie (see `EngineOptions.attend_coded`)."""
+        return self.runner.options.attend_coded
+
+    def table(self, chunks: Sequence[Stored]) -> ChunkTable:
+        """A table of a context's first chunks, in order, for native attention.
+
+        Raises:
+          CheckpointError: a blob's size is not that of its width.
+        """
+        codec = self._form.codec
+        try:
+            return ChunkTable(
+                chunks,
+                heads=self.heads,
+                tokens=self.chunk_tokens,
+                width=self.head_width,
+                half=self.runner.options.cache_dtype == "float16",
+                keys_by_token=codec.keys == "token",
+                values_by_token=codec.values == "token",
+                rotated=codec.rotated,
+            )
+        except ValueError as error:
+            raise CheckpointError(
+                f"chunks of the context are not of this model and codec: {error}"
+            ) from error
+
+    def behind(self, cache: KVCache, table: ChunkTable | None, count: int) -> KVCache:
+        """A cache, perhaps another context's, as that of tokens behind the first `count` chunks of a table;
+        nothing is copied."""
+        assert cache.coded is not None
+        source, tokens = NO_TABLE if table is None else table.operand, np.int32(count * self.chunk_tokens)
+        coded = dataclasses.replace(cache.coded, source=source, tokens=tokens)
+        return dataclasses.replace(cache, coded=coded, length=tokens).uncounted()  # pyright: ignore
 
     def chunk_bytes(self, bits: int) -> int:
         """Bytes of one chunk, all layers together."""
@@ -126,16 +165,33 @@ class ChunkIO:
         x, past = self.runner.restore_layer(layer, x, at, cache.past(layer), stored)
         return x, cache.with_past(layer, past)
 
-    def encode(self, cache: KVCache, chunks: Mapping[int, int]) -> dict[int, Stored]:
-        """Encodes chunks of a cache.
+    def encode(
+        self, cache: KVCache, chunks: Mapping[int, int], stored: Mapping[int, Stored] | None = None
+    ) -> dict[int, Stored]:
+        """Encodes chunks of a context.
 
         Args:
           cache: stays as it is.
           chunks: the width of each chunk to encode, by number.
+          stored: as they are now, those that the cache attends to where they lie.
 
         Returns:
           The chunks as they are stored, by number.
         """
+        front = cache.coded_tokens // self.chunk_tokens
+        found = self._encode(cache, {n - front: bits for n, bits in chunks.items() if n >= front})
+        found = {n + front: each for n, each in found.items()}
+        again = [n for n in chunks if n < front]
+        room = self.runner.options.cache_tokens[0] // self.chunk_tokens
+        for run in (again[i : i + room] for i in range(0, len(again), room)):
+            empty = self.runner.start(len(run) * self.chunk_tokens)
+            decoded = self.load(empty, {at: (stored or {})[n] for at, n in enumerate(run)})
+            coded = self._encode(decoded, {at: chunks[n] for at, n in enumerate(run)})
+            found |= {run[at]: each for at, each in coded.items()}
+        return found
+
+    def _encode(self, cache: KVCache, chunks: Mapping[int, int]) -> dict[int, Stored]:
+        """Encodes chunks of the rows of a cache, counted from its first row on."""
         found: dict[int, tuple[int, list[np.ndarray]]] = {chunk: (bits, []) for chunk, bits in chunks.items()}
         for bits in sorted(set(chunks.values())):
             numbers = sorted(chunk for chunk, width in chunks.items() if width == bits)
@@ -155,7 +211,7 @@ class ChunkIO:
         options = self.runner.options
         for capacity in options.cache_tokens:
             room = capacity // self.chunk_tokens
-            stored = self.encode(self.runner.start(capacity), dict(enumerate(self.widths[:room])))
+            stored = self._encode(self.runner.start(capacity), dict(enumerate(self.widths[:room])))
             cache = self.load(self.runner.start(capacity), stored)
             for count in options.recomputed_chunks:
                 at = self.positions([0], count)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError, one_line
 from jaxllm.files.atomic import temporary_file
-from jaxllm.kv.cache import TokenPositions
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.kv.recompute import Delay
 from serving.contexts.chunk_io import ChunkIO
 from serving.host.direct_io import PieceReader, Storage

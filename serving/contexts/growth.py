@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxllm.kv.cache import KVCache
 from jaxllm.kv.codecs import RAW
 from jaxllm.kv.recompute import LOST
 from jaxllm.kv.tolerance import RATIOS, allocate, chunk_mass, sightings
@@ -98,7 +99,7 @@ def ended_record(
         chunk_io,
         options,
         tokens=tokens,
-        mass=np.asarray(session.cache.mass)[0],
+        mass=position_mass(session.cache, chunk_io.chunk_tokens),
         first=first,
         cached_tokens=_agreed(session.tokens, tokens),
     )
@@ -110,6 +111,16 @@ def slid_record(record: Record, *, chunk_tokens: int, most: int) -> Record:
     tokens = slid(record.tokens, sink_tokens=chunk_tokens, most=most)
     first = {field: getattr(record, field)[:1] for field in ("bits", "mass", "seen", "files")}
     return dataclasses.replace(record, tokens=tuple(tokens), **first)
+
+
+def position_mass(cache: KVCache, chunk_tokens: int) -> np.ndarray:
+    """The attention that each position got, `[>= tokens]`; that of a coded chunk is spread over it."""
+    mass, front = np.asarray(cache.mass)[0], cache.coded_tokens // chunk_tokens
+    if not front:
+        return mass
+    assert cache.coded is not None
+    chunks = np.asarray(cache.coded.mass)[0, :front] / chunk_tokens
+    return np.concatenate([np.repeat(chunks, chunk_tokens), mass])
 
 
 def most_bytes(chunk_io: ChunkIO, options: ContextOptions, chunks: int) -> int:

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxllm.errors import CheckpointError
+from jaxllm.kernels.chunk_table import ChunkTable
 from jaxllm.kv.cache import KVCache
+from jaxllm.kv.eviction import Resident
 from jaxllm.kv.recompute import LOST
 from serving.contexts.blobs import Stored
 from serving.contexts.chunk_io import ChunkIO
@@ -21,6 +23,8 @@ from serving.runners.level_runner import LevelRunner
 
 # Two reads at a time keep the device busy.
 _READERS = 2
+# Tokens of a cache behind coded chunks, beyond which a context's next call begins with an empty one.
+_TAIL_TOKENS = 256
 
 
 class ChunkLoader:
@@ -43,6 +47,30 @@ class ChunkLoader:
         """Ends its threads."""
         self._pool.shutdown(wait=wait)
 
+    def resume(
+        self, levels: Mapping[int, ChunkIO], turn: Turn, last: tuple[str, Session], tokens: int
+    ) -> Restoration:
+        """Gives a call's session all whole chunks of its context, or the cache of the call that ended last,
+        if that was in the same context.
+
+        Args:
+          levels: of the model.
+          turn: the call.
+          last: the context whose call ended last, and its session, which loses its cache.
+          tokens: most tokens of the cache.
+        """
+        chunk_io, (name, there), session = levels[turn.base.origin.level], last, turn.session
+        same = name == turn.record.name and there.weights_version == chunk_io.runner.weights_version
+        if same and not _outgrown(chunk_io, turn, there):
+            session.tokens, session.cache = there.take()
+            session.weights_version, session.chunks = there.weights_version, there.chunks
+            return Restoration(resident=len(turn.base.bits), cached=True)
+        if chunk_io.coded and _behind_tokens(there) > _TAIL_TOKENS:
+            # Its memory was taken as it filled: a new cache takes none.
+            there.take()
+        cache = cache_with_room(levels, chunk_io.runner, there, tokens)
+        return self.bring_back(turn, chunk_io, cache, tokens)
+
     def bring_back(self, turn: Turn, chunk_io: ChunkIO, cache: KVCache, tokens: int) -> Restoration:
         """Gives a call's session all whole chunks of its context.
 
@@ -56,6 +84,8 @@ class ChunkLoader:
           CheckpointError: chunks can neither be read nor recorded as lost.
         """
         name, runner, session = turn.record.name, chunk_io.runner, turn.session
+        if chunk_io.coded:
+            cache = chunk_io.behind(cache, None, 0)
         for attempt in range(2):
             base = turn.base
             resident = {n: each for n, each in self._memory.chunks(name).items() if n < len(base.bits)}
@@ -80,10 +110,24 @@ class ChunkLoader:
                 turn.base = base.lose({n for n, bits in enumerate(there.bits) if bits == LOST})
                 continue
             self.load(chunk_io, name, read)
+            if chunk_io.coded and base.bits and not how.computed:
+                if read:
+                    # Else one read's memory would stay as long as the table.
+                    self._memory.own(name)
+                session.chunks = self.table(chunk_io, name)
+                cache = chunk_io.behind(cache, session.chunks, len(base.bits))
             session.cache, session.weights_version = cache, runner.weights_version
             session.tokens = list(base.tokens[: len(base.bits) * chunk_io.chunk_tokens])
             return how
         raise AssertionError("either of two attempts returns or raises")
+
+    def table(self, chunk_io: ChunkIO, name: str) -> ChunkTable:
+        """The table of a context's chunks, all of which are in memory (see `ChunkMemory.table`)."""
+
+        def made(there: list[Resident]) -> ChunkTable:
+            return chunk_io.table([(each.bits, each.blobs) for each in there])
+
+        return self._memory.table(name, made)
 
     def load(self, chunk_io: ChunkIO, name: str, chunks: Mapping[int, Stored]) -> None:
         """Puts chunks of a context into memory.
@@ -96,6 +140,21 @@ class ChunkLoader:
         for chunk, (bits, blobs) in sorted(chunks.items()):
             read_ms = chunk_io.chunk_bytes(bits) * delays.read.per_unit_ms
             self._memory.load(name, chunk, bits, blobs, restore_ms=min(read_ms, compute_ms))
+
+
+def _behind_tokens(session: Session) -> int:
+    """Tokens in the rows of a session's cache, behind its coded chunks."""
+    return 0 if session.cache is None else len(session.tokens) - session.cache.coded_tokens
+
+
+def _outgrown(chunk_io: ChunkIO, turn: Turn, there: Session) -> bool:
+    """Whether a call does not go on with the cache of the last one in its context: too many tokens are in
+    floats that are chunks by now, or the context has lost some that are chunks in front of the cache."""
+    if not chunk_io.coded or there.cache is None:
+        return False
+    front = there.cache.coded_tokens
+    kept = there.tokens[:front] == list(turn.base.tokens[:front])
+    return _behind_tokens(there) > _TAIL_TOKENS or not kept
 
 
 def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:

@@ -21,8 +21,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
 from jaxllm.kv.eviction import find_policy
 from serving.contexts.at_exit import close_at_exit, forget_at_exit
@@ -30,14 +28,13 @@ from serving.contexts.blobs import Stored
 from serving.contexts.chunk_io import ChunkIO, origin_of
 from serving.contexts.claims import Claims
 from serving.contexts.delays import Delays, measure_compute, measure_read
-from serving.contexts.growth import ended_record, most_bytes, sink_record
-from serving.contexts.loading import ChunkLoader, cache_with_room
+from serving.contexts.growth import ended_record, most_bytes, position_mass, sink_record
+from serving.contexts.loading import ChunkLoader
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.options import ContextOptions
 from serving.contexts.pending_errors import PendingErrors
 from serving.contexts.pins import require_share
 from serving.contexts.record import Record
-from serving.contexts.restore import Restoration
 from serving.contexts.store import ContextStore
 from serving.contexts.turn import Turn
 from serving.contexts.writing import ChunkWriter
@@ -227,8 +224,11 @@ class Contexts:
         assert cache is not None
         chunk_io = self._chunk_io[turn.base.origin.level]
         first = first if turn.counted_from is None else turn.counted_from
-        mass = np.asarray(cache.mass)[0]
+        mass = position_mass(cache, chunk_io.chunk_tokens)
         base = sink_record(turn.base, chunk_io, mass=mass, first=first, cached_tokens=len(session.tokens))
+        if cache.coded_tokens:
+            # The first chunk stays in front; rows behind it are written anew.
+            cache = chunk_io.behind(cache, session.chunks, 1)
         session.cache = cache.uncounted()
         turn.base, turn.counted_from = base, chunk_io.chunk_tokens
 
@@ -278,7 +278,7 @@ class Contexts:
         began = time.perf_counter()
         record = self.record(app, name)
         self._require_idle(name)
-        chunk_io, size = self._chunk_io[record.origin.level], self.chunk_bytes(record, most_tokens)
+        size = self.chunk_bytes(record, most_tokens)
         if record.pinned:
             self._require_share(record, size)
         self.memory.pin(name, record.pinned)
@@ -288,7 +288,10 @@ class Contexts:
         try:
             self.memory.claim(name, len(turn.base.bits), pinned=record.pinned)
             self.grow(turn, prompt_tokens)
-            how = self._brought_back(turn, chunk_io, prompt_tokens)
+            last, self._last = self._last, ("", Session())
+            how = self._loader.resume(self._chunk_io, turn, last, prompt_tokens)
+            # The restore may have marked damaged chunks as lost in the store's record.
+            self._claims.changed(turn, turn.record)
             turn.restoration = dataclasses.replace(how, took_ms=1000 * (time.perf_counter() - began))
         except BaseException:
             self.abandon(turn)
@@ -341,13 +344,17 @@ class Contexts:
         if session.cache is not None:
             # Chunks that were computed again at the same width are on storage already.
             wanted = {n: bits for n, bits in enumerate(record.bits) if resident.get(n) != bits}
-            coded = chunk_io.encode(session.cache, wanted)
+            there = {n: (each.bits, each.blobs) for n, each in self.memory.chunks(name).items()}
+            coded = chunk_io.encode(session.cache, wanted, there)
         changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)}
         record = self._writer.keep(record, changed, coded)
         self.memory.cut(name, min(len(record.bits), len(before.bits)))
         # Chunks that do not fit are on storage, or computed again.
         with contextlib.suppress(BudgetExceeded):
             self._loader.load(chunk_io, name, coded)
+            if chunk_io.coded and record.bits and session.cache is not None:
+                # The next call begins with it.
+                self._loader.table(chunk_io, name)
         # From here on memory agrees with the store.
         self._claims.changed(turn, record)
         if session.cache is not None:
@@ -383,18 +390,3 @@ class Contexts:
     def _forget_cache(self, name: str) -> None:
         if self._last[0] == name:
             self._last = ("", Session())
-
-    def _brought_back(self, turn: Turn, chunk_io: ChunkIO, tokens: int) -> Restoration:
-        last, there = self._last
-        self._last = ("", Session())
-        session = turn.session
-        if last == turn.record.name and there.weights_version == chunk_io.runner.weights_version:
-            session.tokens, session.cache = there.take()
-            session.weights_version = there.weights_version
-            return Restoration(resident=len(turn.base.bits), cached=True)
-        cache = cache_with_room(self._chunk_io, chunk_io.runner, there, tokens)
-        del there
-        how = self._loader.bring_back(turn, chunk_io, cache, tokens)
-        # The restore may have marked damaged chunks as lost in the store's record.
-        self._claims.changed(turn, turn.record)
-        return how

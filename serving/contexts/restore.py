@@ -55,7 +55,8 @@ def restore(
     delays: Delays | None,
     pool: concurrent.futures.Executor,
 ) -> tuple[KVCache, dict[int, Stored], Restoration]:
-    """Puts all whole chunks of a context into a cache.
+    """Puts all whole chunks of a context into a cache. Where answers attend to chunks where they lie, and
+    nothing is computed, they are only read.
 
     Args:
       chunk_io: of the context's level.
@@ -80,7 +81,7 @@ def restore(
         if plan.computed:
             there = _arriving(plan.read, bits, coming)
             cache = _pass(chunk_io, cache, tokens, plan, resident, there)
-        else:
+        elif not chunk_io.coded:
             cache = chunk_io.load(cache, {**resident, **_arrived(plan.read, bits, coming)})
         for computed in later:
             bucket = _bucket(chunk_io, len(computed))

@@ -9,7 +9,8 @@ import jax
 
 from jaxllm.int8_prefill.schedule import Subgraph
 from jaxllm.int8_prefill.subgraphs import Projected
-from jaxllm.kv.cache import KVCache, Past, TokenPositions
+from jaxllm.kv.cache import KVCache, Past
+from jaxllm.kv.positions import TokenPositions
 
 
 class PromptPass:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxllm.kv.cache import TokenPositions
+from jaxllm.kv.positions import TokenPositions
 
 # Fixed cost of a chunk, in tokens of prefill: on a CPU each chunk reads all weights once, which takes about
 # as long as computing this many rows.

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.kv.cache import KVCache, Past, TokenPositions
+from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.steps.layers import AtExperts
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable

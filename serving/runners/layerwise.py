@@ -12,8 +12,9 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from jaxllm.kv.cache import KVCache, Past, TokenPositions, TreePositions
+from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks
+from jaxllm.kv.positions import TokenPositions, TreePositions
 from jaxllm.quant import Weight
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree

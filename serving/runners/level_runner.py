@@ -12,8 +12,9 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, ContextOverflow
-from jaxllm.kv.cache import KVCache, Past, TokenPositions
+from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from jaxllm.speculative.tree import TokenTree
@@ -239,7 +240,7 @@ class LevelRunner(abc.ABC):
     def make_room(self, cache: KVCache, tokens: int) -> KVCache:
         """See `Runner`."""
         caches = self.options.cache_tokens
-        target = self.capacity_for(tokens)
+        target = self.capacity_for(tokens - cache.coded_tokens)
         while (short := cache.capacity_tokens) < target:
             long = caches[caches.index(short) + 1]
             grow = GrowBucket(short_tokens=short, long_tokens=long, level=self.model.bucket_level)

@@ -4,11 +4,14 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+import jax.numpy as jnp
+
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.prefill import release_prefill
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
+from jaxllm.kv.chunks import reads_addresses
 from jaxllm.models.parameters import Params
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.compiled_folder import CompiledBucketFolder
@@ -149,6 +152,8 @@ def make_runners(
         sharing = whole if levels.counted else None
         models[level] = ModelLevel(cfg, params[level], options, level=level, whole=sharing)
     modes = chosen_prefill(bundle, options, (*levels.cfgs, WHOLE), streamed=streamed is not None)
+    if options.attend_coded:
+        _require_addresses(options, streamed=streamed is not None, integers=modes is not None)
     buckets = _make_buckets(bundle, models)
     if bundle.read_in_place or streamed is not None:
         buckets.guard(bundle.file.require_unchanged)
@@ -161,6 +166,19 @@ def make_runners(
             continue
         runners[level] = resident[level] = ResidentRunner(model, buckets, _prefill(model, buckets, int8))
     return Runners(runners, resident, buckets, modes, None if int8 is None else int8.processors)
+
+
+def _require_addresses(options: EngineOptions, *, streamed: bool, integers: bool) -> None:
+    """Checks that answers can attend to stored chunks where they lie."""
+    native_cache = reads_addresses(jnp.dtype(options.cache_dtype))
+    because = {
+        "its weights are streamed": streamed,
+        "it prefills in integers": integers,
+        f"no native kernels here attend to caches of {options.cache_dtype}": not native_cache,
+    }
+    for reason, applies in because.items():
+        if applies:
+            raise ConfigError(f"attend_coded: the model cannot attend to stored chunks, because {reason}")
 
 
 # What few models need is imported where they need it, because a start waits for imports.

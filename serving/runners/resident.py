@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxllm.kv.cache import KVCache, Past, TokenPositions
+from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
 from jaxllm.steps.model import BlockEnd

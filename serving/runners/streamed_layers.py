@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxllm.kv.cache import KVCache, Past, TokenPositions
+from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks
+from jaxllm.kv.positions import TokenPositions
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.context import RestoreBucket

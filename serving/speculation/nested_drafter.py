@@ -45,6 +45,8 @@ def nested_drafter(
     del level, progress
     require_nested(target.bundle)
     drafting, streamed = options.level or WHOLE, target.streamed
+    if target.options.attend_coded:
+        raise ConfigError("the drafter 'nested' does not attend to stored chunks: leave out attend_coded")
     if streamed is None:
         return NestedDrafter(target.resident_runner(drafting), target.resident_runner(WHOLE), options)
     if not isinstance(streamed, StreamedWeights):

@@ -17,7 +17,8 @@ from jaxllm.int8_prefill.products import PRODUCTS, product_sizes
 from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule
 from jaxllm.int8_prefill.shadow import FloatRows
 from jaxllm.int8_prefill.subgraphs import LayerCalibration, require_integer_prefill
-from jaxllm.kv.cache import TokenPositions, new_cache
+from jaxllm.kv.cache import new_cache
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import param_specs

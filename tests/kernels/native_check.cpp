@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -21,6 +22,7 @@
 #define thread_scratch pooled_scratch
 #include "pool.cpp"
 #undef thread_scratch
+#include "chunk_tables.h"
 #include "native_check.h"
 #include "ops.h"
 #include "weight_tables.h"
@@ -76,6 +78,7 @@ void must(Failure failure) {
 
 #include "native_check_attention.inl"
 #include "native_check_chunks.inl"
+#include "native_check_coded.inl"
 #include "native_check_documents.inl"
 #include "native_check_products.inl"
 #include "native_check_sampling.inl"
@@ -201,6 +204,8 @@ int main(int argc, char** argv) {
     check::check_attention(random);
     check::check_tree(random);
     check::check_chunks(random);
+    check::check_coded(random);
+    check::check_chunk_tables(random);
     check::check_documents(random);
     check::check_tokens(random);
     check::check_sampling(random);

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from jaxllm.config import RopeConfig
 from jaxllm.kernels import native_attention
-from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.kv.cache import Past
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention, causal_mask, rotary_cos_sin
 from tests.kernels import oracle
 from tests.kernels.drawing import answers, jit
@@ -144,7 +145,7 @@ def test_mass_is_what_real_tokens_attend_to(B, T, K, G, S, window, softcap, real
     at, valid = np.sort(draw.choice(S, T, replace=False)), round(real * T)
     drawn = case(seed, B=B, T=T, K=K, G=G, S=S, at=at, valid=valid, window=window, softcap=softcap)
     before = draw.random((B, S)).astype(np.float32)
-    found = answers(lambda *args: native_attention.attention(*args, **drawn.options), *drawn.args, before)
+    found = answers(lambda *args: native_attention.attention(*args, **drawn.options)[:4], *drawn.args, before)
     for kernels, (out, keys, values, mass) in found.items():
         expected, weights = oracle.attention(drawn.args[0], keys, values, drawn.args[6], **drawn.options)
         real = defined(drawn.args[0], valid)
@@ -272,10 +273,10 @@ def test_a_layer_of_a_stack_is_its_cache_alone(slot, half):
             stack[slot] = rows
 
         def stacked(*args, options=single.options):
-            return native_attention.attention(*args[:-1], slot=args[-1], **options)
+            return native_attention.attention(*args[:-1], slot=args[-1], **options)[:4]
 
         def alone(*args, options=single.options):
-            return native_attention.attention(*args, **options)
+            return native_attention.attention(*args, **options)[:4]
 
         found = answers(stacked, q, k, v, table, *stacks, positions, count, mass, np.int32(slot))
         expected = answers(alone, *single.args, mass)
@@ -313,7 +314,7 @@ def test_a_donated_stack_is_written_in_place():
 
     def both(q, k, v, keys, values, positions, valid):
         for slot in (2, 0):
-            out, keys, values, _ = native_attention.attention(
+            out, keys, values, *_ = native_attention.attention(
                 q, k, v, table, keys, values, positions, valid, slot=np.int32(slot), **single.options
             )
         return out, keys, values

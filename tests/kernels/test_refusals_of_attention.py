@@ -14,16 +14,18 @@ from tests.kernels.switching import needs_native
 Q, NEW, CACHE, PLACES = zeros(1, 4, 2, 3, 16), zeros(1, 4, 2, 16), zeros(1, 2, 32, 16), zeros(4, dtype=I32)
 FOUR = np.int32(4)
 MASS = zeros(1, 32)
+NO_TABLE = zeros(0, dtype=np.uint32)
 BASE, TREE = np.array(3, I32), np.zeros((4, 5), np.bool_)
 GOOD = [
     Q, NEW, NEW, NOTHING, NOTHING, CACHE, CACHE, MASS, COUNTS, PLACES, PLACES, FOUR, COUNTS, TREE[:, :0],
+    NO_TABLE, COUNTS, COUNTS, NOTHING,
 ]  # fmt: skip
 
 
 def but(**change: Any) -> list[Any]:
     names = (
         "q", "k", "v", "cos", "sin", "keys", "values", "mass", "slot", "rows", "positions", "valid", "base",
-        "seen",
+        "seen", "chunks", "chunk_layer", "chunk_tokens", "chunk_mass",
     )  # fmt: skip
     return [change.get(name, each) for name, each in zip(names, GOOD, strict=True)]
 
@@ -81,6 +83,20 @@ ATTENTION: dict[str, tuple[str, list[Any]]] = {
     "a stack of other heads": ("cache does not fit", but(**stacked(3, 1, 3, 32, 16), slot=np.int32(0))),
     "a stack of two": ("cache does not fit", but(**stacked(3, 2, 2, 32, 16), slot=np.int32(0))),
     "a shorter stack of values": ("cache does not fit", but(keys=STACK, values=STACK[:2], slot=np.int32(0))),
+    "a handle of one word": ("chunks need a table", but(chunks=zeros(1, dtype=np.uint32), chunk_tokens=FOUR)),
+    "chunks without a layer": (
+        "chunks need a table",
+        but(chunks=zeros(2, dtype=np.uint32), chunk_tokens=FOUR),
+    ),
+    "a table that is not open": (
+        "no such table",
+        but(chunks=np.array([7, 9], np.uint32), chunk_layer=np.int32(0), chunk_tokens=FOUR),
+    ),
+    "two numbers of tokens": (
+        "chunks need a table",
+        but(chunks=np.zeros(2, np.uint32), chunk_layer=np.int32(0), chunk_tokens=zeros(2, dtype=I32)),
+    ),
+    "narrow mass of chunks": ("mass of chunks must be", but(chunk_mass=zeros(1, 2, dtype=F16))),
     "narrow mass": ("mass must be", but(mass=zeros(1, 32, dtype=F16))),
 }  # fmt: skip
 
@@ -88,7 +104,7 @@ ATTENTION: dict[str, tuple[str, list[Any]]] = {
 @needs_native
 @pytest.mark.parametrize(("part", "operands"), ATTENTION.values(), ids=ATTENTION)
 def test_attention(part, operands):
-    results = [Q, *operands[5:8]]
+    results = [Q, *operands[5:8], operands[17]]
     refuse(part, "attention", results, operands, [COUNTS], **OPTIONS)
 
 
@@ -106,26 +122,30 @@ HEADS = {
 @pytest.mark.parametrize(("counts", "at"), HEADS.values(), ids=HEADS)
 def test_heads(counts, at):
     options = OPTIONS | {"heads_at": np.int64(at)}
-    refuse("count is", "attention", [Q, CACHE, CACHE, MASS], GOOD, [counts], **options)
+    refuse("count is", "attention", [Q, CACHE, CACHE, MASS, NOTHING], GOOD, [counts], **options)
 
 
 @needs_native
 def test_counts_that_are_missing():
     for operands in ([], [COUNTS, COUNTS]):
-        refuse("an operand is missing", "attention", [Q, CACHE, CACHE, MASS], GOOD, operands, **OPTIONS)
+        refuse(
+            "an operand is missing", "attention", [Q, CACHE, CACHE, MASS, NOTHING], GOOD, operands, **OPTIONS
+        )
 
 
 @needs_native
 def test_results_of_attention():
     for part, results in (
-        ("another shape", [zeros(1, 4, 2, 3, 15), CACHE, CACHE, MASS]),
-        ("does not fit", [Q, CACHE[:, :, :31], CACHE, MASS]),
-        ("does not fit", [Q, CACHE, CACHE[:, :, :31], MASS]),
-        ("mass must be", [Q, CACHE, CACHE, MASS[:, :31]]),
+        ("another shape", [zeros(1, 4, 2, 3, 15), CACHE, CACHE, MASS, NOTHING]),
+        ("does not fit", [Q, CACHE[:, :, :31], CACHE, MASS, NOTHING]),
+        ("does not fit", [Q, CACHE, CACHE[:, :, :31], MASS, NOTHING]),
+        ("mass must be", [Q, CACHE, CACHE, MASS[:, :31], NOTHING]),
     ):
         refuse(part, "attention", results, GOOD, [COUNTS], **OPTIONS)
     options = OPTIONS | {"window": np.int64(-1)}
-    refuse("rows and positions must be", "attention", [Q, CACHE, CACHE, MASS], GOOD, [COUNTS], **options)
+    refuse(
+        "rows and positions must be", "attention", [Q, CACHE, CACHE, MASS, NOTHING], GOOD, [COUNTS], **options
+    )
 
 
 @needs_native
@@ -137,6 +157,6 @@ def test_what_fits_is_computed():
         but(**STACKED, slot=np.array([0], I32), mass=NOTHING),
         but(base=BASE, seen=TREE, mass=by_node),
     ):
-        results = [Q, *operands[5:8]]
+        results = [Q, *operands[5:8], operands[17]]
         for counts in (COUNTS, np.array([1], I32)):
             assert ask("attention", results, operands, [counts], **OPTIONS)[0].shape == Q.shape

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kv.cache import fork, grow, new_cache, write_rows
+from jaxllm.kv.cache import fork, grow, new_cache
+from jaxllm.kv.positions import write_rows
 from tests.variants import every_variant, jitted
 
 CFG = ModelConfig(

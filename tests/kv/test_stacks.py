@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.config import LayerUnits, ModelConfig
-from jaxllm.kv.cache import Past, TokenPositions, TreePositions, grow, new_cache, stack_places
+from jaxllm.kv.cache import Past, grow, new_cache, stack_places
 from jaxllm.kv.chunks import encode_chunks, place_chunks
 from jaxllm.kv.codecs import RAW, ChunkFormat
+from jaxllm.kv.positions import TokenPositions, TreePositions
 from tests.variants import every_variant, jitted, plain
 
 CFG = ModelConfig(

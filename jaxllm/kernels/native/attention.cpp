@@ -37,7 +37,7 @@ size_t place(const AttentionShape& s, size_t head) {
 size_t row(const AttentionShape& s, size_t token) { return static_cast<size_t>(s.rows[token]); }
 // Rows that tokens up to `last` may see: of a tree all, which need not lie before them.
 size_t end_of(const AttentionShape& s, size_t last) {
-  return std::min(s.capacity, std::max(row(s, last) + 1, s.seen ? s.base + s.nodes : 0));
+  return std::min(s.end(), std::max(row(s, last) + 1, s.seen ? s.base + s.nodes : 0));
 }
 size_t visible(const AttentionShape& s) { return end_of(s, s.tokens - 1); }
 // The first row that any of the tokens [first, last) may see.
@@ -53,10 +53,10 @@ bool write_head(const Buffers& b, const AttentionShape& s, size_t used) {
   float* scratch = static_cast<float*>(thread_scratch(kTaskWork, padded_width(s.width) * sizeof(float)));
   if (!scratch) return false;
   const Backend& kernels = backend();
-  for (size_t t = 0; t < s.valid && row(s, t) < s.capacity; t++) {
+  for (size_t t = 0; t < s.valid && row(s, t) < s.end(); t++) {
     const size_t token = head / s.kv_heads * s.tokens + t;
     const size_t from = (token * s.kv_heads + head % s.kv_heads) * s.width;
-    const size_t to = (head * s.capacity + row(s, t)) * row_bytes(s);
+    const size_t to = (head * s.capacity + row(s, t) - s.chunks.tokens) * row_bytes(s);
     const float *cos = s.rotary ? b.cos + t * s.rotary : nullptr,
                 *sin = s.rotary ? b.sin + t * s.rotary : nullptr;
     kernels.store_row(b.k + from, s.width, cos, sin, s.rotary, s.half, b.keys + to, scratch);
@@ -90,8 +90,9 @@ Attention head_of(const Buffers& b, const AttentionShape& s, size_t used) {
   a.tokens = s.tokens, a.group = s.group, a.width = s.width;
   a.rows = s.rows, a.positions = s.positions, a.window = s.window;
   a.seen = s.seen, a.base = s.base, a.nodes = s.nodes;
-  a.present = std::min(s.nodes, s.capacity - std::min(s.capacity, s.base));
+  a.present = std::min(s.nodes, s.end() - std::min(s.end(), s.base));
   a.scale = s.scale, a.softcap = s.softcap;
+  a.chunks = s.chunks, a.head = used;
   return a;
 }
 
@@ -197,6 +198,16 @@ void add_heads(const AttentionShape& s, const Division& d, float* parts, size_t 
   }
 }
 
+// Adds what is attended to each of the rows that are seen to entry `i` of the mass of the cache's rows, and
+// of the chunks.
+void add_to(const AttentionShape& s, const float* sums, size_t i, float* mass) {
+  const size_t seen = visible(s), coded = std::min(seen, s.chunks.tokens);
+  for (size_t key = 0; key < coded; key++)
+    s.chunk_mass[i * s.masses + key / s.chunks.form.tokens] += sums[key];
+  float* to = mass + i * s.capacity;
+  for (size_t key = coded; key < seen; key++) to[key - s.chunks.tokens] += sums[key];
+}
+
 // mass [batch][1 + tokens][capacity] += sums [tiles][batch][heads][tokens of a tile][keys], each token's
 // behind the first row.
 void add_sums_by_node(const AttentionShape& s, const Division& d, const float* sums, size_t keys,
@@ -205,9 +216,7 @@ void add_sums_by_node(const AttentionShape& s, const Division& d, const float* s
     const size_t first = i / heads(s) * d.tokens, last = std::min(s.tokens, first + d.tokens);
     const size_t row = i % heads(s) / s.used_heads * (1 + s.tokens) + 1;
     for (size_t token = first; token < last; token++) {
-      float* to = mass + (row + token) * s.capacity;
-      const float* from = sums + (token - first) * keys;
-      for (size_t key = 0; key < visible(s); key++) to[key] += from[key];
+      add_to(s, sums + (token - first) * keys, row + token, mass);
     }
   }
 }
@@ -226,8 +235,7 @@ void add_mass_by_node(const AttentionShape& s, const AttentionTile& t, float* ow
 void add_sums(const AttentionShape& s, const Division& d, const float* sums, size_t count, size_t keys,
               float* mass) {
   for (size_t i = 0; i < d.tiles * s.batch * count; i++, sums += keys) {
-    float* to = mass + i / count % s.batch * s.capacity;
-    for (size_t key = 0; key < visible(s); key++) to[key] += sums[key];
+    add_to(s, sums, i / count % s.batch, mass);
   }
 }
 
@@ -238,8 +246,8 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
   const Buffers b{q, k, v, cos, sin, static_cast<char*>(key_cache), static_cast<char*>(value_cache), y};
   Upcoming next;
   if (s.tokens == 1) {
-    next = begin_reading(
-        {key_cache, value_cache, heads(s), s.capacity * row_bytes(s), visible(s) * row_bytes(s)});
+    next = begin_reading({key_cache, value_cache, heads(s), s.capacity * row_bytes(s),
+                          (visible(s) - std::min(visible(s), s.chunks.tokens)) * row_bytes(s)});
   }
   if (!write_new_rows(b, s)) return kNoMemory;
   const Division d(s, mass != nullptr);

@@ -1,171 +1,5 @@
 // Attention with a running softmax (Flash Attention's, arXiv 2205.14135): part of compute.inl.
 
-ALWAYS_INLINE F load_element(const float* p) { return fload(p); }
-ALWAYS_INLINE F load_element(const uint16_t* p) { return fload_half(p); }
-
-// C [Rows][Panels * 16] = or += A [Rows][count] x B [count][Panels * 16], B of floats or halves.
-template <int Rows, int Panels, class Element>
-ALWAYS_INLINE void float_tile(const float* a, size_t a_stride, const Element* b, size_t b_stride,
-                              size_t count, float* c, size_t c_stride, bool add) {
-  F sum[Rows][Panels];
-  UNROLL for (int r = 0; r < Rows; r++) {
-    UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = add ? fload(c + r * c_stride + p * 16) : fzero();
-  }
-  for (size_t i = 0; i < count; i++, b += b_stride) {
-    F row[Panels];
-    UNROLL for (int p = 0; p < Panels; p++) row[p] = load_element(b + 16 * p);
-    if constexpr (sizeof(Element) < sizeof(float)) {
-      // Straight from the cache: the next block of keys is then on its way too.
-      UNROLL for (int p = 0; p < Panels; p += 2) __builtin_prefetch(b + kKeyBlock * b_stride + 16 * p, 0, 2);
-    }
-    UNROLL for (int r = 0; r < Rows; r++) {
-      const F x = fset(a[r * a_stride + i]);
-      UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = fma(x, row[p], sum[r][p]);
-    }
-  }
-  UNROLL for (int r = 0; r < Rows; r++) {
-    UNROLL for (int p = 0; p < Panels; p++) fstore(c + r * c_stride + p * 16, sum[r][p]);
-  }
-}
-
-template <int Panels, class Element>
-void float_rows(size_t rows, const float* a, size_t a_stride, const Element* b, size_t b_stride, size_t count,
-                float* c, size_t c_stride, bool add) {
-  size_t r = 0;
-  for (; r + kFloatRows <= rows; r += kFloatRows) {
-    float_tile<kFloatRows, Panels>(a + r * a_stride, a_stride, b, b_stride, count, c + r * c_stride, c_stride,
-                                   add);
-  }
-  if constexpr (kFloatRows > 4) {
-    for (; r + 4 <= rows; r += 4) {
-      float_tile<4, Panels>(a + r * a_stride, a_stride, b, b_stride, count, c + r * c_stride, c_stride, add);
-    }
-  }
-  for (; r < rows; r++) {
-    float_tile<1, Panels>(a + r * a_stride, a_stride, b, b_stride, count, c + r * c_stride, c_stride, add);
-  }
-}
-
-// The same for any number of rows and `width` columns, a multiple of 16.
-template <class Element>
-void float_product(size_t rows, size_t width, const float* a, size_t a_stride, const Element* b,
-                   size_t b_stride, size_t count, float* c, size_t c_stride, bool add) {
-  size_t at = 0;
-  for (; at + 16 * kFloatPanels <= width; at += 16 * kFloatPanels) {
-    float_rows<kFloatPanels>(rows, a, a_stride, b + at, b_stride, count, c + at, c_stride, add);
-  }
-  for (; at < width; at += 16)
-    float_rows<1>(rows, a, a_stride, b + at, b_stride, count, c + at, c_stride, add);
-}
-
-// Rows [from, from + count) of keys or values as floats [count][wide], zeros beyond the width. Returns
-// where they are: in the cache itself when nothing must be changed.
-const float* cached_rows(const void* cache, bool half, size_t width, size_t wide, size_t from, size_t count,
-                         float* scratch) {
-  if (!half) {
-    const float* rows = static_cast<const float*>(cache) + from * width;
-    if (width == wide) return rows;
-    for (size_t s = 0; s < count; s++) {
-      memcpy(scratch + s * wide, rows + s * width, width * sizeof(float));
-      memset(scratch + s * wide + width, 0, (wide - width) * sizeof(float));
-    }
-    return scratch;
-  }
-  const uint16_t* rows = static_cast<const uint16_t*>(cache) + from * width;
-  for (size_t s = 0; s < count; s++) {
-    size_t h = 0;
-    // The next block of the same, by then half a block's work away.
-    for (size_t ahead = 0; ahead < width; ahead += 32) {
-      __builtin_prefetch(rows + (s + kKeyBlock) * width + ahead, 0, 2);
-    }
-    for (; h + 16 <= width; h += 16) fstore(scratch + s * wide + h, fload_half(rows + s * width + h));
-    if (h < width) {
-      uint16_t tail[16] = {};
-      memcpy(tail, rows + s * width + h, (width - h) * sizeof(uint16_t));
-      fstore(scratch + s * wide + h, fload_half(tail));
-    }
-  }
-  return scratch;
-}
-
-// out[i] = the sum over the lanes of v[i].
-ALWAYS_INLINE void sums_of(const F (&v)[16], float* out) {
-#ifdef LANES_SUMS
-  fstore(out, fsums(v));
-#else
-  UNROLL for (int i = 0; i < 16; i++) out[i] = fsum(v[i]);
-#endif
-}
-
-// scores [Rows][kKeyBlock] of `count` keys by dot products along the head, sixteen at a time; beyond `count`
-// they mean nothing.
-template <int Rows, class Element>
-void scores_by_dots(const float* q, const Element* keys, size_t count, size_t wide, float* scores) {
-  constexpr int kKeys = 16 / Rows;
-  for (size_t s = 0; s < count; s += kKeys) {
-    const Element* key[kKeys];
-    UNROLL for (int j = 0; j < kKeys; j++) key[j] = keys + (s + j < count ? s + j : count - 1) * wide;
-    F sum[16];
-    UNROLL for (int i = 0; i < 16; i++) sum[i] = fzero();
-    for (size_t h = 0; h < wide; h += 16) {
-      F row[Rows];
-      UNROLL for (int r = 0; r < Rows; r++) row[r] = fload(q + r * wide + h);
-      UNROLL for (int j = 0; j < kKeys; j++) {
-        // The next block of keys, by then half a block's work away.
-        __builtin_prefetch(key[j] + kKeyBlock * wide + h, 0, 2);
-        const F each = load_element(key[j] + h);
-        UNROLL for (int r = 0; r < Rows; r++) sum[r * kKeys + j] = fma(row[r], each, sum[r * kKeys + j]);
-      }
-    }
-    float together[16];
-    sums_of(sum, together);
-    UNROLL for (int r = 0; r < Rows; r++) {
-      memcpy(scores + r * kKeyBlock + s, together + r * kKeys, kKeys * sizeof(float));
-    }
-  }
-}
-
-template <class Element>
-void scores_of_few(size_t rows, const float* q, const Element* keys, size_t count, size_t wide,
-                   float* scores) {
-  size_t r = 0;
-  for (; r + 4 <= rows; r += 4) {
-    scores_by_dots<4>(q + r * wide, keys, count, wide, scores + r * kKeyBlock);
-  }
-  for (; r + 2 <= rows; r += 2) {
-    scores_by_dots<2>(q + r * wide, keys, count, wide, scores + r * kKeyBlock);
-  }
-  if (r < rows) scores_by_dots<1>(q + r * wide, keys, count, wide, scores + r * kKeyBlock);
-}
-
-// Rotary embedding of one head, halves paired: x[i] with x[i + rotary].
-void turn(float* x, const float* cos, const float* sin, size_t rotary) {
-  for (size_t i = 0; i < rotary; i++) {
-    const float first = x[i], second = x[i + rotary];
-    x[i] = first * cos[i] - second * sin[i];
-    x[i + rotary] = second * cos[i] + first * sin[i];
-  }
-}
-
-void store_row(const float* x, size_t width, const float* cos, const float* sin, size_t rotary, bool half,
-               void* out, float* scratch) {
-  memcpy(scratch, x, width * sizeof(float));
-  if (cos) turn(scratch, cos, sin, rotary);
-  if (!half) {
-    memcpy(out, scratch, width * sizeof(float));
-    return;
-  }
-  uint16_t* to = static_cast<uint16_t*>(out);
-  size_t h = 0;
-  for (; h + 16 <= width; h += 16) fstore_half(to + h, fload(scratch + h));
-  if (h < width) {
-    uint16_t tail[16];
-    memset(scratch + width, 0, (padded_width(width) - width) * sizeof(float));
-    fstore_half(tail, fload(scratch + h));
-    memcpy(to + h, tail, (width - h) * sizeof(uint16_t));
-  }
-}
-
 // Scores of one row's keys [from, to) of a block become their weights against the largest score so far, the
 // others zeros; what the row has summed up shrinks when that grows. Returns whether it sees any key.
 ALWAYS_INLINE bool weigh(float* row, size_t from, size_t to, float softcap, float* sums, size_t wide,
@@ -218,17 +52,21 @@ ALWAYS_INLINE bool weigh(float* row, size_t from, size_t to, float softcap, floa
 // Fewer queries of a block of keys than this use each key a few times only: they read along the head.
 constexpr size_t kFewRows = 8;
 
-// What a tile works in: queries [rows][wide], scores [rows][kKeyBlock], keys and values [kKeyBlock][wide].
+// What a tile works in: queries [rows][wide], as they are and transformed as coded keys are, scores
+// [rows][kKeyBlock], keys and values [kKeyBlock][wide], and what chunks take.
 struct TileScratch {
   size_t rows, wide;
-  float *q, *scores, *keys, *values;
+  float *q, *spread_q, *scores, *keys, *values;
+  CodedScratch coded;
   TileScratch(const Attention& a, const AttentionTile& t)
       : rows((t.last - t.first) * a.group),
         wide(padded_width(a.width)),
         q(t.scratch),
-        scores(q + rows * wide),
+        spread_q(q + rows * wide),
+        scores(spread_q + rows * wide),
         keys(scores + rows * kKeyBlock),
-        values(keys + kKeyBlock * wide) {}
+        values(keys + kKeyBlock * wide),
+        coded(values + kKeyBlock * wide, wide) {}
   // Where the rows' scores of a block of keys become weights. Those that are asked for later stay there.
   float* weights_of(const AttentionTile& t, size_t block) const {
     return t.weights ? t.weights + (block - t.from) * rows : scores;
@@ -248,20 +86,14 @@ void begin_tile(const Attention& a, const AttentionTile& t, const TileScratch& o
     float* q = own.q + r * wide;
     for (size_t h = 0; h < wide; h++) q[h] = h < width ? from[h] * a.scale : 0.0f;
     if (a.cos) turn(q, a.cos + token * a.rotary, a.sin + token * a.rotary, a.rotary);
+    if (a.chunks.tokens) {
+      memcpy(own.spread_q + r * wide, q, wide * sizeof(float));
+      if (a.chunks.form.rotated) spread(own.spread_q + r * wide, width, a.chunks.form.block());
+    }
     t.top[r] = -__builtin_inff();
     t.total[r] = 0.0f;
     for (size_t h = 0; h < wide; h += 16) fstore(t.sums + r * wide + h, fzero());
   }
-}
-
-// scores [rows][kKeyBlock] of many rows by products of tiles; `turned` is scratch for the keys, heads first.
-void scores_of_many(size_t rows, const float* q, const float* keys, size_t count, size_t wide, float* turned,
-                    float* scores) {
-  for (size_t h = 0; h < wide; h++) {
-    for (size_t s = 0; s < count; s++) turned[h * kKeyBlock + s] = keys[s * wide + h];
-    for (size_t s = count; s < kKeyBlock; s++) turned[h * kKeyBlock + s] = 0.0f;
-  }
-  float_product(rows, kKeyBlock, q, wide, turned, kKeyBlock, wide, scores, kKeyBlock, false);
 }
 
 // The first row of the cache that a token at `position` may see.
@@ -279,40 +111,167 @@ ALWAYS_INLINE bool weigh_row(const Attention& a, const AttentionTile& t, const T
   return weigh(scores, from, to, a.softcap, t.sums + r * own.wide, own.wide, t.top + r, t.total + r);
 }
 
+// Rows of the cache, which come behind the chunks', as `cached_rows` gives them.
+ALWAYS_INLINE const char* rows_at(const Attention& a, const void* cache, size_t row) {
+  return static_cast<const char*>(cache) + (row - a.chunks.tokens) * a.width * (a.half ? 2 : 4);
+}
+
+// Of the rows [block, block + count), how many are chunks'.
+ALWAYS_INLINE size_t coded_count(const Attention& a, size_t block, size_t count) {
+  const size_t tokens = a.chunks.tokens > block ? a.chunks.tokens - block : 0;
+  return tokens < count ? tokens : count;
+}
+
+// Coded keys or values [block, block + count) as floats [count][wide], transformed as they are kept.
+void coded_block(const Attention& a, const TileScratch& own, size_t block, size_t count, bool values,
+                 float* out) {
+  each_chunk(a.chunks, block, block + count, [&](size_t chunk, size_t from, size_t rows, size_t row) {
+    const CodedRows each(a.chunks, a.head, chunk, from, rows, values);
+    float* to = out + (row - block) * own.wide;
+    if (each.part.bits) return coded_floats(each, own.wide, own.coded, to);
+    const float* there = cached_rows(each.data(), a.half, a.width, own.wide, 0, rows, to);
+    if (there != to) memcpy(to, there, rows * own.wide * sizeof(float));
+  });
+}
+
+// scores [rows][kKeyBlock] of `rows` queries from `first` on with a head's rows as they lie in memory. Few
+// are widened on the way instead of in scratch.
+void plain_scores(const Attention& a, const TileScratch& own, size_t first, size_t rows, const void* keys,
+                  size_t count, float* scores) {
+  const float* q = own.q + first * own.wide;
+  if (a.half && a.width == own.wide && rows < kFewRows) {
+    return scores_of_few(rows, q, static_cast<const uint16_t*>(keys), count, own.wide, scores);
+  }
+  const float* from = cached_rows(keys, a.half, a.width, own.wide, 0, count, own.values);
+  scores_of_few(rows, q, from, count, own.wide, scores);
+}
+
+// The same of coded keys [block, block + count), for rows that are `few`.
+void coded_key_scores(const Attention& a, const TileScratch& own, size_t first, size_t rows, size_t block,
+                      size_t count, float* scores) {
+  each_chunk(a.chunks, block, block + count, [&](size_t chunk, size_t from, size_t size, size_t row) {
+    const CodedRows keys(a.chunks, a.head, chunk, from, size, false);
+    const float* q = own.spread_q + first * own.wide;
+    float* to = scores + (row - block);
+    if (!keys.part.bits) {
+      plain_scores(a, own, first, rows, keys.data(), size, to);
+    } else if (whole_vectors(a.chunks, keys.part.bits)) {
+      coded_scores(keys, rows, q, own.wide, own.coded, to);
+    } else {
+      coded_floats(keys, own.wide, own.coded, own.keys);
+      scores_of_few(rows, q, own.keys, size, own.wide, to);
+    }
+  });
+}
+
+// scores [rows][kKeyBlock] of `rows` queries from `first` on with the keys [block, block + count); `few`:
+// by products along the head.
+void score_keys(const Attention& a, const TileScratch& own, size_t first, size_t rows, size_t block,
+                size_t count, bool few, float* scores) {
+  const size_t coded = coded_count(a, block, count);
+  if (few) {
+    coded_key_scores(a, own, first, rows, block, coded, scores);
+    if (coded == count) return;
+    const char* keys = rows_at(a, a.k, block + coded);
+    return plain_scores(a, own, first, rows, keys, count - coded, scores + coded);
+  }
+  const float *q = own.q + first * own.wide, *from = own.values;
+  if (coded == 0) {
+    from = cached_rows(rows_at(a, a.k, block), a.half, a.width, own.wide, 0, count, own.values);
+  } else {
+    coded_block(a, own, block, coded, false, own.values);
+    if (coded == count) {
+      q = own.spread_q + first * own.wide;
+    } else {
+      float* to = own.values + coded * own.wide;
+      for (size_t s = 0; s < coded && a.chunks.form.rotated; s++)
+        spread(own.values + s * own.wide, a.width, a.chunks.form.block());
+      const char* rest = rows_at(a, a.k, block + coded);
+      const float* there = cached_rows(rest, a.half, a.width, own.wide, 0, count - coded, to);
+      if (there != to) memcpy(to, there, (count - coded) * own.wide * sizeof(float));
+    }
+  }
+  scores_of_many(rows, q, from, count, own.wide, own.keys, scores);
+}
+
+// Sums of values that were transformed, back.
+void settle_sums(const Attention& a, size_t rows, size_t wide, float* sums) {
+  for (size_t r = 0; r < rows; r++) spread(sums + r * wide, a.width, a.chunks.form.block());
+}
+
+// sums [rows][wide] += weights [rows][kKeyBlock] x values, rows of a head as they lie in memory.
+void plain_sums(const Attention& a, const TileScratch& own, size_t rows, const float* weights,
+                const void* values, size_t count, float* sums) {
+  const size_t wide = own.wide;
+  if (a.half && a.width == wide && rows < kFewRows) {
+    const uint16_t* from = static_cast<const uint16_t*>(values);
+    return float_product(rows, wide, weights, kKeyBlock, from, wide, count, sums, wide, true);
+  }
+  const float* from = cached_rows(values, a.half, a.width, wide, 0, count, own.values);
+  float_product(rows, wide, weights, kKeyBlock, from, wide, count, sums, wide, true);
+}
+
+// sums [rows][wide] += weights [rows][kKeyBlock] x coded values [block, block + count), transformed as they
+// are kept.
+void add_coded_values(const Attention& a, const TileScratch& own, size_t rows, size_t block, size_t count,
+                      bool few, const float* weights, float* sums) {
+  if (!few) {
+    coded_block(a, own, block, count, true, own.values);
+    return float_product(rows, own.wide, weights, kKeyBlock, own.values, own.wide, count, sums, own.wide,
+                         true);
+  }
+  each_chunk(a.chunks, block, block + count, [&](size_t chunk, size_t from, size_t size, size_t row) {
+    const CodedRows values(a.chunks, a.head, chunk, from, size, true);
+    const float* each = weights + (row - block);
+    if (!values.part.bits) {
+      plain_sums(a, own, rows, each, values.data(), size, sums);
+    } else if (whole_vectors(a.chunks, values.part.bits)) {
+      coded_values(values, rows, each, own.wide, own.coded, sums);
+    } else {
+      coded_floats(values, own.wide, own.coded, own.values);
+      float_product(rows, own.wide, each, kKeyBlock, own.values, own.wide, size, sums, own.wide, true);
+    }
+  });
+}
+
+// Whether sums from row `from` on begin transformed: coded values come first, and sums of theirs go back
+// before anything is added to them.
+ALWAYS_INLINE bool begins_spread(const Attention& a, size_t from) {
+  return a.chunks.form.rotated && from < a.chunks.tokens;
+}
+
+// Adds the weighted values [block, block + count); `is_spread`: whether sums are transformed, before and
+// then.
+void sum_values(const Attention& a, const TileScratch& own, size_t rows, size_t block, size_t count, bool few,
+                const float* weights, float* sums, bool& is_spread) {
+  const size_t coded = coded_count(a, block, count);
+  if (coded) add_coded_values(a, own, rows, block, coded, few, weights, sums);
+  if (coded == count) return;
+  if (is_spread) settle_sums(a, rows, own.wide, sums);
+  is_spread = false;
+  const char* values = rows_at(a, a.v, block + coded);
+  plain_sums(a, own, rows, weights + coded, values, count - coded, sums);
+}
+
 void attend(const Attention& a, const AttentionTile& t) {
   const TileScratch own(a, t);
-  const size_t width = a.width, wide = own.wide, rows = own.rows;
+  const size_t rows = own.rows;
+  const bool few = rows < kFewRows;
+  bool is_spread = begins_spread(a, t.from);
   begin_tile(a, t, own);
-  // Few rows: what they read is widened on the way instead of in scratch.
-  const bool halves = a.half && width == wide && rows < kFewRows;
   for (size_t block = t.from; block < t.to; block += kKeyBlock) {
     const size_t count = t.to - block < kKeyBlock ? t.to - block : kKeyBlock;
     float* scores = own.weights_of(t, block);
-    if (halves) {
-      const uint16_t* from = static_cast<const uint16_t*>(a.k) + block * width;
-      scores_of_few(rows, own.q, from, count, wide, scores);
-    } else if (rows < kFewRows) {
-      const float* from = cached_rows(a.k, a.half, width, wide, block, count, own.keys);
-      scores_of_few(rows, own.q, from, count, wide, scores);
-    } else {
-      const float* from = cached_rows(a.k, a.half, width, wide, block, count, own.values);
-      scores_of_many(rows, own.q, from, count, wide, own.keys, scores);
-    }
+    score_keys(a, own, 0, rows, block, count, few, scores);
     bool any = false;
     for (size_t r = 0; r < rows; r++) {
       const size_t end = static_cast<size_t>(a.rows[t.first + r / a.group]) + 1;
       any |= weigh_row(a, t, own, scores + r * kKeyBlock, r, block, count, end);
     }
     if (t.weights) memcpy(own.tops_of(t, block), t.top, rows * sizeof(float));
-    if (!any) continue;
-    if (halves) {
-      const uint16_t* from = static_cast<const uint16_t*>(a.v) + block * width;
-      float_product(rows, wide, scores, kKeyBlock, from, width, count, t.sums, wide, true);
-      continue;
-    }
-    const float* from = cached_rows(a.v, a.half, width, wide, block, count, own.values);
-    float_product(rows, wide, scores, kKeyBlock, from, wide, count, t.sums, wide, true);
+    if (any) sum_values(a, own, rows, block, count, few, scores, t.sums, is_spread);
   }
+  if (is_spread) settle_sums(a, rows, own.wide, t.sums);
 }
 
 void add_mass(const AttentionTile& t, size_t rows, const float* factors, float* mass) {

@@ -16,15 +16,16 @@ ALWAYS_INLINE size_t walk_path(const Attention& a, size_t token, const Use& use)
   return length;
 }
 
-// Keys or values of a token's own block [block, block + count), as floats [count][wide].
-void gather(const Attention& a, const void* cache, size_t token, size_t block, size_t count, size_t wide,
-            float* out) {
+// Of a token's own block [block, block + count) the keys or values behind the chunks', from row `begin` on,
+// as floats [count][wide].
+void gather(const Attention& a, const void* cache, size_t token, size_t block, size_t begin, size_t count,
+            size_t wide, float* out) {
   const auto copy = [&](size_t row, size_t at, size_t rows) {
     float* to = out + at * wide;
-    const float* from = cached_rows(cache, a.half, a.width, wide, row, rows, to);
+    const float* from = cached_rows(rows_at(a, cache, row), a.half, a.width, wide, 0, rows, to);
     if (from != to) memcpy(to, from, rows * wide * sizeof(float));
   };
-  if (block < a.base) copy(block, 0, a.base - block < count ? a.base - block : count);
+  if (begin < a.base) copy(begin, begin - block, (a.base < block + count ? a.base : block + count) - begin);
   walk_path(a, token, [&](size_t i, size_t row) {
     const size_t stands = a.base + i;
     if (stands >= block && stands < block + count) copy(row, stands - block, 1);
@@ -60,51 +61,69 @@ void scatter_weights(const Attention& a, const AttentionTile& t, const TileScrat
   }
 }
 
+// Scores of the queries of a token, from row `first` of its tile on, with the keys of its own block.
+void score_own_keys(const Attention& a, const TileScratch& own, size_t first, size_t token, size_t block,
+                    size_t count, bool few, float* scores) {
+  const size_t coded = coded_count(a, block, count), wide = own.wide;
+  const float* q = own.q + first * wide;
+  if (few) {
+    coded_key_scores(a, own, first, a.group, block, coded, scores);
+    gather(a, a.k, token, block, block + coded, count, wide, own.values);
+    return scores_of_few(a.group, q, own.values + coded * wide, count - coded, wide, scores + coded);
+  }
+  if (coded) coded_block(a, own, block, coded, false, own.values);
+  for (size_t s = 0; s < coded && a.chunks.form.rotated; s++)
+    spread(own.values + s * wide, a.width, a.chunks.form.block());
+  gather(a, a.k, token, block, block + coded, count, wide, own.values);
+  scores_of_many(a.group, q, own.values, count, wide, own.keys, scores);
+}
+
+// Adds the weighted values of its own block.
+void sum_own_values(const Attention& a, const TileScratch& own, size_t token, size_t block, size_t count,
+                    bool few, const float* weights, float* sums, bool& is_spread) {
+  const size_t coded = coded_count(a, block, count), wide = own.wide;
+  if (coded) add_coded_values(a, own, a.group, block, coded, few, weights, sums);
+  if (is_spread) settle_sums(a, a.group, wide, sums);
+  is_spread = false;
+  gather(a, a.v, token, block, block + coded, count, wide, own.values);
+  float_product(a.group, wide, weights + coded, kKeyBlock, own.values + coded * wide, wide, count - coded,
+                sums, wide, true);
+}
+
 void attend_tree(const Attention& a, const AttentionTile& t) {
   const TileScratch own(a, t);
   const size_t wide = own.wide, tree = a.base / kKeyBlock * kKeyBlock;
   const size_t shared = t.to < tree ? t.to : tree;  // where the blocks end that all nodes see
   const bool few = a.group < kFewRows;              // as of one token
+  bool is_spread = begins_spread(a, t.from);
   begin_tile(a, t, own);
   for (size_t block = t.from; block < shared; block += kKeyBlock) {
     float* scores = own.weights_of(t, block);
-    const float* keys = cached_rows(a.k, a.half, a.width, wide, block, kKeyBlock, own.values);
-    if (few) {
-      scores_of_few(own.rows, own.q, keys, kKeyBlock, wide, scores);
-    } else {
-      scores_of_many(own.rows, own.q, keys, kKeyBlock, wide, own.keys, scores);
-    }
+    score_keys(a, own, 0, own.rows, block, kKeyBlock, few, scores);
     bool any = false;
     for (size_t r = 0; r < own.rows; r++)
       any |= weigh_row(a, t, own, scores + r * kKeyBlock, r, block, kKeyBlock, shared);
     if (t.weights) memcpy(own.tops_of(t, block), t.top, own.rows * sizeof(float));
-    if (!any) continue;
-    const float* values = cached_rows(a.v, a.half, a.width, wide, block, kKeyBlock, own.values);
-    float_product(own.rows, wide, scores, kKeyBlock, values, wide, kKeyBlock, t.sums, wide, true);
+    if (any) sum_values(a, own, own.rows, block, kKeyBlock, few, scores, t.sums, is_spread);
   }
   const size_t begin = t.from < tree ? tree : t.from;
-  if (t.to <= begin) return;
   for (size_t token = t.first; token < t.last; token++) {
     const size_t behind = a.base + walk_path(a, token, [](size_t, size_t) {});
     const size_t end = behind < t.to ? behind : t.to, first = (token - t.first) * a.group;
     float* sums = t.sums + first * wide;
+    bool own_spread = is_spread;
     for (size_t block = begin; block < end; block += kKeyBlock) {
       const size_t count = end - block < kKeyBlock ? end - block : kKeyBlock;
-      float *q = own.q + first * wide, *scores = own.weights_of(t, block) + first * kKeyBlock;
-      gather(a, a.k, token, block, count, wide, own.values);
-      if (few) {
-        scores_of_few(a.group, q, own.values, count, wide, scores);
-      } else {
-        scores_of_many(a.group, q, own.values, count, wide, own.keys, scores);
-      }
+      float* scores = own.weights_of(t, block) + first * kKeyBlock;
+      score_own_keys(a, own, first, token, block, count, few, scores);
       for (size_t i = 0; i < a.group; i++) {
         weigh_row(a, t, own, scores + i * kKeyBlock, first + i, block, count, end);
         if (t.weights) own.tops_of(t, block)[first + i] = t.top[first + i];
       }
-      gather(a, a.v, token, block, count, wide, own.values);
-      float_product(a.group, wide, scores, kKeyBlock, own.values, wide, count, sums, wide, true);
+      sum_own_values(a, own, token, block, count, few, scores, sums, own_spread);
     }
-    for (size_t i = 0; t.weights && i < a.group; i++)
+    if (own_spread) settle_sums(a, a.group, wide, sums);
+    for (size_t i = 0; t.weights && t.to > begin && i < a.group; i++)
       scatter_weights(a, t, own, first + i, begin, end < begin ? begin : end);
   }
 }

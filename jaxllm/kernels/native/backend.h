@@ -78,6 +78,55 @@ struct Activations {
   const int32_t* block_sum;  // [rows][all_blocks]
 };
 
+// How chunks of a cache are kept as bytes (jaxllm/kv/codecs.py).
+struct ChunkForm {
+  size_t tokens, width;  // of a chunk, of a head
+  bool half;             // rows of 0 bits are of halves, else of floats
+  bool keys_by_token, values_by_token;
+  bool rotated;
+
+  // Channels that are transformed together; 1 for none.
+  size_t block() const { return rotated ? width & (~width + 1) : 1; }
+  size_t row_bytes(int bits) const {
+    return bits ? width * static_cast<size_t>(bits) / 8 : width * (half ? 2 : 4);
+  }
+  // Of the keys or the values of so many heads.
+  size_t part_bytes(size_t heads, int bits, bool by_token) const {
+    const size_t scales = bits ? 2 * 2 * (by_token ? tokens : width) : 0;
+    return heads * (tokens * row_bytes(bits) + scales);
+  }
+  // Of one layer of a chunk.
+  size_t blob_bytes(size_t heads, int bits) const {
+    return part_bytes(heads, bits, keys_by_token) + part_bytes(heads, bits, values_by_token);
+  }
+};
+
+// Where one head's keys or values of a chunk stand in its blob.
+struct ChunkPart {
+  const uint8_t* data;         // [tokens][row_bytes]: levels, or of 0 bits the rows
+  const uint8_t *low, *scale;  // halves, not aligned: [width], or by token [tokens]
+  int bits;
+  bool by_token;
+
+  ChunkPart(const ChunkForm& form, const uint8_t* blob, size_t heads, size_t head, int bits, bool values)
+      : bits(bits), by_token(values ? form.values_by_token : form.keys_by_token) {
+    if (values) blob += form.part_bytes(heads, bits, form.keys_by_token);
+    const size_t levels = form.tokens * form.row_bytes(bits), shared = by_token ? form.tokens : form.width;
+    data = blob + head * levels;
+    low = blob + heads * levels + 2 * head * shared;
+    scale = low + 2 * heads * shared;
+  }
+};
+
+// A layer's chunks, whose tokens come before those of its cache.
+struct CodedChunks {
+  const uint8_t* const* blobs;  // of each chunk
+  const int8_t* bits;           // of each: 8, 4, 2, or 0 for rows as the cache holds them
+  size_t heads;                 // in the blobs
+  size_t tokens;                // of the chunks that are attended to together: whole chunks
+  ChunkForm form;
+};
+
 struct Attention {
   const float* q;  // [tokens][row_stride], G heads of H floats each at its start
   float* out;      // like q
@@ -92,6 +141,9 @@ struct Attention {
   size_t base, nodes, present;      // of the nodes, the first that the cache has room for
   size_t window;                    // 0: all rows up to its own
   float scale, softcap;
+  // Rows count from the first token of the chunks on; k and v begin with row chunks.tokens.
+  CodedChunks chunks;
+  size_t head;  // of those in the chunks
 };
 
 // Tile of attention over keys [from, to) for tokens [first, last): unnormalized sums and what merges them. A
@@ -197,9 +249,11 @@ inline size_t padded_width(size_t width) { return (width + kPanel - 1) / kPanel 
 inline size_t chunk_scratch(size_t width) { return 4 * padded_width(width); }
 constexpr size_t kKeyBlock = 64;
 constexpr size_t kAttentionRows = 256;  // of queries (tokens x group) in a tile, unless one token has more
+constexpr size_t kCodedRows = 4;        // of queries that are multiplied with coded keys together
 inline size_t attention_scratch(size_t rows, size_t width) {
   const size_t wide = padded_width(width);
-  return rows * (wide + kKeyBlock) + 2 * kKeyBlock * wide;
+  // Queries as they are and transformed, scores, keys and values; scales of a chunk and queries times them.
+  return rows * (2 * wide + kKeyBlock) + 2 * kKeyBlock * wide + (2 + kCodedRows) * wide + 2 * kKeyBlock;
 }
 
 // Of queries in a tile of a document, unless one token has more: a tile, a block of keys and what is between

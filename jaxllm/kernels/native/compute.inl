@@ -24,12 +24,14 @@ constexpr float kTiny = 1e-30f;
 #include "tile.inl"
 #include "low_rank.inl"
 #include "activate.inl"
+#include "float_rows.inl"
+#include "chunks.inl"
+#include "coded_chunks.inl"
 #include "attention.inl"
 #include "attention_tree.inl"
 #include "document_attention.inl"
 #include "tokens.inl"
 #include "sampling.inl"
-#include "chunks.inl"
 
 int64_t read_words(const void* data, size_t bytes) {
   const uint8_t* p = static_cast<const uint8_t*>(data);

@@ -1,22 +1,58 @@
 // Attention as XLA calls it.
 #include <algorithm>
 
+#include "chunk_tables.h"
 #include "ffi_checks.h"
 
 namespace jaxllm {
 namespace {
 
+// The chunks of a layer, of which `tokens` [] are attended to, by the handle of their table [2] and the layer
+// []; empty for none. What is wrong, or null.
+const char* read_chunks(const AnyBuffer& table, const AnyBuffer& layer, const AnyBuffer& tokens,
+                        AttentionShape& s, OpenChunks& open) {
+  if (table.element_count() == 0 && tokens.element_count() == 0) return nullptr;
+  const auto is = [](const AnyBuffer& each, ffi::DataType type, size_t count) {
+    return each.element_type() == type && each.element_count() == count;
+  };
+  if (!is(table, ffi::DataType::U32, 2) || !is(layer, ffi::DataType::S32, 1) ||
+      !is(tokens, ffi::DataType::S32, 1)) {
+    return "chunks need a table uint32 [2], a layer and a number of tokens, one int32 each";
+  }
+  const int32_t count = *tokens.reinterpret_data<int32_t>(), at = *layer.reinterpret_data<int32_t>();
+  if (count == 0) return nullptr;
+  const uint32_t* const half = table.reinterpret_data<uint32_t>();
+  const ChunkTable* const found = open.open(static_cast<uint64_t>(half[1]) << 32 | half[0]);
+  if (!found) return "there is no such table of chunks, or it is closed";
+  const ChunkForm& form = found->form;
+  const size_t chunks = found->bits.size(), size = static_cast<size_t>(count);
+  if (at < 0 || static_cast<size_t>(at) >= found->heads.size()) return "a table of chunks has no such layer";
+  if (s.batch != 1 || form.width != s.width || form.half != s.half || found->heads[at] < s.used_heads ||
+      found->heads[at] > s.kv_heads) {
+    return "chunks do not fit the cache";
+  }
+  if (count < 0 || size % form.tokens || size / form.tokens > chunks)
+    return "a table has not so many tokens in whole chunks";
+  if (static_cast<size_t>(s.rows[0]) < size) return "new tokens lie among those of chunks";
+  s.chunks = {found->blobs.data() + static_cast<size_t>(at) * chunks, found->bits.data(), found->heads[at],
+              size, form};
+  return nullptr;
+}
+
 // q [B, T, K, G, H], new k and v [B, T, K, H], cos and sin [T, rotary], caches [B, K, S, H] or of several
 // layers [n, B, K, S, H] and the layer's slot [] among them, mass [B, S] or of a tree [B, 1 + T, S] or
-// nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing -> y like q, and caches and
-// mass, in place. Operand: counts. Of the K heads counts[heads_at] are used. Outputs of one sequence's tokens
-// that are not valid are left as they are.
+// nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing, chunks before the cache (see
+// read_chunks) and their mass [B, n] or of a tree [B, 1 + T, n] or nothing -> y like q, and caches and both
+// masses, in place. Operand: counts. Of the K heads counts[heads_at] are used. Outputs of one sequence's
+// tokens that are not valid are left as they are.
 Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBuffer sin, AnyBuffer keys,
                      AnyBuffer values, AnyBuffer mass, AnyBuffer slot, AnyBuffer rows, AnyBuffer positions,
-                     AnyBuffer valid, AnyBuffer base, AnyBuffer seen, AnyBuffer table, AnyBuffer row,
+                     AnyBuffer valid, AnyBuffer base, AnyBuffer seen, AnyBuffer chunks, AnyBuffer chunk_layer,
+                     AnyBuffer chunk_tokens, AnyBuffer chunk_mass, AnyBuffer table, AnyBuffer row,
                      ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y, ffi::Result<AnyBuffer> new_keys,
-                     ffi::Result<AnyBuffer> new_values, ffi::Result<AnyBuffer> new_mass, float scale,
-                     float softcap, int64_t window, int64_t heads_at, Columns columns) {
+                     ffi::Result<AnyBuffer> new_values, ffi::Result<AnyBuffer> new_mass,
+                     ffi::Result<AnyBuffer> new_chunk_mass, float scale, float softcap, int64_t window,
+                     int64_t heads_at, Columns columns) {
   const Timer timer;
   Operands in;
   if (!in.read(table, row, buffers, columns) || in.size() != 1) return wrong(kOperands);
@@ -81,25 +117,39 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
   const size_t offset = keys.size_bytes() / layers * static_cast<size_t>(layer);
   char* const key_cache = static_cast<char*>(in_place(keys, new_keys)) + offset;
   char* const value_cache = static_cast<char*>(in_place(values, new_values)) + offset;
-  const AttentionShape shape{batch,
-                             computed,
-                             kv_heads,
-                             dim(q, 3),
-                             width,
-                             capacity,
-                             used_heads,
-                             rotary,
-                             lie,
-                             stand,
-                             static_cast<size_t>(count),
-                             nodes ? static_cast<const uint8_t*>(seen.untyped_data()) : nullptr,
-                             nodes ? static_cast<size_t>(*base.reinterpret_data<int32_t>()) : 0,
-                             nodes,
-                             static_cast<size_t>(window),
-                             scale,
-                             softcap,
-                             type == ffi::DataType::F16,
-                             by_node};
+  AttentionShape shape{batch,
+                       computed,
+                       kv_heads,
+                       dim(q, 3),
+                       width,
+                       capacity,
+                       used_heads,
+                       rotary,
+                       lie,
+                       stand,
+                       static_cast<size_t>(count),
+                       nodes ? static_cast<const uint8_t*>(seen.untyped_data()) : nullptr,
+                       nodes ? static_cast<size_t>(*base.reinterpret_data<int32_t>()) : 0,
+                       nodes,
+                       static_cast<size_t>(window),
+                       scale,
+                       softcap,
+                       type == ffi::DataType::F16,
+                       by_node};
+  OpenChunks open;
+  if (const char* const what = read_chunks(chunks, chunk_layer, chunk_tokens, shape, open))
+    return wrong(what);
+  if (chunk_mass.element_count() != 0) {
+    const size_t entries = batch * (by_node ? 1 + tokens : 1);
+    shape.masses = chunk_mass.element_count() / entries;
+    if (!is_float(chunk_mass) || chunk_mass.element_count() != entries * shape.masses ||
+        new_chunk_mass->size_bytes() != chunk_mass.size_bytes()) {
+      return wrong("the mass of chunks must be float32 [B, n], or of a tree [B, 1 + T, n]");
+    }
+    shape.chunk_mass = static_cast<float*>(in_place(chunk_mass, new_chunk_mass));
+  }
+  if (attended && shape.chunks.tokens && shape.masses * shape.chunks.form.tokens < shape.chunks.tokens)
+    return wrong("the mass has no room for all chunks");
   return result(attention(q.reinterpret_data<float>(), k.reinterpret_data<float>(),
                           v.reinterpret_data<float>(), cos.reinterpret_data<float>(),
                           sin.reinterpret_data<float>(), key_cache, value_cache, shape,
@@ -126,7 +176,12 @@ XLA_FFI_DEFINE_HANDLER(AttentionHandler, attention_call,
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
                            .RemainingArgs()
+                           .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()

@@ -40,7 +40,9 @@ Error load_chunks_call(AnyBuffer extents, AnyBuffer bits, AnyBuffer slots, AnyBu
       return wrong("chunks have levels of 8, 4 or 2 bits, or none");
     if (width >= 0 && !address) return wrong("a chunk has no address");
   }
-  ChunksShape shape{static_cast<size_t>(tokens), 0, 0, false, keys_by_token, values_by_token, rotated};
+  ChunksShape shape{};
+  shape.tokens = static_cast<size_t>(tokens), shape.rotated = rotated;
+  shape.keys_by_token = keys_by_token, shape.values_by_token = values_by_token;
   std::vector<ChunksLayer> all(layers);
   std::vector<char*> memory(caches.size());
   for (size_t i = 0; i < memory.size(); i++) {
@@ -73,7 +75,7 @@ Error load_chunks_call(AnyBuffer extents, AnyBuffer bits, AnyBuffer slots, AnyBu
     if (!read_count(array_of(counts), static_cast<int64_t>(l), 1, dim(*keys, 2), all[l].kv_heads))
       return wrong("a count is out of range");
     for (size_t i = 0; i < count; i++) {
-      if (widths[i] >= 0 && places[3 * (l * count + i) + 2] != blob_bytes(shape, all[l].kv_heads, widths[i]))
+      if (widths[i] >= 0 && places[3 * (l * count + i) + 2] != shape.blob_bytes(all[l].kv_heads, widths[i]))
         return wrong("a chunk has not the bytes of its width");
     }
     const size_t offset = keys->size_bytes() / dim(*keys, 0) * static_cast<size_t>(slot_of[l]);

@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "chunk_tables.h"
 #include "ffi.h"
 #include "ops.h"
 #include "pool.h"
@@ -80,7 +81,8 @@ PyObject* read_all(PyObject*, PyObject* object) {
 }
 
 // The buffers that open tables read, by the tables' handles; under Python's lock.
-std::unordered_map<uint64_t, std::vector<Py_buffer>> held;
+using Held = std::unordered_map<uint64_t, std::vector<Py_buffer>>;
+Held held, held_chunks;
 
 void release(std::vector<Py_buffer>& buffers) {
   for (Py_buffer& each : buffers) PyBuffer_Release(&each);
@@ -187,17 +189,101 @@ PyObject* open_table(PyObject*, PyObject* rows) {
   return PyLong_FromUnsignedLongLong(handle);
 }
 
-PyObject* close_table(PyObject*, PyObject* number) {
+PyObject* closed(PyObject* number, bool (*close)(uint64_t), Held& buffers) {
   const unsigned long long handle = PyLong_AsUnsignedLongLong(number);
   if (PyErr_Occurred()) return nullptr;
-  bool closed;
-  Py_BEGIN_ALLOW_THREADS closed = jaxllm::close_table(handle);
-  Py_END_ALLOW_THREADS const auto found = held.find(handle);
-  if (closed && found != held.end()) {
+  bool done;
+  Py_BEGIN_ALLOW_THREADS done = close(handle);
+  Py_END_ALLOW_THREADS const auto found = buffers.find(handle);
+  if (done && found != buffers.end()) {
     release(found->second);
-    held.erase(found);
+    buffers.erase(found);
   }
-  return PyBool_FromLong(closed);
+  return PyBool_FromLong(done);
+}
+
+PyObject* close_table(PyObject*, PyObject* number) { return closed(number, jaxllm::close_table, held); }
+
+// Reads the blobs of one chunk, `layers` buffers of bytes; false with a Python error.
+bool read_blobs(PyObject* chunk, size_t layers, std::vector<Py_buffer>& buffers) {
+  if (PySequence_Size(chunk) != static_cast<Py_ssize_t>(layers)) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "each chunk needs a blob in each layer");
+    return false;
+  }
+  for (size_t layer = 0; layer < layers; layer++) {
+    PyObject* each = PySequence_GetItem(chunk, static_cast<Py_ssize_t>(layer));
+    Py_buffer buffer;
+    const bool good = each && PyObject_GetBuffer(each, &buffer, PyBUF_SIMPLE) == 0;
+    Py_XDECREF(each);
+    if (!good) return false;
+    buffers.push_back(buffer);
+  }
+  return true;
+}
+
+// The numbers of a sequence; false with a Python error.
+bool read_numbers(PyObject* sequence, std::vector<long>& out) {
+  const Py_ssize_t count = PySequence_Size(sequence);
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject* each = PySequence_GetItem(sequence, i);
+    out.push_back(each ? PyLong_AsLong(each) : -1);
+    Py_XDECREF(each);
+    if (PyErr_Occurred()) return false;
+  }
+  return count >= 0;
+}
+
+// (tokens, width, half, keys by token, values by token, rotated), heads of layers, bits of chunks, chunks.
+PyObject* open_chunks(PyObject*, PyObject* arguments) {
+  PyObject *form, *heads, *bits, *chunks;
+  std::vector<long> of_form, of_heads, of_bits;
+  if (!PyArg_ParseTuple(arguments, "OOOO", &form, &heads, &bits, &chunks) || !read_numbers(form, of_form) ||
+      !read_numbers(heads, of_heads) || !read_numbers(bits, of_bits)) {
+    return nullptr;
+  }
+  const size_t layers = of_heads.size(), count = of_bits.size();
+  if (of_form.size() != 6 || of_form[0] < 1 || of_form[1] < 1 ||
+      PySequence_Size(chunks) != static_cast<Py_ssize_t>(count)) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a table of chunks has another form");
+    return nullptr;
+  }
+  jaxllm::ChunkTable table;
+  table.form = {static_cast<size_t>(of_form[0]),
+                static_cast<size_t>(of_form[1]),
+                of_form[2] != 0,
+                of_form[3] != 0,
+                of_form[4] != 0,
+                of_form[5] != 0};
+  for (const long each : of_heads) table.heads.push_back(each < 1 ? 0 : static_cast<size_t>(each));
+  for (const long each : of_bits) table.bits.push_back(static_cast<int8_t>(each < 0 || each > 8 ? -1 : each));
+  std::vector<Py_buffer> buffers;
+  for (size_t i = 0; i < count; i++) {
+    PyObject* chunk = PySequence_GetItem(chunks, static_cast<Py_ssize_t>(i));
+    const bool good = chunk && read_blobs(chunk, layers, buffers);
+    Py_XDECREF(chunk);
+    if (!good) {
+      release(buffers);
+      return nullptr;
+    }
+  }
+  for (size_t i = 0; i < layers * count; i++) {
+    const Py_buffer& blob = buffers[i % count * layers + i / count];
+    table.blobs.push_back(static_cast<const uint8_t*>(blob.buf));
+    table.bytes.push_back(static_cast<size_t>(blob.len));
+  }
+  const char* const what = jaxllm::wrong_chunks(table);
+  const uint64_t handle = what ? 0 : jaxllm::open_chunks(std::move(table));
+  if (handle == 0) {
+    release(buffers);
+    PyErr_SetString(PyExc_ValueError, what ? what : "too many tables of chunks are open");
+    return nullptr;
+  }
+  held_chunks.emplace(handle, std::move(buffers));
+  return PyLong_FromUnsignedLongLong(handle);
+}
+
+PyObject* close_chunks(PyObject*, PyObject* number) {
+  return closed(number, jaxllm::close_chunks, held_chunks);
 }
 
 PyMethodDef kMethods[] = {
@@ -212,6 +298,9 @@ PyMethodDef kMethods[] = {
     {"open_table", open_table, METH_O,
      "Opens a weight table of rows of buffers or None, which it holds; returns its handle."},
     {"close_table", close_table, METH_O, "Closes a weight table; whether it was open."},
+    {"open_chunks", open_chunks, METH_VARARGS,
+     "Opens a table of chunks, whose blobs it holds: form, heads, bits, chunks; returns its handle."},
+    {"close_chunks", close_chunks, METH_O, "Closes a table of chunks; whether it was open."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -153,6 +153,12 @@ struct AttentionShape {
   float scale, softcap;
   bool half;
   bool by_node;  // the mass is counted for each node of a tree, not for all tokens together
+  // Tokens before the cache's, of one sequence: rows, positions and `base` count from the first of them.
+  CodedChunks chunks = {};
+  float* chunk_mass = nullptr;  // [masses], or by_node [1 + tokens][masses]: what each chunk's tokens got
+  size_t masses = 0;
+  // Behind the last row that there is.
+  size_t end() const { return chunks.tokens + capacity; }
 };
 // Turns new keys by cos and sin [tokens][rotary], writes them and new values into the cache, and attends.
 // q, y [batch][tokens][kv_heads][group][width]; k, v [batch][tokens][kv_heads][width]; caches
@@ -163,19 +169,16 @@ struct AttentionShape {
 Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
                   void* key_cache, void* value_cache, const AttentionShape& shape, float* y, float* mass);
 
-// Chunks as bytes, and the caches of layers that they go to, [heads][capacity][width].
-struct ChunksShape {
-  size_t tokens, width, capacity;
-  bool half;  // caches are of halves, else of floats
-  bool keys_by_token, values_by_token, rotated;
+// Chunks as bytes, and the caches of layers that they go to, [heads][capacity][width], halves or floats as
+// rows of 0 bits.
+struct ChunksShape : ChunkForm {
+  size_t capacity;
 };
 struct ChunksLayer {
   const uint8_t* const* blobs;
   size_t kv_heads;  // in the blobs: the first ones of the cache's
   void *keys, *values;
 };
-// Of one layer of a chunk: keys and values of so many heads, with levels of `bits`.
-size_t blob_bytes(const ChunksShape& shape, size_t heads, int bits);
 // Chunk i of `count` goes to positions [i * tokens, (i + 1) * tokens) of each layer, cut at the capacity,
 // from the blob at its blobs[i] with levels of bits[i]: 8, 4, 2, or 0 for rows as the cache holds them. A
 // negative width leaves its place alone.

@@ -1,39 +1,18 @@
 #include "weight_tables.h"
 
-#include <atomic>
-#include <mutex>
-#include <thread>
 #include <utility>
+
+#include "slots.h"
 
 namespace jaxllm {
 namespace {
 
-constexpr size_t kMostTables = 4096;
-
-// A reader announces itself before it looks whether the slot holds its table; who closes the table first
-// makes the slot hold none, then waits for all readers. Both in one total order: one of the two sees the
-// other.
-struct Slot {
-  std::atomic<uint32_t> generation{0};  // of the table that may be read; 0: none
-  std::atomic<uint32_t> readers{0};
+struct Table {
   std::vector<Array> arrays;
   size_t rows = 0;
-  uint32_t last = 0;  // generation
-  bool taken = false;
 };
 
-Slot slots[kMostTables];
-std::mutex changing;
-
-uint64_t handle_of(size_t slot, uint32_t generation) {
-  return static_cast<uint64_t>(generation) << 32 | static_cast<uint64_t>(slot);
-}
-
-Slot* slot_of(uint64_t handle, uint32_t& generation) {
-  const size_t slot = static_cast<uint32_t>(handle);
-  generation = static_cast<uint32_t>(handle >> 32);
-  return slot < kMostTables && generation != 0 ? slots + slot : nullptr;
-}
+Slots<Table, 4096> tables;
 
 }  // namespace
 
@@ -59,48 +38,20 @@ size_t bytes_of(Type type) {
 
 uint64_t open_table(std::vector<Array> arrays, size_t rows) {
   if (rows == 0 || arrays.empty() || arrays.size() % rows) return 0;
-  const std::lock_guard<std::mutex> lock(changing);
-  for (size_t i = 0; i < kMostTables; i++) {
-    Slot& slot = slots[i];
-    if (slot.taken) continue;
-    slot.taken = true;
-    slot.arrays = std::move(arrays);
-    slot.rows = rows;
-    slot.last = slot.last == UINT32_MAX ? 1 : slot.last + 1;
-    slot.generation.store(slot.last);
-    return handle_of(i, slot.last);
-  }
-  return 0;
+  return tables.open({std::move(arrays), rows});
 }
 
-bool close_table(uint64_t handle) {
-  const std::lock_guard<std::mutex> lock(changing);
-  uint32_t generation;
-  Slot* const slot = slot_of(handle, generation);
-  if (!slot || slot->generation.load() != generation) return false;
-  slot->generation.store(0);
-  while (slot->readers.load() != 0) std::this_thread::yield();
-  slot->arrays = {};
-  slot->rows = 0;
-  slot->taken = false;
-  return true;
-}
+bool close_table(uint64_t handle) { return tables.close(handle); }
 
 bool TableRow::open(uint64_t handle, int64_t row) {
-  uint32_t generation;
-  Slot* const slot = slot_of(handle, generation);
-  if (!slot || slot_ != SIZE_MAX) return false;
-  slot->readers.fetch_add(1);
-  slot_ = static_cast<size_t>(slot - slots);
-  if (slot->generation.load() != generation) return false;
-  if (row < 0 || static_cast<size_t>(row) >= slot->rows) return false;
-  columns_ = slot->arrays.size() / slot->rows;
-  arrays_ = slot->arrays.data() + static_cast<size_t>(row) * columns_;
+  if (slot_ != SIZE_MAX) return false;
+  const Table* const table = tables.enter(handle, slot_);
+  if (!table || row < 0 || static_cast<size_t>(row) >= table->rows) return false;
+  columns_ = table->arrays.size() / table->rows;
+  arrays_ = table->arrays.data() + static_cast<size_t>(row) * columns_;
   return true;
 }
 
-TableRow::~TableRow() {
-  if (slot_ != SIZE_MAX) slots[slot_].readers.fetch_sub(1);
-}
+TableRow::~TableRow() { tables.leave(slot_); }
 
 }  // namespace jaxllm

@@ -23,13 +23,14 @@ OPTIONS = EngineOptions(
 
 @pytest.fixture(scope="session")
 def engine_of(tmp_path_factory):
-    """An engine by codec, format of weights, levels, and the share of weights that there is memory for."""
+    """An engine by codec, format of weights, levels, the share of weights that there is memory for, and
+    whether it attends to coded chunks."""
 
     @functools.cache
-    def made(codec, weights, levels, share):
-        options = dataclasses.replace(OPTIONS, kv_codec=codec, levels=levels)
+    def made(codec, weights, levels, share, coded):
+        options = dataclasses.replace(OPTIONS, kv_codec=codec, levels=levels, attend_coded=coded)
         if share is not None:
-            whole = made(codec, weights, levels, None)
+            whole = made(codec, weights, levels, None, coded)
             options = dataclasses.replace(options, memory_bytes=budget(whole, share))
             return Engine.open(whole.model.bundle.path, options=options)
         folder = tmp_path_factory.mktemp("contexts")
@@ -39,9 +40,9 @@ def engine_of(tmp_path_factory):
         )
         return Engine.open(path, options=options)
 
-    def opened(codec, weights="f32", levels=(), share=None):
+    def opened(codec, weights="f32", levels=(), share=None, coded=False):
         # Arguments that are left out name no other engine.
-        return made(codec, weights, levels, share)
+        return made(codec, weights, levels, share, coded)
 
     return opened
 
@@ -51,12 +52,12 @@ def kept(engine_of, tmp_path):
     """Contexts in a folder of the test's, by codec; opened again by calling again."""
     opened = []
 
-    def again(codec="raw", weights="f32", levels=(), share=None, **options):
+    def again(codec="raw", weights="f32", levels=(), share=None, coded=False, **options):
         while opened:
             opened.pop().close()
         folder = tmp_path / "store"
         contexts = Contexts(
-            engine_of(codec, weights, levels, share), ContextOptions(folder=folder, **options)
+            engine_of(codec, weights, levels, share, coded), ContextOptions(folder=folder, **options)
         )
         opened.append(contexts)
         return contexts

@@ -1,0 +1,138 @@
+"""Contexts whose answers attend to chunks where they lie: what is answered is what decoding first gives."""
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.kv.codecs import CODECS
+from serving.contexts import loading
+from serving.options import EngineOptions
+from tests.kernels.switching import needs_native
+from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, found, new, say
+
+pytestmark = needs_native
+
+
+def test_raw_chunks_in_front_give_what_a_cache_gives(kept, compiles):
+    """Three contexts by turns: each call begins with a table, of chunks in memory or read, and compiles
+    nothing."""
+    contexts = kept(coded=True)
+    wanted = [answers_without_contexts(contexts.engine, turns) for turns in TURNS]
+    mine = [new(contexts) for _ in TURNS]
+    with compiles() as count:
+        for turn in range(3):
+            for context, turns, answers in zip(mine, TURNS, wanted, strict=True):
+                held = len(context.record.bits)
+                answer = say(context, turns[turn])
+                assert answer.tokens == answers[turn]
+                assert answer.restoration.resident == held
+                assert contexts._last[1].cache.coded_tokens == held * C
+        assert count() == 0
+    contexts = kept(coded=True)
+    contexts._delays[100] = READ
+    context = found(contexts, mine[0])
+    held = len(context.record.bits)
+    answer = say(context, TURNS[1][1])
+    assert len(answer.restoration.read) == held
+    assert contexts._last[1].cache.coded_tokens == held * C
+    assert contexts.store.verify() == []
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_density_and_widths_are_those_of_decoded_chunks(kept, codec):
+    """Also where chunks in front are stored at fewer bits when a call ends."""
+    records = []
+    for coded in (False, True):
+        contexts = kept(codec, weights="int8", coded=coded, ratio=0.5)
+        first, second = new(contexts), new(contexts)
+        for turn in range(3):
+            for context, turns in ((first, TURNS[0]), (second, TURNS[1])):
+                # Tokens are given, not drawn, so that both go the same way.
+                context.generate(turns[turn], max_tokens=1, ignore_eos=True).result()
+        records.append(first.record)
+    decoded, coded = records
+    assert coded.bits == decoded.bits
+    assert len(set(coded.bits)) > 1
+    np.testing.assert_allclose(coded.mass, decoded.mass, rtol=2e-2)
+
+
+def test_a_table_lasts_as_long_as_its_chunks(kept):
+    contexts = kept("kivi", coded=True)
+    first, second = new(contexts), new(contexts)
+    for context in (first, second, first, second):
+        say(context, TURNS[0][0][:20])
+    name = first.name
+    table = contexts.memory._tables[name]
+    assert table.chunks == len(first.record.bits)
+    # The next call begins with it.
+    say(first, TURNS[0][1])
+    assert contexts._last[1].chunks is table
+    contexts.memory.forget(name)
+    assert name not in contexts.memory._tables
+
+
+def test_lost_chunks_are_computed_in_a_cache(kept):
+    contexts = kept(coded=True)
+    wanted = answers_without_contexts(contexts.engine, TURNS[0])
+    context, other = new(contexts), new(contexts)
+    assert say(context, TURNS[0][0]).tokens == wanted[0]
+    say(other, TURNS[1][0])
+    contexts.store.commit(context.record.lose({0}))
+    contexts.memory.forget(context.name)
+    answer = say(context, TURNS[0][1])
+    assert answer.tokens == wanted[1]
+    assert answer.restoration.computed
+    assert contexts._last[1].cache.coded_tokens == 0
+    say(other, TURNS[1][1])
+    assert say(context, TURNS[0][2]).tokens == wanted[2]
+    assert contexts._last[1].cache.coded_tokens > 0
+
+
+def test_a_long_tail_is_left_behind(kept, monkeypatch):
+    """The next call of the same context begins with chunks alone."""
+    contexts = kept(coded=True)
+    wanted = answers_without_contexts(contexts.engine, TURNS[0])
+    context = new(contexts)
+    assert say(context, TURNS[0][0]).tokens == wanted[0]
+    assert contexts._last[1].cache.coded_tokens == 0
+    monkeypatch.setattr(loading, "_TAIL_TOKENS", 20)
+    answer = say(context, TURNS[0][1])
+    assert answer.tokens == wanted[1]
+    assert not answer.restoration.cached
+    assert contexts._last[1].cache.coded_tokens == 32
+    monkeypatch.undo()
+    answer = say(context, TURNS[0][2])
+    assert answer.tokens == wanted[2]
+    assert answer.restoration.cached
+
+
+def test_a_context_with_chunks_in_front_slides(kept):
+    answers = []
+    for coded in (False, True):
+        contexts = kept(coded=coded)
+        context, other = new(contexts), new(contexts)
+        said = []
+        for turn in range(3):
+            said += (
+                context.generate(TURNS[0][turn], max_tokens=60, ignore_eos=True, slide=True).result().tokens
+            )
+            say(other, TURNS[1][0][:10])
+        answers.append((said, context.tokens))
+        assert contexts.store.verify() == []
+    assert answers[0] == answers[1]
+
+
+def test_levels_read_their_own_heads(kept):
+    answers = []
+    for coded in (False, True):
+        contexts = kept(weights="int8", levels=(50,), coded=coded)
+        context, other = new(contexts, level=50), new(contexts)
+        answers.append([[say(each, TURNS[0][turn]).tokens for each in (context, other)] for turn in range(3)])
+    assert answers[0] == answers[1]
+
+
+def test_what_cannot_is_refused_by_name(kept):
+    with pytest.raises(ConfigError, match="name a kv_codec"):
+        EngineOptions(attend_coded=True)
+    with pytest.raises(ConfigError, match="because its weights are streamed"):
+        kept(weights="int8", share=0.9, coded=True)
