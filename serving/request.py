@@ -77,7 +77,7 @@ class Session:
       tokens: whose keys and values are in `cache`.
       cache: None for an empty session.
       weights_version: `Runner.weights_version` of the weights that computed the cache.
-      chunks: table of the chunks that the cache attends to where they lie; open as long as a session has it.
+      chunks: chunk table of those that the cache attends to where they lie; open as long as a session has it.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)

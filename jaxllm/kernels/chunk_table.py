@@ -14,7 +14,7 @@ from jaxllm.kernels import native
 # XLA on a CPU uses memory of this alignment without a copy.
 _ALIGN_BYTES = 64
 # The handle of no table.
-NO_TABLE = np.zeros(2, np.uint32)
+NO_CHUNKS = np.zeros(2, np.uint32)
 
 
 class ChunkTable:

@@ -1,7 +1,7 @@
 """Chunks that attention reads as they are stored, in front of the rows of a cache.
 
 The chunks' tokens are the first of the sequence; the cache has the tokens behind them. Native attention finds
-the chunks of a layer in a table of addresses (`jaxllm.kernels.chunk_table`); XLA decodes them, whenever it
+the chunks of a layer in a chunk table (`jaxllm.kernels.chunk_table`); XLA decodes them, whenever it
 attends.
 """
 
@@ -22,7 +22,7 @@ class CodedChunks:
 
     Attributes:
       tokens: int32 scalar, of the chunks that are attended to: a multiple of C; 0 for none.
-      source: the handle of a table of chunks, `[2]` uint32; or blobs of all layers by value, `[L, N, bytes]`
+      source: the handle of a chunk table, `[2]` uint32; or blobs of all layers by value, `[L, N, bytes]`
         uint8, of the size of the widest.
       form: codec and size of the chunks.
       bits: `[N]` int32, widths of blobs by value; None where they are by address.
@@ -40,7 +40,7 @@ class CodedChunks:
 
     @property
     def by_address(self) -> bool:
-        """Whether the chunks are in a table of addresses."""
+        """Whether the chunks are in a chunk table."""
         return self.bits is None
 
     def check(self, axes: Axes) -> None:

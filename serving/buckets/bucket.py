@@ -13,7 +13,7 @@ import numpy as np
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.submodel import part_of_sub_model, sub_model
 from jaxllm.kernels import native
-from jaxllm.kernels.chunk_table import NO_TABLE
+from jaxllm.kernels.chunk_table import NO_CHUNKS
 from jaxllm.kv.cache import KVCache, Past, new_cache
 from jaxllm.kv.coded import CodedChunks
 from jaxllm.kv.positions import TokenPositions, TreePositions
@@ -170,7 +170,7 @@ def no_chunks(options: EngineOptions) -> CodedChunks:
     """No chunks in front of a cache, where there may be some (see `EngineOptions.attend_coded`)."""
     most = -(-options.context_tokens // options.kv_chunk_tokens)
     mass = np.zeros((1, most), np.float32)
-    return CodedChunks(np.int32(0), NO_TABLE, options.chunk_format, mass=mass)
+    return CodedChunks(np.int32(0), NO_CHUNKS, options.chunk_format, mass=mass)
 
 
 def ids(*shape: int) -> jax.ShapeDtypeStruct:

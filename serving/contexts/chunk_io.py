@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.kernels.chunk_table import NO_TABLE, ChunkTable
+from jaxllm.kernels.chunk_table import NO_CHUNKS, ChunkTable
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.chunks import LayerChunks, chunk_shapes, reads_addresses
 from jaxllm.kv.positions import TokenPositions
@@ -68,8 +68,8 @@ class ChunkIO:
         """Whether answers attend to chunks where they lie (see `EngineOptions.attend_coded`)."""
         return self.runner.options.attend_coded
 
-    def table(self, chunks: Sequence[Stored]) -> ChunkTable:
-        """A table of a context's first chunks, in order, for native attention.
+    def chunk_table(self, chunks: Sequence[Stored]) -> ChunkTable:
+        """A chunk table of a context's first chunks, in order, for native attention.
 
         Raises:
           CheckpointError: a blob's size is not that of its width.
@@ -91,11 +91,11 @@ class ChunkIO:
                 f"chunks of the context are not of this model and codec: {error}"
             ) from error
 
-    def behind(self, cache: KVCache, table: ChunkTable | None, count: int) -> KVCache:
-        """A cache, perhaps another context's, as that of tokens behind the first `count` chunks of a table;
+    def behind(self, cache: KVCache, chunks: ChunkTable | None, count: int) -> KVCache:
+        """A cache, perhaps another context's, as that of tokens behind the first `count` of these chunks;
         nothing is copied."""
         assert cache.coded is not None
-        source, tokens = NO_TABLE if table is None else table.operand, np.int32(count * self.chunk_tokens)
+        source, tokens = NO_CHUNKS if chunks is None else chunks.operand, np.int32(count * self.chunk_tokens)
         coded = dataclasses.replace(cache.coded, source=source, tokens=tokens)
         return dataclasses.replace(cache, coded=coded, length=tokens).uncounted()  # pyright: ignore
 

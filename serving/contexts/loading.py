@@ -112,22 +112,22 @@ class ChunkLoader:
             self.load(chunk_io, name, read)
             if chunk_io.coded and base.bits and not how.computed:
                 if read:
-                    # Else one read's memory would stay as long as the table.
+                    # Else one read's memory would stay as long as the chunk table.
                     self._memory.own(name)
-                session.chunks = self.table(chunk_io, name)
+                session.chunks = self.chunk_table(chunk_io, name)
                 cache = chunk_io.behind(cache, session.chunks, len(base.bits))
             session.cache, session.weights_version = cache, runner.weights_version
             session.tokens = list(base.tokens[: len(base.bits) * chunk_io.chunk_tokens])
             return how
         raise AssertionError("either of two attempts returns or raises")
 
-    def table(self, chunk_io: ChunkIO, name: str) -> ChunkTable:
-        """The table of a context's chunks, all of which are in memory (see `ChunkMemory.table`)."""
+    def chunk_table(self, chunk_io: ChunkIO, name: str) -> ChunkTable:
+        """The chunk table of a context, all of which are in memory (see `ChunkMemory`)."""
 
         def made(there: list[Resident]) -> ChunkTable:
-            return chunk_io.table([(each.bits, each.blobs) for each in there])
+            return chunk_io.chunk_table([(each.bits, each.blobs) for each in there])
 
-        return self._memory.table(name, made)
+        return self._memory.chunk_table(name, made)
 
     def load(self, chunk_io: ChunkIO, name: str, chunks: Mapping[int, Stored]) -> None:
         """Puts chunks of a context into memory.

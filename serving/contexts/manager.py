@@ -354,7 +354,7 @@ class Contexts:
             self._loader.load(chunk_io, name, coded)
             if chunk_io.coded and record.bits and session.cache is not None:
                 # The next call begins with it.
-                self._loader.table(chunk_io, name)
+                self._loader.chunk_table(chunk_io, name)
         # From here on memory agrees with the store.
         self._claims.changed(turn, record)
         if session.cache is not None:

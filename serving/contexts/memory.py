@@ -47,7 +47,7 @@ class ChunkMemory:
         self._chunks: dict[str, dict[int, Resident]] = {}
         self._locked: set[str] = set()
         self._pinned: set[str] = set()
-        self._tables: dict[str, ChunkTable] = {}
+        self._chunk_tables: dict[str, ChunkTable] = {}
         # Counts of uses of contexts, and of loaded chunks.
         self._uses = self._arrivals = 0
 
@@ -81,12 +81,12 @@ class ChunkMemory:
         """The resident chunks of a context, by number."""
         return dict(self._chunks.get(context, {}))
 
-    def table(self, context: str, make: Callable[[list[Resident]], ChunkTable]) -> ChunkTable:
-        """The table of a context's chunks, all of which are resident: the one made last, as long as none of
+    def chunk_table(self, context: str, make: Callable[[list[Resident]], ChunkTable]) -> ChunkTable:
+        """The chunk table of a context whose chunks are all resident: the one made last, as long as none of
         them has changed."""
-        if context not in self._tables:
-            self._tables[context] = make([each for _, each in sorted(self._chunks[context].items())])
-        return self._tables[context]
+        if context not in self._chunk_tables:
+            self._chunk_tables[context] = make([each for _, each in sorted(self._chunks[context].items())])
+        return self._chunk_tables[context]
 
     def claim(self, context: str, count: int, *, pinned: bool = False) -> list[int]:
         """Locks a context that is about to run.
@@ -166,7 +166,7 @@ class ChunkMemory:
             if any(blob.base is not None for blob in each.blobs):
                 blobs = Blobs(blob if blob.base is None else blob.copy() for blob in each.blobs)
                 there[chunk] = dataclasses.replace(each, blobs=blobs)
-                self._tables.pop(context, None)
+                self._chunk_tables.pop(context, None)
 
     def reserve(self, context: str, size_bytes: int) -> None:
         """Makes room for all of a context that is about to run.
@@ -237,7 +237,7 @@ class ChunkMemory:
         self._pinned.discard(context)
 
     def _put(self, resident: Resident) -> None:
-        self._tables.pop(resident.context, None)
+        self._chunk_tables.pop(resident.context, None)
         self._chunks.setdefault(resident.context, {})[resident.chunk] = resident
         self.resident_bytes += resident.size_bytes
 
@@ -245,7 +245,7 @@ class ChunkMemory:
         found = self._chunks.get(context, {}).pop(chunk, None)
         if found is None:
             return None
-        self._tables.pop(context, None)
+        self._chunk_tables.pop(context, None)
         self.resident_bytes -= found.size_bytes
         if not self._chunks[context]:
             del self._chunks[context]

@@ -17,7 +17,7 @@ def zeros(*shape: int, dtype: Any = F32) -> np.ndarray:
 
 
 # No weight table: a handle and a row that are not there.
-NO_TABLE = (np.zeros(0, np.uint32), np.zeros(0, I32))
+NO_CHUNKS = (np.zeros(0, np.uint32), np.zeros(0, I32))
 
 
 def ask(
@@ -26,7 +26,7 @@ def ask(
     buffers: Sequence[Any],
     operands: Sequence[Any] | None = None,
     *,
-    table: tuple[Any, Any] = NO_TABLE,
+    table: tuple[Any, Any] = NO_CHUNKS,
     **attributes: Any,
 ) -> Any:
     """Calls a handler as XLA does, past the Python door.

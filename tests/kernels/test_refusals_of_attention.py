@@ -14,11 +14,11 @@ from tests.kernels.switching import needs_native
 Q, NEW, CACHE, PLACES = zeros(1, 4, 2, 3, 16), zeros(1, 4, 2, 16), zeros(1, 2, 32, 16), zeros(4, dtype=I32)
 FOUR = np.int32(4)
 MASS = zeros(1, 32)
-NO_TABLE = zeros(0, dtype=np.uint32)
+NO_CHUNKS = zeros(0, dtype=np.uint32)
 BASE, TREE = np.array(3, I32), np.zeros((4, 5), np.bool_)
 GOOD = [
     Q, NEW, NEW, NOTHING, NOTHING, CACHE, CACHE, MASS, COUNTS, PLACES, PLACES, FOUR, COUNTS, TREE[:, :0],
-    NO_TABLE, COUNTS, COUNTS, NOTHING,
+    NO_CHUNKS, COUNTS, COUNTS, NOTHING,
 ]  # fmt: skip
 
 

@@ -62,13 +62,13 @@ def test_a_table_lasts_as_long_as_its_chunks(kept):
     for context in (first, second, first, second):
         say(context, TURNS[0][0][:20])
     name = first.name
-    table = contexts.memory._tables[name]
+    table = contexts.memory._chunk_tables[name]
     assert table.chunks == len(first.record.bits)
     # The next call begins with it.
     say(first, TURNS[0][1])
     assert contexts._last[1].chunks is table
     contexts.memory.forget(name)
-    assert name not in contexts.memory._tables
+    assert name not in contexts.memory._chunk_tables
 
 
 def test_lost_chunks_are_computed_in_a_cache(kept):
