@@ -63,6 +63,7 @@ def _line(tokens: Sequence[int]) -> TokenTree:
         parents=jnp.arange(-1, count - 1, dtype=jnp.int32),
         depths=jnp.arange(count, dtype=jnp.int32),
         confidences=jnp.ones(count),
+        probabilities=jnp.ones(count),
         ancestors=jnp.tril(jnp.ones((count, count), bool)),
         count=jnp.asarray(count, jnp.int32),
     )

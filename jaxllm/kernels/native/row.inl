@@ -174,8 +174,8 @@ ALWAYS_INLINE I plane_dot(const uint8_t* w, size_t block_stride, const int8_t* x
 
 // The same of all planes; what the high one gives is `kept` or comes from there.
 template <int Bits, Scaling How>
-ALWAYS_INLINE I group_dot(const uint8_t* w, size_t block_stride, size_t low, const int8_t* x, bool two, I none,
-                          int32_t* kept) {
+ALWAYS_INLINE I group_dot(const uint8_t* w, size_t block_stride, size_t low, const int8_t* x, bool two,
+                          I none, int32_t* kept) {
   I dots = How == kLate ? iload(kept) : plane_dot<Bits>(w, block_stride, x, two, none);
   if constexpr (How == kEarly) istore(kept, dots);
   if constexpr (How == kNested || How == kLate)
