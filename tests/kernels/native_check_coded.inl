@@ -209,9 +209,9 @@ void check_tree(Random& random) {
   s.scale = 1.0f / sqrtf(static_cast<float>(s.width));
   s.softcap = random.below(2) ? 0.0f : 5.0f;
   s.half = random.below(2);
-  // Perhaps behind chunks, which end before the tree begins.
+  // Perhaps behind chunks, whose rows are whole bytes at every width, and which end before the tree begins.
   std::unique_ptr<Coded> coded;
-  if (s.base >= 40 && random.below(2)) {
+  if (s.base >= 40 && s.width % 4 == 0 && random.below(2)) {
     coded = std::make_unique<Coded>(random, s.kv_heads, s.width, s.half, s.base - 40);
     s.chunks = coded->chunks();
   }
