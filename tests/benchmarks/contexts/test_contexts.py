@@ -156,7 +156,7 @@ def test_the_whole_bench(tiny, tmp_path, monkeypatch):
     assert all(row.value > 0 for row in switching)
     assert {row.metric for row in rows} == {
         "switch_ms", "finish_ms", "contexts_within_10_ms", "contexts_within_25_ms", "prefill_tokens_per_s",
-        "decode_tokens_per_s",
+        "decode_tokens_per_s", "context_bytes",
     }  # fmt: skip
     # All of ours fits where that was planned for, and nothing is left behind.
     fitting = [row.note for row in switching if row.system == OURS and " 4 contexts" in row.case]
