@@ -39,11 +39,6 @@ def test_unknown_model_type_lists_what_is_supported():
         architecture(None)
 
 
-def test_multimodal_gemma3_is_refused_with_the_way_out():
-    with pytest.raises(ConfigError, match=r"'gemma3' is not supported.*gemma3_text"):
-        architecture("gemma3")
-
-
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_empty_config_is_the_class_default(model_type):
     """What a config leaves out is what transformers' class says."""

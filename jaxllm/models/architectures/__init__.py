@@ -39,11 +39,7 @@ def architecture(model_type: object) -> Architecture:
     """
     if isinstance(model_type, str) and model_type in ARCHITECTURES:
         return ARCHITECTURES[model_type]
-    hint = (
-        "gemma3 is the multimodal model: export its language model as gemma3_text"
-        if model_type == "gemma3"
-        else "use a checkpoint of one of these, or add a file to jaxllm/models/architectures"
-    )
     raise ConfigError(
-        f"model_type {model_type!r} is not supported; supported are {', '.join(ARCHITECTURES)}; {hint}"
+        f"model_type {model_type!r} is not supported; supported are {', '.join(ARCHITECTURES)}; use a "
+        "checkpoint of one of these, or add a file to jaxllm/models/architectures"
     )
