@@ -106,6 +106,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 6,
         },
     ),
+    "gemma": ("Gemma", {**_LLAMA, "head_dim": 16, "hidden_act": "gelu", "attention_bias": True}),
+    "stablelm": ("StableLm", {**_LLAMA, "hidden_size": 64, "use_qkv_bias": True}),
     "gemma2": (
         "Gemma2",
         {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
@@ -142,8 +144,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ARCHITECTURE_VARIANTS = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "gemma2", "gemma3", "phi3", "gpt2",
-    "opt",
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "gemma", "gemma2", "gemma3",
+    "phi3", "gpt2", "opt", "stablelm",
 )  # fmt: skip
 
 # Multimodal models whose text model is read: ids from here on stand for images.

@@ -128,7 +128,9 @@ def read_text_config(config: Mapping[str, Any], *, ignore_keys: Collection[str] 
 
 def _refuse_unknown_wrapper(config: Mapping[str, Any]) -> None:
     model_type, text = config.get("model_type"), config.get("text_config")
-    if isinstance(text, dict) and model_type not in ARCHITECTURES:
+    # A malformed config may have a list there, which no dict can look up.
+    known = isinstance(model_type, str) and model_type in ARCHITECTURES
+    if isinstance(text, dict) and not known:
         raise ConfigError(
             f"the multimodal model_type {model_type!r:.80}, with the text model "
             f"{text.get('model_type')!r:.80}, is not supported; supported are {', '.join(WRAPPERS)}: use a "

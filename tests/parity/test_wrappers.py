@@ -94,6 +94,8 @@ def test_unknown_text_model_is_refused_by_name(case, tmp_path):
         read_config(changed(folder, tmp_path / "y", lambda config: config.update(text_config=[])))
     with pytest.raises(ConfigError, match=r"'llava', with the text model .* is not supported.*smolvlm"):
         read_config(changed(folder, tmp_path / "z", lambda config: config.update(model_type="llava")))
+    with pytest.raises(ConfigError, match=r"\[1\], with the text model .* is not supported"):
+        read_config(changed(folder, tmp_path / "w", lambda config: config.update(model_type=[1])))
 
 
 def test_unknown_keys_are_named_with_their_section(case, tmp_path):
