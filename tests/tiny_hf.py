@@ -106,6 +106,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 6,
         },
     ),
+    "gemma": ("Gemma", {**_LLAMA, "head_dim": 16, "hidden_act": "gelu", "attention_bias": True}),
+    "stablelm": ("StableLm", {**_LLAMA, "hidden_size": 64, "use_qkv_bias": True}),
     "gemma2": (
         "Gemma2",
         {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
@@ -142,9 +144,79 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ARCHITECTURE_VARIANTS = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "gemma2", "gemma3", "phi3", "gpt2",
-    "opt",
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "gemma", "gemma2", "gemma3",
+    "phi3", "gpt2", "opt", "stablelm",
 )  # fmt: skip
+
+# Multimodal models whose text model is read: ids from here on stand for images.
+FIRST_IMAGE_ID = 90
+_TEXT = {**_LLAMA, "head_dim": 16}
+_SIGLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+    "patch_size": 14,
+}
+_ROPE_OF_AXES = {
+    "rope_type": "default",
+    "rope_theta": 5e6,
+    "mrope_section": [4, 2, 2],
+    "mrope_interleaved": True,
+}
+WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": (
+        "Gemma3",
+        {
+            "text_config": {**_GEMMA, "num_hidden_layers": 3, "sliding_window_pattern": 3},
+            "vision_config": _SIGLIP,
+            "mm_tokens_per_image": 4,
+            "image_token_index": 90,
+            "boi_token_index": 91,
+            "eoi_token_index": 92,
+        },
+    ),
+    "mistral3": (
+        "Mistral3",
+        {
+            "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**_SIGLIP, "model_type": "pixtral"},
+            "image_token_index": 90,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {
+            "text_config": {**_TEXT, "rope_parameters": _ROPE_OF_AXES},
+            "vision_config": _QWEN_VISION,
+            "image_token_id": 90,
+            "video_token_id": 91,
+            "vision_start_token_id": 92,
+            "vision_end_token_id": 93,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smolvlm": (
+        "SmolVLM",
+        {
+            "text_config": {**_TEXT, "model_type": "llama"},
+            "vision_config": _SIGLIP,
+            "image_token_id": 90,
+            "pad_token_id": 0,
+        },
+    ),
+}
 
 
 @contextlib.contextmanager
@@ -175,27 +247,45 @@ def save(variant: str, folder: Path, *, seed: int = 0, dtype: str = "float32", *
         config = getattr(transformers, f"{family}Config")(**keys)
         config.eos_token_id = config.bos_token_id = None
         model = transformers.AutoModelForCausalLM.from_config(config)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for weights in model.parameters():
-                noise = torch.randn(weights.shape, generator=generator)
-                if weights.ndim == 1:
-                    weights += 0.3 * noise
-                else:
-                    weights.copy_(noise * 1.5 * weights.shape[-1] ** -0.5)
+        _randomize(model, seed)
         model.to(getattr(torch, dtype)).save_pretrained(folder, **how)
     return folder
 
 
-def load(folder: Path) -> Any:
+def save_wrapper(model_type: str, folder: Path, *, seed: int = 0) -> Path:
+    """Makes a random multimodal model and saves it."""
+    import transformers
+
+    family, keys = WRAPPERS[model_type]
+    with quiet():
+        config = getattr(transformers, f"{family}Config")(**keys)
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+        _randomize(model, seed)
+        model.save_pretrained(folder)
+    return folder
+
+
+def _randomize(model: Any, seed: int) -> None:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weights in model.parameters():
+            noise = torch.randn(weights.shape, generator=generator)
+            if weights.ndim == 1:
+                weights += 0.3 * noise
+            else:
+                weights.copy_(noise * 1.5 * weights.shape[-1] ** -0.5)
+
+
+def load(folder: Path, *, wrapper: bool = False) -> Any:
     """A saved model in transformers, in float32 with attention written out."""
     import torch
     import transformers
 
+    auto = transformers.AutoModelForImageTextToText if wrapper else transformers.AutoModelForCausalLM
     with quiet():
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", dtype=torch.float32
-        )
+        model = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     return model.eval()
 
 

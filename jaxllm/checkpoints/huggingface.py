@@ -25,6 +25,7 @@ from jaxllm.files.input_files import read_json
 from jaxllm.models.architectures import architecture
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.translate import Architecture, Tensor
+from jaxllm.models.wrappers import WRAPPERS, Wrapper, read_text_config
 
 CONFIG_FILE = "config.json"
 
@@ -34,7 +35,7 @@ _NO_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 def read_config(folder: Path, *, ignore_keys: Collection[str] = ()) -> ModelConfig:
-    """The model that a folder's config.json describes.
+    """The model that a folder's config.json describes; of a multimodal one its text model.
 
     Args:
       folder: a Hugging Face model folder.
@@ -44,8 +45,7 @@ def read_config(folder: Path, *, ignore_keys: Collection[str] = ()) -> ModelConf
       CheckpointError: config.json is missing or is not a JSON object.
       ConfigError: the model_type is not supported, or a key is unknown, malformed or not supported.
     """
-    config = read_json(Path(folder) / CONFIG_FILE, "give the path of a Hugging Face model folder")
-    return architecture(config.get("model_type")).config_from_hf(config, ignore_keys=ignore_keys)
+    return read_text_config(_read_json_config(folder), ignore_keys=ignore_keys)
 
 
 def read_params(folder: Path, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
@@ -69,7 +69,8 @@ def read_params(folder: Path, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarra
     specs = param_specs(cfg)
     # Parameter -> its tensors: several, in order, if each is one expert.
     sources: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in specs}
-    for stored, tensor in _locate(architecture(cfg.model_type), cfg, weights).items():
+    wrapper = WRAPPERS.get(str(_read_json_config(folder).get("model_type")))
+    for stored, tensor in _locate(architecture(cfg.model_type), cfg, weights, wrapper).items():
         weights.check(stored, tensor.shape(specs))
         for name in tensor.params:
             sources[name].append((stored, tensor))
@@ -124,24 +125,39 @@ def write_folder(
     write_checkpoint(folder / CONFIG_FILE, config, folder / WEIGHTS_FILE, tensors)
 
 
-def _locate(family: Architecture, cfg: ModelConfig, weights: SafetensorsFolder) -> dict[str, Tensor]:
+def _read_json_config(folder: Path) -> dict[str, Any]:
+    return read_json(Path(folder) / CONFIG_FILE, "give the path of a Hugging Face model folder")
+
+
+def _locate(
+    family: Architecture, cfg: ModelConfig, weights: SafetensorsFolder, wrapper: Wrapper | None
+) -> dict[str, Tensor]:
     """The stored name of every tensor of the model; raises CheckpointError for other tensors."""
     names = weights.names()
     tensors = family.tensors(cfg)
-    # One prefix for the whole folder, found by the first tensor (the embedding). If none fits, the usual
-    # prefix, for the
-    # message below.
+    # Prefixes of the body and of the head. One pair for the whole folder, found by the first tensor (the
+    # embedding). If none fits, the usual one, for the message below.
+    layouts = [(each, "") for each in family.prefixes] if wrapper is None else list(wrapper.layouts)
     first = tensors[0].name
-    prefix = next((each for each in family.prefixes if each + first in names), family.prefixes[0])
-    located = {_stored_name(tensor, prefix): tensor for tensor in tensors}
+    prefix, head = next((each for each in layouts if each[0] + first in names), layouts[0])
+    located = {_stored_name(tensor, prefix, head): tensor for tensor in tensors}
     if missing := located.keys() - names:
         raise CheckpointError(
             f"{weights.folder} lacks {some(missing)} of a {cfg.model_type} model with this config; the "
             "weights belong to another config, or are incomplete"
         )
     # A tied head is sometimes stored all the same; buffers are computed here.
-    tied = {tensor.name for tensor in family.top_tensors if "head" in tensor.params and cfg.tied_head}
-    extra = {name for name in names - located.keys() - tied if not name.endswith(family.buffers)}
+    tied = {
+        _stored_name(tensor, prefix, head)
+        for tensor in family.top_tensors
+        if "head" in tensor.params and cfg.tied_head
+    }
+    skipped = () if wrapper is None else wrapper.skipped
+    extra = {
+        name
+        for name in names - located.keys() - tied
+        if not name.endswith(family.buffers) and not name.startswith(skipped)
+    }
     if extra:
         raise CheckpointError(
             f"{weights.folder} holds {some(extra)}, which a {cfg.model_type} model with this config does "
@@ -150,5 +166,6 @@ def _locate(family: Architecture, cfg: ModelConfig, weights: SafetensorsFolder) 
     return located
 
 
-def _stored_name(tensor: Tensor, prefix: str) -> str:
-    return prefix + tensor.name if tensor.in_body else tensor.name
+def _stored_name(tensor: Tensor, prefix: str, head: str = "") -> str:
+    """The checkpoint's name of a tensor, by the prefixes of the body and of the head."""
+    return (prefix if tensor.in_body else head) + tensor.name

@@ -16,22 +16,28 @@ _KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def read_rope(
-    reader: ConfigReader, *, head_dim: int, window_tokens: int, theta: float = 10000.0
+    reader: ConfigReader,
+    *,
+    head_dim: int,
+    window_tokens: int,
+    theta: float = 10000.0,
+    partial: float = 1.0,
 ) -> RopeConfig:
     """The one rotary embedding of a model.
 
     Args:
       reader: at the top level of the config.
-      head_dim: H; all dimensions are rotated unless there is a `partial_rotary_factor`.
+      head_dim: H.
       window_tokens: `max_position_embeddings`, the default of a scaling's original window.
       theta: base if the config has none.
+      partial: share of the head's dimensions that are rotated, if the config has none.
 
     Raises:
       ConfigError: a scaling kind that is not supported, or one whose numbers are missing or wrong.
     """
     section = sole_rope_section(reader)
     theta = reader.number("rope_theta", theta)
-    partial = reader.number("partial_rotary_factor", 1.0)
+    partial = reader.number("partial_rotary_factor", partial)
     # Phi-3 and some fine-tuned models have this key at the top level, where it takes precedence.
     original = reader.optional_integer("original_max_position_embeddings")
     return read_rope_section(
@@ -121,6 +127,12 @@ def refuse_partial(rope: RopeConfig, head_dim: int) -> None:
             f"partial_rotary_factor rotates {rope.dim} of {head_dim} head dimensions, but this model_type "
             "rotates all of them; remove the key"
         )
+
+
+def rotary_share(dim: int, head_dim: int) -> float:
+    """A `partial_rotary_factor` f with int(head_dim · f) == dim in floating point."""
+    exact = dim / head_dim
+    return exact if int(head_dim * exact) == dim else (dim + 0.5) / head_dim
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:

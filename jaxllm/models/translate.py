@@ -132,17 +132,20 @@ class Architecture:
     inert_keys: frozenset[str] = frozenset()
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
-    def config_from_hf(self, config: Mapping[str, Any], *, ignore_keys: Collection[str] = ()) -> ModelConfig:
+    def config_from_hf(
+        self, config: Mapping[str, Any], *, ignore_keys: Collection[str] = (), path: str = ""
+    ) -> ModelConfig:
         """Translates a config.json.
 
         Args:
           config: the JSON object.
           ignore_keys: unknown keys to ignore.
+          path: prefix of the keys' names, where the object is a section of another.
 
         Raises:
           ConfigError: a key is unknown, or its value is not supported or malformed.
         """
-        reader = ConfigReader(config)
+        reader = ConfigReader(config, path)
         reader.only("model_type", (self.model_type,), "this is the translation of one model_type")
         reader.only(
             "quantization_config",

@@ -255,8 +255,8 @@ _CONFIG_KEYS = (
     "auto_map", "eos_token_id", "bos_token_id", "rope_parameters", "num_experts", "num_experts_per_tok",
 )  # fmt: skip
 _MODEL_TYPES = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "gemma2", "gemma3_text", "phi3",
-    "gpt2", "opt",
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "gemma", "gemma2", "gemma3_text",
+    "phi3", "gpt2", "opt", "stablelm",
 )  # fmt: skip
 _VALUES: tuple[Any, ...] = (
     *JUNK,

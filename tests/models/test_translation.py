@@ -39,11 +39,6 @@ def test_unknown_model_type_lists_what_is_supported():
         architecture(None)
 
 
-def test_multimodal_gemma3_is_refused_with_the_way_out():
-    with pytest.raises(ConfigError, match=r"'gemma3' is not supported.*gemma3_text"):
-        architecture("gemma3")
-
-
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_empty_config_is_the_class_default(model_type):
     """What a config leaves out is what transformers' class says."""
@@ -113,6 +108,10 @@ def test_long_values_are_cut():
         ({"model_type": "opt", "word_embed_proj_dim": 512}, ["'word_embed_proj_dim'", "512", "768"]),
         ({"model_type": "opt", "_remove_final_layer_norm": True}, ["'_remove_final_layer_norm'"]),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, ["'use_bidirectional_attention'"]),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, ["'use_bidirectional_attention'"]),
+        ({"model_type": "stablelm", "use_parallel_residual": True}, ["'use_parallel_residual'", "12B"]),
+        ({"model_type": "stablelm", "qk_layernorm": True}, ["'qk_layernorm'", "12B"]),
+        ({"model_type": "stablelm", "head_dim": 64}, ["'head_dim'", "unknown"]),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, ["'attn_logit_softcapping'"]),
         ({"model_type": "gemma2", "sliding_window": None}, ["sliding layers", "None"]),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["'longrope'"]),
@@ -282,6 +281,16 @@ def test_qwen3_moe_layers():
     assert (some.ffn_size, some.expert_ffn_size) == (6144, 768)
     assert not some.normalize_expert_weights
     assert translate({**keys, "max_window_layers": 3}) == translate(keys)
+
+
+def test_gelu_of_gemma_is_the_approximation_by_tanh():
+    assert translate({"model_type": "gemma", "hidden_act": "gelu"}).activation == "gelu_tanh"
+
+
+def test_stablelm_turns_a_quarter_of_each_head():
+    keys = {"model_type": "stablelm", "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    ropes = [translate({**keys, **more}).rope for more in ({}, {"partial_rotary_factor": 0.5})]
+    assert [rope.dim for rope in ropes if rope is not None] == [8, 16]
 
 
 def test_mixtral_defaults():

@@ -1,6 +1,7 @@
 """Registry of decoder architectures by Hugging Face `model_type`: one file each, one line here."""
 
 from jaxllm.errors import ConfigError
+from jaxllm.models.architectures.gemma import GEMMA
 from jaxllm.models.architectures.gemma2 import GEMMA2
 from jaxllm.models.architectures.gemma3_text import GEMMA3_TEXT
 from jaxllm.models.architectures.gpt2 import GPT2
@@ -13,9 +14,11 @@ from jaxllm.models.architectures.phi3 import PHI3
 from jaxllm.models.architectures.qwen2 import QWEN2
 from jaxllm.models.architectures.qwen3 import QWEN3
 from jaxllm.models.architectures.qwen3_moe import QWEN3_MOE
+from jaxllm.models.architectures.stablelm import STABLELM
 from jaxllm.models.translate import Architecture
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3_TEXT,
     "gpt2": GPT2,
@@ -28,6 +31,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
+    "stablelm": STABLELM,
 }
 
 
@@ -39,11 +43,7 @@ def architecture(model_type: object) -> Architecture:
     """
     if isinstance(model_type, str) and model_type in ARCHITECTURES:
         return ARCHITECTURES[model_type]
-    hint = (
-        "gemma3 is the multimodal model: export its language model as gemma3_text"
-        if model_type == "gemma3"
-        else "use a checkpoint of one of these, or add a file to jaxllm/models/architectures"
-    )
     raise ConfigError(
-        f"model_type {model_type!r} is not supported; supported are {', '.join(ARCHITECTURES)}; {hint}"
+        f"model_type {model_type!r} is not supported; supported are {', '.join(ARCHITECTURES)}; use a "
+        "checkpoint of one of these, or add a file to jaxllm/models/architectures"
     )

@@ -13,7 +13,7 @@ from jaxllm.models.architectures.llama import (
     write_llama_shape,
 )
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.rope_translation import read_rope, write_rope
+from jaxllm.models.rope_translation import read_rope, rotary_share, write_rope
 from jaxllm.models.translate import Architecture, Tensor
 
 _DEFAULTS = {
@@ -49,14 +49,8 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
     written = {**write_llama_shape(cfg), "sliding_window": cfg.attention_windows[0] or None}
     if cfg.rope is not None:
         written |= write_rope(cfg.rope)
-        written["partial_rotary_factor"] = _share(cfg.rope.dim, cfg.head_dim)
+        written["partial_rotary_factor"] = rotary_share(cfg.rope.dim, cfg.head_dim)
     return written
-
-
-def _share(dim: int, head_dim: int) -> float:
-    """A factor f with int(head_dim · f) == dim in floating point."""
-    exact = dim / head_dim
-    return exact if int(head_dim * exact) == dim else (dim + 0.5) / head_dim
 
 
 PHI3 = Architecture(

@@ -1,0 +1,157 @@
+"""Multimodal folders whose text model is an architecture of its own: their text model alone is read.
+
+Such a wrapper's config.json has the text model's config as the section `text_config`; its tensors have
+longer prefixes, and stand beside those of the encoder of images, which are skipped by name.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models.architectures import ARCHITECTURES, architecture
+from jaxllm.models.config_reader import ConfigReader
+
+# Keys of text models that describe how images enter, or that training alone reads.
+_INERT_TEXT_KEYS = frozenset(
+    {"neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", "use_resampler"}
+)
+# Three axes of position are one for text: rotary embeddings by axes are then plain ones.
+_TEXT_ROPE_KEYS = frozenset({"mrope_interleaved", "mrope_section"})
+_SECTION = "text_config."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wrapper:
+    """One multimodal `model_type`.
+
+    Attributes:
+      text_types: `model_type` of a text model -> that of the architecture that reads it; the first is the
+        default.
+      layouts: prefixes of the text model's tensors and of its head, one pair per spelling.
+      skipped: prefixes of tensors that texts do not need.
+      keys: keys of config.json that texts do not need.
+      text_defaults: values of the wrapper's class for keys of the text model, where they differ from those
+        of its architecture.
+    """
+
+    text_types: Mapping[str, str]
+    layouts: tuple[tuple[str, str], ...]
+    skipped: tuple[str, ...]
+    keys: frozenset[str]
+    text_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+# As transformers 5 writes it, and as version 4 did.
+_LAYOUTS = (("model.language_model.", ""), ("language_model.model.", "language_model."))
+_TOWER = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
+
+WRAPPERS: dict[str, Wrapper] = {
+    "gemma3": Wrapper(
+        text_types={"gemma3_text": "gemma3_text"},
+        layouts=_LAYOUTS,
+        skipped=_TOWER,
+        keys=frozenset(
+            {
+                "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id",
+                "image_token_index", "mm_tokens_per_image",
+            }
+        ),
+    ),
+    "mistral3": Wrapper(
+        text_types={"mistral": "mistral"},
+        layouts=_LAYOUTS,
+        skipped=_TOWER,
+        keys=frozenset(
+            {
+                "image_token_id", "image_token_index", "multimodal_projector_bias", "projector_hidden_act",
+                "spatial_merge_size", "vision_feature_layer",
+            }
+        ),
+    ),
+    "qwen3_vl": Wrapper(
+        text_types={"qwen3_vl_text": "qwen3"},
+        layouts=_LAYOUTS[:1],
+        skipped=("model.visual.",),
+        keys=frozenset({"image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id"}),
+        text_defaults={"max_position_embeddings": 128000, "rope_theta": 5e5},
+    ),
+    "smolvlm": Wrapper(
+        text_types={"llama": "llama"},
+        layouts=(("model.text_model.", ""),),
+        skipped=("model.vision_model.", "model.connector."),
+        keys=frozenset({"_pad_token_id", "image_seq_len", "image_token_id", "scale_factor", "vocab_size"}),
+    ),
+}  # fmt: skip
+
+
+def read_text_config(config: Mapping[str, Any], *, ignore_keys: Collection[str] = ()) -> ModelConfig:
+    """The model of a config.json: of a wrapper its text model, of any other the model itself.
+
+    Args:
+      config: the JSON object.
+      ignore_keys: unknown keys to ignore; those of the text model start with `text_config.`.
+
+    Raises:
+      ConfigError: the model_type or that of the text model is not supported, or a key is unknown, malformed
+        or not supported.
+    """
+    model_type = config.get("model_type")
+    wrapper = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
+    if wrapper is None:
+        _refuse_unknown_wrapper(config)
+        return architecture(model_type).config_from_hf(config, ignore_keys=ignore_keys)
+    within = [key for key in ignore_keys if key.startswith(_SECTION)]
+    reader = ConfigReader(config)
+    reader.only(
+        "quantization_config",
+        (None,),
+        "quantized checkpoints are not read; take the float weights, which jaxllm quantizes itself",
+    )
+    text = _text_config(config)
+    if config.get("tie_word_embeddings") is not None:
+        # The wrapper's key decides, whatever the text model's own says.
+        text["tie_word_embeddings"] = reader.flag("tie_word_embeddings", False)
+    inert = {*wrapper.keys, "text_config", "vision_config"}
+    reader.finish(inert_keys=inert, ignore_keys=[key for key in ignore_keys if key not in within])
+    named = ConfigReader(text, _SECTION).text("model_type", next(iter(wrapper.text_types)))
+    if named not in wrapper.text_types:
+        raise ConfigError(
+            f"{model_type} with the text model {named[:80]!r} is not supported; supported with "
+            f"{', '.join(wrapper.text_types)}: use a checkpoint with that text model"
+        )
+    family = architecture(wrapper.text_types[named])
+    plain = {**wrapper.text_defaults, **_without_image_keys(text), "model_type": family.model_type}
+    return family.config_from_hf(plain, ignore_keys=within, path=_SECTION)
+
+
+def _refuse_unknown_wrapper(config: Mapping[str, Any]) -> None:
+    model_type, text = config.get("model_type"), config.get("text_config")
+    # A malformed config may have a list there, which no dict can look up.
+    known = isinstance(model_type, str) and model_type in ARCHITECTURES
+    if isinstance(text, dict) and not known:
+        raise ConfigError(
+            f"the multimodal model_type {model_type!r:.80}, with the text model "
+            f"{text.get('model_type')!r:.80}, is not supported; supported are {', '.join(WRAPPERS)}: use a "
+            "checkpoint of one of these, or the text model as a folder of its own"
+        )
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config")
+    if not isinstance(text, dict) or not text:
+        raise ConfigError(
+            f"config key 'text_config' must be the text model's config, got {text!r:.80}; take config.json "
+            "as its authors published it"
+        )
+    return dict(text)
+
+
+def _without_image_keys(text: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {key: value for key, value in text.items() if key not in _INERT_TEXT_KEYS}
+    for name in ("rope_parameters", "rope_scaling"):
+        section = plain.get(name)
+        if isinstance(section, dict):
+            plain[name] = {key: value for key, value in section.items() if key not in _TEXT_ROPE_KEYS}
+    return plain
