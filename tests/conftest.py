@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import pytest
 
 _WORTH_KEEPING_S = 0.05
+_MOST_MAPPINGS = 25_000
 
 
 def pytest_collection_finish() -> None:
@@ -98,6 +100,19 @@ def own_compilations(shared_compilations: None) -> Iterator[None]:
         finally:
             jax.config.update(name, True)
             compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_mappings() -> Iterator[None]:
+    """Drops what JAX has compiled where a process of many tests nears the number of mappings that Linux
+    allows, 65,530: XLA does not survive one that is refused."""
+    yield
+    maps = Path("/proc/self/maps")
+    if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
