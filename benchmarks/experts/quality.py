@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.speculative.tree import TokenTree
+from jaxllm.speculative.tree import line_tree
 from serving.engine import Engine
 from serving.runners.runner import prefill_prompt
 from serving.speculation.options import TreeShape
@@ -47,23 +47,9 @@ def predicted(engine: Engine, windows: Sequence[Sequence[int]]) -> Predicted:
     for window in windows:
         start = runner.start(runner.cache_for(PROMPT + NODES))
         _, cache = prefill_prompt(runner, start, list(window[:PROMPT]), 0)
-        logits, _ = runner.tree_logits(_line(window[PROMPT:-1]), cache)
+        logits, _ = runner.tree_logits(line_tree(window[PROMPT:-1]), cache)
         targets = np.asarray(window[PROMPT + 1 :])
         logs = np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=-1))
         loss -= float(logs[np.arange(NODES), targets].sum(dtype=np.float64))
         likeliest.append(logs.argmax(-1))
     return Predicted(float(np.exp(loss / (NODES * len(windows)))), np.concatenate(likeliest))
-
-
-def _line(tokens: Sequence[int]) -> TokenTree:
-    """A tree of one branch."""
-    count = len(tokens)
-    return TokenTree(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.arange(-1, count - 1, dtype=jnp.int32),
-        depths=jnp.arange(count, dtype=jnp.int32),
-        confidences=jnp.ones(count),
-        probabilities=jnp.ones(count),
-        ancestors=jnp.tril(jnp.ones((count, count), bool)),
-        count=jnp.asarray(count, jnp.int32),
-    )

@@ -129,16 +129,21 @@ def refuse_partial(rope: RopeConfig, head_dim: int) -> None:
         )
 
 
-def rotary_share(dim: int, head_dim: int) -> float:
-    """A `partial_rotary_factor` f with int(head_dim · f) == dim in floating point."""
-    exact = dim / head_dim
-    return exact if int(head_dim * exact) == dim else (dim + 0.5) / head_dim
+def write_partial_rope(rope: RopeConfig | None, head_dim: int) -> dict[str, Any]:
+    """The keys of `write_rope`, and `partial_rotary_factor`, the share of a head's H dimensions that is
+    rotated; none for no rotary embedding."""
+    if rope is None:
+        return {}
+    # int(H · share) must be the number of dimensions, in floating point.
+    exact = rope.dim / head_dim
+    share = exact if int(head_dim * exact) == rope.dim else (rope.dim + 0.5) / head_dim
+    return {**write_rope(rope), "partial_rotary_factor": share}
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
     """The keys `rope_theta` and, where there is a scaling, `rope_scaling`.
 
-    The caller writes the share of rotated dimensions, whose key depends on the architecture.
+    Where an architecture rotates a share of the dimensions: `write_partial_rope`.
     """
     if rope.kind == "default":
         return {"rope_theta": rope.theta}

@@ -8,6 +8,7 @@ copied until a path is accepted.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +89,20 @@ def new_tree(root: jax.Array, room: int) -> TokenTree:
         probabilities=first.astype(jnp.float32),
         ancestors=first[:, None] & first,
         count=jnp.ones((), jnp.int32),
+    )
+
+
+def line_tree(tokens: Sequence[int]) -> TokenTree:
+    """A tree of one branch, whose nodes stand as decoded tokens would."""
+    count = len(tokens)
+    return TokenTree(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        parents=jnp.arange(-1, count - 1, dtype=jnp.int32),
+        depths=jnp.arange(count, dtype=jnp.int32),
+        confidences=jnp.ones(count),
+        probabilities=jnp.ones(count),
+        ancestors=jnp.tril(jnp.ones((count, count), bool)),
+        count=jnp.asarray(count, jnp.int32),
     )
 
 

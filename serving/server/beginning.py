@@ -51,8 +51,11 @@ def begin(job: Job, service: LLMService, sessions: PrefixSessions, load: Load) -
     ids, level, tpot_ms = job.prompt, None, None
     if call.objective is not None:
         there = sessions.reusable(call.app, job.prompt)
-        versions = {each: engine.runner_at(each).weights_version for each in engine.levels}
-        reused = {level: there[version] for level, version in versions.items() if version in there}
+        reused = {
+            level: there[version]
+            for level in engine.levels
+            if (version := engine.runner_at(level).weights_version) in there
+        }
         plan = _planned(job, service, load, reused)
         ids = tuple(np.asarray(job.prompt)[plan.kept].tolist())
         level, tpot_ms = plan.level, plan.expected.tpot_ms

@@ -1,4 +1,4 @@
-"""How a drafter's logits become confidences: at which temperature, and calibrated by what was accepted."""
+"""Makes confidences of a drafter's logits: at a temperature, and calibrated by what was accepted."""
 
 from collections.abc import Sequence
 

@@ -90,3 +90,29 @@ class Grower:
         elif count and not first:
             self._cost.measured((int(np.asarray(fed).sum()) - before) / count, took_s / count)
         return tree, fed, cache, count
+
+
+class GrowingDrafter:
+    """What every drafter with a grower tells of it (see `Drafter`)."""
+
+    _grower: Grower
+
+    @property
+    def run_s(self) -> float:
+        """See `Drafter`."""
+        return self._grower.run_s
+
+    @property
+    def step_s(self) -> float:
+        """See `Drafter`."""
+        return self._grower.step_s
+
+    @property
+    def branch_s(self) -> float:
+        """See `Drafter`."""
+        return self._grower.branch_s
+
+    @property
+    def steps(self) -> int:
+        """Number of the model's runs."""
+        return self._grower.steps

@@ -20,7 +20,7 @@ from serving.runners.resident import ResidentRunner
 from serving.runners.runner import prefill_prompt
 from serving.speculation.confidence import Confidence
 from serving.speculation.drafter import DrafterMemory, Growing
-from serving.speculation.grower import Grower
+from serving.speculation.grower import Grower, GrowingDrafter
 from serving.speculation.host_tree import on_host, root_alone
 from serving.speculation.options import SpeculationOptions
 from serving.weights.footprint import cache_bytes, draft_options
@@ -51,7 +51,7 @@ def model_drafter(
     return ModelDrafter(draft.resident_runner(WHOLE), options, own=bundle)
 
 
-class ModelDrafter:
+class ModelDrafter(GrowingDrafter):
     """Grows trees with a model whose weights are in memory (see `Drafter` and `DrafterMemory`).
 
     Attributes:
@@ -87,26 +87,6 @@ class ModelDrafter:
         self._version = runner.weights_version
         self._tree: TokenTree | None = None
         self._fed: jax.Array | np.ndarray | None = None
-
-    @property
-    def run_s(self) -> float:
-        """See `Drafter`."""
-        return self._grower.run_s
-
-    @property
-    def step_s(self) -> float:
-        """See `Drafter`."""
-        return self._grower.step_s
-
-    @property
-    def branch_s(self) -> float:
-        """See `Drafter`."""
-        return self._grower.branch_s
-
-    @property
-    def steps(self) -> int:
-        """Number of the model's runs."""
-        return self._grower.steps
 
     @property
     def memory(self) -> DrafterMemory:

@@ -20,7 +20,7 @@ from serving.loading import LoadedModel, require_nested
 from serving.runners.resident import ResidentRunner
 from serving.speculation.confidence import Confidence
 from serving.speculation.drafter import Growing
-from serving.speculation.grower import Grower
+from serving.speculation.grower import Grower, GrowingDrafter
 from serving.speculation.host_tree import on_host, root_alone
 from serving.speculation.level_drafter import drafting_runner, streamed_drafting_runner
 from serving.speculation.model_drafter import ModelDrafter
@@ -55,7 +55,7 @@ def nested_drafter(
     return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE)
 
 
-class NestedDrafter:
+class NestedDrafter(GrowingDrafter):
     """Grows trees with the high planes of the weights of a level, in the target's cache (see `Drafter`)."""
 
     memory = None
@@ -76,26 +76,6 @@ class NestedDrafter:
         self._confidence = Confidence(_GREEDY_TEMPERATURE, calibrated=options.calibrated)
         self._grower = Grower(self._runner, options.trees, self._confidence)
         self._tree = root_alone(0, options.trees.room)
-
-    @property
-    def run_s(self) -> float:
-        """See `Drafter`."""
-        return self._grower.run_s
-
-    @property
-    def step_s(self) -> float:
-        """See `Drafter`."""
-        return self._grower.step_s
-
-    @property
-    def branch_s(self) -> float:
-        """See `Drafter`."""
-        return self._grower.branch_s
-
-    @property
-    def steps(self) -> int:
-        """Number of runs of the high planes."""
-        return self._grower.steps
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """See `Drafter`. Runs every bucket once."""

@@ -1,4 +1,4 @@
-"""How far trees grow and how much of them is verified: by hand, and beside the best fixed numbers."""
+"""Tests how far trees grow and how much of them is verified: by hand, and beside the best fixed numbers."""
 
 import numpy as np
 import pytest

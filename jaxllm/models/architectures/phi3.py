@@ -13,7 +13,7 @@ from jaxllm.models.architectures.llama import (
     write_llama_shape,
 )
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.rope_translation import read_rope, rotary_share, write_rope
+from jaxllm.models.rope_translation import read_rope, write_partial_rope
 from jaxllm.models.translate import Architecture, Tensor
 
 _DEFAULTS = {
@@ -46,11 +46,11 @@ def _read(reader: ConfigReader) -> ModelConfig:
 
 
 def _write(cfg: ModelConfig) -> dict[str, Any]:
-    written = {**write_llama_shape(cfg), "sliding_window": cfg.attention_windows[0] or None}
-    if cfg.rope is not None:
-        written |= write_rope(cfg.rope)
-        written["partial_rotary_factor"] = rotary_share(cfg.rope.dim, cfg.head_dim)
-    return written
+    return {
+        **write_llama_shape(cfg),
+        "sliding_window": cfg.attention_windows[0] or None,
+        **write_partial_rope(cfg.rope, cfg.head_dim),
+    }
 
 
 PHI3 = Architecture(

@@ -8,7 +8,7 @@ from typing import Any
 from jaxllm.config import ModelConfig
 from jaxllm.models.architectures.llama import LLAMA_ATTENTION_TENSORS, LLAMA_FFN_TENSORS, split_heads
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.rope_translation import read_rope, rotary_share, write_rope
+from jaxllm.models.rope_translation import read_rope, write_partial_rope
 from jaxllm.models.translate import Architecture, Tensor, read_activation, write_activation
 
 
@@ -40,7 +40,7 @@ def _read(reader: ConfigReader) -> ModelConfig:
 
 
 def _write(cfg: ModelConfig) -> dict[str, Any]:
-    written = {
+    return {
         "vocab_size": cfg.vocab_size,
         "hidden_size": cfg.hidden_size,
         "num_hidden_layers": cfg.layers,
@@ -52,11 +52,8 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
         "layer_norm_eps": cfg.norm_eps,
         "use_qkv_bias": cfg.qkv_bias,
         "tie_word_embeddings": cfg.tied_head,
+        **write_partial_rope(cfg.rope, cfg.head_dim),
     }
-    if cfg.rope is not None:
-        written |= write_rope(cfg.rope)
-        written["partial_rotary_factor"] = rotary_share(cfg.rope.dim, cfg.head_dim)
-    return written
 
 
 STABLELM = Architecture(

@@ -1,4 +1,4 @@
-"""What --draft names."""
+"""Tests what --draft names."""
 
 import pytest
 

@@ -2,11 +2,10 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.speculative.tree import TokenTree
+from jaxllm.speculative.tree import line_tree
 from serving.engine import Engine
 from serving.runners.layerwise import LayerwiseRunner
 from serving.runners.runner import prefill_prompt
@@ -17,20 +16,6 @@ from tests.serving.weights.experts.conftest import CFG, OPTIONS, budget
 
 NODES = 16
 SHAPE = dataclasses.replace(OPTIONS, trees=TreeShape())
-
-
-def line(tokens):
-    """A tree of one branch, whose nodes stand as decoded tokens would."""
-    count = len(tokens)
-    return TokenTree(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.arange(-1, count - 1, dtype=jnp.int32),
-        depths=jnp.arange(count, dtype=jnp.int32),
-        confidences=jnp.ones(count),
-        probabilities=jnp.ones(count),
-        ancestors=jnp.tril(jnp.ones((count, count), bool)),
-        count=jnp.asarray(count, jnp.int32),
-    )
 
 
 @pytest.mark.slow
@@ -53,7 +38,7 @@ def test_a_tree_is_read_as_its_tokens_one_by_one(bundle_of, width, weights, loss
     prompt, tokens = (draws.integers(0, CFG.vocab_size, NODES).tolist() for _ in range(2))
     runner.fill([*runner.request_buckets(len(prompt), 2 * NODES), *runner.tree_buckets(NODES)])
     _, cache = prefill_prompt(runner, runner.start(128), prompt, 0)
-    together, _ = runner.tree_logits(line(tokens), cache)
+    together, _ = runner.tree_logits(line_tree(tokens), cache)
     _, cache = prefill_prompt(runner, runner.start(128), prompt, 0)
     alone = []
     for at, token in enumerate(tokens):
