@@ -209,8 +209,9 @@ void coded_sums(const CodedRows& values, const float* weights, size_t wide, cons
       const F scale = fload(own.scale + at);
       UNROLL for (int r = 0; r < Rows; r++) {
         float* to = sums + r * wide + at;
-        const F low = by_token ? fset(base[r]) : fmul(fset(base[r]), fload(own.low + at));
-        fstore(to, fadd(fma(scale, sum[r][plane], fload(to)), low));
+        // Fused here, or the compiler does so for some numbers of rows and not for others.
+        const F low = by_token ? fset(1.0f) : fload(own.low + at);
+        fstore(to, fma(fset(base[r]), low, fma(scale, sum[r][plane], fload(to))));
       }
     }
   }
