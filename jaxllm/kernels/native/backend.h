@@ -59,8 +59,8 @@ struct Matrix {
   // Whether 4-bit and 2-bit weights of groups are read as 8-bit ones that share a scale: faster for many
   // rows, but not to the bit what is got without.
   bool widen;
-  // Of a nested weight of one row what the high plane gives each group, [panels][groups][16]; null for products
-  // that are made whole. It is filled first, and read when the low plane is there (`finishing`).
+  // Of a nested weight of one row what the high plane gives each group, [panels][groups][16]; null for
+  // products that are made whole. It is filled first, and read when the low plane is there (`finishing`).
   int32_t* early;
   bool finishing;
   bool widened() const { return widen && group && bits != 8; }

@@ -137,7 +137,8 @@ Error experts_call(AnyBuffer x, AnyBuffer token, AnyBuffer expert, AnyBuffer siz
 // give, then the rest.
 enum Action : int32_t { kLeave, kRun, kBegin, kFinish };
 
-// How many inputs share a scale, by the scales [..., groups, ...] of `inputs` inputs; -1 for no number of them.
+// How many inputs share a scale, by the scales [..., groups, ...] of `inputs` inputs; -1 for no number of
+// them.
 int64_t group_of(const Array& scale, size_t inputs) {
   if (scale.type == Type::kU8) return 64;
   if (scale.type != Type::kF16) return 0;
@@ -162,10 +163,10 @@ bool stored_weight(const TableRow& row, size_t column, bool high_alone, size_t i
   return nested || !high_alone;
 }
 
-// x [rows, width], the tiles as for `experts`, of which those of `experts` and above stand for the high planes
-// alone, the action of each, and a norm's scale or nothing; a table with a row per layer, of three weights of
-// each expert, and the row. Changes in place: the outputs [pairs, width], and what was begun, int32 [tiles, 2,
-// panels, groups, 16] or nothing.
+// x [rows, width], the tiles as for `experts`, of which those of `experts` and above stand for the high
+// planes alone, the action of each, and a norm's scale or nothing; a table with a row per layer, of three
+// weights of each expert, and the row. Changes in place: the outputs [pairs, width], and what was begun,
+// int32 [tiles, 2, panels, groups, 16] or nothing.
 Error stored_experts_call(AnyBuffer x, AnyBuffer token, AnyBuffer expert, AnyBuffer size, AnyBuffer count,
                           AnyBuffer action, AnyBuffer norm, AnyBuffer table, AnyBuffer row, AnyBuffer outputs,
                           AnyBuffer begun, ffi::Result<AnyBuffer> y, ffi::Result<AnyBuffer> early,
