@@ -205,9 +205,9 @@ class Planner:
         asked = _Request(objective, answers, whole, load, prompt, tokenize_ms, began, reused)
         margin_sets = self._margin_sets()
         # On a device that stalls at times no choice may be in time with confidence: then one that is in time
-        # by the profile is better than the nearest with confidence.
-        for margins in margin_sets[:-1]:
-            if (plan := self._plan(asked, margins, last=False)) is not None:
+        # with less of it, at last by the profile, is better than the nearest with confidence.
+        for place, margins in enumerate(margin_sets[:-1]):
+            if (plan := self._plan(asked, margins, last=False, confident=place == 0)) is not None:
                 return plan
         plan = self._plan(asked, margin_sets[-1], strict=strict, confident=len(margin_sets) == 1)
         assert plan is not None
@@ -249,11 +249,11 @@ class Planner:
     def _margin_sets(self) -> list[_Margins]:
         """The margins to plan with, the largest first."""
         base = 1 / self._margin
-        least = _Margins(base, base, base)
-        if self.safety_margin is None:
-            return [least]
-        learned = _Margins(self.safety_margin.ttft, self.safety_margin.tpot, base)
-        return [learned] if learned.ttft <= base and learned.tpot <= base else [learned, least]
+        learned = [] if self.safety_margin is None else self.safety_margin.factors()
+        if learned and max(learned[0]) <= base:
+            return [_Margins(*learned[0], base)]
+        above = [_Margins(*factors, base) for factors in learned if max(factors) > base]
+        return [*above, _Margins(base, base, base)]
 
     def _plan(
         self,

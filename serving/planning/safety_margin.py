@@ -7,6 +7,7 @@ within.
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError
 from serving.planning.objectives import Cost
@@ -19,6 +20,8 @@ WINDOW = 256
 _STARTING = 16
 # The largest margin: a device that stalls has no bound.
 MOST = 2.0
+# Confidences to plan with in turn where no choice is in time with more.
+_LESS = (0.9, 0.75, 0.5)
 
 
 class SafetyMargin:
@@ -58,16 +61,24 @@ class SafetyMargin:
     @property
     def ttft(self) -> float:
         """The factor of the expected time to the first token to plan for, in [1, `MOST`]."""
-        return self._quantile(self._first)
+        return _quantile(sorted(self._first), self._confidence)
 
     @property
     def tpot(self) -> float:
         """The factor of the expected time per further token to plan for, in [1, `MOST`]."""
-        return self._quantile(self._further)
+        return _quantile(sorted(self._further), self._confidence)
 
-    def _quantile(self, shares: deque[float]) -> float:
-        place = math.ceil(self._confidence * len(shares)) - 1
-        return min(MOST, max(1.0, sorted(shares)[place]))
+    def factors(self) -> list[tuple[float, float]]:
+        """`ttft` and `tpot` to plan with in turn: at the confidence, then, for objectives that nothing meets
+        so surely, at smaller ones, down to half of the answers; each pair once."""
+        first, further = sorted(self._first), sorted(self._further)
+        confidences = [self._confidence, *(each for each in _LESS if each < self._confidence)]
+        return list(dict.fromkeys((_quantile(first, each), _quantile(further, each)) for each in confidences))
+
+
+def _quantile(ascending: Sequence[float], confidence: float) -> float:
+    place = math.ceil(confidence * len(ascending)) - 1
+    return min(MOST, max(1.0, ascending[place]))
 
 
 def _share(measured_ms: float, expected_ms: float) -> float:

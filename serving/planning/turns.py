@@ -33,10 +33,8 @@ def level_of_turn(
       ObjectiveMissed: `strict`, and no level is in time.
     """
     base = 1 / MARGIN
-    factors = [(base, base)]
-    if margin is not None:
-        # As the planner does: with confidence, else by the profile.
-        factors.insert(0, (margin.ttft, margin.tpot))
+    # As the planner does: with confidence, else with less of it, at last by the profile.
+    factors = [*([] if margin is None else margin.factors()), (base, base)]
     shares: dict[int, float] = {}
     for ttft, tpot in factors:
         shares = {

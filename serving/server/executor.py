@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 # In this time an app's past use of the engine counts half.
 _HALF_LIFE_MS = 10_000.0
 _IDLE_S = 0.5
+# The next dispatch takes all cores: so long the event loop has one to itself to send a first token.
+_FIRST_TOLD_S = 0.0005
 # A service that has failed is there again after about so long.
 _RESTART_S = 5.0
 # Of a turn in a context, until it is encoded.
@@ -343,13 +345,16 @@ class Executor:
                     step(run)
         took_ms = 1000 * (time.perf_counter() - began)
         self._observe([job for job in jobs if job.id in self._jobs], took_ms)
+        first = False
         for job in jobs:
             self._count({job.call.app: took_ms / len(jobs)})
             if job.id in self._jobs:
                 # A client that is told the end may call in the same context at once.
                 if job.run is not None and job.run.stage == "ended":
                     self._remove(job)
-                job.tell()
+                first = job.tell() or first
+        if first:
+            time.sleep(_FIRST_TOLD_S)
 
     def _count(self, took_ms: Mapping[str, float]) -> None:
         """Counts time of the engine for apps."""

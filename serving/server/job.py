@@ -184,16 +184,17 @@ class Job:
         self._ttft_ms = min(self.limits.ttft_ms, self._options.ttft_ms(priority))
         self._tpot_ms = min(self.limits.tpot_ms, self._options.tpot_ms(priority))
 
-    def tell(self) -> None:
-        """Puts the events of what the run's last step gave."""
+    def tell(self) -> bool:
+        """Puts the events of what the run's last step gave; whether the first token is among them."""
         run, now = self.run, time.perf_counter()
         assert run is not None
         self._last_s = now
         cache = run.session.cache
         if cache is not None and cache.capacity_tokens != self._capacity_tokens:
             self._capacity_tokens, self.cache_bytes = cache.capacity_tokens, run.session.size_bytes
+        first = len(run.tokens) > 0 == self._told
         if len(run.tokens) > self._told:
-            if not self._told:
+            if first:
                 self._first_s = now
                 self.ticket.put(self._started(run))
             new, self._told = slice(self._told, len(run.tokens)), len(run.tokens)
@@ -202,6 +203,7 @@ class Job:
             self.ticket.put(Piece(run.new_text(), tuple(run.tokens[new]), logprobs))
         if run.stage == "ended":
             self.ticket.put(run.closed_because or self._ended(run))
+        return first
 
     def _started(self, run: Run) -> Started:
         source = "unplanned" if self.plan is None else self.plan.source

@@ -170,6 +170,34 @@ def test_answers_that_came_late_make_plans_careful():
         plan(late(1.5), missed, strict=True)
 
 
+def test_what_nothing_meets_surely_is_planned_with_the_most_confidence_that_there_can_be():
+    margin = SafetyMargin(0.99, window=100)
+    expected = Cost(ttft_ms=10.0, tpot_ms=2.0, tokens=8)
+    for place in range(100):
+        # Three quarters of the answers take up to 1.25 times what was expected, the others twice as much.
+        margin.saw_first(expected, dataclasses.replace(expected, ttft_ms=20.0 if place % 4 == 0 else 12.5))
+        margin.saw_further(expected, expected)
+
+    levels = (25, 30, 100)
+    profile = dataclasses.replace(
+        PROFILE,
+        levels=levels,
+        ttft_ms=tuple((each / 100, each * 10.0) for each in levels),
+        tpot_ms=tuple((each / 25.0,) * 2 for each in levels),
+    )
+
+    def plan(ttft, margin):
+        planner = Planner(profile, levels, margin=1.0, safety_margin=margin)
+        found = planner.plan(word_prompt(), Slo(ttft=ttft, tpot=1.0), answer_tokens=8)
+        return found.level, found.confident
+
+    assert plan(0.51, margin) == (25, True)
+    # By the profile the larger level is in time; three quarters of the answers are with the smaller one.
+    assert plan(0.33, None) == (30, True)
+    assert plan(0.33, margin) == (25, False)
+    assert plan(0.39, margin) == (30, False)
+
+
 def test_forced_tokens_count():
     plan = planner(Fixed(50, 0.25)).plan(word_prompt(forced=60), Slo(ttft=0.28, tpot=1.0), answer_tokens=8)
     # A quarter of the prompt cannot be kept: sixty tokens must stay, and take 0.3 at half the model.

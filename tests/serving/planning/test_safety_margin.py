@@ -56,3 +56,19 @@ def test_a_confidence_is_a_share(wrong):
         SafetyMargin(wrong)
     with pytest.raises(ConfigError, match="window must be"):
         SafetyMargin(window=0)
+
+
+def test_smaller_confidences_come_after_the_one_that_was_asked_for():
+    margin = SafetyMargin(window=100)
+    assert margin.factors() == [(START, START)]
+    for place in range(100):
+        margin.saw_first(cost(), cost(ttft_ms=10 + 0.1 * place))
+        margin.saw_further(cost(), cost(tpot_ms=2.0))
+    found = margin.factors()
+    assert found[0] == (margin.ttft, margin.tpot)
+    assert [first for first, _ in found] == pytest.approx([1.98, 1.89, 1.74, 1.49])
+    assert [further for _, further in found] == [1.0] * 4
+    loose = SafetyMargin(0.75, window=100)
+    for place in range(100):
+        loose.saw_first(cost(), cost(ttft_ms=10 + 0.1 * place))
+    assert [first for first, _ in loose.factors()] == pytest.approx([1.74, 1.49])
