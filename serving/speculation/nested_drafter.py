@@ -17,6 +17,7 @@ from jaxllm.quant.planes import high_planes
 from jaxllm.speculative.tree import TokenTree
 from serving.host.progress import Progress
 from serving.loading import LoadedModel, require_nested
+from serving.options import EngineOptions
 from serving.runners.resident import ResidentRunner
 from serving.speculation.confidence import Confidence
 from serving.speculation.drafter import Growing
@@ -37,7 +38,8 @@ def nested_drafter(
 ) -> "NestedDrafter | ModelDrafter":
     """A drafter that reads the high planes of the target's weights, or of one of its levels.
 
-    Where low planes are streamed, it has a cache of its own, and drafts on while they are read.
+    Where low planes are streamed, it has a cache of its own, and drafts on while they are read. It has one of
+    its own, too, where a level's caches have other shapes than the model's, as those of mixtures.
 
     Raises:
       ConfigError: the target's weights are not nested, or it does not serve the level.
@@ -48,7 +50,11 @@ def nested_drafter(
     if target.options.attend_coded:
         raise ConfigError("the drafter 'nested' does not attend to stored chunks: leave out attend_coded")
     if streamed is None:
-        return NestedDrafter(target.resident_runner(drafting), target.resident_runner(WHOLE), options)
+        source, whole = target.resident_runner(drafting), target.resident_runner(WHOLE)
+        if source.model.bucket_level == WHOLE:
+            return NestedDrafter(source, whole, options)
+        runner = drafting_runner(source, whole, high_planes, _drafting_options(source, options))
+        return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE)
     if not isinstance(streamed, StreamedWeights):
         raise ConfigError("the high planes of experts that are stored apart cannot draft; draft with a model")
     runner = streamed_drafting_runner(target, drafting, streamed)
@@ -70,9 +76,7 @@ class NestedDrafter(GrowingDrafter):
         """
         self._shape: TreeShape = options.trees
         self._source, self._version = source, source.weights_version
-        # Attention mass is counted where the target reads, not where drafts do.
-        own = dataclasses.replace(source.options, trees=options.trees, kv_codec="")
-        self._runner = drafting_runner(source, whole, high_planes, own)
+        self._runner = drafting_runner(source, whole, high_planes, _drafting_options(source, options))
         self._confidence = Confidence(_GREEDY_TEMPERATURE, calibrated=options.calibrated)
         self._grower = Grower(self._runner, options.trees, self._confidence)
         self._tree = root_alone(0, options.trees.room)
@@ -112,3 +116,8 @@ class NestedDrafter(GrowingDrafter):
         if self._version != self._source.weights_version:
             self._runner.model.swap(high_planes(self._source.model.weights))
             self._version = self._source.weights_version
+
+
+def _drafting_options(source: ResidentRunner, options: SpeculationOptions) -> EngineOptions:
+    # Attention mass is counted where the target reads, not where drafts do.
+    return dataclasses.replace(source.options, trees=options.trees, kv_codec="")
