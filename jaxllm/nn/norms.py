@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from jaxllm.kernels.native_call import value
 from jaxllm.kernels.weight_table import Operand
 
+# More sequences by themselves are a loop: a graph with each of them takes seconds to compile.
+_MOST_UNROLLED = 8
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,8 @@ def by_sequence(function: Callable[..., jax.Array], *arrays: jax.Array, apart: b
     batch = arrays[0].shape[0]
     if not apart or batch == 1:
         return function(*arrays)
+    if batch > _MOST_UNROLLED:
+        return jax.lax.map(lambda each: function(*(array[None] for array in each))[0], arrays)
     each = [function(*(array[row : row + 1] for array in arrays)) for row in range(batch)]
     return jnp.concatenate(each, axis=0)
 
