@@ -1,8 +1,8 @@
 """Computes attention within packed documents on GPUs and TPUs by fused kernels, forward and backward.
 
 Both kernels are JAX's own, written in Pallas: FlashAttention on GPUs, splash attention on TPUs. They take the
-borders of documents as segment ids, and hold no scores `[T, T]`. cuDNN's attention is not used: its mask is an
-array of the scores' size.
+borders of documents as segment ids, and hold no scores `[T, T]`. cuDNN's attention is not used: its mask is
+an array of the scores' size.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,8 @@ def fused_attention(
       k, v: keys and values `[B, T, K, H]`.
       starts: `[B, T]` int32, per token the index in the sequence where its document begins.
       scale: multiplies the scores.
-      elsewhere: computes the same where there is no fused kernel: on other platforms, for sequences that are no
-        multiple of a kernel's block, and for batches that the mesh does not divide.
+      elsewhere: computes the same where there is no fused kernel: on other platforms, for sequences that are
+        no multiple of a kernel's block, and for batches that the mesh does not divide.
 
     Returns:
       `[B, T, K, G, H]` in q's dtype; differentiable in q, k and v.
@@ -75,7 +75,8 @@ def on_tpu(
     block = next(size for size in (_TPU_BLOCK, 256, _TPU_LANES) if tokens % size == 0)
     sizes = splash.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block,
-        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block,
+        block_q_dq=block, block_kv_dq=block,
     )  # fmt: skip
     mask = masks.MultiHeadMask([masks.CausalMask((tokens, tokens)) for _ in range(count)])
     with jax.ensure_compile_time_eval():

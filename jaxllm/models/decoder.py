@@ -327,8 +327,8 @@ def _begin_documents(
 def _layer_by_layer(
     params: Params, x: jax.Array, run: _DocumentLayer, cfg: ModelConfig, remat: Remat
 ) -> tuple[jax.Array, list[Routing]]:
-    """The last layer's output, and the routings of sparse layers, each with a leading axis of layers; `remat`:
-    see `forward_documents`."""
+    """The last layer's output, and the routings of sparse layers, each with a leading axis of layers;
+    `remat`: see `forward_documents`."""
     if is_stacked(params):
         return run_scanned(params, cfg, run, x, remat)
     routings: list[Routing] = []

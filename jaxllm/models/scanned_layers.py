@@ -1,13 +1,13 @@
 """Stacks the parameters of equal layers for training, and runs documents through them in one loop.
 
-A step of many layers has the code of one: tracing, lowering and compiling take as long for 32 layers as for 2,
-and an optimizer updates one array per kind of parameter. Layers are equal if their units, windows, rotary
+A step of many layers has the code of one: tracing, lowering and compiling take as long for 32 layers as for
+2, and an optimizer updates one array per kind of parameter. Layers are equal if their units, windows, rotary
 embeddings and kinds are. The parameters of equal layers
 
     layers.{first}.{name}  layers.{first + period}.{name} ...   become   stacks.{first}.{name}  [n, ...]
 
-with a leading axis of layers (see `LayerRun`); a layer that no other equals keeps its own names. The same holds
-for whatever is named like a parameter, such as an adapter or an optimizer's moments.
+with a leading axis of layers (see `LayerRun`); a layer that no other equals keeps its own names. The same
+holds for whatever is named like a parameter, such as an adapter or an optimizer's moments.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layer_stack import LayerRun, kinds_of, layer_runs, within_layer
 
-# Activations that the backward pass finds kept: all; those of products with weights; each layer's input alone.
+# Activations that the backward pass finds kept: all; results of products with weights; each layer's input.
 Remat = Literal["none", "dots", "full"]
 REMATS = ("none", "dots", "full")
 STACKS = "stacks."
@@ -42,8 +42,8 @@ def is_stacked(params: Mapping[str, Any]) -> bool:
 
 
 def stack_name(cfg: ModelConfig, name: str) -> tuple[str, int]:
-    """Where a parameter is when layers are stacked: the name there, and its row in the stack; the row is -1 for
-    a parameter that is not stacked."""
+    """Where a parameter is when layers are stacked: the name there, and its row in the stack; the row is -1
+    for a parameter that is not stacked."""
     if not name.startswith("layers."):
         return name, -1
     layer = int(name.split(".", 2)[1])
@@ -116,8 +116,8 @@ def run_scanned(
     Args:
       params: of the model, its layers in stacks.
       cfg: the model.
-      run: of (a layer's parameters by their names, its input `[B, T, D]`, `like=`, a layer that equals it): its
-        output, and its routing or None.
+      run: of (a layer's parameters by their names, its input `[B, T, D]`, `like=`, a layer that equals it):
+        its output, and its routing or None.
       x: `[B, T, D]`, the first layer's input.
       remat: what the backward pass finds kept.
 

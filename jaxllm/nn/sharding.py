@@ -9,25 +9,22 @@ import math
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxllm.kernels.document_attention import BATCH_AXES, HEAD_AXES
+from jaxllm.kernels.document_attention import BATCH_AXES
+from jaxllm.kernels.document_attention import HEAD_AXES as UNIT_AXES
 
 RULES = {
     "residual": (BATCH_AXES,),  # [B, T, D]
-    "heads": (BATCH_AXES, None, HEAD_AXES),  # [B, T, K, ...]
-    "hidden": (BATCH_AXES, None, HEAD_AXES),  # [B, T, F]
-    "logits": (BATCH_AXES, None, HEAD_AXES),  # [B, T, V]
+    "logits": (BATCH_AXES, None, UNIT_AXES),  # [B, T, V]
 }
 
 
 def constrained(x: jax.Array, kind: str) -> jax.Array:
-    """`x`, divided as `RULES` say, in a mesh (`jax.set_mesh`) that has these axes; an axis that does not divide
-    evenly stays whole."""
+    """`x`, divided as `RULES` say, in a mesh (`jax.set_mesh`) that has these axes; an axis that does not
+    divide evenly stays whole."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size <= 1:
         return x
-    free = {
-        name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of == AxisType.Auto
-    }
+    free = {name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of == AxisType.Auto}
     parts: list[tuple[str, ...] | None] = []
     for size, axes in zip(x.shape, RULES[kind], strict=False):
         own = tuple(axis for axis in axes or () if axis in free)

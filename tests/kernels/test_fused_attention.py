@@ -1,5 +1,5 @@
-"""Fused attention of accelerators, interpreted, against the plain one: outputs and gradients, at the borders of
-documents too."""
+"""Fused attention of accelerators, interpreted, against the plain one: outputs and gradients, at the borders
+of documents too."""
 
 import functools
 

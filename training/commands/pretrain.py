@@ -56,7 +56,10 @@ from training.commands.shared_options import (
     help="Type of activations and products.  [default: the recipe's]",
 )
 @click.option(
-    "--remat", is_flag=True, help="Recompute activations in the backward pass, rather than keep them."
+    "--remat",
+    type=click.Choice(["none", "dots", "full"]),
+    help="Recompute activations in the backward pass rather than keep them: none, all but the results of "
+    "products with weights, or all.  [default: the recipe's]",
 )
 @tensorboard_option
 @device_options
@@ -94,8 +97,7 @@ def pretrain_command(
     from training.pretrain.recipe import load_pretrain_recipe
     from training.pretrain.run import PretrainTexts, pretrain
 
-    changes = {name: options.pop(name) for name in ("steps", "accumulate", "precision")}
-    changes["remat"] = options.pop("remat") or None
+    changes = {name: options.pop(name) for name in ("steps", "accumulate", "precision", "remat")}
     recipe = load_pretrain_recipe(recipe_name)
     recipe = dataclasses.replace(recipe, **{name: each for name, each in changes.items() if each is not None})
     set_devices(devices)

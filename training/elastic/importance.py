@@ -21,8 +21,9 @@ from jaxllm.elastic.units import UnitOrder, order_units, unit_arrays, units_of_a
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.models.parameters import Params
+from jaxllm.models.scanned_layers import Remat
 from training.data.packing import Batch
-from training.loop.losses import next_token_logits, next_token_losses
+from training.loop.losses import next_token_losses, outputs_of
 
 # On less text than this, chance decides the order.
 LEAST_TOKENS = 4096
@@ -90,7 +91,7 @@ def measure(
     params: Params,
     batches: Sequence[Batch],
     *,
-    remat: bool = False,
+    remat: Remat = "none",
     report: Report | None = None,
 ) -> Importance:
     """Importances of a model's units and layers on a calibration text.
@@ -99,7 +100,7 @@ def measure(
       cfg: the whole model.
       params: as float32 arrays.
       batches: the text, packed.
-      remat: recompute activations in the backward pass, for large models.
+      remat: see `decoder.forward_documents`.
       report: called with (batches done, batches in all).
 
     Raises:
@@ -155,14 +156,14 @@ def without_layer(cfg: ModelConfig, params: Params, layer: int) -> dict[str, Any
     }
 
 
-def _loss(cfg: ModelConfig, params: Params, batch: Batch, *, remat: bool = False) -> jax.Array:
-    logits, _ = next_token_logits(params, batch, cfg=cfg, remat=remat)
+def _loss(cfg: ModelConfig, params: Params, batch: Batch, *, remat: Remat = "none") -> jax.Array:
+    outputs = outputs_of(params, batch, cfg=cfg, remat=remat)
     counted = (batch.weights > 0).astype(jnp.float32)
-    return jnp.sum(next_token_losses(logits, batch) * counted) / jnp.sum(counted)
+    return jnp.sum(next_token_losses(outputs, batch) * counted) / jnp.sum(counted)
 
 
 def _unit_sums(
-    cfg: ModelConfig, params: Params, batch: Batch, *, remat: bool
+    cfg: ModelConfig, params: Params, batch: Batch, *, remat: Remat
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Gradient times weight of the mean loss, summed over each unit: of kv-groups and of neurons by layer."""
     gradients = jax.grad(lambda params: _loss(cfg, params, batch, remat=remat))(params)

@@ -20,10 +20,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.config import ModelConfig
 from jaxllm.errors import JaxllmError
+from jaxllm.models.scanned_layers import stacked, unstacked
 from training.loop.checkpoints import Checkpoints, Params, TrainState
 from training.loop.optimizer import learning_rate, make_optimizer
-from training.loop.parallel import place_rows, shardings_of
+from training.loop.parallel import gathered, place_rows, require_divisible, shardings_of
+from training.loop.placing import stacked_on
 from training.settings import TrainSettings
 
 
@@ -50,6 +53,9 @@ class Job:
       losses: of (parameters, frozen, batch): the losses `[B, T]` float32 of all targets in nats, and a
         penalty, float32 scalar, that is added to their mean and reported apart.
       frozen: arrays that the losses need and that are not trained.
+      cfg: the decoder that is trained or adapted, if it is one; its equal layers are then stacked on
+        accelerators (see `jaxllm.models.scanned_layers`), and `losses` gets them so.
+      frozen_cfg: the decoder whose parameters are frozen, likewise.
       drawn_losses: the training losses, where they are drawn anew at every step: as `losses`, with a PRNG key
         as last argument. `losses` is then the held-out loss alone.
     """
@@ -58,6 +64,8 @@ class Job:
     losses: Callable[[Params, Any, Any], tuple[jax.Array, jax.Array]]
     frozen: Any = None
     drawn_losses: Callable[[Params, Any, Any, jax.Array], tuple[jax.Array, jax.Array]] | None = None
+    cfg: ModelConfig | None = None
+    frozen_cfg: ModelConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,11 +88,26 @@ class Progress:
 
 
 class Trainer:
-    """A job's compiled functions on a mesh."""
+    """A job's compiled functions on a mesh.
 
-    def __init__(self, job: Job, settings: TrainSettings, mesh: Mesh) -> None:
+    Args:
+      job: what is trained.
+      settings: how.
+      mesh: on which devices.
+      stack: whether equal layers are stacked and run in a loop; None: off CPUs, where a step of many layers
+        takes long to compile. A CPU computes layers one by one faster.
+
+    Raises:
+      ConfigError: the mesh does not divide the model evenly.
+    """
+
+    def __init__(self, job: Job, settings: TrainSettings, mesh: Mesh, *, stack: bool | None = None) -> None:
         self.mesh, self.settings = mesh, settings
         self._job = job
+        if job.cfg is not None:
+            require_divisible(job.cfg, mesh)
+        off_cpu = mesh.devices.flat[0].platform != "cpu"
+        self.stack = job.cfg is not None and (off_cpu if stack is None else stack)
         # An argument, not a constant of the compiled step: it may be large.
         self._given = None if callable(job.init) else job.init
         shapes = jax.eval_shape(self._initial, self._given)
@@ -94,9 +117,12 @@ class Trainer:
             shapes,
             self._shardings,
         )
-        self._frozen = jax.tree.map(
+        frozen = jax.tree.map(
             lambda leaf, sharding: jax.device_put(leaf, sharding), job.frozen, shardings_of(job.frozen, mesh)
         )
+        if self.stack and job.frozen_cfg is not None:
+            frozen = stacked_on(frozen, job.frozen_cfg, mesh)
+        self._frozen = frozen
         copied = NamedSharding(mesh, PartitionSpec())
         self._step = jax.jit(
             self._one_step,
@@ -113,6 +139,11 @@ class Trainer:
         """Shapes, dtypes and shardings of a state."""
         return self._abstract
 
+    def whole(self, params: Params) -> dict[str, np.ndarray]:
+        """Trained parameters in this process's memory, each layer's under its own names."""
+        host = gathered(params)
+        return unstacked(host, self._job.cfg) if self.stack and self._job.cfg is not None else host
+
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, tuple[jax.Array, ...]]:
         """One optimizer step; donates `state`.
 
@@ -122,6 +153,18 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             placed = place_rows(batch, self.mesh, self.settings.accumulate)
             return self._step(state, self._frozen, placed)
+
+    def lower(self, frozen: Any, batch: Any, platform: str | None = None) -> jax.stages.Lowered:
+        """The step, lowered by shapes alone, for this process's platform or another.
+
+        Args:
+          frozen: shapes of the job's frozen arrays, stacked where the trainer stacks.
+          batch: shapes `[accumulate, B / accumulate, ...]` of a batch's arrays, with their shardings.
+          platform: "cuda", "tpu" or "cpu".
+        """
+        platforms = None if platform is None else (platform,)
+        with jax.set_mesh(self.mesh):
+            return self._step.trace(self._abstract, frozen, batch).lower(lowering_platforms=platforms)
 
     def evaluate(self, params: Params, batches: Iterable[Batch]) -> tuple[float, dict[int, float]]:
         """The weighted loss in nats per token of some batches: of all sources, and of each."""
@@ -143,6 +186,8 @@ class Trainer:
     def _initial(self, given: Params | None) -> TrainState:
         init = self._job.init
         params: Any = init(jax.random.key(self.settings.seed)) if callable(init) else given
+        if self.stack and self._job.cfg is not None:
+            params = stacked(params, self._job.cfg)
         optimizer = make_optimizer(self.settings).init(params)
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer)
 

@@ -32,7 +32,7 @@ from training.data.sources import Source
 from training.data.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, ROLE_TEMPLATE, token_id, train_tokenizer
 from training.loop.checkpoints import Params, read_best
 from training.loop.fitting import fit
-from training.loop.parallel import MeshShape, gathered, make_mesh
+from training.loop.parallel import MeshShape, make_mesh
 from training.loop.run_files import CHECKPOINTS, claimed, read_identity, write_json, write_text
 from training.loop.trainer import Trainer
 from training.pretrain.job import Teacher, pretrain_job
@@ -110,7 +110,7 @@ def pretrain(
         trainer, batches.batch_at, splits.held_out_batches, run_dir, console, splits.source_names,
         tensorboard=tensorboard,
     )  # fmt: skip
-    params, whole = best.params, gathered(best.params)
+    params, whole = best.params, trainer.whole(best.params)
     if first:
         write_model(run_dir / "hf", recipe, vocabulary, whole)
     summary: dict[str, Any] = {
@@ -149,7 +149,7 @@ def export_best(run_dir: Path) -> Path:
     recipe = run_recipe(run_dir)
     trainer = Trainer(pretrain_job(recipe), recipe, make_mesh(MeshShape(data=1), 1))
     best, _, _ = read_best(run_dir / CHECKPOINTS, trainer.abstract())
-    write_model(run_dir / "hf", recipe, _read_tokenizer(run_dir), gathered(best.params))
+    write_model(run_dir / "hf", recipe, _read_tokenizer(run_dir), trainer.whole(best.params))
     return run_dir / "hf"
 
 

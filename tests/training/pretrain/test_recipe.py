@@ -29,7 +29,7 @@ def test_packaged_recipes_load_and_read_back(name):
         ({"optimizer": "sgd"}, "adamw or muon"),
         ({"muon_learning_rate_factor": 0}, "muon_learning_rate_factor"),
         ({"precision": "float16"}, "float32 or bfloat16"),
-        ({"remat": 1}, "remat must be true or false"),
+        ({"remat": 1}, "remat must be one of none, dots, full"),
         ({"row_tokens": 64}, "at most the model's window"),
         ({"held_out_share": 1}, "held_out_share must be a number above 0 and below 1"),
         ({"peak_learning_rate": "fast"}, "peak_learning_rate"),
