@@ -198,6 +198,7 @@ def _importance(run: _Run) -> Importance:
             frozen.cfg,
             frozen.params,
             chosen,
+            mesh=run.mesh,
             remat=recipe.remat,
             report=lambda done, total: bar.update(task, completed=done, total=total),
         )

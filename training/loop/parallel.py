@@ -110,6 +110,12 @@ def start_process_group(coordinator: str | None, processes: int | None, process:
         raise ConfigError(f"cannot join the processes at {coordinator}: {error}") from error
 
 
+def stacks_layers(mesh: Mesh) -> bool:
+    """Whether equal layers are stacked on a mesh's devices: off CPUs, where a step of many layers takes long
+    to compile. A CPU computes layers one by one faster."""
+    return mesh.devices.flat[0].platform != "cpu"
+
+
 def require_divisible(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raises ConfigError unless the mesh divides a decoder's parameters evenly: `fsdp` its model width,
     `tensor` its kv groups and neurons."""

@@ -13,7 +13,9 @@ from jaxllm.models.scanned_layers import stack_name
 from training.loop.parallel import shardings_of, spec_of
 
 
-def placed(tensors: Iterable[tuple[str, np.ndarray]], mesh: Mesh, dtype: jnp.dtype) -> dict[str, jax.Array]:
+def placed(
+    tensors: Iterable[tuple[str, Any]], mesh: Mesh, dtype: jnp.dtype | None = None
+) -> dict[str, jax.Array]:
     """Puts tensors on the devices one after the other, each divided as `spec_of` says.
 
     The host holds one tensor at a time, and a device its shards alone.
@@ -21,14 +23,20 @@ def placed(tensors: Iterable[tuple[str, np.ndarray]], mesh: Mesh, dtype: jnp.dty
     Args:
       tensors: by name, as they are read.
       mesh: the devices.
-      dtype: of all arrays.
+      dtype: of all arrays; None keeps their own.
     """
     found = {}
     for name, value in tensors:
-        sharding = NamedSharding(mesh, spec_of(name, value.shape, mesh))
-        own = np.asarray(value, dtype)
-        found[name] = jax.make_array_from_callback(own.shape, sharding, lambda index, own=own: own[index])
+        own = value if dtype is None or value.dtype == dtype else np.asarray(value, dtype)
+        found[name] = put(own, NamedSharding(mesh, spec_of(name, value.shape, mesh)))
     return found
+
+
+def put(value: Any, sharding: NamedSharding) -> jax.Array:
+    """An array on the devices of a sharding; from the host each gets its own shard alone."""
+    if not isinstance(value, np.ndarray):
+        return jax.device_put(value, sharding)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def stacked_on(params: Mapping[str, Any], cfg: ModelConfig, mesh: Mesh) -> dict[str, Any]:

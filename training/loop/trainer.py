@@ -25,8 +25,8 @@ from jaxllm.errors import JaxllmError
 from jaxllm.models.scanned_layers import stacked, unstacked
 from training.loop.checkpoints import Checkpoints, Params, TrainState
 from training.loop.optimizer import learning_rate, make_optimizer
-from training.loop.parallel import gathered, place_rows, require_divisible, shardings_of
-from training.loop.placing import stacked_on
+from training.loop.parallel import gathered, place_rows, require_divisible, shardings_of, stacks_layers
+from training.loop.placing import placed, put, stacked_on
 from training.settings import TrainSettings
 
 
@@ -94,8 +94,7 @@ class Trainer:
       job: what is trained.
       settings: how.
       mesh: on which devices.
-      stack: whether equal layers are stacked and run in a loop; None: off CPUs, where a step of many layers
-        takes long to compile. A CPU computes layers one by one faster.
+      stack: whether equal layers are stacked and run in a loop; None: see `stacks_layers`.
 
     Raises:
       ConfigError: the mesh does not divide the model evenly.
@@ -106,8 +105,7 @@ class Trainer:
         self._job = job
         if job.cfg is not None:
             require_divisible(job.cfg, mesh)
-        off_cpu = mesh.devices.flat[0].platform != "cpu"
-        self.stack = job.cfg is not None and (off_cpu if stack is None else stack)
+        self.stack = job.cfg is not None and (stacks_layers(mesh) if stack is None else stack)
         # An argument, not a constant of the compiled step: it may be large.
         self._given = None if callable(job.init) else job.init
         shapes = jax.eval_shape(self._initial, self._given)
@@ -117,9 +115,7 @@ class Trainer:
             shapes,
             self._shardings,
         )
-        frozen = jax.tree.map(
-            lambda leaf, sharding: jax.device_put(leaf, sharding), job.frozen, shardings_of(job.frozen, mesh)
-        )
+        frozen = jax.tree.map(put, job.frozen, shardings_of(job.frozen, mesh))
         if self.stack and job.frozen_cfg is not None:
             frozen = stacked_on(frozen, job.frozen_cfg, mesh)
         self._frozen = frozen
@@ -133,7 +129,9 @@ class Trainer:
 
     def initial(self) -> TrainState:
         """The job's parameters, from the settings' seed, and a fresh optimizer state."""
-        return jax.jit(self._initial, out_shardings=self._shardings)(self._given)
+        # Placed first: an argument on the host would go to every device whole.
+        given = None if self._given is None else placed(self._given.items(), self.mesh)
+        return jax.jit(self._initial, out_shardings=self._shardings)(given)
 
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of a state."""

@@ -57,9 +57,10 @@ def train_lora(
       CheckpointError: the model cannot be read.
     """
     console, run_dir = console or Console(stderr=True), Path(run_dir)
-    frozen = FrozenModel.read(model, weights)
-    recipe = fitted_to_window(recipe, frozen.cfg, console)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    frozen = FrozenModel.read_onto(mesh, model, weights)
+    # Shorter rows are a multiple of as many, which the mesh divides as well.
+    recipe = fitted_to_window(recipe, frozen.cfg, console)
     job = lora_job(frozen.cfg, frozen.params, recipe)
     corpus = Corpus.open(recipe.sources, data, recipe.held_out_share)
     encoder = ModelEncoder(frozen.tokenizer)
