@@ -96,6 +96,7 @@ def elasticize(
     weights = out.weights or weight_format_of(model, frozen.cfg)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     corpus = Corpus.open(recipe.sources, data, recipe.held_out_share, shortened_share=recipe.shortened_share)
+    corpus.tell(console)
     identity = {"model": frozen.fingerprint(), "documents": corpus.digest(), "weights": weights}
     with claimed(run_dir, recipe, **identity):
         splits = Splits.of(corpus, ModelEncoder(frozen.tokenizer), recipe, run_dir / "tokens")

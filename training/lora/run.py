@@ -62,7 +62,7 @@ def train_lora(
     # Shorter rows are a multiple of as many, which the mesh divides as well.
     recipe = fitted_to_window(recipe, frozen.cfg, console)
     job = lora_job(frozen.cfg, frozen.params, recipe)
-    corpus = Corpus.open(recipe.sources, data, recipe.held_out_share)
+    corpus = Corpus.open(recipe.sources, data, recipe.held_out_share).tell(console)
     encoder = ModelEncoder(frozen.tokenizer)
     identity = {"model": frozen.fingerprint(), "documents": corpus.digest()}
     with claimed(run_dir, recipe, **identity):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -33,7 +32,14 @@ from training.data.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, ROLE_TEMPLATE
 from training.loop.checkpoints import Params, read_best
 from training.loop.fitting import fit
 from training.loop.parallel import MeshShape, make_mesh
-from training.loop.run_files import CHECKPOINTS, claimed, read_identity, write_json, write_text
+from training.loop.run_files import (
+    CHECKPOINTS,
+    claimed,
+    read_identity,
+    wait_for_first,
+    write_json,
+    write_text,
+)
 from training.loop.trainer import Trainer
 from training.pretrain.job import Teacher, pretrain_job
 from training.pretrain.recipe import PretrainRecipe
@@ -92,7 +98,7 @@ def pretrain(
     job = pretrain_job(recipe, _read_teacher(recipe, teacher))
     corpus = Corpus.open(_sources(recipe, texts.train), texts.data, recipe.held_out_share)
     splits = _prepare_run(recipe, corpus, run_dir, tokenizer) if first else None
-    _wait_for_first("tokens")
+    wait_for_first("tokens")
     vocabulary = _read_tokenizer(run_dir)
     encoder = PieceEncoder(vocabulary)
     splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens")
@@ -126,7 +132,7 @@ def pretrain(
             valid = (text_document(text) for path in texts.valid for text in read_texts(path))
             shutil.rmtree(run_dir / "tokens" / "valid", ignore_errors=True)
             write_tokens(run_dir / "tokens" / "valid", ((0, each) for each in valid), encoder)
-        _wait_for_first("valid")
+        wait_for_first("valid")
         summary["valid"] = _losses(trainer, params, TokenizedDocuments.read(run_dir / "tokens" / "valid"))
     if first:
         write_json(run_dir / "summary.json", summary)
@@ -243,12 +249,6 @@ def _given_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
         )
     token_id(tokenizer, END_OF_TURN)
     return tokenizer
-
-
-def _wait_for_first(name: str) -> None:
-    """Waits until the first process has written files that the others read."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
 
 
 def _size(documents: TokenizedDocuments) -> dict[str, int]:
