@@ -1,6 +1,7 @@
 """`jaxllm lora`: trains a low-rank adapter."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from training.commands.shared_options import (
     chat_options,
     data_option,
     device_options,
+    dry_run_option,
     given_sources,
     recipe_option,
     run_option,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 )
 @steps_option("the run")
 @tensorboard_option
+@dry_run_option
 @device_options
 def lora_command(
     model: Path,
@@ -75,13 +78,20 @@ def lora_command(
         sources=sources or recipe.sources,
     )
     set_devices(devices)
+    shape = MeshShape.parse(mesh or "")
+    if device := options.pop("dry_run"):
+        from training.lora.run import dry_run_lora
+
+        facts = dry_run_lora(recipe, model, weights=weights, mesh_shape=shape, device=device)
+        click.echo(json.dumps(facts))
+        return
     folder = train_lora(
         recipe,
         model,
         run_dir,
         data=data,
         weights=weights,
-        mesh_shape=MeshShape.parse(mesh or ""),
+        mesh_shape=shape,
         **options,
     )
     click.echo(folder)

@@ -1,6 +1,7 @@
 """`jaxllm pretrain`: trains a small model from scratch."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from training.commands.shared_options import (
     chat_options,
     data_option,
     device_options,
+    dry_run_option,
     given_sources,
     recipe_option,
     run_option,
@@ -72,6 +74,7 @@ from training.commands.shared_options import (
     "products with weights, or all.  [default: the recipe's]",
 )
 @tensorboard_option
+@dry_run_option
 @device_options
 @click.option(
     "--coordinator",
@@ -118,6 +121,12 @@ def pretrain_command(
     model, chats, skip_bad = (options.pop(name) for name in ("model", "chats", "skip_bad"))
     data, texts, valid = (options.pop(name) for name in ("data", "texts", "valid_paths"))
     shape = MeshShape.parse(mesh or "")
+    if device := options.pop("dry_run"):
+        from training.pretrain.run import dry_run_pretrain
+
+        facts = dry_run_pretrain(recipe, model, mesh_shape=shape, device=device)
+        click.echo(json.dumps(facts))
+        return
     if model is not None:
         if taken := [name for name in ("tokenizer", "teacher") if options.pop(name)] + ["valid-text"] * bool(
             valid

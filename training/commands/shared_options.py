@@ -134,6 +134,15 @@ def device_options(command: Command) -> Command:
     return command
 
 
+dry_run_option = click.option(
+    "--dry-run",
+    "dry_run",
+    metavar="DEVICE",
+    help="Train nothing: compile the step and print memory per device and time per step on DEVICE, such as "
+    "H100, as a JSON object. With --cpu-devices N and --mesh, N CPU devices stand for them.",
+)
+
+
 def set_devices(devices: int | None) -> None:
     """Makes so many CPU devices of this process; possible only before JAX touches one."""
     import jax

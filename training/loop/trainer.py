@@ -24,9 +24,11 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import JaxllmError
 from jaxllm.models.scanned_layers import stacked, unstacked
 from training.loop.checkpoints import Checkpoints, Params, TrainState
+from training.loop.hardware import peak_memory_bytes, utilization
 from training.loop.optimizer import learning_rate, make_optimizer
 from training.loop.parallel import gathered, place_rows, require_divisible, shardings_of, stacks_layers
 from training.loop.placing import placed, put, stacked_on
+from training.loop.preemption import Preemption
 from training.settings import TrainSettings
 
 
@@ -55,6 +57,7 @@ class Job:
       frozen: arrays that the losses need and that are not trained.
       cfg: the decoder that is trained or adapted, if it is one; its equal layers are then stacked on
         accelerators (see `jaxllm.models.scanned_layers`), and `losses` gets them so.
+      flops_per_token: model operations of a training step, per token; None if they are not known.
       frozen_cfg: the decoder whose parameters are frozen, likewise.
       drawn_losses: the training losses, where they are drawn anew at every step: as `losses`, with a PRNG key
         as last argument. `losses` is then the held-out loss alone.
@@ -66,6 +69,7 @@ class Job:
     drawn_losses: Callable[[Params, Any, Any, jax.Array], tuple[jax.Array, jax.Array]] | None = None
     cfg: ModelConfig | None = None
     frozen_cfg: ModelConfig | None = None
+    flops_per_token: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,9 @@ class Progress:
     """Metrics after `step` steps; losses in nats per token, weighted as in training.
 
     `loss` is the mean over the steps since the last record, `penalty` likewise; `gradient_norm` is the last
-    step's before clipping; `held_out_loss` is set where a checkpoint was written, with `held_out_by_source`
+    step's before clipping. `tokens_per_s` is over the same steps, without compiling; `utilization` the share
+    of the devices' peak that model operations used, where both are known; `peak_memory_bytes` the most so far
+    of a device. `held_out_loss` is set where a checkpoint was written, with `held_out_by_source`
     (by the source's number; its weights alone).
     """
 
@@ -83,8 +89,15 @@ class Progress:
     gradient_norm: float
     learning_rate: float
     tokens_per_s: float
+    utilization: float | None = None
+    peak_memory_bytes: int = 0
+    compile_s: float = 0.0
     held_out_loss: float | None = None
     held_out_by_source: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+
+class Preempted(JaxllmError):
+    """A run was asked to stop, and has saved a checkpoint."""
 
 
 class Trainer:
@@ -125,6 +138,8 @@ class Trainer:
             donate_argnums=0,
             out_shardings=(self._shardings, (copied, copied, copied)),
         )
+        self._compiled: jax.stages.Compiled | None = None
+        self.compile_s = 0.0
         self._sums = jax.jit(self._source_sums, static_argnums=3, out_shardings=(copied, copied))
 
     def initial(self) -> TrainState:
@@ -149,8 +164,12 @@ class Trainer:
           The next state; the loss in nats per token, the penalty and the gradient's norm before clipping.
         """
         with jax.set_mesh(self.mesh):
-            placed = place_rows(batch, self.mesh, self.settings.accumulate)
-            return self._step(state, self._frozen, placed)
+            rows = place_rows(batch, self.mesh, self.settings.accumulate)
+            if self._compiled is None:
+                started = time.perf_counter()
+                self._compiled = self._step.lower(state, self._frozen, rows).compile()
+                self.compile_s = time.perf_counter() - started
+            return self._compiled(state, self._frozen, rows)
 
     def lower(self, frozen: Any, batch: Any, platform: str | None = None) -> jax.stages.Lowered:
         """The step, lowered by shapes alone, for this process's platform or another.
@@ -163,6 +182,10 @@ class Trainer:
         platforms = None if platform is None else (platform,)
         with jax.set_mesh(self.mesh):
             return self._step.trace(self._abstract, frozen, batch).lower(lowering_platforms=platforms)
+
+    def utilization(self, tokens_per_s: float) -> float | None:
+        """The share of the devices' peak that model operations use at a speed; None if it is not known."""
+        return utilization(tokens_per_s, self._job.flops_per_token, self.mesh.size)
 
     def evaluate(self, params: Params, batches: Iterable[Batch]) -> tuple[float, dict[int, float]]:
         """The weighted loss in nats per token of some batches: of all sources, and of each."""
@@ -255,23 +278,29 @@ def train(
 
     Raises:
       JaxllmError: the loss is no longer finite.
+      Preempted: the process got SIGTERM; a checkpoint is saved.
       CheckpointError: the newest checkpoint cannot be read.
     """
     settings = trainer.settings
     schedule = learning_rate(settings)
-    with Checkpoints(folder) as checkpoints:
+    with Checkpoints(folder) as checkpoints, Preemption() as preemption:
         done = checkpoints.latest()
         state = trainer.initial() if done is None else checkpoints.restore(done, trainer.abstract())
         measured: list[tuple[jax.Array, ...]] = []
-        started = time.perf_counter()
+        started, compiled_s = time.perf_counter(), trainer.compile_s
         for step in range((done or 0) + 1, settings.steps + 1):
             state, measures = trainer.step(state, batch_at(step - 1))
             measured.append(measures)
             save = step % settings.checkpoint_steps == 0 or step == settings.steps
-            if not save and step % settings.log_steps:
+            stop = preemption.asked(step) and step < settings.steps
+            if stop and not save:
+                checkpoints.save(state, None)
+            if not save and not stop and step % settings.log_steps:
                 continue
             losses, penalties, norms = np.asarray(measured, np.float64).T
-            elapsed_s = time.perf_counter() - started
+            compile_s = trainer.compile_s - compiled_s
+            elapsed_s = time.perf_counter() - started - compile_s
+            tokens_per_s = len(measured) * settings.batch * settings.row_tokens / elapsed_s
             mean = float(np.mean(losses))
             if not np.isfinite(mean):
                 raise JaxllmError(
@@ -288,10 +317,18 @@ def train(
                     penalty=float(np.mean(penalties)),
                     gradient_norm=float(norms[-1]),
                     learning_rate=float(np.asarray(schedule(step - 1))),
-                    tokens_per_s=len(measured) * settings.batch * settings.row_tokens / elapsed_s,
+                    tokens_per_s=tokens_per_s,
+                    utilization=trainer.utilization(tokens_per_s),
+                    peak_memory_bytes=peak_memory_bytes(),
+                    compile_s=compile_s,
                     held_out_loss=held_out_loss,
                     held_out_by_source=by_source,
                 )
             )
-            measured, started = [], time.perf_counter()
+            if stop:
+                raise Preempted(
+                    f"stopped by SIGTERM after step {step} of {settings.steps}, which is saved; the same "
+                    "command goes on from there"
+                )
+            measured, started, compiled_s = [], time.perf_counter(), trainer.compile_s
     return state

@@ -13,6 +13,7 @@ from jaxllm.models.lora import adapt, adapted_parameters, init_adapter
 from jaxllm.models.parameters import Params
 from training.data.packing import Batch, Splits
 from training.loop.fitting import fit
+from training.loop.hardware import step_flops_per_token
 from training.loop.losses import next_token_losses, outputs_of
 from training.loop.trainer import Job, Trainer
 from training.lora.recipe import LoraRecipe
@@ -31,7 +32,8 @@ def lora_job(cfg: ModelConfig, params: Params, recipe: LoraRecipe) -> Job:
         outputs = outputs_of(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
         return next_token_losses(outputs, batch), jnp.zeros(())
 
-    return Job(init, losses, dict(params), cfg=cfg, frozen_cfg=cfg)
+    flops = step_flops_per_token(cfg, recipe.row_tokens, adapter=True)
+    return Job(init, losses, dict(params), cfg=cfg, frozen_cfg=cfg, flops_per_token=flops)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.models import parameters
 from training.data.packing import Batch
 from training.loop.checkpoints import Params
+from training.loop.hardware import step_flops_per_token
 from training.loop.losses import distillation_losses, next_token_losses, outputs_of, router_penalty
 from training.loop.trainer import Job
 from training.pretrain.recipe import PretrainRecipe
@@ -50,6 +51,9 @@ def pretrain_job(recipe: PretrainRecipe, teacher: Teacher | None = None) -> Job:
         wanted = outputs_of(frozen, batch, cfg=teacher.cfg, dtype=dtype)
         return distillation_losses(outputs, wanted, batch, teacher_share=recipe.teacher_share), penalty
 
+    flops = step_flops_per_token(cfg, recipe.row_tokens)
     if teacher is None:
-        return Job(init, losses, cfg=cfg)
-    return Job(init, losses, teacher.params, cfg=cfg, frozen_cfg=teacher.cfg)
+        return Job(init, losses, cfg=cfg, flops_per_token=flops)
+    # A teacher runs forward alone.
+    flops += step_flops_per_token(teacher.cfg, recipe.row_tokens) / 3
+    return Job(init, losses, teacher.params, cfg=cfg, frozen_cfg=teacher.cfg, flops_per_token=flops)

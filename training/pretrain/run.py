@@ -30,6 +30,7 @@ from training.data.packing import Splits, evaluation_batches
 from training.data.sources import Source
 from training.data.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, ROLE_TEMPLATE, token_id, train_tokenizer
 from training.loop.checkpoints import Params, read_best
+from training.loop.dry_run import estimate
 from training.loop.fitting import fit
 from training.loop.parallel import MeshShape, make_mesh
 from training.loop.run_files import (
@@ -138,6 +139,33 @@ def pretrain(
         write_json(run_dir / "summary.json", summary)
         console.print_json(data=summary)
     return run_dir / "hf"
+
+
+def dry_run_pretrain(
+    recipe: PretrainRecipe,
+    model: Path | None = None,
+    *,
+    mesh_shape: MeshShape | None = None,
+    device: str = "",
+) -> dict[str, Any]:
+    """Estimates memory and time of a run, without its teacher; see `training.loop.dry_run`.
+
+    Args:
+      recipe: the run.
+      model: a folder to train on; None: a new model, the recipe's.
+      mesh_shape: devices; all of them along `data` by default.
+      device: see `training.loop.dry_run.estimate`.
+
+    Raises:
+      ConfigError: the mesh does not fit, or the device is not known.
+      CheckpointError: the folder's config cannot be read.
+    """
+    if model is not None:
+        cfg = huggingface.read_config(model)
+        recipe = dataclasses.replace(recipe.within(cfg.window_tokens), model=cfg)
+    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    found = estimate(pretrain_job(recipe), recipe, mesh, frozen=None, device=device)
+    return {**dataclasses.asdict(found), "advice": found.advice()}
 
 
 def export_best(run_dir: Path) -> Path:
