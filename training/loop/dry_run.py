@@ -79,7 +79,9 @@ def estimate(
       ConfigError: the device is not known.
     """
     name, figures = _device(device)
-    trainer = Trainer(dataclasses.replace(job, frozen=None), settings, mesh, stack=job.cfg is not None)
+    trainer = Trainer(
+        dataclasses.replace(job, frozen=None, frozen_cfg=None), settings, mesh, stack=job.cfg is not None
+    )
     placed = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         frozen,
@@ -93,8 +95,9 @@ def estimate(
     kept = memory.argument_size_in_bytes
     returned = memory.output_size_in_bytes - memory.alias_size_in_bytes
     flops = (job.flops_per_token or 0.0) * settings.batch * settings.row_tokens
-    # What is computed again counts in time: a forward pass of the three that a step has.
-    again = {"none": 0.0, "dots": 0.1, "full": 1 / 3}[settings.remat]
+    # What is computed again takes time: a forward pass of the three that a step costs, of two over frozen
+    # weights.
+    again = {"none": 0.0, "dots": 0.1, "full": 1 / 3 if frozen is None else 1 / 2}[settings.remat]
     step_s = flops * (1 + again) / (figures.flops * ASSUMED_UTILIZATION * mesh.size)
     return Estimate(
         device=name,
