@@ -6,6 +6,7 @@ an array of the scores' size.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ def on_gpu(
     heads = (*q.shape[:2], -1, q.shape[-1])
     # The kernel pairs each query head with a key head of its own.
     k, v = (jnp.repeat(each, q.shape[3], axis=2) for each in (k, v))
-    out = attention.mha(q.reshape(heads), k, v, starts, sm_scale=scale, causal=True, interpret=interpret)
+    out: Any = attention.mha(q.reshape(heads), k, v, starts, sm_scale=scale, causal=True, interpret=interpret)
     return out.reshape(q.shape)
 
 
@@ -88,6 +89,7 @@ def on_tpu(
 
     def one(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array) -> jax.Array:
         heads_first = (each.transpose(1, 0, 2) for each in (q, k, v))
-        return kernel(*heads_first, segment_ids=splash.SegmentIds(starts, starts)).transpose(1, 0, 2)
+        out: Any = kernel(*heads_first, segment_ids=splash.SegmentIds(starts, starts))
+        return out.transpose(1, 0, 2)
 
     return jax.vmap(one)(queries, k, v, starts).astype(q.dtype).reshape(q.shape)

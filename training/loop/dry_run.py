@@ -90,8 +90,8 @@ def estimate(
     rows = NamedSharding(mesh, PartitionSpec(None, *ROWS))
     shape = (settings.accumulate, settings.batch // settings.accumulate, settings.row_tokens)
     kinds = (jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32)
-    batch = Batch(*(jax.ShapeDtypeStruct(shape, kind, sharding=rows) for kind in kinds))
-    memory = trainer.lower(placed, batch).compile().memory_analysis()
+    shapes: Any = (jax.ShapeDtypeStruct(shape, kind, sharding=rows) for kind in kinds)
+    memory: Any = trainer.lower(placed, Batch(*shapes)).compile().memory_analysis()
     kept = memory.argument_size_in_bytes
     returned = memory.output_size_in_bytes - memory.alias_size_in_bytes
     flops = (job.flops_per_token or 0.0) * settings.batch * settings.row_tokens
