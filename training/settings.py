@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Literal, Self
 
 from jaxllm.errors import ConfigError
+from jaxllm.models.scanned_layers import REMATS, Remat
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -26,7 +27,9 @@ class TrainSettings:
       clip_norm: largest global norm of the gradient.
       accumulate: parts of a step's batch, computed one after another, whose gradients add up.
       precision: of activations and products; parameters, optimizer and losses are float32.
-      remat: layers keep their input alone for the backward pass, and are computed again there.
+      remat: what layers keep for the backward pass, which computes the rest again: everything ("none"), the
+        results of products with weights ("dots"), or their input alone ("full"). Recipes of before say false
+        for "none" and true for "full".
       seed: of initial parameters, order and dropout.
       checkpoint_steps: steps between two checkpoints, each with its held-out loss.
       log_steps: steps between two lines of metrics.
@@ -46,7 +49,7 @@ class TrainSettings:
     clip_norm: float = 1.0
     accumulate: int = 1
     precision: Precision = "float32"
-    remat: bool = False
+    remat: Remat = "none"
     seed: int = 0
     checkpoint_steps: int = 100
     log_steps: int = 10
@@ -71,8 +74,10 @@ class TrainSettings:
         require_float("muon_learning_rate_factor", self.muon_learning_rate_factor, above=0, most=1000)
         if self.precision not in ("float32", "bfloat16"):
             raise ConfigError(f"precision must be float32 or bfloat16, got {self.precision!r}")
-        if not isinstance(self.remat, bool):
-            raise ConfigError(f"remat must be true or false, got {self.remat!r}")
+        if isinstance(self.remat, bool):
+            object.__setattr__(self, "remat", "full" if self.remat else "none")
+        if self.remat not in REMATS:
+            raise ConfigError(f"remat must be one of {', '.join(REMATS)}, got {self.remat!r}")
 
     def require_window(self, window_tokens: int) -> None:
         """Raises ConfigError unless a row fits the window of the model that is to see it."""

@@ -29,8 +29,11 @@ def fits(q: jax.Array) -> bool:
     heads that the mesh, if there is one, divides evenly."""
     if q.dtype != jnp.float32 or q.size == 0 or not native.kernels().native:
         return False
-    if jax.default_backend() != "cpu":
-        return False
+    return jax.default_backend() == "cpu" and divides(q)
+
+
+def divides(q: jax.Array) -> bool:
+    """Whether the mesh, if there is one, divides batch and kv heads of `[B, T, K, G, H]` evenly."""
     batch, heads = _axes()
     sizes = jax.sharding.get_abstract_mesh().shape
     shards = [math.prod(sizes[axis] for axis in axes) for axes in (batch, heads)]
@@ -70,7 +73,7 @@ def _forward(q, k, v, starts, scale, elsewhere):
     def compute(*args):
         return jax.lax.platform_dependent(*args, cpu=by_kernel, default=by_other)
 
-    out, lse = _on_shards(compute, (q, k, v, starts), 2)
+    out, lse = on_shards(compute, (q, k, v, starts), 2)
     return out, (q, k, v, starts, out, lse)
 
 
@@ -84,7 +87,7 @@ def _backward(scale, elsewhere, kept, dout):
     def compute(*args):
         return jax.lax.platform_dependent(*args, cpu=by_kernel, default=by_other)
 
-    return (*_on_shards(compute, (*kept, dout), 3), None)
+    return (*on_shards(compute, (*kept, dout), 3), None)
 
 
 document_attention.defvjp(_forward, _backward)
@@ -100,8 +103,8 @@ def _axes() -> tuple[tuple[str, ...], tuple[str, ...]]:
     return batch, heads
 
 
-def _on_shards(compute: Callable[..., Any], args: tuple[jax.Array, ...], results: int) -> Any:
-    """`compute` on each device's part of batch and heads; all results are `[B, T, K, ...]`."""
+def on_shards(compute: Callable[..., Any], args: tuple[jax.Array, ...], results: int) -> Any:
+    """Runs `compute` on each device's part of batch and heads; all results are `[B, T, K, ...]`."""
     batch, heads = _axes()
     if not batch and not heads:
         return compute(*args)

@@ -30,9 +30,11 @@ from jaxllm.models.layer import (
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import STACK, layer_of, one_by_one, over_layers
 from jaxllm.models.parameters import Params, head_name
+from jaxllm.models.scanned_layers import Remat, is_stacked, remembering, run_scanned
 from jaxllm.nn.documents import Branches, document_positions
 from jaxllm.nn.linear import embed, to_units
 from jaxllm.nn.norms import by_sequence, normalize
+from jaxllm.nn.sharding import constrained
 
 
 @overload
@@ -224,20 +226,21 @@ def forward_documents(
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype = jnp.float32,
-    remat: bool = False,
+    remat: Remat = "none",
     differentiable: bool = True,
 ) -> jax.Array:
     """Hidden states of whole documents, packed one after the other, as training needs them.
 
     Args:
-      params: see `parameters.py`; leaves may be quantized.
+      params: see `parameters.py`; leaves may be quantized, and equal layers in stacks (`scanned_layers.py`).
       tokens: `[B, T]` int32, ids in [0, V).
       starts: `[B, T]` int32, per token the index in the sequence where its document begins. Tokens attend
         within their document, and positions count from its beginning. None: a sequence is one document.
       branches: see `jaxllm.nn.documents`; None: documents do not branch.
       cfg: the model.
       dtype: of the activations.
-      remat: keep only each layer's input for the backward pass, and recompute the rest.
+      remat: what each layer keeps for the backward pass, which recomputes the rest: everything ("none"), the
+        results of products with weights ("dots"), or its input alone ("full").
       differentiable: whether gradients may be taken; False reads only the experts that tokens visit.
 
     Returns:
@@ -245,7 +248,7 @@ def forward_documents(
     """
     inputs = tokens, starts, branches
     x, run = _begin_documents(params, *inputs, cfg=cfg, dtype=dtype, differentiable=differentiable)
-    if STACK in params and not remat:
+    if STACK in params and remat == "none":
         x = over_layers(params, cfg, lambda x, own, like, _: run(own, x, like=like)[0], x)
     else:
         x, _ = _layer_by_layer(params, x, run, cfg, remat)
@@ -259,7 +262,7 @@ def forward_documents_with_routing(
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype = jnp.float32,
-    remat: bool = False,
+    remat: Remat = "none",
     differentiable: bool = True,
 ) -> tuple[jax.Array, Routing]:
     """`forward_documents`, and the routing of all tokens, for losses and statistics.
@@ -277,7 +280,7 @@ def forward_documents_with_routing(
     x, run = _begin_documents(params, *inputs, cfg=cfg, dtype=dtype, differentiable=differentiable)
     x, routings = _layer_by_layer(params, x, run, cfg, remat)
     hidden = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
-    return hidden, jax.tree.map(lambda *layers: jnp.stack(layers), *routings)
+    return hidden, jax.tree.map(lambda *layers: jnp.concatenate(layers), *routings)
 
 
 class _DocumentLayer(Protocol):
@@ -316,21 +319,23 @@ def _begin_documents(
             window=cfg.attention_windows[like],
         )
         x, _, routing = run_layer(layer_of(own, like), x, cfg, like, attend, differentiable=differentiable)
-        return x, routing
+        return constrained(x, "residual"), routing
 
-    return embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype), run
+    return constrained(embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype), "residual"), run
 
 
 def _layer_by_layer(
-    params: Params, x: jax.Array, run: _DocumentLayer, cfg: ModelConfig, remat: bool
+    params: Params, x: jax.Array, run: _DocumentLayer, cfg: ModelConfig, remat: Remat
 ) -> tuple[jax.Array, list[Routing]]:
-    """The last layer's output, and the routing of each sparse layer; `remat`: see `forward_documents`."""
+    """The last layer's output, and the routings of sparse layers, each with a leading axis of layers;
+    `remat`: see `forward_documents`."""
+    if is_stacked(params):
+        return run_scanned(params, cfg, run, x, remat)
     routings: list[Routing] = []
     for layer, own in enumerate(one_by_one(params, cfg)):
         # `jax.checkpoint` keeps every argument, so that a layer is given its own parameters alone.
-        step = functools.partial(run, like=layer)
-        x, routing = (jax.checkpoint(step) if remat else step)(own, x)
-        routings += [] if routing is None else [routing]
+        x, routing = remembering(functools.partial(run, like=layer), remat)(own, x)
+        routings += [] if routing is None else [jax.tree.map(lambda part: part[None], routing)]
     return x, routings
 
 

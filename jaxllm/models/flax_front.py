@@ -19,6 +19,7 @@ from jaxllm.models.encoder.config import EncoderConfig
 from jaxllm.models.encoder.forward import encode
 from jaxllm.models.encoder.parameters import Shape, encoder_shapes, init_values
 from jaxllm.models.parameters import Params
+from jaxllm.models.scanned_layers import Remat
 from jaxllm.models.tiny_lm import TlmConfig
 
 
@@ -33,13 +34,13 @@ class DecoderLM(nn.Module):
       cfg: the model.
       dtype: of the activations.
       param_dtype: of the parameters that `init` makes.
-      remat: keep only each layer's input for the backward pass, and compute the rest again.
+      remat: see `decoder.forward_documents`.
     """
 
     cfg: ModelConfig
     dtype: jnp.dtype = jnp.float32
     param_dtype: jnp.dtype = jnp.float32
-    remat: bool = False
+    remat: Remat = "none"
 
     @nn.compact
     def __call__(

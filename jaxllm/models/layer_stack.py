@@ -148,12 +148,12 @@ def by_address(
     layers = layers_of(params, cfg)
     for layer, further in zip(layers, beside, strict=False):
         layer.update(further)
-    return {**_outside(params), STACK: stack_by_address(layers, _kinds(cfg))}  # pyright: ignore
+    return {**_outside(params), STACK: stack_by_address(layers, kinds_of(cfg))}  # pyright: ignore
 
 
 def by_stacking(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     """A model's parameters with its layers as `StackedLayers`; see `stack_layers` for what is copied."""
-    stack = stack_layers(layers_of(params, cfg), _kinds(cfg))
+    stack = stack_layers(layers_of(params, cfg), kinds_of(cfg))
     return {**_outside(params), STACK: stack}  # pyright: ignore[reportReturnType]
 
 
@@ -264,7 +264,7 @@ def layer_runs(alike: Sequence[int]) -> list[LayerRun]:
     return list(_runs(tuple(alike)))
 
 
-def _kinds(cfg: ModelConfig) -> list[Any]:
+def kinds_of(cfg: ModelConfig) -> list[Any]:
     """Per layer, what makes layers equal besides their parameters."""
     return [
         (cfg.units(layer), cfg.attention_windows[layer], cfg.layer_rope(layer), cfg.is_sparse(layer))

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 
 from jaxllm.axes import Axes
 from jaxllm.kernels import document_attention as kernel
+from jaxllm.kernels.fused_attention import fused_attention
 from jaxllm.nn.layers import attention, causal_mask
 
-# Queries per block on the XLA path: keys after a block are left out of its product.
-BLOCK = 128
+# Queries per block on the XLA path: keys after a block are left out of its product. Sequences of more blocks
+# than `UNROLLED_BLOCKS` take larger ones in a loop, whose code does not grow, and which see all keys.
+BLOCK, UNROLLED_BLOCKS, LOOP_BLOCK = 128, 8, 512
 
 
 @jax.tree_util.register_dataclass
@@ -44,17 +46,25 @@ def document_positions(starts: jax.Array, branches: Branches | None = None) -> j
     return positions if branches is None else positions - (branches.starts - branches.trunk_ends)
 
 
-def document_mask(starts: jax.Array, window: int, branches: Branches | None = None) -> jax.Array:
-    """Mask `[B, T, T]` bool (query, key), True = attend; arguments are those of `document_attention`."""
+def document_mask(
+    starts: jax.Array, window: int, branches: Branches | None = None, rows: jax.Array | None = None
+) -> jax.Array:
+    """Mask `[B, T, T]` bool (query, key), True = attend; with `rows` `[n]` int32 that of these queries alone,
+    `[B, n, T]`. The other arguments are those of `document_attention`."""
     count = starts.shape[1]
     places = jnp.arange(count, dtype=jnp.int32)
+
+    def of_queries(each: jax.Array) -> jax.Array:
+        return (each if rows is None else each[:, rows])[:, :, None]
+
+    queries = places if rows is None else rows
     if branches is None:
-        return causal_mask(places, count, window) & (places >= starts[:, :, None])
-    mask = causal_mask(places, count, 0) & (places >= starts[:, :, None])
-    mask = mask & ((places < branches.trunk_ends[:, :, None]) | (places >= branches.starts[:, :, None]))
+        return causal_mask(queries, count, window) & (places >= of_queries(starts))
+    mask = causal_mask(queries, count, 0) & (places >= of_queries(starts))
+    mask = mask & ((places < of_queries(branches.trunk_ends)) | (places >= of_queries(branches.starts)))
     if window:
         positions = document_positions(starts, branches)
-        mask = mask & (positions[:, None, :] > positions[:, :, None] - window)
+        mask = mask & (positions[:, None, :] > of_queries(positions) - window)
     return mask
 
 
@@ -84,8 +94,11 @@ def document_attention(
       `[B, T, K, G, H]` in q's dtype; differentiable in q, k and v.
     """
     plain = softcap == 0.0 and window == 0 and branches is None
-    if plain and q.dtype == k.dtype == v.dtype and kernel.fits(q):
-        return kernel.document_attention(q, k, v, starts, scale, functools.partial(_by_xla, scale=scale))
+    if plain and q.dtype == k.dtype == v.dtype:
+        by_xla = functools.partial(_by_xla, scale=scale)
+        if kernel.fits(q):
+            return kernel.document_attention(q, k, v, starts, scale, by_xla)
+        return fused_attention(q, k, v, starts, scale, by_xla)
     return _by_xla(q, k, v, starts, scale=scale, softcap=softcap, window=window, branches=branches)
 
 
@@ -101,6 +114,8 @@ def _by_xla(
     branches: Branches | None = None,
 ) -> jax.Array:
     """`document_attention` by blocks of queries, each against the keys that any of its queries attends to."""
+    if q.shape[1] > UNROLLED_BLOCKS * BLOCK:
+        return _in_loop(q, k, v, starts, scale=scale, softcap=softcap, window=window, branches=branches)
     mask = document_mask(starts, window, branches)
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     tokens, outs = q.shape[1], []
@@ -118,3 +133,33 @@ def _by_xla(
         )
         outs.append(part)
     return jnp.concatenate(outs, axis=1)
+
+
+def _in_loop(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    starts: jax.Array,
+    *,
+    scale: float,
+    softcap: float,
+    window: int,
+    branches: Branches | None,
+) -> jax.Array:
+    """`_by_xla` by a loop over blocks of queries, whose scores the backward pass computes again."""
+    keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    tokens = q.shape[1]
+    blocks = -(-tokens // LOOP_BLOCK)
+
+    @jax.checkpoint
+    def block(q: jax.Array, first: jax.Array) -> jax.Array:
+        # Of the last block some queries may be padding, which sees what the last token sees.
+        rows = jnp.minimum(first + jnp.arange(LOOP_BLOCK, dtype=jnp.int32), jnp.int32(tokens - 1))
+        mask = document_mask(starts, window, branches, rows)
+        return attention(q, keys, values, mask, scale=scale, softcap=softcap)
+
+    padded = jnp.pad(q, ((0, 0), (0, blocks * LOOP_BLOCK - tokens)) + ((0, 0),) * 3)
+    parts = padded.reshape(q.shape[0], blocks, LOOP_BLOCK, *q.shape[2:]).swapaxes(0, 1)
+    firsts = jnp.arange(blocks, dtype=jnp.int32) * jnp.int32(LOOP_BLOCK)
+    outs = jax.lax.map(lambda each: block(*each), (parts, firsts))
+    return outs.swapaxes(0, 1).reshape(q.shape[0], -1, *q.shape[2:])[:, :tokens]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
+import json
 import os
 import re
 import shlex
@@ -53,6 +54,14 @@ def _text(path: Path) -> None:
     path.write_text("\n\n".join(f"Day {day}. {_SENTENCE * 4}" for day in range(60)), encoding="utf-8")
 
 
+def _chats(path: Path) -> None:
+    def line(day: int) -> str:
+        said = (("user", f"Which day follows day {day}?"), ("assistant", f"Day {day + 1}."))
+        return json.dumps({"messages": [{"role": role, "content": content} for role, content in said]})
+
+    path.write_text("\n".join(map(line, range(60))), encoding="utf-8")
+
+
 def _data(path: Path) -> None:
     data = Path(os.environ.get("JAXLLM_DATA", ""))
     if not (data / "tasks").is_dir():
@@ -68,6 +77,7 @@ PROPS: dict[str, Callable[[Path], None]] = {
     "path/to/mixture": _mixture,
     "model.jaxllm": _packaged,
     "text.txt": _text,
+    "chats.jsonl": _chats,
     "DIR": _data,
 }
 

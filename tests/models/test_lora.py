@@ -146,7 +146,7 @@ def test_gradients_pass_through_every_form_of_weight(cfg, width, stored):
     adapter = {name: jnp.asarray(value) for name, value in random_adapter(cfg, lora).items()}
 
     def loss(adapter, params):
-        hidden = decoder.forward_documents(adapt(params, adapter, 1.0), TOKENS, cfg=cfg, remat=True)
+        hidden = decoder.forward_documents(adapt(params, adapter, 1.0), TOKENS, cfg=cfg, remat="full")
         return jnp.sum(decoder.logits(params, hidden, cfg=cfg)[..., :5] ** 2)
 
     found, expected = jit(jax.grad(loss))(adapter, params), jit(jax.grad(loss))(adapter, dense)

@@ -22,7 +22,7 @@ from jaxllm.models import decoder
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import dequantize, quantize
 from training.data.packing import Batch
-from training.loop.losses import next_token_losses
+from training.loop.losses import Outputs, next_token_losses
 from training.loop.run_files import write_json
 
 _PARTS = ("gate", "up", "down")
@@ -144,7 +144,8 @@ def _read_losses(path: Path) -> dict[str, float]:
 def _nats(cfg: ModelConfig, params: Params, batch: Any) -> jax.Array:
     """The loss of a batch, summed over its targets."""
     hidden = decoder.forward_documents(params, batch.tokens, batch.starts, cfg=cfg, differentiable=False)
-    losses = next_token_losses(decoder.logits(params, hidden, cfg=cfg), batch)
+    logits = decoder.logits(params, hidden, cfg=cfg)
+    losses = next_token_losses(Outputs(params, hidden, logits, None, cfg), batch)
     return jnp.sum(jnp.where(batch.weights > 0, losses, jnp.zeros_like(losses)))
 
 

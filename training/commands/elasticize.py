@@ -9,8 +9,10 @@ import click
 
 from jaxllm.option_types import Levels, Share
 from training.commands.shared_options import (
+    chat_options,
     data_option,
     device_options,
+    given_sources,
     name_option,
     output_option,
     recipe_option,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 @recipe_option("family")
 @data_option
 @text_option("learn from", "the recipe's sources")
+@chat_options
 @weights_option("the bundle's matrices")
 @click.option("--levels", type=Levels(), help="Levels to make, ascending.  [default: the recipe's]")
 @click.option(
@@ -97,14 +100,13 @@ def elasticize_command(
     """
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
     from training.bundle_output import BundleOutput
-    from training.data.sources import Source
     from training.elastic.recipe import load_elastic_recipe
     from training.elastic.run import elasticize
     from training.loop.parallel import MeshShape
     from training.tiny_lm.recipe import TinyLmRun, load_tiny_lm_recipe
 
     recipe = load_elastic_recipe(recipe_name)
-    changes["sources"] = tuple(Source(text=str(path.absolute())) for path in texts) or None
+    changes["sources"] = given_sources(texts, changes.pop("chats"), changes.pop("skip_bad")) or None
     recipe = dataclasses.replace(recipe, **{key: each for key, each in changes.items() if each is not None})
     set_devices(devices)
     facts = elasticize(

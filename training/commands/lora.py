@@ -1,19 +1,24 @@
 """`jaxllm lora`: trains a low-rank adapter."""
 
 import dataclasses
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from training.commands.shared_options import (
+    chat_options,
     data_option,
     device_options,
+    dry_run_option,
+    given_sources,
     recipe_option,
     run_option,
     set_devices,
     steps_option,
     tensorboard_option,
+    text_option,
     weights_option,
 )
 
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
 @run_option
 @recipe_option("mood")
 @data_option
+@text_option("learn from", "the recipe's sources")
+@chat_options
 @weights_option("a folder's frozen matrices", "f32")
 @click.option("--rank", type=click.IntRange(min=1), help="Rank of the adapter.  [default: the recipe's]")
 @click.option(
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
 )
 @steps_option("the run")
 @tensorboard_option
+@dry_run_option
 @device_options
 def lora_command(
     model: Path,
@@ -40,12 +48,9 @@ def lora_command(
     recipe_name: str,
     data: Path | None,
     weights: "WeightFormat | None",
-    rank: int | None,
-    alpha: float | None,
-    steps: int | None,
-    tensorboard: bool,
     mesh: str | None,
     devices: int | None,
+    **options: Any,
 ) -> None:
     """Train a low-rank adapter of a model, into a folder in PEFT's layout.
 
@@ -55,6 +60,7 @@ def lora_command(
     \b
     Example:
       jaxllm lora path/to/folder --data DIR --run runs/mood
+      jaxllm lora path/to/folder --chat chats.jsonl --run runs/chats
     """
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
     from training.loop.parallel import MeshShape
@@ -62,18 +68,30 @@ def lora_command(
     from training.lora.run import train_lora
 
     recipe = load_lora_recipe(recipe_name)
-    changes = {name: each for name, each in {"rank": rank, "alpha": alpha}.items() if each is not None}
+    changes = {name: options.pop(name) for name in ("rank", "alpha")}
+    changes = {name: each for name, each in changes.items() if each is not None}
+    sources = given_sources(*(options.pop(name) for name in ("texts", "chats", "skip_bad")))
     recipe = dataclasses.replace(
-        recipe, lora=dataclasses.replace(recipe.lora, **changes), steps=steps or recipe.steps
+        recipe,
+        lora=dataclasses.replace(recipe.lora, **changes),
+        steps=options.pop("steps") or recipe.steps,
+        sources=sources or recipe.sources,
     )
     set_devices(devices)
+    shape = MeshShape.parse(mesh or "")
+    if device := options.pop("dry_run"):
+        from training.lora.run import dry_run_lora
+
+        facts = dry_run_lora(recipe, model, weights=weights, mesh_shape=shape, device=device)
+        click.echo(json.dumps(facts))
+        return
     folder = train_lora(
         recipe,
         model,
         run_dir,
         data=data,
         weights=weights,
-        mesh_shape=MeshShape.parse(mesh or ""),
-        tensorboard=tensorboard,
+        mesh_shape=shape,
+        **options,
     )
     click.echo(folder)

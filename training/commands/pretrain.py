@@ -1,14 +1,18 @@
 """`jaxllm pretrain`: trains a small model from scratch."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import click
 
 from training.commands.shared_options import (
+    chat_options,
     data_option,
     device_options,
+    dry_run_option,
+    given_sources,
     recipe_option,
     run_option,
     set_devices,
@@ -23,6 +27,14 @@ from training.commands.shared_options import (
 @recipe_option("stories")
 @data_option
 @text_option("train on, for a recipe without sources", "Python's language reference")
+@chat_options
+@click.option(
+    "--init-from",
+    "model",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A Hugging Face folder to train on, with its own tokenizer, instead of a new model.",
+)
 @click.option(
     "--valid-text",
     "valid_paths",
@@ -56,9 +68,13 @@ from training.commands.shared_options import (
     help="Type of activations and products.  [default: the recipe's]",
 )
 @click.option(
-    "--remat", is_flag=True, help="Recompute activations in the backward pass, rather than keep them."
+    "--remat",
+    type=click.Choice(["none", "dots", "full"]),
+    help="Recompute activations in the backward pass rather than keep them: none, all but the results of "
+    "products with weights, or all.  [default: the recipe's]",
 )
 @tensorboard_option
+@dry_run_option
 @device_options
 @click.option(
     "--coordinator",
@@ -81,30 +97,48 @@ def pretrain_command(
 ) -> None:
     """Train a small model from scratch, into a Hugging Face folder.
 
-    Reads the recipe's data, or the texts given. Writes the run into RUN (checkpoints, metrics, a summary)
-    and the best checkpoint as RUN/hf, whose path it prints.
+    Reads the recipe's data, or the texts or conversations given. With --init-from it trains a folder's model
+    on. Writes the run into RUN (checkpoints, metrics, a summary) and the best checkpoint as RUN/hf, whose
+    path it prints.
 
     \b
     Example:
       jaxllm pretrain --run runs/mine
       jaxllm pretrain --recipe target --data DIR --run runs/target
+      jaxllm pretrain --init-from path/to/folder --chat chats.jsonl --run runs/tuned
     """
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
     from training.loop.parallel import MeshShape, start_process_group
+    from training.pretrain.continued import train_on
     from training.pretrain.recipe import load_pretrain_recipe
     from training.pretrain.run import PretrainTexts, pretrain
 
-    changes = {name: options.pop(name) for name in ("steps", "accumulate", "precision")}
-    changes["remat"] = options.pop("remat") or None
+    changes = {name: options.pop(name) for name in ("steps", "accumulate", "precision", "remat")}
     recipe = load_pretrain_recipe(recipe_name)
     recipe = dataclasses.replace(recipe, **{name: each for name, each in changes.items() if each is not None})
     set_devices(devices)
     start_process_group(coordinator, processes, process)
-    folder = pretrain(
-        recipe,
-        run_dir,
-        texts=PretrainTexts(options.pop("data"), options.pop("texts"), options.pop("valid_paths")),
-        mesh_shape=MeshShape.parse(mesh or ""),
-        **options,
+    model, chats, skip_bad = (options.pop(name) for name in ("model", "chats", "skip_bad"))
+    data, texts, valid = (options.pop(name) for name in ("data", "texts", "valid_paths"))
+    shape = MeshShape.parse(mesh or "")
+    if device := options.pop("dry_run"):
+        from training.pretrain.run import dry_run_pretrain
+
+        facts = dry_run_pretrain(recipe, model, mesh_shape=shape, device=device)
+        click.echo(json.dumps(facts))
+        return
+    if model is not None:
+        if taken := [name for name in ("tokenizer", "teacher") if options.pop(name)] + ["valid-text"] * bool(
+            valid
+        ):
+            raise click.UsageError(f"--init-from takes no --{taken[0]}")
+        sources = given_sources(texts, chats, skip_bad)
+        recipe = dataclasses.replace(recipe, sources=sources or recipe.sources)
+        click.echo(train_on(recipe, model, run_dir, data=data, mesh_shape=shape, **options))
+        return
+    if chats:
+        sources = given_sources(texts, chats, skip_bad)
+        recipe, texts = dataclasses.replace(recipe, sources=sources), ()
+    click.echo(
+        pretrain(recipe, run_dir, texts=PretrainTexts(data, texts, valid), mesh_shape=shape, **options)
     )
-    click.echo(folder)

@@ -1,13 +1,16 @@
 """Declares the options that training commands share; importing it imports no JAX."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from jaxllm.formats import WEIGHT_FORMATS
+
+if TYPE_CHECKING:
+    from training.data.sources import Source
 
 Command = Callable[..., Any]
 
@@ -61,8 +64,40 @@ def text_option(use: str, default: str) -> Callable[[Command], Command]:
         multiple=True,
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help=f"A UTF-8 text file to {use}. Repeatable.  [default: {default}]",
+        help=f"A UTF-8 text file to {use}; also a folder of .txt files, or a pattern. Repeatable.  "
+        f"[default: {default}]",
     )
+
+
+def chat_options(command: Command) -> Command:
+    """--chat and --skip-bad: parameters `chats` and `skip_bad`."""
+    for option in (
+        click.option(
+            "--skip-bad",
+            is_flag=True,
+            help="Leave malformed lines of --chat out, instead of stopping there.",
+        ),
+        click.option(
+            "--chat",
+            "chats",
+            multiple=True,
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="JSON lines with messages, or prompt and completion, to learn the answers of: a file, a "
+            "folder or a pattern. Repeatable.  [default: the recipe's sources]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def given_sources(texts: Sequence[Path], chats: Sequence[Path], skip_bad: bool) -> "tuple[Source, ...]":
+    """The sources that --text, --chat and --skip-bad name; none keeps the recipe's."""
+    from training.data.sources import Source
+
+    plain = (Source(text=str(path.absolute())) for path in texts)
+    talks = (Source(chat=str(path.absolute()), skip_bad=skip_bad) for path in chats)
+    return (*plain, *talks)
 
 
 def steps_option(of: str) -> Callable[[Command], Command]:
@@ -97,6 +132,15 @@ def device_options(command: Command) -> Command:
     ):
         command = option(command)
     return command
+
+
+dry_run_option = click.option(
+    "--dry-run",
+    "dry_run",
+    metavar="DEVICE",
+    help="Train nothing: compile the step and print memory per device and time per step on DEVICE, such as "
+    "H100, as a JSON object. With --cpu-devices N and --mesh, N CPU devices stand for them.",
+)
 
 
 def set_devices(devices: int | None) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from rich.console import Console
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_folder
 from jaxllm.tasks import find_task
 from jaxllm.tasks.free_text import story_example
+from training.data.chats import OnBad, read_chats, source_files
 from training.data.documents import (
     Document,
     builtin_texts,
@@ -32,6 +34,7 @@ from training.data.sources import Source
 
 Split = Literal["train", "held_out"]
 
+_TEXT_SUFFIXES, _CHAT_SUFFIXES = (".txt",), (".jsonl", ".json")
 # Documents per call of the tokenizer, which keeps all encodings of a call in memory.
 _ENCODE_DOCUMENTS = 1024
 
@@ -47,6 +50,7 @@ class Corpus:
       held_out: digests of the origins that are held out.
       shortened_share: share of the training questions that lose words (see `shortened_prompts`); held-out
         ones stay whole.
+      bad_lines: what was wrong with lines that were left out.
     """
 
     sources: tuple[Source, ...]
@@ -54,6 +58,17 @@ class Corpus:
     digests: tuple[bytes, ...]
     held_out: frozenset[bytes]
     shortened_share: float = 0.0
+    bad_lines: tuple[str, ...] = ()
+
+    def tell(self, console: Console) -> "Corpus":
+        """Prints how many lines were left out and the first, if any; returns itself."""
+        if self.bad_lines:
+            console.print(
+                f"left out {len(self.bad_lines):,} malformed lines, the first: {self.bad_lines[0]}",
+                soft_wrap=True,
+                markup=False,
+            )
+        return self
 
     @classmethod
     def open(
@@ -70,9 +85,11 @@ class Corpus:
           ConfigError: a source cannot be read, or there are too few documents.
         """
         sources = tuple(sources)
-        both = [(each.digest(), each.origin_digest()) for _, each in _documents(sources, data)]
+        bad: list[str] = []
+        documents = _documents(sources, data, bad.append)
+        both = [(each.digest(), each.origin_digest()) for _, each in documents]
         held_out = held_out_digests((origin for _, origin in both), held_out_share)
-        return cls(sources, data, tuple(digest for digest, _ in both), held_out, shortened_share)
+        return cls(sources, data, tuple(digest for digest, _ in both), held_out, shortened_share, tuple(bad))
 
     def documents(self, split: Split) -> Iterator[tuple[int, Document]]:
         """The documents of a split, each with the number of its source."""
@@ -192,24 +209,32 @@ def _encoded(
     yield from encode()
 
 
-def _documents(sources: Sequence[Source], data: Path | None) -> Iterator[tuple[int, Document]]:
+def _documents(
+    sources: Sequence[Source], data: Path | None, on_bad: OnBad = lambda wrong: None
+) -> Iterator[tuple[int, Document]]:
     if not sources:
         yield from ((0, text_document(text)) for text in builtin_texts())
     for number, source in enumerate(sources):
-        yield from ((number, document) for document in _source_documents(source, data))
+        yield from ((number, document) for document in _source_documents(source, data, on_bad))
 
 
-def _source_documents(source: Source, data: Path | None) -> Iterator[Document]:
+def _source_documents(source: Source, data: Path | None, on_bad: OnBad) -> Iterator[Document]:
     if source.task:
         for example in find_task(source.task).read(_root(source, data), "train"):
             yield chat_document(example)
         return
-    path = Path(source.text or source.stories)
-    for text in read_texts(path if path.is_absolute() else _root(source, data) / path):
-        if source.text:
-            yield text_document(text)
-        elif (example := story_example(text)) is not None:
-            yield chat_document(example, origin=text)
+    path = Path(source.text or source.stories or source.chat)
+    path = path if path.is_absolute() else _root(source, data) / path
+    if source.chat:
+        for file in source_files(path, _CHAT_SUFFIXES):
+            yield from read_chats(file, on_bad if source.skip_bad else None)
+        return
+    for file in source_files(path, _TEXT_SUFFIXES):
+        for text in read_texts(file):
+            if source.text:
+                yield text_document(text)
+            elif (example := story_example(text)) is not None:
+                yield chat_document(example, origin=text)
 
 
 def _root(source: Source, data: Path | None) -> Path:

@@ -19,6 +19,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import TaskExample
 from training.data.tokenizer import ASSISTANT, END_OF_TEXT, END_OF_TURN, SYSTEM, USER
 
+# Role and content.
+Message = tuple[str, str]
 # A document without an end would have to fit in memory.
 MAX_DOCUMENT_CHARACTERS = 1 << 26
 _READ_CHARACTERS = 1 << 20
@@ -40,12 +42,16 @@ class Document:
       prompt_pieces: how many of them are the prompt; the others are the answer.
       example: the question that it was made from, for models with a chat template of their own.
       origin: the text that it was made from, where other documents may be made from that too.
+      messages: the messages before the answer, of a conversation of any length.
+      answer: of a conversation.
     """
 
     pieces: tuple[str | Special, ...]
     prompt_pieces: int = 0
     example: TaskExample | None = None
     origin: str | None = None
+    messages: tuple[Message, ...] = ()
+    answer: str = ""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -78,6 +84,15 @@ def chat_document(example: TaskExample, origin: str | None = None) -> Document:
     prompt = (*system, Special(USER), example.user, end, Special(ASSISTANT))
     pieces = (*prompt, example.answer, end)
     return Document(pieces, prompt_pieces=len(prompt), example=example, origin=origin)
+
+
+def conversation_document(messages: tuple[Message, ...], answer: str, origin: str) -> Document:
+    """An answer after the messages before it, as `ROLE_TEMPLATE` writes them."""
+    tokens, end = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}, Special(END_OF_TURN)
+    turns = [part for role, content in messages for part in (Special(tokens[role]), content, end)]
+    prompt = (*turns, Special(ASSISTANT))
+    pieces = (*prompt, answer, end)
+    return Document(pieces, len(prompt), origin=origin, messages=messages, answer=answer)
 
 
 def read_texts(path: Path) -> Iterator[str]:

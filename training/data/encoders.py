@@ -1,5 +1,6 @@
 """Encodes documents as token ids: by a tokenizer trained here, or by any model's with its chat template."""
 
+import datetime
 import hashlib
 import json
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from jaxllm.text.tokenizer import Tokenizer
 from training.data.documents import Document, Special
 from training.data.tokenizer import token_id
 
+# For templates that write the day: always the same, so that tokens are.
+_NOW = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 # Raised whenever the same files give other ids.
 _MODEL_ENCODING = "special tokens' names are text"
 
@@ -83,7 +86,7 @@ class ModelEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        end = end_of_turn_id(tokenizer)
+        end = end_of_turn_id(tokenizer, now=_NOW)
         if end is None:
             raise ConfigError("the model names no end token, so it cannot learn where an answer ends")
         self._end_of_turn, self._end_of_text = end, tokenizer.eos_ids[-1]
@@ -105,6 +108,12 @@ class ModelEncoder:
 
     def _one(self, document: Document) -> tuple[list[int], int]:
         example = document.example
+        if document.messages:
+            messages = [{"role": role, "content": content} for role, content in document.messages]
+            text = self._tokenizer.chat_text(messages, now=_NOW)
+            prompt = self._tokenizer.encode(text, add_special_tokens=False)
+            answer = self._tokenizer.encode(document.answer, add_special_tokens=False, special=False)
+            return [*prompt, *answer, self._end_of_turn], len(prompt)
         if example is None:
             ids = self._tokenizer.encode("".join(document.texts), special=False)
             return [*ids, self._end_of_text], 0
@@ -114,7 +123,7 @@ class ModelEncoder:
         return [*prompt, *answer, end], len(prompt)
 
     def _prompt(self, example: TaskExample) -> list[int]:
-        text, special = prompt_text(self._tokenizer, example)
+        text, special = prompt_text(self._tokenizer, example, now=_NOW)
         if example.form == "text":
             # A user may spell special tokens in a text to continue; a corpus may not.
             text = MarkedText.of_content(text.text)

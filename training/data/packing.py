@@ -217,8 +217,7 @@ def fill_row(
         if mixture:
             # Target i is the document's token first + 1 + i.
             given = np.clip(documents.prompt_tokens[document] - first - 1, 0, end - begin)
-            weights[begin : begin + given] = mixture[source].prompt_weight
-            weights[begin + given : end] = mixture[source].answer_weight
+            weights[begin : begin + given], weights[begin + given : end] = mixture[source].weights
         else:
             weights[begin:end] = 1.0
         at = end

@@ -1,4 +1,4 @@
-"""Names where documents come from: texts, stories to be told, tasks."""
+"""Names where documents come from: texts, stories to be told, tasks, conversations."""
 
 import dataclasses
 from pathlib import Path
@@ -11,28 +11,35 @@ from training.settings import require_float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source of documents: a text file, a file of stories to be told, or a task.
+    """A source of documents: texts, a file of stories to be told, a task, or conversations.
 
     Attributes:
-      text: path of a text file; all of each document is learnt.
+      text: path of a text file, of a folder of `.txt` files, or a pattern; all of each document is learnt.
       stories: path of a text file; each document becomes a request to tell it, with its first sentence.
       task: a name in `jaxllm.tasks.TASKS`; its training split, as questions with answers.
+      chat: path of a file of JSON lines, of a folder of `.jsonl` files, or a pattern: conversations, and
+        prompts with completions (see `training.data.chats`).
+      skip_bad: malformed lines of `chat` are left out and counted, instead of an error.
       repeats: how often an epoch takes each document; below 1, that share is drawn anew every epoch.
-      prompt_weight: weight of the loss on a prompt's tokens.
+      prompt_weight: weight of the loss on a prompt's tokens; None: 0 of `chat`, 1 of others.
       answer_weight: weight of the loss on all other tokens.
     """
 
     text: str = ""
     stories: str = ""
     task: str = ""
+    chat: str = ""
+    skip_bad: bool = False
     repeats: float = 1.0
-    prompt_weight: float = 1.0
+    prompt_weight: float | None = None
     answer_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        named = [value for value in (self.text, self.stories, self.task) if value]
+        if self.prompt_weight is None:
+            object.__setattr__(self, "prompt_weight", 0.0 if self.chat else 1.0)
+        named = [value for value in (self.text, self.stories, self.task, self.chat) if value]
         if len(named) != 1 or not isinstance(named[0], str):
-            raise ConfigError(f"a source is one of text, stories and task, each a name; got {named}")
+            raise ConfigError(f"a source is one of text, stories, task and chat, each a name; got {named}")
         if self.task:
             find_task(self.task)
         require_float("repeats", self.repeats, least=0, most=1000)
@@ -40,11 +47,18 @@ class Source:
         require_float("answer_weight", self.answer_weight, least=0, most=1000)
 
     @property
+    def weights(self) -> tuple[float, float]:
+        """Weights of the losses on a prompt's tokens and on others."""
+        return self.prompt_weight or 0.0, self.answer_weight
+
+    @property
     def name(self) -> str:
         """The source's name in metrics."""
         if self.task:
             return self.task
-        return Path(self.text).stem if self.text else f"{Path(self.stories).stem}-told"
+        if self.text or self.chat:
+            return Path(self.text or self.chat).stem
+        return f"{Path(self.stories).stem}-told"
 
 
 def read_sources(parts: Any) -> tuple[Source, ...]:

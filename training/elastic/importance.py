@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import is_unit_parameter
@@ -21,8 +22,11 @@ from jaxllm.elastic.units import UnitOrder, order_units, unit_arrays, units_of_a
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.models.parameters import Params
+from jaxllm.models.scanned_layers import Remat, stack_name, unstacked
 from training.data.packing import Batch
-from training.loop.losses import next_token_logits, next_token_losses
+from training.loop.losses import next_token_losses, outputs_of
+from training.loop.parallel import MeshShape, make_mesh, place_rows, stacks_layers
+from training.loop.placing import placed, stacked_on
 
 # On less text than this, chance decides the order.
 LEAST_TOKENS = 4096
@@ -90,7 +94,8 @@ def measure(
     params: Params,
     batches: Sequence[Batch],
     *,
-    remat: bool = False,
+    mesh: Mesh | None = None,
+    remat: Remat = "none",
     report: Report | None = None,
 ) -> Importance:
     """Importances of a model's units and layers on a calibration text.
@@ -99,7 +104,8 @@ def measure(
       cfg: the whole model.
       params: as float32 arrays.
       batches: the text, packed.
-      remat: recompute activations in the backward pass, for large models.
+      mesh: the devices, over which rows and parameters are divided; None: the default one.
+      remat: see `decoder.forward_documents`.
       report: called with (batches done, batches in all).
 
     Raises:
@@ -112,14 +118,20 @@ def measure(
         )
     units = jax.jit(functools.partial(_unit_sums, cfg, remat=remat))
     loss = jax.jit(functools.partial(_loss, cfg))
-    kept = [params, *(without_layer(cfg, params, layer) for layer in range(cfg.layers))]
-    sums, nats = None, np.zeros(len(kept))
+    mesh = mesh or make_mesh(MeshShape(data=1), 1)
+    own: Params = placed(params.items(), mesh)
+    own = stacked_on(own, cfg, mesh) if stacks_layers(mesh) else own
+    sums, nats = None, np.zeros(cfg.layers + 1)
     for done, batch in enumerate(batches, start=1):
         share = float((batch.weights > 0).sum()) / tokens
-        of_batch = jax.tree.map(lambda part: np.abs(np.asarray(part, np.float64)), units(params, batch))
+        with jax.set_mesh(mesh):
+            rows = jax.tree.map(lambda part: part[0], place_rows(batch, mesh, 1))
+            of_batch = jax.tree.map(lambda part: np.abs(np.asarray(part, np.float64)), units(own, rows))
+            whole = float(loss(own, rows))
+            less = [float(loss(without_layer(cfg, own, layer), rows)) for layer in range(cfg.layers)]
         each = jax.tree.map(lambda part, share=share: share * part, of_batch)
         sums = each if sums is None else jax.tree.map(np.add, sums, each)
-        nats += share * np.array([float(loss(each, batch)) for each in kept])
+        nats += share * np.array([whole, *less])
         if report is not None:
             report(done, len(batches))
     assert sums is not None
@@ -147,26 +159,30 @@ def random_order(cfg: ModelConfig, seed: int) -> UnitOrder:
 
 def without_layer(cfg: ModelConfig, params: Params, layer: int) -> dict[str, Any]:
     """The model's parameters with one layer's outputs set to zero."""
-    outputs = ("attn.o", "attn.o_bias", "ffn.down", "ffn.down_bias", "experts.down")
-    names = [f"layers.{layer}.{output}" for output in outputs]
-    return {
-        **params,
-        **{name: jax.tree.map(jnp.zeros_like, params[name]) for name in names if name in params},
-    }
+    changed = dict(params)
+    for output in ("attn.o", "attn.o_bias", "ffn.down", "ffn.down_bias", "experts.down"):
+        name = f"layers.{layer}.{output}"
+        stack, row = stack_name(cfg, name)
+        if row >= 0 and stack in params:
+            changed[stack] = jax.tree.map(lambda each, row=row: each.at[row].set(0), params[stack])
+        elif name in params:
+            changed[name] = jax.tree.map(jnp.zeros_like, params[name])
+    return changed
 
 
-def _loss(cfg: ModelConfig, params: Params, batch: Batch, *, remat: bool = False) -> jax.Array:
-    logits, _ = next_token_logits(params, batch, cfg=cfg, remat=remat)
+def _loss(cfg: ModelConfig, params: Params, batch: Batch, *, remat: Remat = "none") -> jax.Array:
+    outputs = outputs_of(params, batch, cfg=cfg, remat=remat)
     counted = (batch.weights > 0).astype(jnp.float32)
-    return jnp.sum(next_token_losses(logits, batch) * counted) / jnp.sum(counted)
+    return jnp.sum(next_token_losses(outputs, batch) * counted) / jnp.sum(counted)
 
 
 def _unit_sums(
-    cfg: ModelConfig, params: Params, batch: Batch, *, remat: bool
+    cfg: ModelConfig, params: Params, batch: Batch, *, remat: Remat
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Gradient times weight of the mean loss, summed over each unit: of kv-groups and of neurons by layer."""
     gradients = jax.grad(lambda params: _loss(cfg, params, batch, remat=remat))(params)
-    return _unit_reduce(cfg, {name: gradients[name] * params[name] for name in params})
+    products = {name: gradients[name] * params[name] for name in params}
+    return _unit_reduce(cfg, unstacked(products, cfg))
 
 
 def _unit_reduce(

@@ -18,8 +18,9 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.submodel import sub_model
 from jaxllm.models.parameters import Params
+from jaxllm.models.scanned_layers import is_stacked, stacked, unstacked
 from training.data.packing import Batch
-from training.loop.losses import distillation_losses, next_token_logits, next_token_losses
+from training.loop.losses import Outputs, distillation_losses, next_token_losses, outputs_of
 from training.loop.trainer import Job
 from training.settings import TrainSettings
 
@@ -39,18 +40,22 @@ def joint_job(cfg: ModelConfig, params: Mapping[str, Any], ladder: Ladder, setti
     dtype = jnp.dtype(settings.precision)
     smaller = [sub_config(cfg, ladder, level) for level in ladder.levels if level != WHOLE]
 
-    def logits_of(params: Params, batch: Batch, part: ModelConfig) -> jax.Array:
-        own = sub_model(params, part)
-        return next_token_logits(own, batch, cfg=part, dtype=dtype, remat=settings.remat)[0]
+    def run(params: Params, batch: Batch, part: ModelConfig) -> Outputs:
+        own = params
+        if part is not cfg and is_stacked(params):
+            own = stacked(sub_model(unstacked(params, cfg), part), part)
+        elif part is not cfg:
+            own = sub_model(params, part)
+        return outputs_of(own, batch, cfg=part, dtype=dtype, remat=settings.remat)
 
-    def taught(part: ModelConfig, params: Params, batch: Batch, wanted: jax.Array) -> jax.Array:
-        return distillation_losses(logits_of(params, batch, part), wanted, batch, teacher_share=1.0)
+    def taught(part: ModelConfig, params: Params, batch: Batch, whole: Outputs) -> jax.Array:
+        return distillation_losses(run(params, batch, part), whole, batch, teacher_share=1.0)
 
     def drawn_losses(
         params: Params, frozen: Any, batch: Batch, key: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         del frozen
-        whole = logits_of(params, batch, cfg)
+        whole = run(params, batch, cfg)
         losses = [next_token_losses(whole, batch)]
         wanted = jax.lax.stop_gradient(whole)
         if smaller:
@@ -62,7 +67,7 @@ def joint_job(cfg: ModelConfig, params: Mapping[str, Any], ladder: Ladder, setti
 
     def losses(params: Params, frozen: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         del frozen
-        each = [next_token_losses(logits_of(params, batch, part), batch) for part in (*smaller, cfg)]
+        each = [next_token_losses(run(params, batch, part), batch) for part in (*smaller, cfg)]
         return sum(each[1:], each[0]) * np.float32(1 / len(each)), jnp.zeros(())
 
-    return Job(dict(params), losses, drawn_losses=drawn_losses)
+    return Job(dict(params), losses, drawn_losses=drawn_losses, cfg=cfg)

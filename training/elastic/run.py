@@ -38,7 +38,7 @@ from training.elastic.job import joint_job
 from training.elastic.recipe import ElasticRecipe
 from training.loop.fitting import fit, fitted_to_window
 from training.loop.frozen_model import FrozenModel
-from training.loop.parallel import MeshShape, gathered, make_mesh
+from training.loop.parallel import MeshShape, make_mesh
 from training.loop.run_files import claimed, write_json
 from training.loop.trainer import Trainer
 from training.lora.job import FittedAdapter, fit_adapter, lora_job
@@ -96,6 +96,7 @@ def elasticize(
     weights = out.weights or weight_format_of(model, frozen.cfg)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     corpus = Corpus.open(recipe.sources, data, recipe.held_out_share, shortened_share=recipe.shortened_share)
+    corpus.tell(console)
     identity = {"model": frozen.fingerprint(), "documents": corpus.digest(), "weights": weights}
     with claimed(run_dir, recipe, **identity):
         splits = Splits.of(corpus, ModelEncoder(frozen.tokenizer), recipe, run_dir / "tokens")
@@ -198,6 +199,7 @@ def _importance(run: _Run) -> Importance:
             frozen.cfg,
             frozen.params,
             chosen,
+            mesh=run.mesh,
             remat=recipe.remat,
             report=lambda done, total: bar.update(task, completed=done, total=total),
         )
@@ -211,7 +213,7 @@ def _train_together(run: _Run, ordered: Mapping[str, np.ndarray], ladder: Ladder
     console.print(f"training {len(ladder.levels)} levels together", soft_wrap=True)
     trainer = Trainer(joint_job(run.frozen.cfg, ordered, ladder, run.recipe), run.recipe, run.mesh)
     best = fit(trainer, splits.train.batch_at, splits.held_out_batches, folder, console, splits.source_names)
-    return gathered(best.params)
+    return trainer.whole(best.params)
 
 
 def _recover(run: _Run, served: Mapping[str, np.ndarray], ladder: Ladder, level: int) -> _Level:

@@ -1,5 +1,6 @@
 """Keeps checkpoints of a run by orbax: the last two, to resume, and the best by held-out loss."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,19 @@ class Checkpoints:
           CheckpointError: there is none yet.
         """
         losses = {step: _held_out_loss(self._manager.metrics(step)) for step in self._manager.all_steps()}
+        losses = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
         if not losses:
             raise CheckpointError(f"there is no checkpoint in {self._folder} yet; train first")
         step = min(losses, key=losses.__getitem__)
         return step, losses[step]
 
-    def save(self, state: TrainState, held_out_loss: float) -> None:
-        """Begins to write `state` under its step, and deletes checkpoints that are no longer needed."""
+    def save(self, state: TrainState, held_out_loss: float | None) -> None:
+        """Begins to write `state` under its step, and deletes checkpoints that are no longer needed; without
+        a held-out loss it is there to resume from, and never the best."""
+        loss = math.inf if held_out_loss is None else held_out_loss
         # A copy: the next step reuses the donated buffers, and on a CPU orbax would write from those.
         kept = jax.tree.map(jnp.copy, state)
-        self._manager.save(
-            int(state.step), args=ocp.args.StandardSave(kept), metrics={"held_out_loss": held_out_loss}
-        )
+        self._manager.save(int(state.step), args=ocp.args.StandardSave(kept), metrics={"held_out_loss": loss})
 
     def restore(self, step: int, abstract: Any) -> Any:
         """The state after `step` steps.

@@ -2,10 +2,14 @@
 
 import dataclasses
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import xxhash
+from jax.sharding import Mesh
 
 from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.checkpoints import huggingface
@@ -16,16 +20,55 @@ from jaxllm.models.parameters import Params
 from jaxllm.prepare import prepare
 from jaxllm.text.tokenizer import Tokenizer
 from training.data.digests import model_digest
+from training.loop.parallel import require_divisible, stacks_layers
+from training.loop.placing import placed, stacked_on
+
+# Formats that are read tensor by tensor onto devices.
+_DENSE: dict[WeightFormat, str] = {"f32": "float32", "bf16": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenModel:
-    """A model that is not trained: config, weights in any format, tokenizer and name."""
+    """A model that is not trained: config, weights in any format, tokenizer and name.
+
+    `digest` names its weights where they were read tensor by tensor; else they are read for it again.
+    """
 
     cfg: ModelConfig
     params: Params
     tokenizer: Tokenizer
     name: str
+    digest: str = ""
+
+    @classmethod
+    def read_onto(cls, mesh: Mesh, model: Path, weights: WeightFormat | None = None) -> "FrozenModel":
+        """Reads a model onto the devices of a mesh, as `read` does.
+
+        Of a folder at `f32` or `bf16` the host holds one tensor at a time, and each device its shards alone;
+        off CPUs equal layers are stacked.
+
+        Raises:
+          CheckpointError, ConfigError: see `read`.
+        """
+        model = Path(model)
+        if not model.is_dir() or weights not in (None, *_DENSE):
+            return cls.read(model, weights)
+        cfg, tokenizer = huggingface.read_config(model), Tokenizer(read_tokenizer(model))
+        require_divisible(cfg, mesh)
+        digests: dict[str, str] = {}
+
+        def named() -> Iterator[tuple[str, np.ndarray]]:
+            for name, value in huggingface.read_params(model, cfg):
+                whole = np.ascontiguousarray(value)
+                digests[name] = xxhash.xxh3_128_hexdigest(whole.reshape(-1).view(np.uint8).data)
+                yield name, value
+
+        dtype = jnp.dtype(_DENSE[weights or "f32"])
+        params: Params = placed(named(), mesh, dtype)
+        if stacks_layers(mesh):
+            params = stacked_on(params, cfg, mesh)
+        digest = model_digest({"model": cfg, "tensors": digests, "dtype": dtype.name})
+        return cls(cfg, params, tokenizer, model.resolve().name, digest)
 
     @classmethod
     def read(cls, model: Path, weights: WeightFormat | None = None) -> "FrozenModel":
@@ -51,7 +94,7 @@ class FrozenModel:
 
     def fingerprint(self) -> str:
         """A hexadecimal name for the config and all weights."""
-        return model_digest(self.cfg, self.params)
+        return self.digest or model_digest(self.cfg, self.params)
 
     @classmethod
     def _of_bundle(cls, path: Path, weights: WeightFormat | None = None) -> "FrozenModel":

@@ -82,6 +82,11 @@ class Log:
             f"step {progress.step}  loss {progress.loss:.4f}  lr {progress.learning_rate:.2e}  "
             f"grad {progress.gradient_norm:.3f}  {progress.tokens_per_s:,.0f} tokens/s"
         )
+        if progress.utilization is not None:
+            line += f"  MFU {100 * progress.utilization:.1f} %"
+        line += f"  peak {progress.peak_memory_bytes / 2**30:.2f} GiB"
+        if progress.compile_s:
+            line += f"  compiled in {progress.compile_s:.1f} s"
         if progress.penalty:
             line += f"  penalty {progress.penalty:.4f}"
         self._bar.update(self._task, completed=progress.step, description=f"loss {progress.loss:.3f}")

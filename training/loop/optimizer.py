@@ -6,6 +6,7 @@ from typing import Any
 import optax
 import optax.contrib
 
+from jaxllm.models.scanned_layers import STACKS
 from training.settings import TrainSettings
 
 
@@ -56,12 +57,12 @@ def matrices(params: Any) -> dict[str, Any]:
 
 def _as_matrix(name: str, rank: int) -> Any:
     # Embeddings are read by rows, and a router's rows compete: neither is a map whose spectrum matters.
-    if rank < 2 or not name.startswith("layers.") or name.endswith((".router", "bias")):
+    stack = int(name.startswith(STACKS))
+    in_layer = stack or name.startswith("layers.")
+    if rank - stack < 2 or not in_layer or name.endswith((".router", "bias")):
         return None
-    units = tuple(range(rank - 1))
-    if ".experts." in name:
-        # A stack of matrices: the leading axis is neither side.
-        units = (1,)
+    # Leading axes of layers and experts are neither side: each has a matrix of its own.
+    units = tuple(range(stack + int(".experts." in name), rank - 1))
     width = (rank - 1,)
     reads_units = name.endswith((".o", ".down"))
     sides = (units, width) if reads_units else (width, units)

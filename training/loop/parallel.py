@@ -7,17 +7,28 @@ entries). XLA's partitioner inserts the transfers, so a step is written once, fo
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.models.scanned_layers import STACKS
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = PartitionSpec(("data", "fsdp"))
+# How parameters are divided, by the end of their names: the mesh axes of the first axis, that of units, and
+# of the last, the model's width. The first rule that fits counts. Vectors are whole on every device.
+RULES: tuple[tuple[str, tuple[str | None, str | None]], ...] = (
+    (".scale", (None, None)),
+    ("bias", (None, None)),
+    (".left", ("tensor", None)),  # of an adapter [*U, r]
+    (".right", (None, "fsdp")),  # [r, D]
+    ("", ("tensor", "fsdp")),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,25 +110,52 @@ def start_process_group(coordinator: str | None, processes: int | None, process:
         raise ConfigError(f"cannot join the processes at {coordinator}: {error}") from error
 
 
-def spec_of(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The sharding of a parameter: units over `tensor`, width over `fsdp`, where these divide evenly.
+def stacks_layers(mesh: Mesh) -> bool:
+    """Whether equal layers are stacked on a mesh's devices: off CPUs, where a step of many layers takes long
+    to compile. A CPU computes layers one by one faster."""
+    return mesh.devices.flat[0].platform != "cpu"
 
-    Vectors are replicated.
-    """
-    if len(shape) < 2:
+
+def require_divisible(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
+    """Raises ConfigError unless the mesh divides a decoder's parameters evenly: `fsdp` its model width,
+    `tensor` its kv groups and neurons."""
+    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
+    if cfg.hidden_size % fsdp:
+        raise ConfigError(
+            f"fsdp={fsdp} does not divide the model's width of {cfg.hidden_size}; choose an fsdp that does"
+        )
+    units = {"kv heads": cfg.kv_heads, "neurons of a layer": cfg.ffn_size}
+    for name, count in units.items():
+        if count % tensor:
+            raise ConfigError(
+                f"tensor={tensor} does not divide the model's {count} {name}; choose a tensor that does, and "
+                "more devices along fsdp or data instead"
+            )
+
+
+def spec_of(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The sharding of a parameter by `RULES`; an axis that its size is no multiple of stays whole, and so
+    does the leading axis of a stack of layers."""
+    stack = int(name.startswith(STACKS))
+    if len(shape) - stack < 2:
         return PartitionSpec()
+    first, last = next(axes for suffix, axes in RULES if name.endswith(suffix))
     parts: list[str | None] = [None] * len(shape)
-    if shape[0] % mesh.shape["tensor"] == 0:
-        parts[0] = "tensor"
-    if shape[-1] % mesh.shape["fsdp"] == 0:
-        parts[-1] = "fsdp"
+    for place, axis in ((stack, first), (len(shape) - 1, last)):
+        if axis is not None and shape[place] % mesh.shape[axis] == 0:
+            parts[place] = axis
     return PartitionSpec(*parts)
 
 
 def shardings_of(tree: Any, mesh: Mesh) -> Any:
-    """The sharding of every leaf of `tree` (arrays or their shapes): what has a parameter's shape, such as an
+    """The sharding of every leaf of `tree` (arrays or their shapes): what has a parameter's name, such as an
     optimizer's moments, lies where the parameter does."""
-    return jax.tree.map(lambda leaf: NamedSharding(mesh, spec_of(leaf.shape, mesh)), tree)
+
+    def sharding(path: Sequence[Any], leaf: Any) -> NamedSharding:
+        keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        return NamedSharding(mesh, spec_of(str(keys[-1]) if keys else "", leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
 def place_rows(batch: Any, mesh: Mesh, parts: int) -> Any:

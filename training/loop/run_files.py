@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import jax
+from jax.experimental import multihost_utils
+
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.files.input_files import read_text
@@ -28,6 +31,12 @@ class RunRecipe(Protocol):
     def from_json(cls, data: dict[str, Any]) -> Self:
         """Read what `to_json` wrote."""
         ...
+
+
+def wait_for_first(name: str) -> None:
+    """Waits until the first process has written files that the others read."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -20,10 +20,15 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.config import ModelConfig
 from jaxllm.errors import JaxllmError
+from jaxllm.models.scanned_layers import stacked, unstacked
 from training.loop.checkpoints import Checkpoints, Params, TrainState
+from training.loop.hardware import peak_memory_bytes, utilization
 from training.loop.optimizer import learning_rate, make_optimizer
-from training.loop.parallel import place_rows, shardings_of
+from training.loop.parallel import gathered, place_rows, require_divisible, shardings_of, stacks_layers
+from training.loop.placing import placed, put, stacked_on
+from training.loop.preemption import Preemption
 from training.settings import TrainSettings
 
 
@@ -50,6 +55,10 @@ class Job:
       losses: of (parameters, frozen, batch): the losses `[B, T]` float32 of all targets in nats, and a
         penalty, float32 scalar, that is added to their mean and reported apart.
       frozen: arrays that the losses need and that are not trained.
+      cfg: the decoder that is trained or adapted, if it is one; its equal layers are then stacked on
+        accelerators (see `jaxllm.models.scanned_layers`), and `losses` gets them so.
+      flops_per_token: model operations of a training step, per token; None if they are not known.
+      frozen_cfg: the decoder whose parameters are frozen, likewise.
       drawn_losses: the training losses, where they are drawn anew at every step: as `losses`, with a PRNG key
         as last argument. `losses` is then the held-out loss alone.
     """
@@ -58,6 +67,9 @@ class Job:
     losses: Callable[[Params, Any, Any], tuple[jax.Array, jax.Array]]
     frozen: Any = None
     drawn_losses: Callable[[Params, Any, Any, jax.Array], tuple[jax.Array, jax.Array]] | None = None
+    cfg: ModelConfig | None = None
+    frozen_cfg: ModelConfig | None = None
+    flops_per_token: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +77,9 @@ class Progress:
     """Metrics after `step` steps; losses in nats per token, weighted as in training.
 
     `loss` is the mean over the steps since the last record, `penalty` likewise; `gradient_norm` is the last
-    step's before clipping; `held_out_loss` is set where a checkpoint was written, with `held_out_by_source`
+    step's before clipping. `tokens_per_s` is over the same steps, without compiling; `utilization` the share
+    of the devices' peak that model operations used, where both are known; `peak_memory_bytes` the most so far
+    of a device. `held_out_loss` is set where a checkpoint was written, with `held_out_by_source`
     (by the source's number; its weights alone).
     """
 
@@ -75,16 +89,36 @@ class Progress:
     gradient_norm: float
     learning_rate: float
     tokens_per_s: float
+    utilization: float | None = None
+    peak_memory_bytes: int = 0
+    compile_s: float = 0.0
     held_out_loss: float | None = None
     held_out_by_source: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
-class Trainer:
-    """A job's compiled functions on a mesh."""
+class Preempted(JaxllmError):
+    """A run was asked to stop, and has saved a checkpoint."""
 
-    def __init__(self, job: Job, settings: TrainSettings, mesh: Mesh) -> None:
+
+class Trainer:
+    """A job's compiled functions on a mesh.
+
+    Args:
+      job: what is trained.
+      settings: how.
+      mesh: on which devices.
+      stack: whether equal layers are stacked and run in a loop; None: see `stacks_layers`.
+
+    Raises:
+      ConfigError: the mesh does not divide the model evenly.
+    """
+
+    def __init__(self, job: Job, settings: TrainSettings, mesh: Mesh, *, stack: bool | None = None) -> None:
         self.mesh, self.settings = mesh, settings
         self._job = job
+        if job.cfg is not None:
+            require_divisible(job.cfg, mesh)
+        self.stack = job.cfg is not None and (stacks_layers(mesh) if stack is None else stack)
         # An argument, not a constant of the compiled step: it may be large.
         self._given = None if callable(job.init) else job.init
         shapes = jax.eval_shape(self._initial, self._given)
@@ -94,24 +128,34 @@ class Trainer:
             shapes,
             self._shardings,
         )
-        self._frozen = jax.tree.map(
-            lambda leaf, sharding: jax.device_put(leaf, sharding), job.frozen, shardings_of(job.frozen, mesh)
-        )
+        frozen = jax.tree.map(put, job.frozen, shardings_of(job.frozen, mesh))
+        if self.stack and job.frozen_cfg is not None:
+            frozen = stacked_on(frozen, job.frozen_cfg, mesh)
+        self._frozen = frozen
         copied = NamedSharding(mesh, PartitionSpec())
         self._step = jax.jit(
             self._one_step,
             donate_argnums=0,
             out_shardings=(self._shardings, (copied, copied, copied)),
         )
+        self._compiled: jax.stages.Compiled | None = None
+        self.compile_s = 0.0
         self._sums = jax.jit(self._source_sums, static_argnums=3, out_shardings=(copied, copied))
 
     def initial(self) -> TrainState:
         """The job's parameters, from the settings' seed, and a fresh optimizer state."""
-        return jax.jit(self._initial, out_shardings=self._shardings)(self._given)
+        # Placed first: an argument on the host would go to every device whole.
+        given = None if self._given is None else placed(self._given.items(), self.mesh)
+        return jax.jit(self._initial, out_shardings=self._shardings)(given)
 
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of a state."""
         return self._abstract
+
+    def whole(self, params: Params) -> dict[str, np.ndarray]:
+        """Trained parameters in this process's memory, each layer's under its own names."""
+        host = gathered(params)
+        return unstacked(host, self._job.cfg) if self.stack and self._job.cfg is not None else host
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, tuple[jax.Array, ...]]:
         """One optimizer step; donates `state`.
@@ -120,8 +164,28 @@ class Trainer:
           The next state; the loss in nats per token, the penalty and the gradient's norm before clipping.
         """
         with jax.set_mesh(self.mesh):
-            placed = place_rows(batch, self.mesh, self.settings.accumulate)
-            return self._step(state, self._frozen, placed)
+            rows = place_rows(batch, self.mesh, self.settings.accumulate)
+            if self._compiled is None:
+                started = time.perf_counter()
+                self._compiled = self._step.lower(state, self._frozen, rows).compile()
+                self.compile_s = time.perf_counter() - started
+            return self._compiled(state, self._frozen, rows)
+
+    def lower(self, frozen: Any, batch: Any, platform: str | None = None) -> jax.stages.Lowered:
+        """The step, lowered by shapes alone, for this process's platform or another.
+
+        Args:
+          frozen: shapes of the job's frozen arrays, stacked where the trainer stacks.
+          batch: shapes `[accumulate, B / accumulate, ...]` of a batch's arrays, with their shardings.
+          platform: "cuda", "tpu" or "cpu".
+        """
+        platforms = None if platform is None else (platform,)
+        with jax.set_mesh(self.mesh):
+            return self._step.trace(self._abstract, frozen, batch).lower(lowering_platforms=platforms)
+
+    def utilization(self, tokens_per_s: float) -> float | None:
+        """The share of the devices' peak that model operations use at a speed; None if it is not known."""
+        return utilization(tokens_per_s, self._job.flops_per_token, self.mesh.size)
 
     def evaluate(self, params: Params, batches: Iterable[Batch]) -> tuple[float, dict[int, float]]:
         """The weighted loss in nats per token of some batches: of all sources, and of each."""
@@ -143,6 +207,8 @@ class Trainer:
     def _initial(self, given: Params | None) -> TrainState:
         init = self._job.init
         params: Any = init(jax.random.key(self.settings.seed)) if callable(init) else given
+        if self.stack and self._job.cfg is not None:
+            params = stacked(params, self._job.cfg)
         optimizer = make_optimizer(self.settings).init(params)
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer)
 
@@ -212,23 +278,29 @@ def train(
 
     Raises:
       JaxllmError: the loss is no longer finite.
+      Preempted: the process got SIGTERM; a checkpoint is saved.
       CheckpointError: the newest checkpoint cannot be read.
     """
     settings = trainer.settings
     schedule = learning_rate(settings)
-    with Checkpoints(folder) as checkpoints:
+    with Checkpoints(folder) as checkpoints, Preemption() as preemption:
         done = checkpoints.latest()
         state = trainer.initial() if done is None else checkpoints.restore(done, trainer.abstract())
         measured: list[tuple[jax.Array, ...]] = []
-        started = time.perf_counter()
+        started, compiled_s = time.perf_counter(), trainer.compile_s
         for step in range((done or 0) + 1, settings.steps + 1):
             state, measures = trainer.step(state, batch_at(step - 1))
             measured.append(measures)
             save = step % settings.checkpoint_steps == 0 or step == settings.steps
-            if not save and step % settings.log_steps:
+            stop = preemption.asked(step) and step < settings.steps
+            if stop and not save:
+                checkpoints.save(state, None)
+            if not save and not stop and step % settings.log_steps:
                 continue
             losses, penalties, norms = np.asarray(measured, np.float64).T
-            elapsed_s = time.perf_counter() - started
+            compile_s = trainer.compile_s - compiled_s
+            elapsed_s = time.perf_counter() - started - compile_s
+            tokens_per_s = len(measured) * settings.batch * settings.row_tokens / elapsed_s
             mean = float(np.mean(losses))
             if not np.isfinite(mean):
                 raise JaxllmError(
@@ -245,10 +317,18 @@ def train(
                     penalty=float(np.mean(penalties)),
                     gradient_norm=float(norms[-1]),
                     learning_rate=float(np.asarray(schedule(step - 1))),
-                    tokens_per_s=len(measured) * settings.batch * settings.row_tokens / elapsed_s,
+                    tokens_per_s=tokens_per_s,
+                    utilization=trainer.utilization(tokens_per_s),
+                    peak_memory_bytes=peak_memory_bytes(),
+                    compile_s=compile_s,
                     held_out_loss=held_out_loss,
                     held_out_by_source=by_source,
                 )
             )
-            measured, started = [], time.perf_counter()
+            if stop:
+                raise Preempted(
+                    f"stopped by SIGTERM after step {step} of {settings.steps}, which is saved; the same "
+                    "command goes on from there"
+                )
+            measured, started, compiled_s = [], time.perf_counter(), trainer.compile_s
     return state

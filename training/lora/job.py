@@ -13,8 +13,8 @@ from jaxllm.models.lora import adapt, adapted_parameters, init_adapter
 from jaxllm.models.parameters import Params
 from training.data.packing import Batch, Splits
 from training.loop.fitting import fit
-from training.loop.losses import next_token_logits, next_token_losses
-from training.loop.parallel import gathered
+from training.loop.hardware import step_flops_per_token
+from training.loop.losses import next_token_losses, outputs_of
 from training.loop.trainer import Job, Trainer
 from training.lora.recipe import LoraRecipe
 
@@ -29,10 +29,11 @@ def lora_job(cfg: ModelConfig, params: Params, recipe: LoraRecipe) -> Job:
 
     def losses(adapter: dict[str, jax.Array], frozen: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         params = adapt(frozen, adapter, scaling)
-        logits, _ = next_token_logits(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
-        return next_token_losses(logits, batch), jnp.zeros(())
+        outputs = outputs_of(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
+        return next_token_losses(outputs, batch), jnp.zeros(())
 
-    return Job(init, losses, dict(params))
+    flops = step_flops_per_token(cfg, recipe.row_tokens, adapter=True)
+    return Job(init, losses, dict(params), cfg=cfg, frozen_cfg=cfg, flops_per_token=flops)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,4 +64,4 @@ def fit_adapter(
         trainer, splits.train.batch_at, splits.held_out_batches, folder, console, splits.source_names,
         tensorboard=tensorboard,
     )  # fmt: skip
-    return FittedAdapter(gathered(best.params), best.step, best.loss, without)
+    return FittedAdapter(trainer.whole(best.params), best.step, best.loss, without)

@@ -6,17 +6,20 @@ A run's folder holds `recipe.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, 
 `summary.json`. The frozen weights are read from the model's folder or bundle and never written.
 """
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 
 from jaxllm.bundle import WeightFormat
-from jaxllm.checkpoints import peft_folder
+from jaxllm.checkpoints import huggingface, peft_folder
 from training.data.corpus import Corpus
 from training.data.encoders import ModelEncoder
 from training.data.packing import Splits
+from training.loop.dry_run import estimate, frozen_shapes
 from training.loop.fitting import fitted_to_window
 from training.loop.frozen_model import FrozenModel
 from training.loop.parallel import MeshShape, make_mesh
@@ -57,11 +60,12 @@ def train_lora(
       CheckpointError: the model cannot be read.
     """
     console, run_dir = console or Console(stderr=True), Path(run_dir)
-    frozen = FrozenModel.read(model, weights)
-    recipe = fitted_to_window(recipe, frozen.cfg, console)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    frozen = FrozenModel.read_onto(mesh, model, weights)
+    # Shorter rows are a multiple of as many, which the mesh divides as well.
+    recipe = fitted_to_window(recipe, frozen.cfg, console)
     job = lora_job(frozen.cfg, frozen.params, recipe)
-    corpus = Corpus.open(recipe.sources, data, recipe.held_out_share)
+    corpus = Corpus.open(recipe.sources, data, recipe.held_out_share).tell(console)
     encoder = ModelEncoder(frozen.tokenizer)
     identity = {"model": frozen.fingerprint(), "documents": corpus.digest()}
     with claimed(run_dir, recipe, **identity):
@@ -84,6 +88,28 @@ def train_lora(
     write_json(run_dir / "summary.json", summary)
     console.print_json(data=summary)
     return run_dir / "adapter"
+
+
+def dry_run_lora(
+    recipe: LoraRecipe,
+    model: Path,
+    *,
+    weights: WeightFormat | None = None,
+    mesh_shape: MeshShape | None = None,
+    device: str = "",
+) -> dict[str, Any]:
+    """Estimates memory and time of a run by the config of a folder alone; see `training.loop.dry_run`.
+
+    Raises:
+      ConfigError: the mesh does not fit, or the device or the weights are not known.
+      CheckpointError: the config cannot be read.
+    """
+    cfg = huggingface.read_config(model)
+    recipe = recipe.within(cfg.window_tokens)
+    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    frozen = frozen_shapes(cfg, weights or "f32")
+    found = estimate(lora_job(cfg, {}, recipe), recipe, mesh, frozen=frozen, device=device)
+    return {**dataclasses.asdict(found), "advice": found.advice()}
 
 
 def _size(trainer: Trainer) -> int:

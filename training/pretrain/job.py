@@ -12,7 +12,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.models import parameters
 from training.data.packing import Batch
 from training.loop.checkpoints import Params
-from training.loop.losses import distillation_losses, next_token_logits, next_token_losses, router_penalty
+from training.loop.hardware import step_flops_per_token
+from training.loop.losses import distillation_losses, next_token_losses, outputs_of, router_penalty
 from training.loop.trainer import Job
 from training.pretrain.recipe import PretrainRecipe
 
@@ -39,15 +40,20 @@ def pretrain_job(recipe: PretrainRecipe, teacher: Teacher | None = None) -> Job:
         return parameters.init_params(cfg, key)
 
     def losses(params: Params, frozen: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        logits, routing = next_token_logits(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
+        outputs = outputs_of(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
         penalty = jnp.zeros(())
-        if routing is not None:
+        if outputs.routing is not None:
             penalty = router_penalty(
-                routing, balance_weight=recipe.balance_weight, z_weight=recipe.router_z_weight
+                outputs.routing, balance_weight=recipe.balance_weight, z_weight=recipe.router_z_weight
             )
         if teacher is None:
-            return next_token_losses(logits, batch), penalty
-        wanted, _ = next_token_logits(frozen, batch, cfg=teacher.cfg, dtype=dtype)
-        return distillation_losses(logits, wanted, batch, teacher_share=recipe.teacher_share), penalty
+            return next_token_losses(outputs, batch), penalty
+        wanted = outputs_of(frozen, batch, cfg=teacher.cfg, dtype=dtype)
+        return distillation_losses(outputs, wanted, batch, teacher_share=recipe.teacher_share), penalty
 
-    return Job(init, losses, None if teacher is None else teacher.params)
+    flops = step_flops_per_token(cfg, recipe.row_tokens)
+    if teacher is None:
+        return Job(init, losses, cfg=cfg, flops_per_token=flops)
+    # A teacher runs forward alone.
+    flops += step_flops_per_token(teacher.cfg, recipe.row_tokens) / 3
+    return Job(init, losses, teacher.params, cfg=cfg, frozen_cfg=teacher.cfg, flops_per_token=flops)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -31,9 +30,17 @@ from training.data.packing import Splits, evaluation_batches
 from training.data.sources import Source
 from training.data.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, ROLE_TEMPLATE, token_id, train_tokenizer
 from training.loop.checkpoints import Params, read_best
+from training.loop.dry_run import estimate
 from training.loop.fitting import fit
-from training.loop.parallel import MeshShape, gathered, make_mesh
-from training.loop.run_files import CHECKPOINTS, claimed, read_identity, write_json, write_text
+from training.loop.parallel import MeshShape, make_mesh
+from training.loop.run_files import (
+    CHECKPOINTS,
+    claimed,
+    read_identity,
+    wait_for_first,
+    write_json,
+    write_text,
+)
 from training.loop.trainer import Trainer
 from training.pretrain.job import Teacher, pretrain_job
 from training.pretrain.recipe import PretrainRecipe
@@ -92,7 +99,7 @@ def pretrain(
     job = pretrain_job(recipe, _read_teacher(recipe, teacher))
     corpus = Corpus.open(_sources(recipe, texts.train), texts.data, recipe.held_out_share)
     splits = _prepare_run(recipe, corpus, run_dir, tokenizer) if first else None
-    _wait_for_first("tokens")
+    wait_for_first("tokens")
     vocabulary = _read_tokenizer(run_dir)
     encoder = PieceEncoder(vocabulary)
     splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens")
@@ -110,7 +117,7 @@ def pretrain(
         trainer, batches.batch_at, splits.held_out_batches, run_dir, console, splits.source_names,
         tensorboard=tensorboard,
     )  # fmt: skip
-    params, whole = best.params, gathered(best.params)
+    params, whole = best.params, trainer.whole(best.params)
     if first:
         write_model(run_dir / "hf", recipe, vocabulary, whole)
     summary: dict[str, Any] = {
@@ -126,12 +133,39 @@ def pretrain(
             valid = (text_document(text) for path in texts.valid for text in read_texts(path))
             shutil.rmtree(run_dir / "tokens" / "valid", ignore_errors=True)
             write_tokens(run_dir / "tokens" / "valid", ((0, each) for each in valid), encoder)
-        _wait_for_first("valid")
+        wait_for_first("valid")
         summary["valid"] = _losses(trainer, params, TokenizedDocuments.read(run_dir / "tokens" / "valid"))
     if first:
         write_json(run_dir / "summary.json", summary)
         console.print_json(data=summary)
     return run_dir / "hf"
+
+
+def dry_run_pretrain(
+    recipe: PretrainRecipe,
+    model: Path | None = None,
+    *,
+    mesh_shape: MeshShape | None = None,
+    device: str = "",
+) -> dict[str, Any]:
+    """Estimates memory and time of a run, without its teacher; see `training.loop.dry_run`.
+
+    Args:
+      recipe: the run.
+      model: a folder to train on; None: a new model, the recipe's.
+      mesh_shape: devices; all of them along `data` by default.
+      device: see `training.loop.dry_run.estimate`.
+
+    Raises:
+      ConfigError: the mesh does not fit, or the device is not known.
+      CheckpointError: the folder's config cannot be read.
+    """
+    if model is not None:
+        cfg = huggingface.read_config(model)
+        recipe = dataclasses.replace(recipe.within(cfg.window_tokens), model=cfg)
+    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    found = estimate(pretrain_job(recipe), recipe, mesh, frozen=None, device=device)
+    return {**dataclasses.asdict(found), "advice": found.advice()}
 
 
 def export_best(run_dir: Path) -> Path:
@@ -149,7 +183,7 @@ def export_best(run_dir: Path) -> Path:
     recipe = run_recipe(run_dir)
     trainer = Trainer(pretrain_job(recipe), recipe, make_mesh(MeshShape(data=1), 1))
     best, _, _ = read_best(run_dir / CHECKPOINTS, trainer.abstract())
-    write_model(run_dir / "hf", recipe, _read_tokenizer(run_dir), gathered(best.params))
+    write_model(run_dir / "hf", recipe, _read_tokenizer(run_dir), trainer.whole(best.params))
     return run_dir / "hf"
 
 
@@ -243,12 +277,6 @@ def _given_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
         )
     token_id(tokenizer, END_OF_TURN)
     return tokenizer
-
-
-def _wait_for_first(name: str) -> None:
-    """Waits until the first process has written files that the others read."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
 
 
 def _size(documents: TokenizedDocuments) -> dict[str, int]:

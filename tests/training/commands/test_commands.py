@@ -78,10 +78,10 @@ def test_pretrain(called: Called) -> None:
     )
     seen = called("training.pretrain.run:pretrain", *words, "--mesh", "data=1", "--cpu-devices", 3)
     recipe, run_dir = seen["arguments"]
-    assert (recipe.steps, recipe.remat, run_dir) == (7, False, Path("run"))
+    assert (recipe.steps, recipe.remat, run_dir) == (7, "none", Path("run"))
     assert seen["texts"] == PretrainTexts(None, (Path("a"),), (Path("b"),))
     assert (seen["mesh_shape"].data, seen["devices"], seen["tensorboard"]) == (1, 3, False)
-    assert called("training.pretrain.run:pretrain", *words, "--remat")["arguments"][0].remat
+    assert called("training.pretrain.run:pretrain", *words, "--remat", "dots")["arguments"][0].remat == "dots"
 
 
 def test_lora(called: Called) -> None:

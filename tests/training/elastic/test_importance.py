@@ -18,7 +18,7 @@ from training.elastic.importance import (
     random_order,
     without_layer,
 )
-from training.loop.losses import next_token_logits, next_token_losses
+from training.loop.losses import next_token_losses, outputs_of
 
 SMALL = [dataclasses.replace(cfg, layers=2, attention_windows=()) for cfg in (LLAMA, PLAIN)]
 # Every token visits every expert: a choice would make the loss jump.
@@ -44,8 +44,8 @@ def short_texts(monkeypatch):
 
 
 def loss_of(cfg, params, of):
-    logits, _ = next_token_logits(params, of, cfg=cfg)
-    losses = np.asarray(next_token_losses(logits, of), np.float64)
+    outputs = outputs_of(params, of, cfg=cfg)
+    losses = np.asarray(next_token_losses(outputs, of), np.float64)
     return float((losses * (of.weights > 0)).sum() / (of.weights > 0).sum())
 
 

@@ -12,7 +12,7 @@ from jaxllm.elastic.submodel import sub_model
 from jaxllm.models.parameters import init_params
 from tests.training.jobs import SMOKE, held_out_of, one_device, train
 from training.elastic.job import joint_job
-from training.loop.losses import distillation_losses, next_token_logits, next_token_losses
+from training.loop.losses import distillation_losses, next_token_losses, outputs_of
 from training.loop.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_compilations")
@@ -36,13 +36,13 @@ def test_a_step_has_the_whole_the_smallest_and_one_between(params):
     job = joint_job(cfg, params, LADDER, RECIPE)
     assert job.drawn_losses is not None
 
-    def logits(level):
+    def outputs(level):
         part = sub_config(cfg, LADDER, level)
-        return next_token_logits(sub_model(params, part), batch, cfg=part)[0]
+        return outputs_of(sub_model(params, part), batch, cfg=part)
 
-    whole = logits(100)
+    whole = outputs(100)
     drawn = {
-        level: distillation_losses(logits(level), whole, batch, teacher_share=1.0) for level in (30, 50, 70)
+        level: distillation_losses(outputs(level), whole, batch, teacher_share=1.0) for level in (30, 50, 70)
     }
     by_choice = [(next_token_losses(whole, batch) + drawn[30] + drawn[level]) / 3 for level in (50, 70)]
     run = jax.jit(job.drawn_losses)
@@ -53,7 +53,7 @@ def test_a_step_has_the_whole_the_smallest_and_one_between(params):
         seen.add(next(n for n, each in enumerate(by_choice) if np.allclose(each, losses, atol=1e-5)))
     assert seen == {0, 1}
     held_out, _ = job.losses(params, None, batch)
-    expected = sum(next_token_losses(logits(level), batch) for level in (30, 50, 70, 100)) / 4
+    expected = sum(next_token_losses(outputs(level), batch) for level in (30, 50, 70, 100)) / 4
     np.testing.assert_allclose(held_out, expected, atol=1e-5)
 
 
@@ -72,7 +72,7 @@ def test_all_levels_learn_from_the_given_weights(params, tmp_path):
     def loss(params, level):
         part, batch = sub_config(recipe.model, LADDER, level), first_batch()
         own = sub_model({name: jnp.asarray(value) for name, value in params.items()}, part)
-        losses = next_token_losses(next_token_logits(own, batch, cfg=part)[0], batch)
+        losses = next_token_losses(outputs_of(own, batch, cfg=part), batch)
         return float((losses * batch.weights).sum() / batch.weights.sum())
 
     for level in LADDER.levels:
@@ -84,5 +84,5 @@ def test_a_ladder_of_one_level_trains_the_whole(params):
     assert job.drawn_losses is not None
     batch = first_batch()
     losses, _ = job.drawn_losses(params, None, batch, jax.random.key(0))
-    expected = next_token_losses(next_token_logits(params, batch, cfg=RECIPE.model)[0], batch)
+    expected = next_token_losses(outputs_of(params, batch, cfg=RECIPE.model), batch)
     np.testing.assert_allclose(losses, expected, atol=1e-6)

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 from jaxllm.errors import ConfigError
 from tests.training.jobs import SMOKE, train
-from training.loop.parallel import AXES, MeshShape, make_mesh, spec_of, start_process_group
+from training.loop.parallel import AXES, MeshShape, make_mesh, require_divisible, spec_of, start_process_group
 
 pytestmark = pytest.mark.usefixtures("quick_compilations")
 
@@ -105,16 +105,42 @@ def test_a_mesh_must_fit_devices_and_rows():
         make_mesh(MeshShape(fsdp=64, tensor=64), 64)
 
 
-def test_units_and_width_are_divided_where_they_can_be():
+def test_parameters_are_divided_by_their_names():
     mesh = AbstractMesh((2, 4, 3), AXES)
-    specs = {shape: tuple(spec_of(shape, mesh)) for shape in [(8,), (6, 8), (6, 5, 8), (7, 8), (6, 6)]}
-    assert specs == {
-        (8,): (),
-        (6, 8): ("tensor", "fsdp"),
-        (6, 5, 8): ("tensor", None, "fsdp"),
-        (7, 8): (None, "fsdp"),
-        (6, 6): ("tensor", None),
+    parameters = {
+        "final_norm.scale": (8,),
+        "head": (6, 8),
+        "layers.0.attn.q": (6, 5, 8),
+        "layers.0.attn.k": (7, 8),
+        "layers.0.attn.v": (6, 6),
+        "stacks.0.attn.q": (12, 6, 5, 8),
+        "stacks.0.ffn_norm.scale": (12, 8),
+        "stacks.0.attn.q.left": (12, 6, 5, 4),
+        "stacks.0.attn.q.right": (12, 6, 8),
     }
+    assert [tuple(spec_of(*each, mesh)) for each in parameters.items()] == [
+        (),
+        ("tensor", "fsdp"),
+        ("tensor", None, "fsdp"),
+        (None, "fsdp"),
+        ("tensor", None),
+        (None, "tensor", None, "fsdp"),
+        (),
+        (None, "tensor", None, None),
+        (None, None, "fsdp"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((1, 5, 1), "fsdp=5 does not divide the model's width of"),
+        ((1, 1, 3), "tensor=3 does not divide the model's"),
+    ],
+)
+def test_a_mesh_must_divide_the_model(sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        require_divisible(SMOKE.model, AbstractMesh(sizes, AXES))
 
 
 def test_a_group_needs_its_coordinator():

@@ -29,7 +29,7 @@ def test_packaged_recipes_load_and_read_back(name):
         ({"optimizer": "sgd"}, "adamw or muon"),
         ({"muon_learning_rate_factor": 0}, "muon_learning_rate_factor"),
         ({"precision": "float16"}, "float32 or bfloat16"),
-        ({"remat": 1}, "remat must be true or false"),
+        ({"remat": 1}, "remat must be one of none, dots, full"),
         ({"row_tokens": 64}, "at most the model's window"),
         ({"held_out_share": 1}, "held_out_share must be a number above 0 and below 1"),
         ({"peak_learning_rate": "fast"}, "peak_learning_rate"),
@@ -39,7 +39,7 @@ def test_packaged_recipes_load_and_read_back(name):
         ({"model": 3}, "model must be a TOML table"),
         ({"sources": [{"path": "x"}]}, "malformed sources"),
         ({"sources": [{"task": "weather"}]}, "no task 'weather'"),
-        ({"sources": [{"text": "a", "stories": "b"}]}, "one of text, stories and task"),
+        ({"sources": [{"text": "a", "stories": "b"}]}, "one of text, stories, task and chat"),
     ],
 )
 def test_a_malformed_recipe_names_the_key(change, message):

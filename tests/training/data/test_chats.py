@@ -1,0 +1,110 @@
+"""Conversations and completions from JSON lines: which answers are learnt, and what a bad line says."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from jaxllm.errors import ConfigError
+from jaxllm.text.tokenizer import Tokenizer
+from tests.tiny import BEGIN_ID, END_ID, tiny_tokenizer
+from training.data.chats import read_chats, source_files
+from training.data.corpus import Corpus
+from training.data.encoders import ModelEncoder
+from training.data.sources import Source
+
+TALK = [("user", "hi"), ("assistant", "hello"), ("user", "bye"), ("assistant", "the end")]
+
+
+def messages(*turns):
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def written(path, *records):
+    path.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in records))
+    return path
+
+
+def test_a_conversation_is_a_document_for_each_answer(tmp_path):
+    first, second = read_chats(written(tmp_path / "a.jsonl", {"messages": messages(*TALK), "id": 3}, ""))
+    assert (first.messages, first.answer) == (tuple(TALK[:1]), "hello")
+    assert (second.messages, second.answer) == (tuple(TALK[:3]), "the end")
+    assert first.digest() != second.digest()
+    assert first.origin_digest() == second.origin_digest()
+
+
+def test_only_answers_are_learnt(tmp_path):
+    path = written(
+        tmp_path / "a.jsonl",
+        {"messages": messages(*TALK)},
+        {"prompt": "once", "completion": " upon"},
+        {"prompt": messages(("user", "hi")), "completion": messages(("assistant", "hello"))},
+        {"text": "plain"},
+    )
+    tokenizer = Tokenizer(tiny_tokenizer())
+    found = ModelEncoder(tokenizer).encode(list(read_chats(path)))
+
+    def plain(text):
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def parts(place):
+        ids, prompt = found[place]
+        return ids[:prompt], ids[prompt:]
+
+    chat = plain("<|begin|><|user|>hi<|assistant|>")
+    assert chat[0] == BEGIN_ID
+    assert parts(0) == (chat, [*plain("hello"), END_ID])
+    longer = plain("<|begin|><|user|>hi<|assistant|>hello<|user|>bye<|assistant|>")
+    assert parts(1) == (longer, [*plain("the end"), END_ID])
+    assert parts(2) == ([BEGIN_ID, *plain("once")], [*plain(" upon"), END_ID])
+    assert parts(3) == parts(0)
+    assert parts(4)[0] == []
+    assert Source(chat="a.jsonl").weights == (0.0, 1.0)
+    assert Source(text="a.txt").weights == (1.0, 1.0)
+    assert Source(chat="a.jsonl", prompt_weight=0.5).weights == (0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: Expecting"),
+        ("[1]", "line 2: a line must be an object"),
+        ({"turns": []}, "line 2: an object needs messages, prompt and completion, or text"),
+        ({"messages": []}, "line 2: messages must be a list of messages"),
+        ({"messages": messages(("robot", "hi"))}, "line 2: a message needs a role"),
+        ({"messages": messages(("user", "hi"))}, "line 2: a conversation needs a message of the assistant"),
+        ({"prompt": "a"}, "line 2: a record needs text under 'completion'"),
+        ({"prompt": "a", "completion": ""}, "line 2: completion is empty"),
+        ({"messages": [{"role": "user", "content": None}]}, "line 2: a record needs text under 'content'"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number_or_left_out(tmp_path, line, message):
+    good = [{"prompt": f"question {n}", "completion": "yes"} for n in range(4)]
+    path = written(tmp_path / "a.jsonl", good[0], line, *good[1:])
+    with pytest.raises(ConfigError, match=message):
+        list(read_chats(path))
+    with pytest.raises(ConfigError, match="--skip-bad"):
+        Corpus.open([Source(chat=str(path))], None, 0.3)
+    corpus = Corpus.open([Source(chat=str(path), skip_bad=True)], None, 0.3)
+    assert len(corpus.digests) == 4
+    console = Console(record=True, width=400)
+    corpus.tell(console)
+    assert f"left out 1 malformed lines, the first: {path}, {message[:15]}" in console.export_text()
+
+
+def test_folders_and_patterns_name_files(tmp_path):
+    (tmp_path / "deep").mkdir()
+    paths = [
+        written(tmp_path / name, {"prompt": name, "completion": "yes"})
+        for name in ("b.jsonl", "deep/a.jsonl")
+    ]
+    written(tmp_path / "notes.md", "nothing")
+    assert source_files(tmp_path, (".jsonl",)) == sorted(paths)
+    assert source_files(tmp_path / "*.jsonl", (".jsonl",)) == paths[:1]
+    assert source_files(paths[0], (".txt",)) == paths[:1]
+    with pytest.raises(ConfigError, match=r"holds no file that ends in \.txt"):
+        source_files(tmp_path, (".txt",))
+    with pytest.raises(ConfigError, match="no file fits the pattern"):
+        source_files(tmp_path / "*.csv", (".jsonl",))
+    corpus = Corpus.open([Source(chat="*.jsonl"), Source(chat="deep")], tmp_path, 0.3)
+    assert len(corpus.digests) == 2

@@ -1,0 +1,82 @@
+"""Steps at the size of Llama-3.1-8B, lowered for accelerators without one: little code, fused attention, no
+logits of a whole batch."""
+
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.models.parameters import init_params
+from jaxllm.models.scanned_layers import stacked
+from training.data.packing import Batch
+from training.data.sources import Source
+from training.loop.parallel import ROWS, MeshShape, make_mesh, shardings_of
+from training.loop.trainer import Trainer
+from training.lora.job import lora_job
+from training.lora.recipe import LoraRecipe
+from training.pretrain.job import pretrain_job
+from training.pretrain.recipe import PretrainRecipe
+
+KERNELS = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
+MOST_OPERATIONS, MOST_S = 20_000, 10
+
+
+def config(layers=32):
+    return ModelConfig(
+        model_type="llama", vocab_size=128256, hidden_size=4096, layers=layers, heads=32, kv_heads=8,
+        head_dim=128, ffn_size=14336, window_tokens=131072, norm_eps=1e-5, tied_head=False,
+        rope=RopeConfig(dim=128, theta=5e5),
+    )  # fmt: skip
+
+
+def lowered(kind, row_tokens, platform):
+    """The text of a step with 8 rows, and the seconds that tracing and lowering took."""
+    cfg, mesh = config(), make_mesh(MeshShape(data=1), 8)
+    settings = {
+        "steps": 4, "batch": 8, "row_tokens": row_tokens, "peak_learning_rate": 1e-4, "remat": "full",
+        "precision": "bfloat16",
+    }  # fmt: skip
+    if kind == "lora":
+        recipe = LoraRecipe(**settings, sources=(Source(text="text.txt"),))
+        trainer = Trainer(lora_job(cfg, {}, recipe), recipe, mesh, stack=True)
+        frozen = jax.eval_shape(lambda: stacked(init_params(cfg, jax.random.key(0), jnp.bfloat16), cfg))
+    else:
+        recipe = PretrainRecipe(**settings, model=cfg, optimizer=kind)
+        trainer, frozen = Trainer(pretrain_job(recipe), recipe, mesh, stack=True), None
+    rows = NamedSharding(mesh, PartitionSpec(None, *ROWS))
+    kinds = (jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32)
+    batch = Batch(*(jax.ShapeDtypeStruct((1, 8, row_tokens), kind, sharding=rows) for kind in kinds))
+    frozen = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        frozen,
+        shardings_of(frozen, mesh),
+    )
+    started = time.perf_counter()
+    step = trainer.lower(frozen, batch, platform)
+    return step.as_text(), time.perf_counter() - started
+
+
+def check(text, row_tokens, platform):
+    assert len(re.findall(r"^\s*%\S+ = |^\s*\S+ = \"?\w+\.", text, re.MULTILINE)) < MOST_OPERATIONS
+    assert KERNELS[platform] in text
+    assert f"8x{row_tokens}x128256x" not in text
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_a_step_of_32_layers_is_little_code(platform):
+    text, _ = lowered("lora", 512, platform)
+    check(text, 512, platform)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize("kind", ["lora", "adamw", "muon"])
+def test_steps_of_8b_lower_in_seconds(kind, platform):
+    text, took_s = lowered(kind, 4096, platform)
+    check(text, 4096, platform)
+    assert took_s < MOST_S

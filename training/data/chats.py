@@ -1,0 +1,140 @@
+"""Reads conversations, prompts with completions, and texts from JSON lines, as fine-tuning data comes.
+
+Each line is an object of one of these forms; of the first two only answers are learnt:
+
+    {"messages": [{"role": "system" | "user" | "assistant", "content": TEXT}, ...]}
+    {"prompt": TEXT, "completion": TEXT}     a text to continue, without a chat template
+    {"prompt": [MESSAGE, ...], "completion": [MESSAGE, ...]}
+    {"text": TEXT}                           all of it is learnt
+
+A conversation with several answers becomes a document for each, after all messages before it. All of them
+stand on one side of the split. Further keys of an object are ignored.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import ConfigError
+from jaxllm.tasks.example import TaskExample, text_field
+from training.data.documents import Document, Message, chat_document, conversation_document, text_document
+
+ROLES = ("system", "user", "assistant")
+_GLOB = frozenset("*?[")
+OnBad = Callable[[str], None]
+
+
+def source_files(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    """The files that a path names: one file, those in a folder and its folders that end in `suffixes`, or
+    those of a pattern with `*`, `?` or `[`; sorted, so that an order of the file system changes nothing.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if path.is_dir():
+        found = sorted(each for each in path.rglob("*") if each.suffix in suffixes and each.is_file())
+        if not found:
+            raise ConfigError(f"the folder {path} holds no file that ends in {' or '.join(suffixes)}")
+        return found
+    if _GLOB & set(str(path)) and not path.exists():
+        pattern = path.relative_to(path.anchor) if path.anchor else path
+        found = sorted(each for each in Path(path.anchor or ".").glob(str(pattern)) if each.is_file())
+        if not found:
+            raise ConfigError(f"no file fits the pattern {path}")
+        return found
+    return [path]
+
+
+def read_chats(path: Path, on_bad: OnBad | None = None) -> Iterator[Document]:
+    """The documents of a file of JSON lines (see the module docstring); blank lines are none.
+
+    Args:
+      path: of the file.
+      on_bad: called with what is wrong with a line, which is then left out; None raises instead.
+
+    Raises:
+      ConfigError: the file cannot be read as UTF-8; or a line is malformed: the message has its number.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    documents = list(documents_of(json.loads(line)))
+                except (ValueError, RecursionError, ConfigError) as error:
+                    wrong = f"{path}, line {number}: {error}"
+                    if on_bad is None:
+                        raise ConfigError(
+                            f"{wrong}; mend the line, or leave such lines out (--skip-bad)"
+                        ) from error
+                    on_bad(wrong)
+                    continue
+                yield from documents
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the file {path} as UTF-8: {error}") from error
+
+
+def documents_of(record: Any) -> Iterator[Document]:
+    """The documents of one parsed line.
+
+    Raises:
+      ConfigError: it has none of the forms.
+    """
+    if not isinstance(record, Mapping):
+        raise ConfigError(f"a line must be an object, got {record!r:.80}")
+    if "messages" in record:
+        yield from _conversation(_messages(record, "messages"))
+    elif "prompt" in record or "completion" in record:
+        yield from _completion(record)
+    elif "text" in record:
+        yield text_document(_not_empty(text_field(record, "text"), "text"))
+    else:
+        raise ConfigError(
+            f"an object needs messages, prompt and completion, or text; got {list(record)!r:.120}"
+        )
+
+
+def _completion(record: Mapping[str, Any]) -> Iterator[Document]:
+    if isinstance(record.get("prompt"), str):
+        prompt, completion = (text_field(record, name) for name in ("prompt", "completion"))
+        _not_empty(completion, "completion")
+        yield chat_document(TaskExample(user=_not_empty(prompt, "prompt"), answer=completion, form="text"))
+        return
+    prompt, completion = (_messages(record, name) for name in ("prompt", "completion"))
+    origin = json.dumps([prompt, completion])
+    whole = (*prompt, *completion)
+    answers = [place for place in range(len(prompt), len(whole)) if whole[place][0] == "assistant"]
+    if not answers:
+        raise ConfigError("a completion needs a message of the assistant")
+    for place in answers:
+        yield conversation_document(whole[:place], whole[place][1], origin)
+
+
+def _conversation(messages: tuple[Message, ...]) -> Iterator[Document]:
+    answers = [place for place, (role, _) in enumerate(messages) if role == "assistant" and place]
+    if not answers:
+        raise ConfigError("a conversation needs a message of the assistant after another")
+    origin = json.dumps(messages)
+    for place in answers:
+        yield conversation_document(messages[:place], messages[place][1], origin)
+
+
+def _messages(record: Mapping[str, Any], name: str) -> tuple[Message, ...]:
+    given = record.get(name)
+    if not isinstance(given, list) or not given:
+        raise ConfigError(f"{name} must be a list of messages, got {given!r:.80}")
+    return tuple(_message(each) for each in given)
+
+
+def _message(given: Any) -> Message:
+    if not isinstance(given, Mapping) or given.get("role") not in ROLES:
+        raise ConfigError(f"a message needs a role of {', '.join(ROLES)} and a content, got {given!r:.80}")
+    return str(given["role"]), text_field(given, "content")
+
+
+def _not_empty(text: str, name: str) -> str:
+    if not text:
+        raise ConfigError(f"{name} is empty")
+    return text

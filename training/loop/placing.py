@@ -1,0 +1,63 @@
+"""Places a model's parameters on the devices of a mesh, tensor by tensor."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxllm.config import ModelConfig
+from jaxllm.models.scanned_layers import stack_name
+from training.loop.parallel import shardings_of, spec_of
+
+
+def placed(
+    tensors: Iterable[tuple[str, Any]], mesh: Mesh, dtype: jnp.dtype | None = None
+) -> dict[str, jax.Array]:
+    """Puts tensors on the devices one after the other, each divided as `spec_of` says.
+
+    The host holds one tensor at a time, and a device its shards alone.
+
+    Args:
+      tensors: by name, as they are read.
+      mesh: the devices.
+      dtype: of all arrays; None keeps their own.
+    """
+    found = {}
+    for name, value in tensors:
+        own = value if dtype is None or value.dtype == dtype else np.asarray(value, dtype)
+        found[name] = put(own, NamedSharding(mesh, spec_of(name, value.shape, mesh)))
+    return found
+
+
+def put(value: Any, sharding: NamedSharding) -> jax.Array:
+    """An array on the devices of a sharding; from the host each gets its own shard alone."""
+    if not isinstance(value, np.ndarray):
+        return jax.device_put(value, sharding)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def stacked_on(params: Mapping[str, Any], cfg: ModelConfig, mesh: Mesh) -> dict[str, Any]:
+    """Parameters with equal layers in stacks, which lie on the mesh as `spec_of` says.
+
+    Stacks are made one after the other, and the layers' own arrays released as soon as their caller does not
+    hold them. What is stacked already stays as it is.
+    """
+    columns: dict[str, list[Any]] = {}
+    rest = dict(params)
+    for name in params:
+        own, row = stack_name(cfg, name)
+        if row >= 0:
+            # Layers ascend, so that rows do.
+            columns.setdefault(own, []).append(name)
+    for own, names in columns.items():
+        layers = [rest.pop(name) for name in names]
+        shardings = shardings_of({own: jax.eval_shape(_stack, *layers)}, mesh)[own]
+        rest[own] = jax.jit(_stack, out_shardings=shardings)(*layers)
+    return rest
+
+
+def _stack(*layers: Any) -> Any:
+    return jax.tree.map(lambda *row: jnp.stack(row), *layers)

@@ -1,0 +1,114 @@
+"""Trains a folder's model on: continued pretraining on texts, full fine-tuning on answers of conversations.
+
+A run's folder holds what `training.pretrain.run` writes, but the tokenizer, which is the model's own.
+"""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxllm.checkpoints import huggingface, tokenizer_folder
+from jaxllm.errors import ConfigError
+from jaxllm.files.input_files import read_json
+from jaxllm.models import parameters
+from training.data.corpus import Corpus
+from training.data.encoders import ModelEncoder
+from training.data.packing import Splits
+from training.loop.fitting import fit, fitted_to_window
+from training.loop.frozen_model import FrozenModel
+from training.loop.parallel import MeshShape, make_mesh
+from training.loop.run_files import claimed, wait_for_first, write_json
+from training.loop.trainer import Trainer
+from training.pretrain.job import pretrain_job
+from training.pretrain.recipe import PretrainRecipe
+
+
+def train_on(
+    recipe: PretrainRecipe,
+    model: Path,
+    run_dir: Path,
+    *,
+    data: Path | None = None,
+    mesh_shape: MeshShape | None = None,
+    tensorboard: bool = False,
+    console: Console | None = None,
+) -> Path:
+    """Trains all weights of a model, or resumes the run in `run_dir`, and exports the best.
+
+    Args:
+      recipe: the run; its model is replaced by the folder's.
+      model: a Hugging Face folder to start from.
+      run_dir: the run's folder, made if missing.
+      data: the folder that the recipe's sources are in.
+      mesh_shape: devices; all of them along `data` by default.
+      tensorboard: also write TensorBoard's events.
+      console: where progress goes; the terminal's error stream by default.
+
+    Returns:
+      The Hugging Face folder, `run_dir/hf`.
+
+    Raises:
+      ConfigError: the sources or recipe are unusable, or `run_dir` belongs to another run.
+      CheckpointError: the model cannot be read.
+    """
+    run_dir, first = Path(run_dir), jax.process_index() == 0
+    console = (console or Console(stderr=True)) if first else Console(quiet=True)
+    if recipe.teacher_share:
+        raise ConfigError("a model that is trained on has no teacher: take a recipe with teacher_share = 0")
+    if not recipe.sources:
+        raise ConfigError("say with --text or --chat what to learn, or take a recipe that names its sources")
+    cfg = huggingface.read_config(model)
+    recipe = dataclasses.replace(fitted_to_window(recipe, cfg, console), model=cfg)
+    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    start = FrozenModel.read_onto(mesh, model, "f32")
+    corpus = Corpus.open(recipe.sources, data, recipe.held_out_share).tell(console)
+    encoder, identity = (
+        ModelEncoder(start.tokenizer),
+        {"model": start.fingerprint(), "documents": corpus.digest()},
+    )
+    splits = None
+    if first:
+        with claimed(run_dir, recipe, **identity):
+            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    wait_for_first("tokens")
+    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    job = dataclasses.replace(pretrain_job(recipe), init=dict(start.params))
+    trainer = Trainer(job, recipe, mesh)
+    training = splits.train.documents
+    console.print(
+        f"{parameters.parameter_count(cfg):,} parameters of {start.name} on {mesh.size} devices; "
+        f"{len(training):,} documents, {len(training.tokens):,} tokens; {recipe.steps:,} steps, "
+        f"{splits.train.epochs_at(recipe.steps):.1f} epochs",
+        soft_wrap=True,
+    )
+    before, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
+    best = fit(
+        trainer, splits.train.batch_at, splits.held_out_batches, run_dir, console, splits.source_names,
+        tensorboard=tensorboard,
+    )  # fmt: skip
+    whole = trainer.whole(best.params)
+    if first:
+        _write(run_dir / "hf", Path(model), recipe, start, whole)
+        held_out = {"before": before, "after": best.loss}
+        summary = {
+            "parameters": parameters.parameter_count(cfg),
+            "best_step": best.step,
+            "held_out": held_out,
+        }
+        write_json(run_dir / "summary.json", summary)
+        console.print_json(data=summary)
+    return run_dir / "hf"
+
+
+def _write(folder: Path, model: Path, recipe: PretrainRecipe, start: FrozenModel, params: Any) -> None:
+    """Writes a folder like the one that training started from, with other weights."""
+    told = read_json(model / "config.json", "download the folder again")
+    ids = {name: told[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in told}
+    huggingface.write_folder(folder, recipe.model, params, extra_config={"bos_token_id": None, **ids})
+    tokenizer_folder.write_tokenizer(folder, start.tokenizer.files)
+    if (model / "generation_config.json").is_file():
+        shutil.copyfile(model / "generation_config.json", folder / "generation_config.json")
