@@ -62,6 +62,8 @@ def lay_experts_apart(
     if cfg.post_norms or read_ladder(source) is not None:
         kind = "with norms behind its blocks" if cfg.post_norms else "with levels"
         raise ConfigError(f"{source.path}: experts of a model {kind} cannot be stored apart")
+    if cfg.shared_expert_size:
+        raise ConfigError(f"{source.path}: experts beside one that all tokens visit cannot be stored apart")
     widths, own = widths_by_layer(cfg, expert_bits), expert_widths(source)
     if np.any(expert_bits > own):
         raise ConfigError(

@@ -171,6 +171,8 @@ def _in_file_order(
     bitwidths."""
     if expert_bits is not None and cfg.post_norms:
         raise ConfigError("experts of a model with norms behind its blocks cannot be stored apart")
+    if expert_bits is not None and cfg.shared_expert_size:
+        raise ConfigError("experts beside one that all tokens visit cannot be stored apart")
     widths = {} if expert_bits is None else widths_by_layer(cfg, expert_bits)
     stacks: dict[str, np.ndarray] = {}
     specs = param_specs(cfg)

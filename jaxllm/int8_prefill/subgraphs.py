@@ -66,6 +66,15 @@ def require_integer_prefill(cfg: ModelConfig) -> None:
         raise ConfigError(
             "a mixture of experts has no integer prefill: which products a token needs depends on the token"
         )
+    for lacking, feature in (
+        (not cfg.pre_norms, "blocks that read their input without a norm"),
+        (cfg.parallel_blocks, "attention and feed-forward blocks side by side"),
+        (cfg.head_bias, "a bias of the head"),
+    ):
+        if lacking:
+            raise ConfigError(
+                f"integer prefill of {feature} ({cfg.model_type}) is not implemented; prefill in floats"
+            )
 
 
 def project(

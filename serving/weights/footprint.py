@@ -52,7 +52,7 @@ def streamed_weights(
 
     Raises:
       BudgetExceeded: the budget is too small for streaming, too.
-      ConfigError: a loss of experts is allowed, and none is nested.
+      ConfigError: a loss of experts is allowed, and none is nested; or the head has a bias.
       CheckpointError: the file is damaged or cannot be read.
     """
     if options.experts.loss and not _nested_experts(bundle):
@@ -67,6 +67,12 @@ def streamed_weights(
         fixed += outputs_bytes(bundle.cfg, options) + _begun_bytes(bundle)
     if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
         return None
+    if bundle.cfg.head_bias:
+        raise ConfigError(
+            f"weights of {bundle.cfg.model_type} models are not streamed, because their head has a bias; give "
+            f"--memory {-(-(bundle.weight_bytes + fixed) // 1_000_000)}MB, which holds them all, or narrower "
+            "weights (jaxllm prepare --weights int4)"
+        )
     if bundle.cfg.experts and not bundle.layout.experts_apart:
         _log.warning(
             "%s is streamed by whole layers, because its experts are stored together; to read only those "
