@@ -60,6 +60,7 @@ class RopeConfig:
     wavelength) or yarn (arXiv 2309.00071). The other fields are the parameters of these scalings, under the
     names that Hugging Face configs give them. With `query_growth` b above 0 the query at position p is
     multiplied by 1 + b·ln(1 + floor(p / `original_window_tokens`)) (Llama 4, Ministral 3).
+    `factors`, one per pair of dimensions, divide the frequencies, as GGUF files store a scaling.
     """
 
     dim: int
@@ -74,6 +75,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     truncate: bool = True
     query_growth: float = 0.0
+    factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         _require_int("rope dim", self.dim, 2, MAX_DIMENSION)
@@ -82,6 +84,7 @@ class RopeConfig:
             self, "theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
             "attention_factor", "query_growth",
         )  # fmt: skip
+        self._check_factors()
         _require(self.query_growth >= 0, f"query_growth must not be negative, got {self.query_growth}")
         _require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
         _require(self.factor >= 1, f"rope scaling factor must be at least 1, got {self.factor}")
@@ -105,6 +108,14 @@ class RopeConfig:
                 "yarn rope scaling needs positive beta_fast and beta_slow, got "
                 f"{self.beta_fast} and {self.beta_slow}",
             )
+
+    def _check_factors(self) -> None:
+        object.__setattr__(self, "factors", tuple(self.factors))
+        valid = all(isinstance(each, float) and 1e-6 <= each <= 1e6 for each in self.factors)
+        _require(
+            valid and len(self.factors) in (0, self.dim // 2),
+            f"rope factors must be {self.dim // 2} numbers in [1e-6, 1e6], got {self.factors!r:.80}",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

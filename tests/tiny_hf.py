@@ -15,8 +15,8 @@ import numpy as np
 from tests.tiny_variants import ARCHITECTURE_VARIANTS, FIRST_IMAGE_ID, VARIANTS, VOCAB, WRAPPERS
 
 __all__ = [
-    "ARCHITECTURE_VARIANTS", "FIRST_IMAGE_ID", "VARIANTS", "VOCAB", "WRAPPERS", "load", "logits", "quiet", "save",
-    "save_wrapper",
+    "ARCHITECTURE_VARIANTS", "FIRST_IMAGE_ID", "VARIANTS", "VOCAB", "WRAPPERS", "load", "logits", "quiet",
+    "save", "save_wrapper",
 ]  # fmt: skip
 
 

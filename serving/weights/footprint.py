@@ -69,9 +69,9 @@ def streamed_weights(
         return None
     if bundle.cfg.head_bias:
         raise ConfigError(
-            f"weights of {bundle.cfg.model_type} models are not streamed, because their head has a bias; give "
-            f"--memory {-(-(bundle.weight_bytes + fixed) // 1_000_000)}MB, which holds them all, or narrower "
-            "weights (jaxllm prepare --weights int4)"
+            f"weights of {bundle.cfg.model_type} models are not streamed: their head has a bias; give "
+            f"--memory {-(-(bundle.weight_bytes + fixed) // 1_000_000)}MB, which holds them all, or "
+            "narrower weights (jaxllm prepare --weights int4)"
         )
     if bundle.cfg.experts and not bundle.layout.experts_apart:
         _log.warning(
