@@ -38,14 +38,23 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def save(variant: str, folder: Path, *, seed: int = 0, dtype: str = "float32", **how: Any) -> Path:
-    """Makes a random model of a variant and saves it; `how` goes to `save_pretrained`."""
+def save(
+    variant: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    keys: dict[str, Any] | None = None,
+    **how: Any,
+) -> Path:
+    """Makes a random model of a variant, or of other keys of its family, and saves it; `how` goes to
+    `save_pretrained`."""
     import torch
     import transformers
 
-    family, keys = VARIANTS[variant]
+    family, own = VARIANTS[variant]
     with quiet():
-        config = getattr(transformers, f"{family}Config")(**keys)
+        config = getattr(transformers, f"{family}Config")(**(keys or own))
         config.eos_token_id = config.bos_token_id = None
         model = transformers.AutoModelForCausalLM.from_config(config)
         _randomize(model, seed)

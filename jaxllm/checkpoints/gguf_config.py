@@ -122,6 +122,7 @@ def read_gguf_config(file: GgufFile, *, ignore_keys: Collection[str] = ()) -> Mo
     metadata = Metadata(file)
     family = family_of(metadata.architecture)
     keys = {**_shape(metadata), **family.keys(metadata)}
+    _check_counts(file, keys)
     metadata.finish(ignore_keys)
     model_type = family.model_type(metadata)
     cfg = architecture(model_type).config_from_hf({**keys, "model_type": model_type})
@@ -162,6 +163,22 @@ def _shape(m: Metadata) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in tensors,
         **_rope(m, head_dim),
     }
+
+
+def _check_counts(file: GgufFile, keys: dict[str, Any]) -> None:
+    """Refuses numbers of layers and experts that tensors belie, before anything of that length is made."""
+    layers, experts = keys["num_hidden_layers"], keys.get("num_experts", keys.get("num_local_experts", 0))
+    if not 1 <= layers <= len(file.tensors):
+        raise ConfigError(
+            f"{file.path} says that it has {layers} layers, and has {len(file.tensors)} tensors; download it "
+            "again"
+        )
+    routers = {each.shape[0] for name, each in file.tensors.items() if name.endswith(".ffn_gate_inp.weight")}
+    if experts and routers != {experts}:
+        raise ConfigError(
+            f"{file.path} says that it has {experts} experts, which its routers do not have; download it "
+            "again"
+        )
 
 
 def _rope(m: Metadata, head_dim: int) -> dict[str, Any]:
@@ -247,6 +264,10 @@ def _qwen2_moe(m: Metadata) -> dict[str, Any]:
     }
 
 
+def _olmoe(m: Metadata) -> dict[str, Any]:
+    return {**_experts(m, normalized=False), "clip_qkv": m.number("attention.clamp_kqv", 0.0) or None}
+
+
 def _gemma(m: Metadata) -> dict[str, Any]:
     return {**_rms(m), "hidden_act": "gelu_pytorch_tanh"}
 
@@ -315,7 +336,7 @@ FAMILIES: dict[str, GgufFamily] = {
     "qwen3": GgufFamily(_named("qwen3"), _rms),
     "qwen3moe": GgufFamily(_named("qwen3_moe"), _qwen3_moe),
     "olmo2": GgufFamily(_named("olmo2"), _rms),
-    "olmoe": GgufFamily(_named("olmoe"), lambda m: _experts(m, normalized=False)),
+    "olmoe": GgufFamily(_named("olmoe"), _olmoe),
     "gemma": GgufFamily(_named("gemma"), _gemma),
     "gemma2": GgufFamily(_named("gemma2"), _gemma2),
     "gemma3": GgufFamily(_named("gemma3_text"), _gemma3),

@@ -22,7 +22,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.formats import WeightFormat
 from jaxllm.models.architectures import architecture
 from jaxllm.models.parameters import ParamSpec, param_specs
-from jaxllm.models.translate import Tensor, swap_pairs
+from jaxllm.models.translate import Architecture, Tensor, swap_pairs
 from jaxllm.quant import QArray
 
 _EXPERTS = {"experts.gate": "ffn_gate_exps", "experts.up": "ffn_up_exps", "experts.down": "ffn_down_exps"}
@@ -105,7 +105,8 @@ def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) ->
     gguf = import_gguf()
     name = file.metadata["general.architecture"]
     numbers = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(numbers[name], cfg.layers)
+    # Of the first layer; the names of others differ in their number alone.
+    names = gguf.get_tensor_name_map(numbers[name], 1)
     family, interleaved = architecture(cfg.model_type), family_of(name).interleaved
     sources: dict[str, _Source] = {}
     used = set(_NO_PARAMETERS)
@@ -113,7 +114,7 @@ def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) ->
         if tensor.expert:
             # The first expert's entry stands for the tensor of all.
             continue
-        stored_name = _stored_name(tensor, names, family.prefixes[0])
+        stored_name = _stored_name(tensor, names, family)
         stored = file.tensors.get(stored_name)
         if stored is None:
             raise CheckpointError(
@@ -140,17 +141,19 @@ def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) ->
     return sources
 
 
-def _stored_name(tensor: Tensor, names: Any, prefix: str) -> str:
+def _stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
     """llama.cpp's name of a tensor."""
-    param = tensor.params[0]
+    param, name = tensor.params[0], tensor.name
+    layer, part = param.split(".", 2)[1:] if param.startswith("layers.") else ("", param)
     if tensor.expert is not None:
-        layer, part = param.split(".", 2)[1:]
         return f"blk.{layer}.{_EXPERTS[part]}.weight"
-    full = (prefix if tensor.in_body else "") + tensor.name
+    if layer:
+        name = family.layer_prefix.format(0) + name.removeprefix(family.layer_prefix.format(layer))
+    full = (family.prefixes[0] if tensor.in_body else "") + name
     found = names.get_name(full, (".weight", ".bias"))
     if found is None:
         raise CheckpointError(f"the package gguf does not know the tensor {full}; update it")
-    return found
+    return found.replace("blk.0.", f"blk.{layer}.", 1) if layer else found
 
 
 def _read(

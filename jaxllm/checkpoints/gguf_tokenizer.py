@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxllm.checkpoints.gguf_file import GgufArray, GgufFile
 from jaxllm.errors import CheckpointError
-from jaxllm.text.tokenizer import TokenizerFiles
+from jaxllm.text.tokenizer import TokenizerFiles, open_tokenizer
 
 _MAX_TOKENS = 1 << 21
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
@@ -80,8 +80,13 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
     ends = [of.token_id(key, tokens) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
     named = {"bos_token": begin, "eos_token": end, "unk_token": of.token_id("unknown_token_id", tokens)}
     named["pad_token"] = of.token_id("padding_token_id", tokens)
+    text = json.dumps(data, ensure_ascii=False)
+    try:
+        open_tokenizer(text)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file.path}: {error}") from error
     return TokenizerFiles(
-        tokenizer_json=json.dumps(data, ensure_ascii=False),
+        tokenizer_json=text,
         chat_template=of.text("chat_template"),
         special={name: tokens[number] for name, number in named.items() if number is not None},
         eos_ids=tuple(dict.fromkeys(number for number in ends if number is not None)),

@@ -126,7 +126,7 @@ def config_keys(cfg: ModelConfig) -> dict[str, Any]:
             "expert_shared_feed_forward_length": cfg.shared_expert_size or None,
         }
         if cfg.model_type == "olmoe":
-            keys["expert_feed_forward_length"] = None
+            keys |= {"expert_feed_forward_length": None, "attention.clamp_kqv": cfg.qkv_clip or None}
     if any(cfg.attention_windows):
         keys["attention.sliding_window"] = max(cfg.attention_windows)
     if cfg.attention_softcap:

@@ -1,5 +1,8 @@
 """GGUF files that the `gguf` package writes give the model of the folder that they were made of."""
 
+import dataclasses
+import json
+
 import gguf
 import jax
 import jax.numpy as jnp
@@ -10,13 +13,15 @@ from jaxllm.bundle import Bundle
 from jaxllm.checkpoints.gguf_config import read_gguf_config
 from jaxllm.checkpoints.gguf_file import read_gguf
 from jaxllm.checkpoints.gguf_model import read_gguf_params
-from jaxllm.checkpoints.gguf_tokenizer import read_gguf_tokenizer
+from jaxllm.checkpoints.gguf_tokenizer import _SPLITS, read_gguf_tokenizer
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.errors import CheckpointError
+from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.models.parameters import param_specs
+from jaxllm.nn.layers import inverse_frequencies
 from jaxllm.prepare import prepare
 from jaxllm.quant import QArray, dequantize
 from jaxllm.text.tokenizer import Tokenizer
@@ -160,3 +165,140 @@ def test_sentence_pieces_are_rebuilt(stories, tmp_path):
         ids = theirs.encode(text)
         assert ours.encode(text) == ids
         assert ours.decode(ids) == theirs.decode(ids)
+
+
+@pytest.mark.parametrize("split", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
+def test_byte_pairs_are_rebuilt(tmp_path, split):
+    """As `tokenizers` has them with the split of that name."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    expression = _SPLITS[split][1]
+    plain = tokenizers.Tokenizer(models.BPE(ignore_merges=split == "llama-bpe"))
+    first = [pre_tokenizers.Digits(individual_digits=True)] if split == "smollm" else []
+    plain.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *first,
+            pre_tokenizers.Split(tokenizers.Regex(expression), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    plain.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    plain.train_from_iterator([TEXT, "the cat and the dog and 1234 birds"] * 3, trainer)
+    model = json.loads(plain.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
+    keys = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": split,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, *[1] * (len(tokens) - 1)],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+    file = read_gguf(
+        write_file(tmp_path / "m.gguf", "qwen2", keys, {"token_embd.weight": np.zeros((500, 8))})
+    )
+    files = read_gguf_tokenizer(file, 500)
+    ours = Tokenizer(files)
+    assert (files.eos_ids, files.bos_id, files.chat_template) == ((0,), None, "{{ messages }}")
+    for text in (TEXT, "12345 cats", "  two  spaces\n\n", "x<|end|>y", "don't, WE'LL"):
+        expected = plain.encode(text).ids
+        assert ours.encode(text) == expected
+        assert ours.decode(expected) == plain.decode(expected)
+
+
+# Families
+
+FAMILY_VARIANTS = (
+    "llama", "llama-linear-rope", "llama-yarn", "mixtral", "qwen2", "qwen2_moe", "qwen3_moe", "olmoe",
+    "gemma2", "gemma3", "phi", "phi3-partial", "smollm3", "granite", "stablelm",
+    "ernie4_5",
+)  # fmt: skip
+# What llama.cpp fixes by architecture, or the file has as float32, and the tiny variants have otherwise.
+_FIXED = {
+    "gemma2": {"attention_scale"},
+    "gemma3": {"attention_scale", "attention_windows"},
+    "smollm3": {"rope_layers"},
+    "granite": {"embed_scale", "norm_eps"},
+}
+
+
+@pytest.mark.parametrize("variant", FAMILY_VARIANTS)
+def test_every_family_gives_the_folders_model(tmp_path, variant):
+    pytest.importorskip("transformers")
+    from tests import tiny_hf
+
+    folder = tiny_hf.save(variant, tmp_path / "hf")
+    cfg, params = read(write_model(tmp_path / "m.gguf", folder))
+    theirs = read_config(folder)
+    names = [each.name for each in dataclasses.fields(cfg)]
+    differing = {name for name in names if getattr(cfg, name) != getattr(theirs, name)}
+    assert differing == _FIXED.get(variant, set())
+    for name, value in read_params(folder, theirs):
+        np.testing.assert_array_equal(values(params[name]), value, err_msg=name)
+
+
+def test_experts_keep_their_blocks(tmp_path):
+    pytest.importorskip("transformers")
+    from tests import tiny_hf
+
+    wide = {**tiny_hf.VARIANTS["mixtral"][1], "intermediate_size": 64}
+    folder = tiny_hf.save("mixtral", tmp_path / "hf", keys=wide)
+    for kind, bits in (("Q8_0", 8), ("Q4_0", 4)):
+        path = write_model(tmp_path / f"{kind}.gguf", folder, kind)
+        cfg, params = read(path)
+        tensor = next(
+            each for each in gguf.GGUFReader(path).tensors if each.name == "blk.1.ffn_down_exps.weight"
+        )
+        found = params["layers.1.experts.down"]
+        assert isinstance(found, QArray)
+        assert (found.bits, found.shape) == (bits, (4, 64, cfg.hidden_size))
+        expected = gguf.quants.dequantize(np.asarray(tensor.data), tensor.tensor_type)
+        np.testing.assert_array_equal(values(found), expected.swapaxes(1, 2))
+
+
+def test_factors_of_frequencies(stories, tmp_path):
+    """As files of Llama 3.1 have them: they divide the inverse frequencies."""
+    cfg = read_config(stories)
+    tensors = gguf_tensors(cfg, dict(read_params(stories, cfg)))
+    tensors["rope_freqs.weight"] = np.asarray([1, 1, 2, 8], np.float32)
+    keys = {**config_keys(cfg), **tokenizer_keys(stories, cfg.vocab_size)}
+    found, _ = read(write_file(tmp_path / "m.gguf", "llama", keys, tensors))
+    assert found.rope == RopeConfig(dim=8, factors=(1.0, 1.0, 2.0, 8.0))
+    plain = inverse_frequencies(RopeConfig(dim=8))[0]
+    np.testing.assert_allclose(inverse_frequencies(found.rope)[0], plain / [1, 1, 2, 8])
+    assert ModelConfig.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+@pytest.mark.parametrize("kind", ["F16"])
+def test_greedy_tokens_are_those_of_llama_cpp(stories, tmp_path, kind):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    path = write_model(tmp_path / "m.gguf", stories, kind)
+    cfg, params = read(path)
+    theirs = llama_cpp.Llama(str(path), n_ctx=256, logits_all=True, verbose=False, n_threads=1)
+    ids = theirs.tokenize(b"Once upon a time")
+    assert ids == Tokenizer(read_gguf_tokenizer(read_gguf(path), cfg.vocab_size)).encode("Once upon a time")
+    theirs.eval(ids)
+    expected = []
+    for _ in range(200):
+        expected.append(int(np.argmax(theirs.scores[len(ids) + len(expected) - 1])))
+        theirs.eval(expected[-1:])
+    got, weights = [], {name: jnp.asarray(values(param)) for name, param in params.items()}
+    cache = new_cache(cfg, batch=1, tokens=256, dtype=jnp.float32)
+
+    @jit
+    def step(params, tokens, cache):
+        hidden, cache = decoder.forward(params, tokens, cache, cfg=cfg)
+        return decoder.logits(params, hidden[:, -1], cfg=cfg), cache
+
+    logits, cache = step(weights, jnp.asarray([ids], jnp.int32), cache)
+    for _ in range(200):
+        got.append(int(np.argmax(logits[0])))
+        logits, cache = step(weights, jnp.asarray([got[-1:]], jnp.int32), cache)
+    assert got == expected
