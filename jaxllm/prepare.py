@@ -11,7 +11,7 @@ import numpy as np
 from jaxllm.bundle import Bundle, Part, WeightFormat, lay_experts_apart, write_bundle
 from jaxllm.bundle.writer import Kept
 from jaxllm.checkpoints.gguf_file import is_gguf
-from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.checkpoints.huggingface import quantization_of, read_config, read_params, read_stored_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
@@ -108,7 +108,16 @@ def _read_folder(folder: Path, weights: WeightFormat | None, ignore_keys: Collec
     """A Hugging Face folder's model."""
     cfg = read_config(folder, ignore_keys=ignore_keys)
     tokenizer = read_tokenizer(folder)
-    return cfg, tokenizer, read_params(folder, cfg), weights or weight_format_of(folder, cfg)
+    own = weight_format_of(folder, cfg)
+    if quantization_of(folder) is None:
+        return cfg, tokenizer, read_params(folder, cfg), weights or own
+    if weights not in (None, own):
+        return cfg, tokenizer, read_params(folder, cfg), weights
+    params = read_stored_params(folder, cfg)
+    if weights is not None:
+        return cfg, tokenizer, params, weights
+    kept = ((name, each if isinstance(each, QArray) else Kept(each)) for name, each in params)
+    return cfg, tokenizer, kept, own
 
 
 def _read_gguf(path: Path, weights: WeightFormat | None, ignore_keys: Collection[str]) -> _Source:
@@ -150,7 +159,11 @@ def _experts_apart(
 
 
 def weight_format_of(folder: str | os.PathLike[str], cfg: ModelConfig | None = None) -> WeightFormat:
-    """The weight format that stores the checkpoint's first parameter without loss."""
+    """The weight format that stores the checkpoint's first parameter without loss; of quantized weights that
+    of their matrices."""
     folder = Path(folder)
+    quantization = quantization_of(folder)
+    if quantization is not None:
+        return "int4" if quantization.bits == 4 else "int8"
     _, first = next(iter(read_params(folder, cfg or read_config(folder))))
     return _OWN_FORMAT[first.dtype.name]

@@ -5,34 +5,17 @@ become 8-bit groups of 32. Blocks with a minimum (Q4_1, Q5_1, K-quants of 2 to 5
 are widened, and quantized again where the caller asks for it.
 """
 
-import dataclasses
-
 import numpy as np
 
 from jaxllm.checkpoints.gguf_file import GgufTensor, import_gguf
+from jaxllm.checkpoints.packed_weights import GROUP, Levels
 from jaxllm.errors import CheckpointError
-from jaxllm.quant.formats import QArray, pack_int4, quantize
+from jaxllm.quant.formats import QArray, quantize
 
-GROUP = 32
 # Types whose numbers fit 8-bit groups of 32 with little error; by name what the others lack.
 INTO_INT8 = ("Q6_K", "Q5_0")
 FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8")}
 EXACT = {"Q8_0": 8, "Q4_0": 4}
-
-
-@dataclasses.dataclass(frozen=True)
-class Levels:
-    """Levels and scales of a tensor of Q8_0 or Q4_0.
-
-    Attributes:
-      levels: int8, of the tensor's shape.
-      scale: float16, one for 32 values of the last axis.
-      bits: 8 or 4.
-    """
-
-    levels: np.ndarray
-    scale: np.ndarray
-    bits: int
 
 
 def floats(tensor: GgufTensor) -> np.ndarray:
@@ -79,19 +62,6 @@ def levels(tensor: GgufTensor) -> Levels:
     if bits == 8 and (found == -128).any():
         raise CheckpointError("a level is -128, which quantizers do not write; download the file again")
     return Levels(found.reshape(tensor.shape), scale, bits)
-
-
-def packed(blocks: Levels, axis: int) -> QArray:
-    """Our weight of levels and scales, contracted along `axis`."""
-    data = blocks.levels if blocks.bits == 8 else pack_int4(blocks.levels)
-    return QArray(
-        data=np.ascontiguousarray(data),  # pyright: ignore[reportArgumentType]: a host array
-        scale=np.ascontiguousarray(blocks.scale),  # pyright: ignore[reportArgumentType]
-        bits=blocks.bits,
-        group=GROUP,
-        axis=axis,
-        columns=blocks.levels.shape[-1],
-    )
 
 
 def into_int8(values: np.ndarray, axis: int) -> QArray:

@@ -13,16 +13,16 @@ import numpy as np
 
 from jaxllm.bundle.writer import Kept
 from jaxllm.checkpoints import gguf_blocks
-from jaxllm.checkpoints.gguf_blocks import Levels
 from jaxllm.checkpoints.gguf_config import family_of
 from jaxllm.checkpoints.gguf_file import GgufFile, GgufTensor, import_gguf
+from jaxllm.checkpoints.packed_weights import packed_parameter
 from jaxllm.checkpoints.safetensors_folder import some
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
 from jaxllm.formats import WeightFormat
 from jaxllm.models.architectures import architecture
 from jaxllm.models.parameters import ParamSpec, param_specs
-from jaxllm.models.translate import Architecture, Tensor, swap_pairs
+from jaxllm.models.translate import Architecture, Tensor
 from jaxllm.quant import QArray
 
 _EXPERTS = {"experts.gate": "ffn_gate_exps", "experts.up": "ffn_up_exps", "experts.down": "ffn_down_exps"}
@@ -166,7 +166,8 @@ def _read(
         bits = gguf_blocks.EXACT[stored.kind]
         wanted = bits if weights is None else _bits(weights, spec)
         if bits <= wanted <= 8:
-            exact = _exact(source, param, specs, widen=wanted > bits)
+            blocks = dataclasses.replace(gguf_blocks.levels(stored), bits=8 if wanted > bits else bits)
+            exact = packed_parameter(blocks, source.tensor, param, specs)
             if exact is not None:
                 return exact
     values = gguf_blocks.floats(stored)
@@ -189,47 +190,3 @@ def _rows(source: _Source, param: str, specs: Mapping[str, ParamSpec], stored: n
     if source.tensor.expert is None:
         return source.tensor.read(stored.reshape(source.tensor.shape(specs)), param, specs)
     return np.stack([source.tensor.read(each, param, specs) for each in stored])
-
-
-def _exact(source: _Source, param: str, specs: Mapping[str, ParamSpec], *, widen: bool) -> QArray | None:
-    """A parameter's levels and scales as they are stored; None where a group of the file straddles two of our
-    units."""
-    blocks, tensor, spec = gguf_blocks.levels(source.stored), source.tensor, specs[param]
-    bits = 8 if widen else blocks.bits
-    values = _rows(source, param, specs, blocks.levels)
-    if spec.role == "from_units":
-        # One scale for 32 units of a row of the model's width.
-        scale = blocks.scale.swapaxes(-1, -2)
-        if len(spec.shape) == 3 and tensor.expert is None:
-            groups = _groups_of_units(spec.shape[0], spec.shape[1])
-            if groups is None:
-                return None
-            scale = scale[groups]
-        return gguf_blocks.packed(Levels(values, scale, bits), -2)
-    scale = blocks.scale
-    if tensor.expert is None:
-        scale = _scales_of_rows(source, param, specs, scale)
-    return gguf_blocks.packed(Levels(values, scale.reshape(*spec.shape[:-1], -1), bits), -1)
-
-
-def _scales_of_rows(
-    source: _Source, param: str, specs: Mapping[str, ParamSpec], scale: np.ndarray
-) -> np.ndarray:
-    """Scales of the rows of a parameter, as `Tensor.read` takes the rows themselves."""
-    tensor = source.tensor
-    counts = [int(np.prod(specs[name].shape[:-1])) for name in tensor.params]
-    first = sum(counts[: tensor.params.index(param)])
-    scale = scale[first : first + counts[tensor.params.index(param)]]
-    if not tensor.interleaved:
-        return scale
-    return swap_pairs(scale, specs[param.rsplit(".", 1)[0] + ".k"].shape[1], 2)
-
-
-def _groups_of_units(units: int, rows: int) -> np.ndarray | None:
-    """Of each group of 32 rows of each unit `[units, groups]`, the group of the file that it is in; None
-    where it is in two."""
-    group = gguf_blocks.GROUP
-    if rows % group and group % rows:
-        return None
-    first = np.arange(units)[:, None] * rows + np.arange(-(-rows // group))[None] * group
-    return first // group

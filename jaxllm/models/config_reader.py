@@ -140,6 +140,14 @@ class ConfigReader:
         self._sections.append(nested)
         return nested
 
+    def accept(self, key: str) -> None:
+        """Takes any value of a key that does not matter."""
+        self._known.add(key)
+
+    def keys(self) -> list[str]:
+        """All keys of the object."""
+        return list(self._config)
+
     def has(self, key: str) -> bool:
         """Whether the config has a value for `key`, other than null and an empty object."""
         return self._config.get(key) not in (None, {})
