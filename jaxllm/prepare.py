@@ -3,7 +3,7 @@ stored apart."""
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,12 @@ from jaxllm.text.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int, int], None]
 # Config, tokenizer, parameters in order, and the format of matrices.
-_Source = tuple[ModelConfig, TokenizerFiles, Iterator[tuple[str, np.ndarray | QArray | Kept]], WeightFormat]
+_Params = (
+    Iterator[tuple[str, np.ndarray]]
+    | Iterator[tuple[str, np.ndarray | QArray]]
+    | Iterator[tuple[str, QArray | Kept]]
+)
+_Source = tuple[ModelConfig, TokenizerFiles, _Params, WeightFormat]
 _OWN_FORMAT: dict[str, WeightFormat] = {"float32": "f32", "float16": "f32", "bfloat16": "bf16"}
 
 
@@ -114,10 +119,7 @@ def _read_folder(folder: Path, weights: WeightFormat | None, ignore_keys: Collec
     if weights not in (None, own):
         return cfg, tokenizer, read_params(folder, cfg), weights
     params = read_stored_params(folder, cfg)
-    if weights is not None:
-        return cfg, tokenizer, params, weights
-    kept = ((name, each if isinstance(each, QArray) else Kept(each)) for name, each in params)
-    return cfg, tokenizer, kept, own
+    return cfg, tokenizer, params if weights else _kept(params), own
 
 
 def _read_gguf(path: Path, weights: WeightFormat | None, ignore_keys: Collection[str]) -> _Source:
@@ -130,7 +132,14 @@ def _read_gguf(path: Path, weights: WeightFormat | None, ignore_keys: Collection
     file = read_gguf(path)
     cfg = read_gguf_config(file, ignore_keys=ignore_keys)
     tokenizer = read_gguf_tokenizer(file, cfg.vocab_size)
-    return cfg, tokenizer, read_gguf_params(file, cfg, weights), weights or own_format(file)
+    params = read_gguf_params(file, cfg, weights)
+    return cfg, tokenizer, params if weights else _kept(params), weights or own_format(file)
+
+
+def _kept(params: Iterable[tuple[str, np.ndarray | QArray]]) -> Iterator[tuple[str, QArray | Kept]]:
+    """Parameters of which floats keep their width beside quantized ones."""
+    for name, value in params:
+        yield name, value if isinstance(value, QArray) else Kept(value)
 
 
 def _experts_apart(

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.bundle.writer import Kept
 from jaxllm.checkpoints import gguf_blocks
 from jaxllm.checkpoints.gguf_config import family_of
 from jaxllm.checkpoints.gguf_file import GgufFile, GgufTensor, import_gguf
@@ -67,7 +66,7 @@ def _refuse(file: GgufFile, kinds: set[str]) -> None:
 
 def read_gguf_params(
     file: GgufFile, cfg: ModelConfig, weights: WeightFormat | None = None
-) -> Iterator[tuple[str, np.ndarray | QArray | Kept]]:
+) -> Iterator[tuple[str, np.ndarray | QArray]]:
     """Yields our parameters from a GGUF file, lazily and in the order of `param_specs(cfg)`.
 
     Names and shapes of all tensors are checked by this call, before anything is yielded.
@@ -79,7 +78,7 @@ def read_gguf_params(
 
     Returns:
       An iterator over (name, array): floats, or weights of groups of 32 where both the tensor and the format
-      are quantized; floats that keep their own width are marked.
+      are quantized.
 
     Raises:
       CheckpointError: tensors are missing, unknown, of other shapes, or of types that are not supported.
@@ -89,7 +88,7 @@ def read_gguf_params(
     if weights is None:
         own_format(file)
 
-    def load() -> Iterator[tuple[str, np.ndarray | QArray | Kept]]:
+    def load() -> Iterator[tuple[str, np.ndarray | QArray]]:
         for name in specs:
             source = sources[name]
             try:
@@ -158,7 +157,7 @@ def _stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
 
 def _read(
     source: _Source, param: str, specs: Mapping[str, ParamSpec], weights: WeightFormat | None
-) -> np.ndarray | QArray | Kept:
+) -> np.ndarray | QArray:
     """One parameter, in the widest form that both the tensor and `weights` allow."""
     stored, spec = source.stored, specs[param]
     vector = spec.role == "vector"
@@ -175,7 +174,7 @@ def _read(
     quantized = stored.kind not in gguf_blocks.FLOATS and stored.kind != "BF16"
     if quantized and not vector and (weights is None or _bits(weights, spec) == 8):
         return gguf_blocks.into_int8(read, -2 if spec.role == "from_units" else -1)
-    return Kept(read) if weights is None else read
+    return read
 
 
 def _bits(weights: WeightFormat, spec: ParamSpec) -> int:

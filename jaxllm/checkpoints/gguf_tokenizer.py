@@ -223,10 +223,7 @@ def _merges_of_scores(
         known = [(joined[left], joined[right]) for left, right in pairs if left in joined and right in joined]
         found += [(-scores[at], at, left, right) for left, right in sorted(known)]
     found.sort(key=lambda each: each[0])
-    merges: list[tuple[str, ...]] = []
-    for _, _, left, right in found:
-        merges.append((tokens[left], tokens[right]))
-    return merges
+    return [(str(tokens[left]), str(tokens[right])) for _, _, left, right in found]
 
 
 def _model(tokens: Sequence[str], merges: Sequence[tuple[str, ...]], **how: Any) -> dict[str, Any]:
