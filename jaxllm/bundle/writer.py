@@ -34,6 +34,7 @@ from jaxllm.errors import BundleError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
 from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs
+from jaxllm.models.rooms import require_room
 from jaxllm.quant import BlockedArray, QArray, nested_blocks, quantize, to_blocks
 from jaxllm.quant.finite import all_finite
 from jaxllm.text.tokenizer import TokenizerFiles
@@ -186,10 +187,8 @@ def _in_file_order(
 ) -> Iterator[tuple[str, ParamSpec, np.ndarray, int]]:
     """Yields name, spec, value and bits (0: those of `weights`) of parameters, experts apart if they have
     bitwidths."""
-    if expert_bits is not None and cfg.post_norms:
-        raise ConfigError("experts of a model with norms behind its blocks cannot be stored apart")
-    if expert_bits is not None and cfg.shared_expert_size:
-        raise ConfigError("experts beside one that all tokens visit cannot be stored apart")
+    if expert_bits is not None:
+        require_room(cfg, "experts apart")
     widths = {} if expert_bits is None else widths_by_layer(cfg, expert_bits)
     stacks: dict[str, np.ndarray] = {}
     specs = param_specs(cfg)

@@ -72,7 +72,9 @@ class Quantization:
         return {*needed, *optional}
 
 
-def read_quantization(config: Mapping[str, Any], *, ignore_keys: Collection[str] | None = ()) -> Quantization | None:
+def read_quantization(
+    config: Mapping[str, Any], *, ignore_keys: Collection[str] | None = ()
+) -> Quantization | None:
     """The quantization that a config.json describes; None where it has none.
 
     Raises:

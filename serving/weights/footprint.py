@@ -11,6 +11,7 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.mixture import visit_rows
 from jaxllm.kernels.native_experts import begun_shape
+from jaxllm.models.rooms import require_room
 from serving.bundles import open_model
 from serving.host.progress import Progress
 from serving.options import EngineOptions
@@ -67,12 +68,7 @@ def streamed_weights(
         fixed += outputs_bytes(bundle.cfg, options) + _begun_bytes(bundle)
     if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
         return None
-    if bundle.cfg.head_bias:
-        raise ConfigError(
-            f"weights of {bundle.cfg.model_type} models are not streamed: their head has a bias; give "
-            f"--memory {-(-(bundle.weight_bytes + fixed) // 1_000_000)}MB, which holds them all, or "
-            "narrower weights (jaxllm prepare --weights int4)"
-        )
+    require_room(bundle.cfg, "streamed weights")
     if bundle.cfg.experts and not bundle.layout.experts_apart:
         _log.warning(
             "%s is streamed by whole layers, because its experts are stored together; to read only those "
