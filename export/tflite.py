@@ -30,6 +30,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.parameters import Params, param_specs
+from jaxllm.models.rooms import require_room
 from jaxllm.program_folder.manifest import Argument, Manifest, Precision, ProgramLevel, Signature
 from jaxllm.quant import FirstUnits, Weight
 from jaxllm.steps.exported import ParamsOf, step_of, with_adapters
@@ -133,11 +134,7 @@ def tflite_model(
 
 def require_holdable(cfg: ModelConfig) -> None:
     """Raises ConfigError if `.tflite` models cannot express a model."""
-    if cfg.experts:
-        raise ConfigError(
-            "a tflite model has no mixture of experts (its tokens would have to be sorted by expert); export "
-            "it as stablehlo"
-        )
+    require_room(cfg, "tflite")
 
 
 def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) -> ProgramLevel:

@@ -58,7 +58,9 @@ class RopeConfig:
     `dim` is the number of leading head dimensions that are rotated: even, at most the head size. `kind` is
     the `rope_type` of Hugging Face configs: linear (position interpolation), llama3 (Llama 3.1, piecewise by
     wavelength) or yarn (arXiv 2309.00071). The other fields are the parameters of these scalings, under the
-    names that Hugging Face configs give them.
+    names that Hugging Face configs give them. With `query_growth` b above 0 the query at position p is
+    multiplied by 1 + b·ln(1 + floor(p / `original_window_tokens`)) (Llama 4, Ministral 3).
+    `factors`, one per pair of dimensions, divide the frequencies, as GGUF files store a scaling.
     """
 
     dim: int
@@ -72,21 +74,25 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    query_growth: float = 0.0
+    factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         _require_int("rope dim", self.dim, 2, MAX_DIMENSION)
         _require(self.dim % 2 == 0, f"rope dim must be even, got {self.dim}")
         _require_numbers(
             self, "theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
-            "attention_factor",
+            "attention_factor", "query_growth",
         )  # fmt: skip
+        self._check_factors()
+        _require(self.query_growth >= 0, f"query_growth must not be negative, got {self.query_growth}")
         _require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
         _require(self.factor >= 1, f"rope scaling factor must be at least 1, got {self.factor}")
         _require(
             self.kind in ("default", "linear", "llama3", "yarn"),
             f"rope scaling {self.kind!r} is not supported; use default, linear, llama3 or yarn",
         )
-        shortest = 1 if self.kind in ("llama3", "yarn") else 0
+        shortest = 1 if self.kind in ("llama3", "yarn") or self.query_growth else 0
         _require_int("rope original window", self.original_window_tokens, shortest, MAX_DIMENSION)
         _require_flags(self, "truncate")
         if self.kind == "llama3":
@@ -102,6 +108,14 @@ class RopeConfig:
                 "yarn rope scaling needs positive beta_fast and beta_slow, got "
                 f"{self.beta_fast} and {self.beta_slow}",
             )
+
+    def _check_factors(self) -> None:
+        object.__setattr__(self, "factors", tuple(self.factors))
+        valid = all(isinstance(each, float) and 1e-6 <= each <= 1e6 for each in self.factors)
+        _require(
+            valid and len(self.factors) in (0, self.dim // 2),
+            f"rope factors must be {self.dim // 2} numbers in [1e-6, 1e6], got {self.factors!r:.80}",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +145,13 @@ class ModelConfig:
     With `qk_norm` each head's query and key are RMS-normalized; with `joint_qk_norm` the norm goes over all
     heads together. With `qkv_clip` above 0 queries, keys and values are then clipped to ±`qkv_clip`.
 
+    With `shared_expert_size` above 0 all tokens visit one more expert of that many neurons, whose output is
+    multiplied by the sigmoid of a product of its own.
+
+    `rope_layers` says which layers have a rotary embedding; all by default. Without `pre_norms` a layer's
+    blocks read its input as it is (and `post_norms` normalize their outputs). With `parallel_blocks` the
+    feed-forward block reads what attention reads, by the same norm. Logits are multiplied by `logit_scale`.
+
     `layer_units` of a sub-model has one entry per layer; it is empty for the whole model. All other fields of
     a sub-model, also `kv_heads`, `heads` and `ffn_size`, are those of the whole model.
     """
@@ -151,10 +172,12 @@ class ModelConfig:
     rope: RopeConfig | None = None
     local_rope: RopeConfig | None = None
     learned_positions: bool = False
+    rope_layers: tuple[bool, ...] = ()
     attention_windows: tuple[int, ...] = ()
     attention_scale: float = 0.0
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
+    logit_scale: float = 1.0
     embed_scale: float = 1.0
     qkv_bias: bool = False
     o_bias: bool = False
@@ -162,13 +185,17 @@ class ModelConfig:
     qk_norm: bool = False
     joint_qk_norm: bool = False
     qkv_clip: float = 0.0
+    pre_norms: bool = True
     post_norms: bool = False
+    parallel_blocks: bool = False
     tied_head: bool = False
+    head_bias: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn_size: int = 0
     normalize_expert_weights: bool = True
     sparse_layers: tuple[bool, ...] = ()
+    shared_expert_size: int = 0
     layer_units: tuple[LayerUnits, ...] = ()
 
     def __post_init__(self) -> None:
@@ -192,13 +219,14 @@ class ModelConfig:
             "attention_scale",
             "attention_softcap",
             "logit_softcap",
+            "logit_scale",
             "embed_scale",
             "qkv_clip",
         )
         _require_flags(
             self, "gated_ffn", "learned_positions", "qkv_bias", "o_bias", "ffn_bias", "qk_norm",
-            "joint_qk_norm",
-            "post_norms", "tied_head", "normalize_expert_weights",
+            "joint_qk_norm", "pre_norms", "post_norms", "parallel_blocks", "tied_head", "head_bias",
+            "normalize_expert_weights",
         )  # fmt: skip
         _require(self.norm_eps > 0, f"norm_eps must be positive, got {self.norm_eps}")
         if not self.attention_windows:
@@ -212,6 +240,7 @@ class ModelConfig:
         if not self.attention_scale:
             object.__setattr__(self, "attention_scale", self.head_dim**-0.5)
         _require(self.qk_norm or not self.joint_qk_norm, "joint_qk_norm is true without qk_norm; set both")
+        self._check_blocks()
         for name in ("attention_scale", "attention_softcap", "logit_softcap", "qkv_clip"):
             value = getattr(self, name)
             _require(value >= 0, f"{name} must not be negative, got {value}")
@@ -225,18 +254,42 @@ class ModelConfig:
         if self.experts:
             self._check_experts()
         else:
-            for name, none in (("experts_per_token", 0), ("expert_ffn_size", 0), ("sparse_layers", ())):
+            none_of = {
+                "experts_per_token": 0,
+                "expert_ffn_size": 0,
+                "sparse_layers": (),
+                "shared_expert_size": 0,
+            }
+            for name, none in none_of.items():
                 value = getattr(self, name)
                 _require(value == none, f"{name} is {value!r} but the model has no experts; set experts")
             _require(self.normalize_expert_weights, "normalize_expert_weights is false without experts")
         if self.layer_units:
             self._check_units()
 
+    def _check_blocks(self) -> None:
+        _require(self.logit_scale > 0, f"logit_scale must be positive, got {self.logit_scale}")
+        if self.rope_layers:
+            flags = {type(each) for each in self.rope_layers} == {bool}
+            _require(
+                len(self.rope_layers) == self.layers and flags,
+                f"rope_layers needs {self.layers} times true or false, one per layer, got {self.rope_layers}",
+            )
+            if all(self.rope_layers):
+                # Equal models have equal configs.
+                object.__setattr__(self, "rope_layers", ())
+        _require(self.pre_norms or self.post_norms, "pre_norms is false without post_norms; set one of them")
+        _require(
+            not self.parallel_blocks or (self.pre_norms and not self.post_norms and not self.experts),
+            "parallel_blocks needs pre_norms, and neither post_norms nor experts",
+        )
+
     def _check_experts(self) -> None:
         _require_int("experts_per_token", self.experts_per_token, 1, self.experts)
         if not self.expert_ffn_size:
             object.__setattr__(self, "expert_ffn_size", self.ffn_size)
         _require_int("expert_ffn_size", self.expert_ffn_size, 1, MAX_DIMENSION)
+        _require_int("shared_expert_size", self.shared_expert_size, 0, MAX_DIMENSION)
         _require(
             self.gated_ffn and not self.ffn_bias,
             "experts are gated and have no biases: set gated_ffn to true and ffn_bias to false",
@@ -289,6 +342,8 @@ class ModelConfig:
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
         """The rotary embedding that layer `layer` uses."""
+        if self.rope_layers and not self.rope_layers[layer]:
+            return None
         if self.attention_windows[layer] and self.local_rope is not None:
             return self.local_rope
         return self.rope
@@ -313,7 +368,7 @@ class ModelConfig:
             for name in ("rope", "local_rope"):
                 if fields.get(name) is not None:
                     fields[name] = RopeConfig(**fields[name])
-            for name in ("attention_windows", "sparse_layers"):
+            for name in ("attention_windows", "rope_layers", "sparse_layers"):
                 if name in fields:
                     fields[name] = tuple(fields[name])
             if "layer_units" in fields:

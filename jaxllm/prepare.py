@@ -1,20 +1,32 @@
-"""Prepares bundles from Hugging Face folders, and from a mixture's bundle one with its experts stored
-apart."""
+"""Prepares bundles from Hugging Face folders and GGUF files, and from a mixture's bundle one with its experts
+stored apart."""
 
+import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from jaxllm.bundle import Bundle, Part, WeightFormat, lay_experts_apart, write_bundle
-from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.bundle.writer import Kept
+from jaxllm.checkpoints.gguf_file import is_gguf
+from jaxllm.checkpoints.huggingface import quantization_of, read_config, read_params, read_stored_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.parameters import parameter_count
+from jaxllm.quant import QArray
+from jaxllm.text.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int, int], None]
+# Config, tokenizer, parameters in order, and the format of matrices.
+_Params = (
+    Iterator[tuple[str, np.ndarray]]
+    | Iterator[tuple[str, np.ndarray | QArray]]
+    | Iterator[tuple[str, QArray | Kept]]
+)
+_Source = tuple[ModelConfig, TokenizerFiles, _Params, WeightFormat]
 _OWN_FORMAT: dict[str, WeightFormat] = {"float32": "f32", "float16": "f32", "bfloat16": "bf16"}
 
 
@@ -32,11 +44,13 @@ def prepare(
     """Writes the model in `folder` as the bundle `out`, one tensor in memory at a time.
 
     Args:
-      folder: with config.json, safetensors and a tokenizer; or, with `expert_bits`, the path of a mixture's
-        bundle, of which only experts that get fewer bits are converted.
+      folder: with config.json, safetensors and a tokenizer; or the path of a GGUF file; or, with
+        `expert_bits`, the path of a mixture's bundle, of which only experts that get fewer bits are
+        converted.
       out: the bundle's path; it is written whole or not at all.
-      weights: format of matrices; None keeps the checkpoint's (float16 becomes f32).
-      name: the model's name, for people; the folder's name by default.
+      weights: format of matrices; None keeps the checkpoint's (float16 becomes f32). Of a GGUF file None
+        keeps each matrix's own, and its quantized blocks bit for bit where ours have the same form.
+      name: the model's name, for people; the folder's or file's name by default.
       ignore_keys: unknown config keys to ignore.
       expert_bits: to store each expert of a mixture by itself with this bitwidth, one for all or `[L_sparse,
         E]` (see `write_bundle`), so that the model runs in less memory; 0 stores experts together, in the
@@ -54,26 +68,32 @@ def prepare(
         raise CheckpointError(f"{out} is a folder; name the bundle's file, such as {out / 'model.jaxllm'}")
     if out.resolve().parent == folder.resolve() and out.suffix in (".safetensors", ".json", ".jinja"):
         raise CheckpointError(f"{out} would replace a file of the model itself; name another file")
-    if folder.is_file():
+    if folder.is_file() and not is_gguf(folder):
         return _experts_apart(folder, out, weights, name, ignore_keys, expert_bits, parts)
-    cfg = read_config(folder, ignore_keys=ignore_keys)
-    tokenizer = read_tokenizer(folder)
-    weights = weights or weight_format_of(folder, cfg)
+    if out.exists() and folder.is_file() and out.samefile(folder):
+        raise CheckpointError(f"{out} is the model itself; name another file")
+    source = _read_gguf if folder.is_file() else _read_folder
+    cfg, tokenizer, params, weights = source(folder, weights, ignore_keys)
     total, done = parameter_count(cfg), 0
 
     def counted():
         nonlocal done
-        for param, value in read_params(folder, cfg):
+        for param, value in params:
             yield param, value
-            done += value.size
+            done += math.prod(value.shape)
             if progress is not None:
                 progress("prepare", done, total)
 
     apart = bool(np.any(expert_bits))
+    if apart and folder.is_file():
+        raise CheckpointError(
+            f"{folder}: experts of a GGUF file are laid apart in a second step: prepare it without "
+            "--expert-bits, then the bundle with them"
+        )
     widths = np.broadcast_to(expert_bits, (sum(map(cfg.is_sparse, range(cfg.layers))), cfg.experts))
     if apart and not cfg.experts:
         raise ConfigError(f"{folder} is no mixture of experts: there are none to store apart")
-    name = name or folder.resolve().name
+    name = name or (folder.stem if folder.is_file() else folder.resolve().name)
     try:
         write_bundle(
             out,
@@ -87,6 +107,39 @@ def prepare(
         )
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from error
+
+
+def _read_folder(folder: Path, weights: WeightFormat | None, ignore_keys: Collection[str]) -> _Source:
+    """A Hugging Face folder's model."""
+    cfg = read_config(folder, ignore_keys=ignore_keys)
+    tokenizer = read_tokenizer(folder)
+    own = weight_format_of(folder, cfg)
+    if quantization_of(folder) is None:
+        return cfg, tokenizer, read_params(folder, cfg), weights or own
+    if weights not in (None, own):
+        return cfg, tokenizer, read_params(folder, cfg), weights
+    params = read_stored_params(folder, cfg)
+    return cfg, tokenizer, params if weights else _kept(params), own
+
+
+def _read_gguf(path: Path, weights: WeightFormat | None, ignore_keys: Collection[str]) -> _Source:
+    """A GGUF file's model."""
+    from jaxllm.checkpoints.gguf_config import read_gguf_config
+    from jaxllm.checkpoints.gguf_file import read_gguf
+    from jaxllm.checkpoints.gguf_model import own_format, read_gguf_params
+    from jaxllm.checkpoints.gguf_tokenizer import read_gguf_tokenizer
+
+    file = read_gguf(path)
+    cfg = read_gguf_config(file, ignore_keys=ignore_keys)
+    tokenizer = read_gguf_tokenizer(file, cfg.vocab_size)
+    params = read_gguf_params(file, cfg, weights)
+    return cfg, tokenizer, params if weights else _kept(params), weights or own_format(file)
+
+
+def _kept(params: Iterable[tuple[str, np.ndarray | QArray]]) -> Iterator[tuple[str, QArray | Kept]]:
+    """Parameters of which floats keep their width beside quantized ones."""
+    for name, value in params:
+        yield name, value if isinstance(value, QArray) else Kept(value)
 
 
 def _experts_apart(
@@ -115,7 +168,11 @@ def _experts_apart(
 
 
 def weight_format_of(folder: str | os.PathLike[str], cfg: ModelConfig | None = None) -> WeightFormat:
-    """The weight format that stores the checkpoint's first parameter without loss."""
+    """The weight format that stores the checkpoint's first parameter without loss; of quantized weights that
+    of their matrices."""
     folder = Path(folder)
+    quantization = quantization_of(folder)
+    if quantization is not None:
+        return "int4" if quantization.bits == 4 else "int8"
     _, first = next(iter(read_params(folder, cfg or read_config(folder))))
     return _OWN_FORMAT[first.dtype.name]

@@ -1,7 +1,7 @@
-"""Opens models by name or path: a packaged model, a bundle, or a Hugging Face folder.
+"""Opens models by name or path: a packaged model, a bundle, a Hugging Face folder or a GGUF file.
 
-A folder is prepared once and kept in the user's cache directory, keyed by its contents; a changed folder is
-prepared again. Nothing is downloaded.
+A folder or GGUF file is prepared once and kept in the user's cache directory, keyed by its contents; a
+changed one is prepared again. Nothing is downloaded.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import xxhash
 import jaxllm
 from jaxllm.bundle import SUFFIX, Bundle, WeightFormat
 from jaxllm.bundle.elastic import read_ladder
+from jaxllm.checkpoints.gguf_file import gguf_parts, is_gguf
 from jaxllm.config import WHOLE
 from jaxllm.errors import BundleError, CheckpointError, ConfigError
 from jaxllm.files.atomic import remove_abandoned
@@ -41,12 +42,12 @@ def open_model(
       CheckpointError: the model is missing, or cannot be read or prepared.
     """
     path = find_model(model)
-    if path.is_dir():
-        return _open_folder(path, weights, progress)
+    if path.is_dir() or is_gguf(path):
+        return _open_prepared(path, weights, progress)
     if not path.exists():
         raise CheckpointError(
             f"{path}: no such file or folder; give a bundle made by `jaxllm prepare`, a Hugging Face model "
-            f"folder, or one of the packaged models: {', '.join(packaged_models())}"
+            f"folder, a GGUF file, or one of the packaged models: {', '.join(packaged_models())}"
         )
     bundle = Bundle.open(path)
     if weights not in (None, bundle.layout.weights):
@@ -94,13 +95,16 @@ def _assets() -> Path:
     return Path(jaxllm.__file__).parent / "assets"
 
 
-def _open_folder(folder: Path, weights: WeightFormat | None, progress: Progress | None) -> Bundle:
+def _open_prepared(source: Path, weights: WeightFormat | None, progress: Progress | None) -> Bundle:
+    """The bundle of a Hugging Face folder or a GGUF file, from the cache or made now."""
     # Imported here, because opening a bundle does not need it.
     from jaxllm.prepare import prepare, weight_format_of
 
-    weights = weights or weight_format_of(folder)
-    place = cache_folder() / "bundles" / _digest([str(folder.resolve())]) / weights
-    cached = place / f"{_content_key(folder)}{SUFFIX}"
+    if source.is_dir():
+        weights = weights or weight_format_of(source)
+    # Of a GGUF file each tensor's own width is a choice by itself.
+    place = cache_folder() / "bundles" / _digest([str(source.resolve())]) / (weights or "own")
+    cached = place / f"{_content_key(source)}{SUFFIX}"
     try:
         make_private_folder(place)
     except (OSError, ConfigError) as error:
@@ -111,7 +115,7 @@ def _open_folder(folder: Path, weights: WeightFormat | None, progress: Progress 
     bundle = _open_cached(cached)
     if bundle is not None:
         return bundle
-    prepare(folder, cached, weights=weights, progress=progress)
+    prepare(source, cached, weights=weights, progress=progress)
     cached.chmod(0o600)
     for older in place.glob(f"*{SUFFIX}"):
         # Bundles of earlier contents; a process that still maps one keeps its pages.
@@ -141,15 +145,20 @@ def _open_cached(path: Path) -> Bundle | None:
     return None
 
 
-def _content_key(folder: Path) -> str:
-    """A digest of a folder's contents: name, size, times and content of each file that bundles are made of.
+def _content_key(source: Path) -> str:
+    """A digest of the contents of a folder, or of a file and the other parts of a split one: name, size,
+    times and content of each file that bundles are made of.
 
     Of large files only samples are read. The change time, which no program can set, tells changes between the
     samples even where size and modification time were restored.
     """
     parts = [_CACHE_KEY_VERSION]
-    for path in sorted(folder.iterdir()):
-        if path.suffix in _CONTENT_SUFFIXES and path.is_file():
+    if source.is_dir():
+        paths = [path for path in source.iterdir() if path.suffix in _CONTENT_SUFFIXES]
+    else:
+        paths = gguf_parts(source)
+    for path in sorted(paths):
+        if path.is_file():
             facts = path.stat()
             parts += [path.name, str(facts.st_size), str(facts.st_mtime_ns), str(facts.st_ctime_ns)]
             parts.append(_sampled_digest(path, facts.st_size))

@@ -199,6 +199,9 @@ CONFIGS = {
         **MOE, expert_ffn_size=20, normalize_expert_weights=False, sparse_layers=(True, False, True),
         layer_units=(LayerUnits(kv_heads=1, neurons=8),) * 3,
     ),
+    "shared expert": model(**MOE, shared_expert_size=12, rope_layers=(True, False, True), logit_scale=0.25),
+    "parallel": model(parallel_blocks=True, head_bias=True),
+    "norms behind": model(pre_norms=False, post_norms=True),
     "joint norms": model(qk_norm=True, joint_qk_norm=True, qkv_clip=8.0),
 }  # fmt: skip
 
@@ -209,7 +212,7 @@ def test_json_round_trip(name):
     again = ModelConfig.from_json(json.loads(json.dumps(cfg.to_json())))
     assert again == cfg
     assert hash(again) == hash(cfg)
-    assert type(again.attention_windows) is type(again.sparse_layers) is tuple
+    assert type(again.attention_windows) is type(again.sparse_layers) is type(again.rope_layers) is tuple
 
 
 def test_all_fields_differ_from_the_defaults_in_the_round_trip():

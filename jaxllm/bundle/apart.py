@@ -17,6 +17,7 @@ from jaxllm.bundle.reader import Bundle
 from jaxllm.bundle.writer import Stored, rewrite_bundle, stored_form, widths_by_layer
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import ParamSpec, expert_parameter, specs_apart
+from jaxllm.models.rooms import room_refusal
 from jaxllm.quant import BlockedArray, QArray, dequantize, from_blocks, to_blocks
 from jaxllm.quant.planes import nested_entry
 
@@ -62,6 +63,8 @@ def lay_experts_apart(
     if cfg.post_norms or read_ladder(source) is not None:
         kind = "with norms behind its blocks" if cfg.post_norms else "with levels"
         raise ConfigError(f"{source.path}: experts of a model {kind} cannot be stored apart")
+    if (reason := room_refusal(cfg, "experts apart")) is not None:
+        raise ConfigError(f"{source.path}: {reason}")
     widths, own = widths_by_layer(cfg, expert_bits), expert_widths(source)
     if np.any(expert_bits > own):
         raise ConfigError(

@@ -34,7 +34,8 @@ from jaxllm.errors import BundleError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
 from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs
-from jaxllm.quant import BlockedArray, nested_blocks, quantize, to_blocks
+from jaxllm.models.rooms import require_room
+from jaxllm.quant import BlockedArray, QArray, nested_blocks, quantize, to_blocks
 from jaxllm.quant.finite import all_finite
 from jaxllm.text.tokenizer import TokenizerFiles
 
@@ -42,11 +43,23 @@ from jaxllm.text.tokenizer import TokenizerFiles
 Stored = np.ndarray | BlockedArray
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A parameter of floats that keeps its width, whatever the format: 16 bits if it is bfloat16, else 32."""
+
+    value: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return self.value.shape
+
+
 def write_bundle(
     path: str | os.PathLike[str],
     *,
     cfg: ModelConfig,
-    params: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]],
+    params: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray | QArray | Kept]],
     weights: WeightFormat,
     tokenizer: TokenizerFiles,
     name: str,
@@ -58,8 +71,9 @@ def write_bundle(
     Args:
       path: of the file; its folder must exist.
       cfg: the model.
-      params: float arrays by name; or (name, float array) pairs in the order of `param_specs(cfg)`, which
-        are consumed one by one.
+      params: float arrays by name; or (name, array) pairs in the order of `param_specs(cfg)`, which are
+        consumed one by one. An array is of floats, or `Kept` ones, or a quantized weight, which
+        stays as it is.
       weights: format of matrices. Vectors (norms, biases, positions) stay float32; with int4, embedding and
         head stay at 8 bits.
       tokenizer: the model's tokenizer.
@@ -128,9 +142,13 @@ def rewrite_bundle(
 
 
 def stored_form(
-    value: np.ndarray, spec: ParamSpec, weights: WeightFormat, width: int = 0
+    value: np.ndarray | QArray | Kept, spec: ParamSpec, weights: WeightFormat, width: int = 0
 ) -> np.ndarray | BlockedArray:
     """A parameter at the bits that `weights` gives its role, or at `width` bits if that is not 0."""
+    if isinstance(value, QArray):
+        return to_blocks(value)
+    if isinstance(value, Kept):
+        value, width = value.value, 16 if value.value.dtype == ml_dtypes.bfloat16 else 32
     bits = 32 if spec.role == "vector" else width or _width(spec, weights)
     # Embedding and head stay int8: drafts by 4-bit ones are much worse.
     if weights == "int8-nested" and bits == 8 and spec.role != "embed":
@@ -165,12 +183,12 @@ def _sorted_pairs(cfg: ModelConfig, params: Mapping[str, np.ndarray]) -> list[tu
 
 
 def _in_file_order(
-    cfg: ModelConfig, params: Iterable[tuple[str, np.ndarray]], expert_bits: np.ndarray | None
+    cfg: ModelConfig, params: Iterable[tuple[str, Any]], expert_bits: np.ndarray | None
 ) -> Iterator[tuple[str, ParamSpec, np.ndarray, int]]:
     """Yields name, spec, value and bits (0: those of `weights`) of parameters, experts apart if they have
     bitwidths."""
-    if expert_bits is not None and cfg.post_norms:
-        raise ConfigError("experts of a model with norms behind its blocks cannot be stored apart")
+    if expert_bits is not None:
+        require_room(cfg, "experts apart")
     widths = {} if expert_bits is None else widths_by_layer(cfg, expert_bits)
     stacks: dict[str, np.ndarray] = {}
     specs = param_specs(cfg)

@@ -29,7 +29,7 @@ from jaxllm.models.lora import (
     target_of,
 )
 from jaxllm.models.parameters import ParamSpec, param_specs
-from jaxllm.models.translate import Tensor
+from jaxllm.models.translate import Tensor, swap_pairs
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -91,6 +91,8 @@ def write_adapter(
             # PEFT divides each module's alpha by its own rank.
             factor = (right.shape[0] / max(lora.rank, 1)) ** (0.5 if lora.rank_stabilized else 1)
             patterns[relative] = (right.shape[0], lora.alpha * factor)
+        if module.tensor.interleaved:
+            left = swap_pairs(left, cfg.head_dim, cfg.head_dim // 2)
         a, b = (left.T, right.T) if module.by_units else (right, left)
         for part, value in (("lora_A", a), ("lora_B", b)):
             value = np.ascontiguousarray(value, np.float32)
@@ -162,6 +164,8 @@ def read_adapter(folder: Path, cfg: ModelConfig) -> tuple[LoraConfig, dict[str, 
             left = left * np.float32(_own_scaling(config, module.name, right.shape[0], lora))
         if not np.isfinite(left).all():
             raise CheckpointError(f"{keys[0]} of {folder} is scaled beyond what floats hold")
+        if module.tensor.interleaved:
+            left = swap_pairs(left, cfg.head_dim, 2)
         for name, (first, last) in module.rows.items():
             parts.setdefault(name, {})[module.tensor.expert] = (left[first:last], right)
     if stored:

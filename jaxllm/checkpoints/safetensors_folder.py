@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 # The import registers the dtype "bfloat16" with NumPy, on which safetensors relies.
-import ml_dtypes  # noqa: F401
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxllm.errors import CheckpointError, one_line
 from jaxllm.files.atomic import atomic_file
-from jaxllm.files.input_files import read_json
+from jaxllm.files.input_files import open_regular, read_json
 from jaxllm.quant.finite import all_finite
 
 # Stored name -> dtype (one of `FLOAT_TYPES`), shape, and a function that gives the values.
@@ -97,6 +97,57 @@ class SafetensorsFolder:
                 "nonsense; take another copy or an earlier checkpoint"
             )
         return values
+
+    def integers(self, name: str, shape: tuple[int, ...], dtype: str = "I32") -> np.ndarray:
+        """A tensor of integers of a type (safetensors' name).
+
+        Raises:
+          CheckpointError: it is missing, or of another type or shape, or the file cannot be read.
+        """
+        return self._all_of(name, shape, (dtype, "I64") if len(shape) == 1 else (dtype,))
+
+    def floats(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A small tensor of floats, such as scales, in float32.
+
+        Raises:
+          CheckpointError: as `integers`.
+        """
+        return self._all_of(name, shape, tuple(FLOAT_TYPES.values())).astype(np.float32)
+
+    def eighths(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A tensor of 8-bit floats (e4m3), in float32.
+
+        Raises:
+          CheckpointError: as `integers`.
+        """
+        self._require(name, shape, ("F8_E4M3",))
+        path = self.folder / self._file_of[name]
+        # The library has no such type in NumPy. It has checked the header: 8 bytes of length, JSON, data.
+        with open_regular(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            first, last = json.loads(file.read(length))[name]["data_offsets"]
+            file.seek(8 + length + first)
+            data = np.frombuffer(file.read(last - first), np.uint8)
+        if data.size != math.prod(shape):
+            raise self._corrupt(path.name, OSError("it ends early"))
+        return data.view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(shape)
+
+    def _all_of(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> np.ndarray:
+        self._require(name, shape, dtypes)
+        try:
+            return np.asarray(self._slices(name)[:])
+        except (SafetensorError, OSError) as error:
+            raise self._corrupt(self._file_of[name], error) from error
+
+    def _require(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.folder} lacks the tensor {name}; download it again")
+        dtype, stored = self.describe(name)
+        if dtype not in dtypes or stored != shape:
+            raise CheckpointError(
+                f"tensor {name} of {self.folder} is {dtype} of shape {list(stored)} where its config.json "
+                f"implies {dtypes[0]} of shape {list(shape)}; the config belongs to other weights"
+            )
 
     def _slices(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(name)

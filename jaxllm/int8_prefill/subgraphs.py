@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.products import NARROW, OUT, PROJECT, WIDEN, contracts_last_axis, matrices_of
 from jaxllm.int8_prefill.shadow import FloatRows, added_by_shadow
 from jaxllm.kv.cache import Past
@@ -26,6 +25,7 @@ from jaxllm.models.layer import attend_cache, normed_heads
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of
 from jaxllm.models.parameters import Params
+from jaxllm.models.rooms import require_room
 from jaxllm.nn.layers import activate
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
 from jaxllm.nn.norms import normalize
@@ -62,10 +62,7 @@ class LayerCalibration:
 
 def require_integer_prefill(cfg: ModelConfig) -> None:
     """Raises ConfigError unless the model can have integer prefill."""
-    if cfg.experts:
-        raise ConfigError(
-            "a mixture of experts has no integer prefill: which products a token needs depends on the token"
-        )
+    require_room(cfg, "integer prefill")
 
 
 def project(

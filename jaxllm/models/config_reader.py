@@ -99,6 +99,17 @@ class ConfigReader:
             raise self._wrong(key, value, "a string")
         return value
 
+    def optional_text(self, key: str) -> str | None:
+        """A string, or None where the key is absent or null."""
+        return None if self._value(key, None) is None else self.text(key, "")
+
+    def integer_or_text(self, key: str, default: int) -> int | str:
+        """A whole number or a string; null means 0."""
+        value = self._value(key, default)
+        if value is None:
+            return 0
+        return self.text(key, "") if isinstance(value, str) else self.integer(key, default)
+
     def texts(self, key: str) -> tuple[str, ...] | None:
         """A list of strings, or None where the key is absent or null."""
         value = self._value(key, None)
@@ -128,6 +139,23 @@ class ConfigReader:
         nested = ConfigReader(value, f"{self._path}{key}.")
         self._sections.append(nested)
         return nested
+
+    def accept(self, key: str) -> None:
+        """Takes any value of a key that does not matter."""
+        self._known.add(key)
+
+    def keys(self) -> list[str]:
+        """All keys of the object."""
+        return list(self._config)
+
+    def has(self, key: str) -> bool:
+        """Whether the config has a value for `key`, other than null and an empty object."""
+        return self._config.get(key) not in (None, {})
+
+    def require(self, key: str, why: str) -> None:
+        """Refuses a config without `key`."""
+        if self._value(key, None) is None:
+            raise ConfigError(f"config key {self._path + key!r} is missing: {why}")
 
     def only(self, key: str, allowed: Collection[Any], why: str) -> None:
         """Refuses every value of `key` but those in `allowed`; an absent key is fine."""

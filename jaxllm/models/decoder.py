@@ -24,6 +24,7 @@ from jaxllm.models.layer import (
     attend_documents,
     attended,
     chosen_experts,
+    query_growth,
     rotary_by_rope,
     run_layer,
 )
@@ -314,6 +315,7 @@ def _begin_documents(
             attend_documents,
             cfg=cfg,
             rotary=rotaries.get(cfg.layer_rope(like)),
+            growth=query_growth(positions, cfg.layer_rope(like)),
             starts=starts,
             branches=branches,
             window=cfg.attention_windows[like],
@@ -351,7 +353,10 @@ def logits(
     """Next-token logits `[..., V]` float32 of hidden states `[..., D]`; for `rowwise` and `live` see
     `linear.py`, for `apart` `by_sequence`."""
     Axes("logits", D=cfg.hidden_size).check(jnp.floating, "... D", hidden=hidden)
-    out = to_units(hidden, params[head_name(cfg)], rowwise=rowwise, live=live).astype(jnp.float32)
+    bias = LayerParams(params, "").vector("head_bias")
+    out = to_units(hidden, params[head_name(cfg)], bias, rowwise=rowwise, live=live).astype(jnp.float32)
+    if cfg.logit_scale != 1.0:
+        out = out * np.float32(cfg.logit_scale)
     if cfg.logit_softcap:
         cap = np.float32(cfg.logit_softcap)
         out = by_sequence(lambda out: jnp.tanh(out / cap) * cap, out, apart=apart)

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.experts.mixture import mixture
@@ -41,7 +42,7 @@ def run_layer(
     The first `valid` of the T tokens, an int32 scalar, are real: outputs of the others are undefined. Of
     several sequences of one token each it is the first `valid` sequences. For `rowwise` see `linear.py`.
     """
-    live = live_rows(x, valid)
+    live, before = live_rows(x, valid), x
     x, kept = attended(weights, x, cfg, layer, attend, rowwise, valid)
     routing = None
     if cfg.is_sparse(layer) and rowwise and x.shape[0] > 1:
@@ -50,6 +51,8 @@ def run_layer(
     elif cfg.is_sparse(layer):
         real = None if valid is None else jnp.arange(x.shape[1], dtype=jnp.int32) < valid
         mixed, routing = _experts(weights, x, cfg, live=real, differentiable=differentiable)
+    elif cfg.parallel_blocks:
+        mixed = x + _ffn(weights, before, cfg, rowwise, live)
     else:
         mixed = _ffn(weights, x, cfg, rowwise, live)
     if cfg.post_norms:
@@ -76,7 +79,7 @@ def attended(
     live, (groups, _) = live_rows(x, valid), weights.used
     q, k, v = normed_to_units(
         x,
-        weights.norm("attn_norm", cfg),
+        weights.pre_norm("attn_norm", cfg),
         [weights[f"attn.{name}"] for name in "qkv"],
         [weights.vector(f"attn.{name}_bias") for name in "qkv"],
         used=groups,
@@ -143,6 +146,7 @@ def attend_cache(
     window, rope = cfg.attention_windows[layer], cfg.layer_rope(layer)
     if rotary is None and rope is not None:
         rotary = rotary_cos_sin(at.positions, rope)
+    new = grown(new, query_growth(at.positions, rope))
     mask = at.visible(past.capacity_tokens, window)
     options = AttentionOptions(scale=cfg.attention_scale, softcap=cfg.attention_softcap, window=window)
     out, past, mass = cached_attention(new, rotary, past, mask, at, mass, options=options, used=used)
@@ -155,21 +159,39 @@ def attend_documents(
     *,
     cfg: ModelConfig,
     rotary: CosSin | None,
+    growth: jax.Array | None,
     starts: jax.Array,
     branches: Branches | None,
     window: int,
 ) -> tuple[jax.Array, None]:
     """Attention of whole documents without a cache (see `document_attention`); `rotary` is cos and sin of
-    their positions."""
+    their positions, `growth` see `query_growth`."""
     # Unused heads are computed all the same, and the output product leaves them out: documents serve training
     # and scoring, where time matters less.
     del used
-    q, k, v = new
+    q, k, v = grown(new, growth)
     if rotary is not None:
         q, k = rotate(q, *rotary), rotate(k, *rotary)
     scale, softcap = cfg.attention_scale, cfg.attention_softcap
     out = document_attention(q, k, v, starts, scale=scale, softcap=softcap, window=window, branches=branches)
     return out, None
+
+
+def query_growth(positions: jax.Array, rope: RopeConfig | None) -> jax.Array | None:
+    """Factors of queries `[..., T]` at `positions` `[..., T]`; None if they are all 1 (see `RopeConfig`)."""
+    if rope is None or not rope.query_growth:
+        return None
+    windows = (positions // np.int32(rope.original_window_tokens)).astype(jnp.float32)
+    return 1 + np.float32(rope.query_growth) * jnp.log1p(windows)
+
+
+def grown(heads: Heads, growth: jax.Array | None) -> Heads:
+    """Heads with queries `[B, T, ...]` multiplied by factors `[T]` or `[B, T]`, if there are any."""
+    if growth is None:
+        return heads
+    lead = (growth.shape[0] if growth.ndim == 2 else 1, growth.shape[-1])
+    factors = growth.reshape(lead + (1,) * (heads.q.ndim - 2))
+    return heads._replace(q=(heads.q * factors).astype(heads.q.dtype))
 
 
 def rotary_by_rope(positions: jax.Array, cfg: ModelConfig) -> dict[RopeConfig | None, CosSin]:
@@ -180,7 +202,8 @@ def rotary_by_rope(positions: jax.Array, cfg: ModelConfig) -> dict[RopeConfig | 
 def _ffn(
     weights: LayerParams, x: jax.Array, cfg: ModelConfig, rowwise: bool, live: jax.Array | None
 ) -> jax.Array:
-    """Feed-forward block of `x` `[B, T, D]`, gated or plain; x is added here unless a norm comes between."""
+    """Feed-forward block of `x` `[B, T, D]`, gated or plain; x is added here unless a norm comes between, or
+    attention beside it has added it."""
     gated = cfg.gated_ffn
     block = FeedForward(
         up=weights["ffn.up"],
@@ -191,8 +214,9 @@ def _ffn(
         gate_bias=weights.vector("ffn.gate_bias") if gated else None,
         activation=cfg.activation,
     )
-    norm, (_, used) = weights.norm("ffn_norm", cfg), weights.used
-    add_input = not cfg.post_norms
+    norm = weights.pre_norm("attn_norm" if cfg.parallel_blocks else "ffn_norm", cfg)
+    _, used = weights.used
+    add_input = not cfg.post_norms and not cfg.parallel_blocks
     return feed_forward(x, norm, block, add_input=add_input, used=used, rowwise=rowwise, live=live)
 
 
@@ -218,7 +242,18 @@ def _experts(
         live=live,
         differentiable=differentiable,
     )
+    if cfg.shared_expert_size:
+        out = out + _shared_expert(weights, x, cfg)
     return out, routing
+
+
+def _shared_expert(weights: LayerParams, x: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Output of the expert that all tokens `x` `[B, T, D]` visit, times its score."""
+    norm = weights.norm("ffn_norm", cfg)
+    up, down, gate = (weights[f"shared.{part}"] for part in ("up", "down", "gate"))
+    block = FeedForward(up=up, down=down, gate=gate, activation=cfg.activation)
+    (score,) = normed_to_units(x, norm, [weights["shared.score"]], [None])
+    return jax.nn.sigmoid(score) * feed_forward(x, norm, block, add_input=False)
 
 
 def chosen_experts(

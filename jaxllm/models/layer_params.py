@@ -49,6 +49,10 @@ class LayerParams:
         found = self.operand(name)
         return None if found is None else value(found)
 
+    def pre_norm(self, name: str, cfg: ModelConfig) -> Norm | None:
+        """`norm` of a block's input; None if the model's blocks read their input as it is."""
+        return self.norm(name, cfg) if cfg.pre_norms else None
+
     def norm(self, name: str, cfg: ModelConfig) -> Norm:
         """A norm's scale, and its bias if it has one."""
         scale = self.operand(f"{name}.scale")

@@ -8,7 +8,8 @@ A flat dict with stable string keys:
     layers.{i}.attn.q_norm.scale [H]             .k_norm.scale [H]          (joint: [N·H] and [K·H])
     layers.{i}.ffn.gate [F, D]     .up [F, D]    .down [F, D]                   (+ gate_bias ...)
     layers.{i}.router [E, D]       .experts.gate [E, F, D]  .up [E, F, D]  .down [E, F, D]   (or these)
-    final_norm.scale/bias [D]      head [V, D]
+    layers.{i}.shared.gate/up/down [S, D]        .shared.score [1, D]       (beside experts)
+    final_norm.scale/bias [D]      head [V, D]   head_bias [V]
 
 The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer. Where a layer has
 experts, an expert is one entry of the leading axis.
@@ -61,6 +62,8 @@ def _specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     specs.update(_norm_specs(cfg, "final_norm"))
     if not cfg.tied_head:
         specs["head"] = ParamSpec((cfg.vocab_size, width), "embed")
+    if cfg.head_bias:
+        specs["head_bias"] = ParamSpec((cfg.vocab_size,), "vector")
     return specs
 
 
@@ -99,7 +102,7 @@ def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     kept = cfg.units(layer)
     units, head, width = kept.kv_heads, cfg.head_dim, cfg.hidden_size
     queries = cfg.group * head
-    specs = _norm_specs(cfg, "attn_norm")
+    specs = _norm_specs(cfg, "attn_norm") if cfg.pre_norms else {}
     rows = {"q": queries, "k": head, "v": head}
     for name, count in rows.items():
         specs[f"attn.{name}"] = ParamSpec((units, count, width), "to_units")
@@ -114,7 +117,8 @@ def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
         specs["attn.o_bias"] = ParamSpec((width,), "vector")
     if cfg.post_norms:
         specs.update(_norm_specs(cfg, "attn_post_norm"))
-    specs.update(_norm_specs(cfg, "ffn_norm"))
+    if cfg.pre_norms and not cfg.parallel_blocks:
+        specs.update(_norm_specs(cfg, "ffn_norm"))
     specs.update((_expert_specs if cfg.is_sparse(layer) else _ffn_specs)(cfg, kept.neurons))
     if cfg.post_norms:
         specs.update(_norm_specs(cfg, "ffn_post_norm"))
@@ -135,12 +139,20 @@ def _ffn_specs(cfg: ModelConfig, neurons: int) -> dict[str, ParamSpec]:
 
 def _expert_specs(cfg: ModelConfig, neurons: int) -> dict[str, ParamSpec]:
     shape = (cfg.experts, neurons, cfg.hidden_size)
+    shared = (cfg.shared_expert_size, cfg.hidden_size)
+    beside = {
+        "shared.score": ParamSpec((1, cfg.hidden_size), "vector"),
+        "shared.gate": ParamSpec(shared, "to_units"),
+        "shared.up": ParamSpec(shared, "to_units"),
+        "shared.down": ParamSpec(shared, "from_units"),
+    }
     return {
         # Never quantized: it is small, and rounding it would change which experts run.
         "router": ParamSpec((cfg.experts, cfg.hidden_size), "vector"),
         "experts.gate": ParamSpec(shape, "to_units"),
         "experts.up": ParamSpec(shape, "to_units"),
         "experts.down": ParamSpec(shape, "from_units"),
+        **(beside if cfg.shared_expert_size else {}),
     }
 
 

@@ -5,12 +5,15 @@ one `rope_parameters` object with both. Both are read, with the precedence that 
 older one is written because every version of transformers reads it.
 """
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.config import RopeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.layer_windows import FULL, SLIDING
 
 _KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -22,6 +25,7 @@ def read_rope(
     window_tokens: int,
     theta: float = 10000.0,
     partial: float = 1.0,
+    growth: bool = False,
 ) -> RopeConfig:
     """The one rotary embedding of a model.
 
@@ -31,6 +35,7 @@ def read_rope(
       window_tokens: `max_position_embeddings`, the default of a scaling's original window.
       theta: base if the config has none.
       partial: share of the head's dimensions that are rotated, if the config has none.
+      growth: whether queries may grow with the position (`llama_4_scaling_beta`).
 
     Raises:
       ConfigError: a scaling kind that is not supported, or one whose numbers are missing or wrong.
@@ -40,7 +45,8 @@ def read_rope(
     partial = reader.number("partial_rotary_factor", partial)
     # Phi-3 and some fine-tuned models have this key at the top level, where it takes precedence.
     original = reader.optional_integer("original_max_position_embeddings")
-    return read_rope_section(
+    beta = (section.optional_number("llama_4_scaling_beta") or 0.0) if growth else 0.0
+    rope = read_rope_section(
         section,
         theta=theta,
         partial=partial,
@@ -48,6 +54,47 @@ def read_rope(
         head_dim=head_dim,
         window_tokens=window_tokens,
     )
+    if growth:
+        # Beside the scaling's own parameters transformers writes the window once more.
+        section.only("max_position_embeddings", (None, window_tokens), "it is the model's window")
+    if not beta:
+        return rope
+    named = section.optional_integer("original_max_position_embeddings")
+    return dataclasses.replace(rope, query_growth=beta, original_window_tokens=original or named or 0)
+
+
+def read_ropes_by_layer(
+    reader: ConfigReader, fields: Mapping[str, Any], bases: Mapping[str, float]
+) -> tuple[RopeConfig, RopeConfig]:
+    """The rotary embeddings of full and of sliding layers, all over whole heads.
+
+    Args:
+      reader: at the top level of the config.
+      fields: the model's `head_dim` and `window_tokens`.
+      bases: of each kind of layer, if the config has none.
+    """
+    nested, scaling = reader.section("rope_parameters"), reader.section("rope_scaling")
+    if nested and scaling:
+        raise ConfigError(
+            "the config has both 'rope_parameters' and 'rope_scaling', which would mix; keep the first"
+        )
+    # In the older spelling the scaling applies to full layers alone.
+    sections = {
+        FULL: nested.section(FULL) if nested else scaling,
+        SLIDING: nested.section(SLIDING) if nested else None,
+    }
+    ropes = [
+        read_rope_section(
+            sections[kind] or ConfigReader({}),
+            theta=bases[kind],
+            head_dim=fields["head_dim"],
+            window_tokens=fields["window_tokens"],
+        )
+        for kind in (FULL, SLIDING)
+    ]
+    for rope in ropes:
+        refuse_partial(rope, fields["head_dim"])
+    return ropes[0], ropes[1]
 
 
 def sole_rope_section(reader: ConfigReader) -> ConfigReader:

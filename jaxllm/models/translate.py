@@ -51,6 +51,8 @@ class Tensor:
       params: names of our parameters, in the order of their rows.
       transposed: whether rows are columns in the checkpoint.
       skip_rows: leading rows that are padding, which the model never reads.
+      interleaved: whether rows of each head, of queries or keys, come in the order of a rotary embedding that
+        turns neighbours (2i, 2i+1) where ours turns halves (i, i+H/2).
       plus_one: whether a norm's weight is stored as w where the model multiplies by 1 + w.
       in_body: False for a name without the checkpoint's prefix (the head).
       expert: number of the expert, once the name is filled in.
@@ -60,6 +62,7 @@ class Tensor:
     params: tuple[str, ...]
     transposed: bool = False
     skip_rows: int = 0
+    interleaved: bool = False
     plus_one: bool = False
     in_body: bool = True
     expert: int | None = None
@@ -79,6 +82,8 @@ class Tensor:
             start += self._rows(name, specs)
         rows = slice(start, start + self._rows(param, specs))
         block = stored[:, rows].T if self.transposed else stored[rows]
+        if self.interleaved:
+            block = swap_pairs(block, self._head_dim(specs), 2)
         block = np.ascontiguousarray(block).reshape(self._block_shape(param, specs))
         # In float32, because 1 + w in bfloat16 loses most bits of w.
         return block.astype(np.float32) + np.float32(1) if self.plus_one else block
@@ -88,12 +93,18 @@ class Tensor:
         width = () if _is_vector(self.params[0]) else specs[self.params[0]].shape[-1:]
         parts = [params[name] if self.expert is None else params[name][self.expert] for name in self.params]
         blocks = [np.asarray(part).reshape(-1, *width) for part in parts]
+        if self.interleaved:
+            head_dim = self._head_dim(specs)
+            blocks = [swap_pairs(block, head_dim, head_dim // 2) for block in blocks]
         if self.plus_one:
             blocks = [block.astype(np.float32) - np.float32(1) for block in blocks]
         if self.skip_rows:
             blocks.insert(0, np.zeros((self.skip_rows, *width), blocks[0].dtype))
         whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         return np.ascontiguousarray(whole.T if self.transposed else whole)
+
+    def _head_dim(self, specs: Mapping[str, ParamSpec]) -> int:
+        return specs[self.params[0].rsplit(".", 1)[0] + ".k"].shape[1]
 
     def _block_shape(self, param: str, specs: Mapping[str, ParamSpec]) -> tuple[int, ...]:
         shape = specs[param].shape
@@ -194,6 +205,13 @@ class Architecture:
                     name = self.layer_prefix.format(layer) + tensor.name
                     found += _by_expert(dataclasses.replace(tensor, name=name, params=params), cfg)
         return found
+
+
+def swap_pairs(rows: np.ndarray, head_dim: int, stride: int) -> np.ndarray:
+    """Rows `[heads·H, ...]` with each head's row numbers (a, b), of which b counts to `stride`, as (b, a):
+    with stride 2 neighbours become halves, and with H/2 halves neighbours."""
+    split = rows.reshape(-1, head_dim // stride, stride, *rows.shape[1:])
+    return split.swapaxes(1, 2).reshape(rows.shape)
 
 
 def read_activation(reader: ConfigReader, key: str, default: str) -> Activation:

@@ -60,7 +60,7 @@ WRAPPERS: dict[str, Wrapper] = {
         ),
     ),
     "mistral3": Wrapper(
-        text_types={"mistral": "mistral"},
+        text_types={"mistral": "mistral", "ministral3": "ministral3"},
         layouts=_LAYOUTS,
         skipped=_TOWER,
         keys=frozenset(

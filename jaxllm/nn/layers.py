@@ -45,6 +45,8 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
         frequencies = _llama3(frequencies, rope)
     elif rope.kind == "yarn":
         frequencies = _yarn(frequencies, rope)
+    if rope.factors:
+        frequencies = frequencies / np.asarray(rope.factors)
     return frequencies.astype(np.float32), rope.attention_factor
 
 

@@ -137,7 +137,7 @@ def to_units(
 
 def normed_to_units(
     x: jax.Array,
-    norm: Norm,
+    norm: Norm | None,
     weights: Sequence[Weight],
     biases: Sequence[jax.Array | None],
     *,
@@ -146,29 +146,28 @@ def normed_to_units(
     step: jax.Array | None = None,
     live: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """`to_units` of `norm(x)` with each weight."""
+    """`to_units` of `norm(x)`, or of x as it is, with each weight."""
 
-    def apart(x: jax.Array, norm: Norm, weights: Sequence[Weight], options: _Options) -> list[jax.Array]:
-        normed = normalize(x, norm, apart=rowwise)
+    def apart(x: jax.Array, norm: Norm | None, weights: list[Weight], options: _Options) -> list[jax.Array]:
+        normed = x if norm is None else normalize(x, norm, apart=rowwise)
         return [to_units(normed, weight, rowwise=rowwise, **options.named()) for weight in weights]
 
     def together(
-        x: jax.Array, norm: Norm, weights: Sequence[Adaptable], options: _Options
+        x: jax.Array, norm: Norm | None, weights: list[Adaptable], options: _Options
     ) -> list[jax.Array]:
         rows = x.reshape(-1, x.shape[-1])
-        products = native_products.to_units(
-            rows, weights, norm_scale=norm.scale, norm_eps=norm.eps, rowwise=rowwise, **options.named()
-        )
+        fused = {} if norm is None else {"norm_scale": norm.scale, "norm_eps": norm.eps}
+        products = native_products.to_units(rows, weights, rowwise=rowwise, **fused, **options.named())
         return [
             out.reshape(*x.shape[:-1], *weight.shape[:-1])
             for out, weight in zip(products, weights, strict=True)
         ]
 
     options = _Options(used, step, live)
-    if norm.bias is None and _one_format(weights):
+    if (norm is None or norm.bias is None) and _one_format(weights):
         outs = natively(together, apart, x, norm, list(weights), options)
     else:
-        outs = apart(x, norm, weights, options)
+        outs = apart(x, norm, list(weights), options)
     return [_with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)]
 
 
@@ -210,7 +209,7 @@ def from_units(
 
 def feed_forward(
     x: jax.Array,
-    norm: Norm,
+    norm: Norm | None,
     weights: FeedForward,
     *,
     add_input: bool,
@@ -219,10 +218,10 @@ def feed_forward(
     steps: Steps | None = None,
     live: jax.Array | None = None,
 ) -> jax.Array:
-    """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`. `steps`: of
-    the input of the first products, and of the input of `down` (see the module docstring)."""
+    """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`; without a
+    norm x is read as it is. `steps`: of the inputs of the first products and of `down` (see above)."""
 
-    def apart(x: jax.Array, norm: Norm, weights: FeedForward, options: _BlockOptions) -> jax.Array:
+    def apart(x: jax.Array, norm: Norm | None, weights: FeedForward, options: _BlockOptions) -> jax.Array:
         step, hidden_step = options.steps or (None, None)
         shared = {"used": options.used, "live": options.live, "rowwise": rowwise}
         if weights.gate is None:
@@ -238,17 +237,18 @@ def feed_forward(
         shared |= {"residual": x if add_input else None}
         return from_units(hidden, weights.down, weights.down_bias, step=hidden_step, **shared)
 
-    def together(x: jax.Array, norm: Norm, weights: FeedForward, options: _BlockOptions) -> jax.Array:
-        fused = norm.bias is None
-        rows = (x if fused else normalize(x, norm, apart=rowwise)).reshape(-1, x.shape[-1])
+    def together(x: jax.Array, norm: Norm | None, weights: FeedForward, options: _BlockOptions) -> jax.Array:
+        fused = norm is None or norm.bias is None
+        normed = x if norm is None or fused else normalize(x, norm, apart=rowwise)
+        rows = normed.reshape(-1, x.shape[-1])
         out = native_products.feed_forward(
             rows,
             weights.gate,  # pyright: ignore[reportArgumentType]: all are in blocks
             weights.up,  # pyright: ignore[reportArgumentType]
             weights.down,  # pyright: ignore[reportArgumentType]
             activation=weights.activation,
-            norm_scale=norm.scale if fused else None,
-            norm_eps=norm.eps,
+            norm_scale=None if norm is None or not fused else norm.scale,
+            norm_eps=0.0 if norm is None else norm.eps,
             residual=add_input and fused,
             rowwise=rowwise,
             **options.named(),

@@ -1,4 +1,4 @@
-"""`jaxllm info`: describes a bundle and the device, and checks that the bundle is whole."""
+"""`jaxllm info`: describes a bundle and the device, or a checkpoint, and checks that the bundle is whole."""
 
 import collections
 import dataclasses
@@ -39,25 +39,34 @@ class _InfoCommand(EngineCommand):
 )
 @json_option
 def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool) -> None:
-    """Describe a bundle and this device.
+    """Describe a bundle and this device; or a folder or GGUF file that could become a bundle.
 
     Reads BUNDLE, a file or a packaged model's name (default: default), and writes a line for each fact: its
-    size and shape, its levels and experts, and the kernels that run it here.
+    size and shape, its levels and experts, and the kernels that run it here. Of a Hugging Face folder or a
+    GGUF file: its family, what it supports, and the memory that it would take at each width.
 
     \b
     Example:
       jaxllm info model.jaxllm --verify
       jaxllm info model.jaxllm --memory
+      jaxllm info path/to/folder
     """
     del memory  # See `_InfoCommand`.
     import jax
 
     from jaxllm.bundle import Bundle
+    from jaxllm.errors import CheckpointError
     from jaxllm.kernels import native
     from jaxllm.models.parameters import parameter_count
     from serving.bundles import find_model
+    from serving.commands.checkpoint_facts import checkpoint_facts, is_checkpoint
 
     path = find_model(bundle)
+    if is_checkpoint(path):
+        if verify:
+            raise CheckpointError(f"{path} has no checksums to verify; prepare it, then verify the bundle")
+        _show(checkpoint_facts(path), as_json)
+        return
     chosen = native.kernels()
     with Bundle.open(path) as opened:
         if verify:
@@ -80,9 +89,16 @@ def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool)
             "kernels_available": list(chosen.choices),
             "kernel_threads": native.threads(),
         }
+    _show(facts, as_json)
+
+
+def _show(facts: dict[str, Any], as_json: bool) -> None:
+    """Writes facts as JSON, or as a line for each."""
     if as_json:
         print_json(facts)
         return
+    for part in ("rooms", "memory_bytes"):
+        facts |= {f"{part}: {key}": value for key, value in facts.pop(part, {}).items()}
     facts |= facts.pop("config")
     width = max(map(len, facts))
     # Plain lines: columns would cut a fingerprint to the width of a terminal.

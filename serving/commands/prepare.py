@@ -1,4 +1,4 @@
-"""`jaxllm prepare`: writes a Hugging Face folder, or a mixture's bundle, as a bundle."""
+"""`jaxllm prepare`: writes a Hugging Face folder, a GGUF file, or a mixture's bundle, as a bundle."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from serving.commands.lazy import EngineCommand
     "ignore_keys",
     multiple=True,
     metavar="KEY",
-    help="Ignore a config.json key that jaxllm does not know. Repeatable.",
+    help="Ignore a key of config.json or of a GGUF file that jaxllm does not know. Repeatable.",
 )
 def prepare_command(
     model: Path,
@@ -45,9 +45,10 @@ def prepare_command(
     name: str,
     ignore_keys: tuple[str, ...],
 ) -> None:
-    """Write a Hugging Face folder as one bundle file.
+    """Write a Hugging Face folder or a GGUF file as one bundle file.
 
-    Reads the folder MODEL (config, safetensors, tokenizer) and writes FILE, whole or not at all. With
+    Reads the folder MODEL (config, safetensors, tokenizer) or the GGUF file MODEL, and writes FILE, whole or
+    not at all. Of a GGUF file blocks of Q8_0 and Q4_0 stay bit for bit. With
     --expert-bits MODEL may be a mixture's bundle, or the name of a packaged one: its weights stay as they
     are, except experts that get narrower.
 

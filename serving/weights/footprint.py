@@ -11,6 +11,7 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.mixture import visit_rows
 from jaxllm.kernels.native_experts import begun_shape
+from jaxllm.models.rooms import require_room
 from serving.bundles import open_model
 from serving.host.progress import Progress
 from serving.options import EngineOptions
@@ -52,7 +53,7 @@ def streamed_weights(
 
     Raises:
       BudgetExceeded: the budget is too small for streaming, too.
-      ConfigError: a loss of experts is allowed, and none is nested.
+      ConfigError: a loss of experts is allowed, and none is nested; or the head has a bias.
       CheckpointError: the file is damaged or cannot be read.
     """
     if options.experts.loss and not _nested_experts(bundle):
@@ -67,6 +68,7 @@ def streamed_weights(
         fixed += outputs_bytes(bundle.cfg, options) + _begun_bytes(bundle)
     if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
         return None
+    require_room(bundle.cfg, "streamed weights")
     if bundle.cfg.experts and not bundle.layout.experts_apart:
         _log.warning(
             "%s is streamed by whole layers, because its experts are stored together; to read only those "

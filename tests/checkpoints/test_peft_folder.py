@@ -21,7 +21,7 @@ from tests.tiny import TINY
 LORA = LoraConfig(rank=3, alpha=5, targets=("attn.q", "attn.v", "attn.o", "ffn.up", "ffn.down"))
 TOKENS = np.random.default_rng(3).integers(0, tiny_hf.VOCAB, (2, 9)).astype(np.int32)
 # One of each layout: plain, several in one tensor, stored input first.
-LAYOUTS = ("llama-untied-biases", "qwen3", "phi3", "gpt2", "opt")
+LAYOUTS = ("llama-untied-biases", "qwen3", "phi3", "gpt2", "opt", "ernie4_5")
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)

@@ -29,6 +29,16 @@ def llama(**keys):
     return {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, **keys}
 
 
+# What a config has to say besides its model_type: without it the model has layers that are not implemented.
+_NEEDED = {
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["attention"] * 2, "num_local_experts": 0},
+}
+
+
+def least(model_type):
+    return {"model_type": model_type, **_NEEDED.get(model_type, {})}
+
+
 # Registry
 
 
@@ -44,8 +54,8 @@ def test_empty_config_is_the_class_default(model_type):
     """What a config leaves out is what transformers' class says."""
     transformers = pytest.importorskip("transformers")
     config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
-    spelled_out = json.loads(json.dumps(config_class().to_dict()))
-    assert translate({"model_type": model_type}) == translate(spelled_out)
+    spelled_out = json.loads(json.dumps(config_class(**_NEEDED.get(model_type, {})).to_dict()))
+    assert translate(least(model_type)) == translate(spelled_out)
 
 
 # Unknown keys
@@ -53,9 +63,9 @@ def test_empty_config_is_the_class_default(model_type):
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_unknown_key_is_refused_and_can_be_ignored(model_type):
-    config = {"model_type": model_type, "residual_multiplier": 0.22}
-    refused(config, "'residual_multiplier'", "0.22", "--ignore-config-key residual_multiplier")
-    assert translate(config, ignore_keys=["residual_multiplier"]) == translate({"model_type": model_type})
+    config = {**least(model_type), "score_multiplier": 0.22}
+    refused(config, "'score_multiplier'", "0.22", "--ignore-config-key score_multiplier")
+    assert translate(config, ignore_keys=["score_multiplier"]) == translate(least(model_type))
 
 
 def test_unknown_key_that_is_off_is_harmless():
@@ -112,6 +122,23 @@ def test_long_values_are_cut():
         ({"model_type": "stablelm", "use_parallel_residual": True}, ["'use_parallel_residual'", "12B"]),
         ({"model_type": "stablelm", "qk_layernorm": True}, ["'qk_layernorm'", "12B"]),
         ({"model_type": "stablelm", "head_dim": 64}, ["'head_dim'", "unknown"]),
+        ({"model_type": "phi", "qk_layernorm": True}, ["'qk_layernorm'", "not implemented"]),
+        ({"model_type": "phi", "tie_word_embeddings": True}, ["'tie_word_embeddings'", "of its own"]),
+        ({"model_type": "granite", "residual_multiplier": 0.0}, ["'residual_multiplier'", "0.0"]),
+        ({"model_type": "granitemoehybrid", "num_local_experts": 0}, ["'layer_types'", "Mamba"]),
+        (
+            {"model_type": "granitemoehybrid", "num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
+            ["'layer_types'", "Mamba", "not implemented"],
+        ),
+        (
+            {"model_type": "granitemoehybrid", "num_hidden_layers": 1, "layer_types": ["attention"]},
+            ["'num_local_experts'", "experts"],
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, ["'no_rope_layers'", "36 times"]),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, ["'no_rope_layer_interval'", "0"]),
+        ({"model_type": "exaone4", "sliding_window_pattern": "LX"}, ["'sliding_window_pattern'", "'LX'"]),
+        ({"model_type": "exaone4", "sliding_window_pattern": -2}, ["'sliding_window_pattern'", "-2"]),
+        ({"model_type": "qwen2_moe", "decoder_sparse_step": 0}, ["'decoder_sparse_step'", "0"]),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, ["'attn_logit_softcapping'"]),
         ({"model_type": "gemma2", "sliding_window": None}, ["sliding layers", "None"]),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["'longrope'"]),
@@ -168,11 +195,11 @@ HOSTILE = [
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_hostile_values_give_a_config_or_a_config_error(model_type):
     family = ARCHITECTURES[model_type]
-    keys = {*family.config_to_hf(translate({"model_type": model_type})), "rope_parameters", "rope_scaling"}
+    keys = {*family.config_to_hf(translate(least(model_type))), "rope_parameters", "rope_scaling"}
     for key in sorted(keys - {"model_type"}):
         for value in HOSTILE:
             try:
-                cfg = family.config_from_hf({"model_type": model_type, key: value})
+                cfg = family.config_from_hf({**least(model_type), key: value})
             except ConfigError as error:
                 message = str(error)
                 shown = "\n" not in message and len(message) < 600
@@ -293,6 +320,27 @@ def test_stablelm_turns_a_quarter_of_each_head():
     assert [rope.dim for rope in ropes if rope is not None] == [8, 16]
 
 
+def test_residual_multiplier_is_folded():
+    cfg = translate({"model_type": "granite", "residual_multiplier": 0.5, "embedding_multiplier": 3.0})
+    assert (cfg.embed_scale, cfg.norm_eps, cfg.logit_scale) == (6.0, 4e-6, 1.0)
+
+
+def test_layers_without_rotary_embedding():
+    cfg = translate({"model_type": "smollm3", "num_hidden_layers": 5})
+    assert [cfg.layer_rope(layer) is None for layer in range(5)] == [False, False, False, True, False]
+    keys = {"model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 9}
+    cfg = translate({**keys, "sliding_window_pattern": "LLG"})
+    assert cfg.attention_windows == (9, 9, 0, 0)
+    assert [cfg.layer_rope(layer) is None for layer in range(4)] == [False, False, True, True]
+    assert translate({**keys, "sliding_window": None}).rope_layers == ()
+
+
+def test_ministral3_grows_queries_by_default():
+    rope = translate({"model_type": "ministral3"}).rope
+    assert rope is not None
+    assert (rope.kind, rope.query_growth, rope.original_window_tokens) == ("yarn", 0.1, 16384)
+
+
 def test_mixtral_defaults():
     cfg = translate({"model_type": "mixtral"})
     assert (cfg.experts, cfg.experts_per_token, cfg.expert_ffn_size) == (8, 2, cfg.ffn_size)
@@ -306,6 +354,6 @@ def test_mixtral_defaults():
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_config_round_trip(model_type):
-    cfg = translate({"model_type": model_type})
+    cfg = translate(least(model_type))
     written = ARCHITECTURES[model_type].config_to_hf(cfg)
     assert translate(json.loads(json.dumps(written))) == cfg

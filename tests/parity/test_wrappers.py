@@ -118,3 +118,12 @@ def test_shapes_that_disagree_and_foreign_tensors(case, tmp_path):
     save_file({**stored, "audio_tower.weight": np.zeros(2, np.float32)}, more / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"holds audio_tower\.weight"):
         read_params(more, read_config(more))
+
+
+def test_mistral3_with_the_text_model_of_ministral3(tmp_path):
+    """As Ministral 3 is published."""
+    folder = tiny_hf.save_wrapper("mistral3", tmp_path / "mistral")
+    ours = changed(
+        folder, tmp_path / "ministral", lambda config: config["text_config"].update(model_type="ministral3")
+    )
+    assert read_config(ours).model_type == "ministral3"

@@ -1,36 +1,56 @@
 """Registry of decoder architectures by Hugging Face `model_type`: one file each, one line here."""
 
 from jaxllm.errors import ConfigError
+from jaxllm.models.architectures.ernie4_5 import ERNIE4_5
+from jaxllm.models.architectures.exaone4 import EXAONE4
 from jaxllm.models.architectures.gemma import GEMMA
 from jaxllm.models.architectures.gemma2 import GEMMA2
 from jaxllm.models.architectures.gemma3_text import GEMMA3_TEXT
 from jaxllm.models.architectures.gpt2 import GPT2
+from jaxllm.models.architectures.granite import GRANITE
+from jaxllm.models.architectures.granitemoehybrid import GRANITEMOEHYBRID
 from jaxllm.models.architectures.llama import LLAMA
+from jaxllm.models.architectures.ministral3 import MINISTRAL3
 from jaxllm.models.architectures.mistral import MISTRAL
 from jaxllm.models.architectures.mixtral import MIXTRAL
+from jaxllm.models.architectures.olmo2 import OLMO2
+from jaxllm.models.architectures.olmo3 import OLMO3
 from jaxllm.models.architectures.olmoe import OLMOE
 from jaxllm.models.architectures.opt import OPT
+from jaxllm.models.architectures.phi import PHI
 from jaxllm.models.architectures.phi3 import PHI3
 from jaxllm.models.architectures.qwen2 import QWEN2
+from jaxllm.models.architectures.qwen2_moe import QWEN2_MOE
 from jaxllm.models.architectures.qwen3 import QWEN3
 from jaxllm.models.architectures.qwen3_moe import QWEN3_MOE
+from jaxllm.models.architectures.smollm3 import SMOLLM3
 from jaxllm.models.architectures.stablelm import STABLELM
 from jaxllm.models.translate import Architecture
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "ernie4_5": ERNIE4_5,
+    "exaone4": EXAONE4,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3_TEXT,
     "gpt2": GPT2,
+    "granite": GRANITE,
+    "granitemoehybrid": GRANITEMOEHYBRID,
     "llama": LLAMA,
+    "ministral3": MINISTRAL3,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
     "olmoe": OLMOE,
     "opt": OPT,
+    "phi": PHI,
     "phi3": PHI3,
     "qwen2": QWEN2,
+    "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
+    "smollm3": SMOLLM3,
     "stablelm": STABLELM,
 }
 

@@ -15,7 +15,7 @@ from jaxllm.models.architectures.gemma2 import (
 )
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.layer_windows import FULL, SLIDING, read_windows
-from jaxllm.models.rope_translation import read_rope_section, refuse_partial, write_rope
+from jaxllm.models.rope_translation import read_ropes_by_layer, write_rope
 from jaxllm.models.translate import Architecture
 
 _DEFAULTS = {
@@ -39,28 +39,7 @@ def _read_ropes(reader: ConfigReader, fields: dict[str, Any]) -> tuple[RopeConfi
         FULL: reader.number("rope_theta", 1e6),
         SLIDING: reader.number("rope_local_base_freq", 1e4),
     }
-    nested, scaling = reader.section("rope_parameters"), reader.section("rope_scaling")
-    if nested and scaling:
-        raise ConfigError(
-            "the config has both 'rope_parameters' and 'rope_scaling', which would mix; keep the first"
-        )
-    # In the older spelling the scaling applies to full layers alone.
-    sections = {
-        FULL: nested.section(FULL) if nested else scaling,
-        SLIDING: nested.section(SLIDING) if nested else None,
-    }
-    ropes = [
-        read_rope_section(
-            sections[kind] or ConfigReader({}),
-            theta=bases[kind],
-            head_dim=fields["head_dim"],
-            window_tokens=fields["window_tokens"],
-        )
-        for kind in (FULL, SLIDING)
-    ]
-    for rope in ropes:
-        refuse_partial(rope, fields["head_dim"])
-    return ropes[0], ropes[1]
+    return read_ropes_by_layer(reader, fields, bases)
 
 
 def _read(reader: ConfigReader) -> ModelConfig:

@@ -25,7 +25,7 @@ _DEFAULTS = {
 }
 
 
-def _read_sparse_layers(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
+def read_sparse_layers(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
     """`sparse_layers`: every `decoder_sparse_step`-th layer, without those of `mlp_only_layers`."""
     step = reader.integer("decoder_sparse_step", 1)
     if step < 1:
@@ -51,7 +51,7 @@ def _read(reader: ConfigReader) -> ModelConfig:
         experts_per_token=reader.integer("num_experts_per_tok", 8),
         expert_ffn_size=reader.integer("moe_intermediate_size", 768),
         normalize_expert_weights=reader.flag("norm_topk_prob", False),
-        sparse_layers=_read_sparse_layers(reader, fields["layers"]),
+        sparse_layers=read_sparse_layers(reader, fields["layers"]),
     )
 
 

@@ -1,0 +1,350 @@
+"""Translates the metadata of GGUF files into our config, by way of Hugging Face's keys.
+
+Each of llama.cpp's architectures that is read is one entry of `FAMILIES`. Keys that could change the
+mathematics and are not understood are refused, as `config_reader.py` does for Hugging Face's configs.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+from jaxllm.checkpoints.gguf_file import GgufArray, GgufFile
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.models.architectures import architecture
+
+# Keys of an architecture that do not change the logits, or say again what tensors say.
+_INERT = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
+
+
+class Metadata:
+    """Typed look-ups of one architecture's keys, which remember what was understood."""
+
+    def __init__(self, file: GgufFile) -> None:
+        """Reads `file`.
+
+        Raises:
+          CheckpointError: the file does not name its architecture.
+        """
+        self.file = file
+        name = file.metadata.get("general.architecture")
+        if not isinstance(name, str):
+            raise CheckpointError(f"{file.path} does not say which architecture it has; download it again")
+        self.architecture = name
+        self._known: set[str] = set()
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number; of an array with one number for each layer, which must be equal, that number."""
+        value = self._value(key, default)
+        if isinstance(value, GgufArray):
+            numbers = set(value.numbers()) if 0 < value.count < 1 << 16 else set()
+            if len(numbers) != 1:
+                raise ConfigError(
+                    f"{self.file.path}: {self.architecture}.{key} differs from layer to layer, which is not "
+                    "supported; take another model"
+                )
+            value = numbers.pop()
+        if type(value) is not int:
+            raise self._wrong(key, value, "a whole number")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number."""
+        value = self._value(key, default)
+        if type(value) not in (int, float):
+            raise self._wrong(key, value, "a number")
+        return float(value)
+
+    def text(self, key: str, default: str) -> str:
+        """A text."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a text")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._value(key, default)
+        if type(value) is not bool:
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def has(self, key: str) -> bool:
+        """Whether there is such a key."""
+        return f"{self.architecture}.{key}" in self.file.metadata
+
+    def finish(self, ignore_keys: Collection[str]) -> None:
+        """Refuses keys of the architecture that nobody asked for."""
+        prefix = f"{self.architecture}."
+        for key in self.file.metadata:
+            ours = key.startswith(prefix) and key.removeprefix(prefix) not in _INERT
+            if ours and key not in self._known and key not in ignore_keys:
+                raise ConfigError(
+                    f"{self.file.path}: the metadata key {key!r:.80} is not understood and may change the "
+                    f"model's mathematics; if you know that it does not, pass --ignore-config-key {key:.80}"
+                )
+
+    def _value(self, key: str, default: Any) -> Any:
+        name = f"{self.architecture}.{key}"
+        self._known.add(name)
+        value = self.file.metadata.get(name, default)
+        if value is None:
+            raise ConfigError(f"{self.file.path} lacks the metadata key {name!r}; download it again")
+        return value
+
+    def _wrong(self, key: str, value: Any, wanted: str) -> ConfigError:
+        shown = "an array" if isinstance(value, GgufArray) else f"{value!r:.80}"
+        return ConfigError(f"{self.file.path}: {self.architecture}.{key} must be {wanted}, got {shown}")
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFamily:
+    """One of llama.cpp's architectures.
+
+    Attributes:
+      model_type: of ours.
+      keys: what the architecture has beside the keys of all, as Hugging Face's keys.
+      interleaved: whether llama.cpp has the rows of queries and keys in pairs where Hugging Face has halves.
+    """
+
+    model_type: Callable[[Metadata], str]
+    keys: Callable[[Metadata], dict[str, Any]]
+    interleaved: bool = False
+
+
+def read_gguf_config(file: GgufFile, *, ignore_keys: Collection[str] = ()) -> ModelConfig:
+    """The model that a GGUF file describes.
+
+    Raises:
+      ConfigError: its architecture is not supported, or a key is missing, unknown, malformed or refused.
+      CheckpointError: the file lacks its embedding.
+    """
+    metadata = Metadata(file)
+    family = family_of(metadata.architecture)
+    keys = {**_shape(metadata), **family.keys(metadata)}
+    _check_counts(file, keys)
+    metadata.finish(ignore_keys)
+    model_type = family.model_type(metadata)
+    cfg = architecture(model_type).config_from_hf({**keys, "model_type": model_type})
+    return _with_factors(cfg, file)
+
+
+def family_of(name: str) -> GgufFamily:
+    """The family of llama.cpp's architecture `name`.
+
+    Raises:
+      ConfigError: it is not one of `FAMILIES`.
+    """
+    if name not in FAMILIES:
+        raise ConfigError(
+            f"GGUF files of the architecture {name!r:.80} are not supported; supported are "
+            f"{', '.join(FAMILIES)}: take the model's Hugging Face folder if its model_type is"
+        )
+    return FAMILIES[name]
+
+
+def _shape(m: Metadata) -> dict[str, Any]:
+    """The keys of all architectures."""
+    tensors = m.file.tensors
+    if "token_embd.weight" not in tensors:
+        raise CheckpointError(f"{m.file.path} lacks the tensor token_embd.weight; download it again")
+    hidden, heads = m.integer("embedding_length"), m.integer("attention.head_count")
+    head_dim = m.integer("attention.key_length", hidden // max(heads, 1))
+    if m.integer("attention.value_length", head_dim) != head_dim:
+        raise ConfigError(f"{m.file.path} has values of another size than keys, which is not supported")
+    return {
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": m.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": m.integer("attention.head_count_kv", heads),
+        "intermediate_size": m.integer("feed_forward_length"),
+        "max_position_embeddings": m.integer("context_length"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        **_rope(m, head_dim),
+    }
+
+
+def _check_counts(file: GgufFile, keys: dict[str, Any]) -> None:
+    """Refuses numbers of layers and experts that tensors belie, before anything of that length is made."""
+    layers, experts = keys["num_hidden_layers"], keys.get("num_experts", keys.get("num_local_experts", 0))
+    if not 1 <= layers <= len(file.tensors):
+        raise ConfigError(
+            f"{file.path} says that it has {layers} layers, and has {len(file.tensors)} tensors; download it "
+            "again"
+        )
+    routers = {each.shape[0] for name, each in file.tensors.items() if name.endswith(".ffn_gate_inp.weight")}
+    if experts and routers != {experts}:
+        raise ConfigError(
+            f"{file.path} says that it has {experts} experts, which its routers do not have; download it "
+            "again"
+        )
+
+
+def _rope(m: Metadata, head_dim: int) -> dict[str, Any]:
+    dim = m.integer("rope.dimension_count", head_dim)
+    keys: dict[str, Any] = {"head_dim": head_dim, "rope_theta": m.number("rope.freq_base", 10000.0)}
+    if dim != head_dim:
+        keys["partial_rotary_factor"] = (dim + 0.5) / head_dim if head_dim else 0.0
+    kind = m.text("rope.scaling.type", "linear" if m.has("rope.scale_linear") else "none")
+    factor = m.number("rope.scaling.factor", m.number("rope.scale_linear", 1.0))
+    original = m.integer("rope.scaling.original_context_length", 0)
+    if kind == "linear" and factor != 1.0:
+        keys["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        attention = m.number("rope.scaling.attn_factor", 1.0)
+        if attention != 1.0:
+            raise ConfigError(
+                f"{m.file.path}: rope.scaling.attn_factor is {attention}; jaxllm supports only 1: take the "
+                "model's Hugging Face folder"
+            )
+        keys["rope_scaling"] = {"rope_type": "yarn", "factor": factor}
+        if original:
+            keys["rope_scaling"]["original_max_position_embeddings"] = original
+    elif kind not in ("none", "linear"):
+        raise ConfigError(
+            f"{m.file.path}: the rope scaling {kind!r:.80} is not supported; jaxllm reads none, linear and "
+            "yarn from GGUF files: take a file without it"
+        )
+    return keys
+
+
+def _with_factors(cfg: ModelConfig, file: GgufFile) -> ModelConfig:
+    """The config with the factors of frequencies that the file stores as a tensor (Llama 3.1), if it does."""
+    stored = file.tensors.get("rope_freqs.weight")
+    if stored is None:
+        return cfg
+    if stored.kind != "F32" or cfg.rope is None or stored.shape != (cfg.rope.dim // 2,):
+        raise CheckpointError(
+            f"{file.path}: rope_freqs.weight is {stored.kind} of shape {list(stored.shape)}, which the "
+            "model's rotary embedding does not take; download it again"
+        )
+    factors = tuple(stored.data.reshape(-1).view("<f4").astype(float).tolist())
+    return dataclasses.replace(cfg, rope=dataclasses.replace(cfg.rope, factors=factors))
+
+
+def _rms(m: Metadata) -> dict[str, Any]:
+    return {"rms_norm_eps": m.number("attention.layer_norm_rms_epsilon")}
+
+
+def _biased(m: Metadata, name: str) -> bool:
+    return f"blk.0.{name}.bias" in m.file.tensors
+
+
+def _llama(m: Metadata) -> dict[str, Any]:
+    keys = _rms(m)
+    if m.integer("expert_count", 0):
+        keys |= {
+            "num_local_experts": m.integer("expert_count"),
+            "num_experts_per_tok": m.integer("expert_used_count"),
+        }
+        return keys
+    m.integer("expert_used_count", 0)
+    return {**keys, "attention_bias": _biased(m, "attn_output"), "mlp_bias": _biased(m, "ffn_up")}
+
+
+def _experts(m: Metadata, *, normalized: bool) -> dict[str, Any]:
+    return {
+        **_rms(m),
+        "num_experts": m.integer("expert_count"),
+        "num_experts_per_tok": m.integer("expert_used_count"),
+        "norm_topk_prob": normalized,
+    }
+
+
+def _qwen3_moe(m: Metadata) -> dict[str, Any]:
+    return {**_experts(m, normalized=True), "moe_intermediate_size": m.integer("expert_feed_forward_length")}
+
+
+def _qwen2_moe(m: Metadata) -> dict[str, Any]:
+    return {
+        **_experts(m, normalized=False),
+        "moe_intermediate_size": m.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": m.integer("expert_shared_feed_forward_length"),
+    }
+
+
+def _olmoe(m: Metadata) -> dict[str, Any]:
+    return {**_experts(m, normalized=False), "clip_qkv": m.number("attention.clamp_kqv", 0.0) or None}
+
+
+def _gemma(m: Metadata) -> dict[str, Any]:
+    return {**_rms(m), "hidden_act": "gelu_pytorch_tanh"}
+
+
+def _later_gemma(m: Metadata, largest_layers: int) -> dict[str, Any]:
+    head_dim = m.integer("attention.key_length")
+    # The largest model of each release divides by the width of a head if heads shared the model's width.
+    largest = m.integer("block_count") == largest_layers
+    scalar = (
+        m.integer("embedding_length") // max(m.integer("attention.head_count"), 1) if largest else head_dim
+    )
+    return {
+        **_rms(m),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": m.integer("attention.sliding_window"),
+        "final_logit_softcapping": m.number("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def _gemma2(m: Metadata) -> dict[str, Any]:
+    return {**_later_gemma(m, 46), "attn_logit_softcapping": m.number("attn_logit_softcapping", 0.0) or None}
+
+
+def _gemma3(m: Metadata) -> dict[str, Any]:
+    return {**_later_gemma(m, 62), "rope_local_base_freq": m.number("rope.freq_base_swa", 10000.0)}
+
+
+def _phi3(m: Metadata) -> dict[str, Any]:
+    if scaled := {name for name in m.file.tensors if name.startswith("rope_factors_")}:
+        raise ConfigError(f"{m.file.path} has {min(scaled)}: longrope is not supported; take the 4k model")
+    return {**_rms(m), "sliding_window": m.integer("attention.sliding_window", 0) or None}
+
+
+def _layer_norms(m: Metadata) -> dict[str, Any]:
+    return {"layer_norm_eps": m.number("attention.layer_norm_epsilon"), "head_dim": None}
+
+
+def _stablelm(m: Metadata) -> dict[str, Any]:
+    parallel = m.flag("use_parallel_residual", False)
+    return {**_layer_norms(m), "use_parallel_residual": parallel, "use_qkv_bias": _biased(m, "attn_q")}
+
+
+def _granite(m: Metadata) -> dict[str, Any]:
+    return {
+        **_llama(m),
+        "embedding_multiplier": m.number("embedding_scale", 1.0),
+        "residual_multiplier": m.number("residual_scale", 1.0),
+        "attention_multiplier": m.number("attention.scale"),
+        "logits_scaling": m.number("logit_scale", 1.0),
+    }
+
+
+def _named(model_type: str) -> Callable[[Metadata], str]:
+    return lambda m: model_type
+
+
+def _llama_type(m: Metadata) -> str:
+    return "mixtral" if m.file.metadata.get("llama.expert_count") else "llama"
+
+
+FAMILIES: dict[str, GgufFamily] = {
+    "llama": GgufFamily(_llama_type, _llama, interleaved=True),
+    "qwen2": GgufFamily(_named("qwen2"), _rms),
+    "qwen2moe": GgufFamily(_named("qwen2_moe"), _qwen2_moe),
+    "qwen3": GgufFamily(_named("qwen3"), _rms),
+    "qwen3moe": GgufFamily(_named("qwen3_moe"), _qwen3_moe),
+    "olmo2": GgufFamily(_named("olmo2"), _rms),
+    "olmoe": GgufFamily(_named("olmoe"), _olmoe),
+    "gemma": GgufFamily(_named("gemma"), _gemma),
+    "gemma2": GgufFamily(_named("gemma2"), _gemma2),
+    "gemma3": GgufFamily(_named("gemma3_text"), _gemma3),
+    "phi2": GgufFamily(_named("phi"), lambda m: {**_layer_norms(m), "tie_word_embeddings": False}),
+    "phi3": GgufFamily(_named("phi3"), _phi3),
+    "smollm3": GgufFamily(_named("smollm3"), _rms, interleaved=True),
+    "granite": GgufFamily(_named("granite"), _granite, interleaved=True),
+    "stablelm": GgufFamily(_named("stablelm"), _stablelm),
+    # Its rows are in pairs in Hugging Face's folders too.
+    "ernie4_5": GgufFamily(_named("ernie4_5"), lambda m: {**_rms(m), "use_bias": _biased(m, "ffn_up")}),
+}

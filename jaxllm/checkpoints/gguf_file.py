@@ -1,0 +1,331 @@
+"""Reads the header of a GGUF file, whole or split: its metadata, and where its tensors lie.
+
+No length in a file is trusted. The `gguf` package reads headers as well, but takes their counts as they are
+(a count of 2**60 never ends) and makes several objects of each element of an array: of it the types of blocks
+are taken here, and in `gguf_blocks.py` what widens them.
+"""
+
+import dataclasses
+import math
+import os
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import MAX_DIMENSION
+from jaxllm.errors import CheckpointError
+from jaxllm.files.input_files import open_regular
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+# Far above any published file; each entry costs some hundred bytes of memory.
+_MAX_KEYS = 1 << 12
+_MAX_TENSORS = 1 << 15
+_MAX_NAME_BYTES = 1 << 10
+_MAX_TEXTS = 1 << 22
+_MAX_PARTS = 1 << 10
+_MAX_ALIGNMENT = 1 << 20
+_MAX_DIMENSIONS = 4
+# Types of values: their format for `struct`.
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<B",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_BOOL, _TEXT, _ARRAY = 7, 8, 9
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_HINT = "download the file again"
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor:
+    """One tensor of a file.
+
+    Attributes:
+      shape: the outermost dimension first, as in Hugging Face's folders.
+      kind: the type of its blocks, such as `F16` or `Q4_0`.
+      data: the memory-mapped bytes `[rows, bytes of a row]`, uint8; rows are all dimensions but the last.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    data: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufArray:
+    """An array in the metadata that is not decoded yet: `count` elements of a type in bytes of the file."""
+
+    kind: int
+    count: int
+    data: memoryview
+
+    def numbers(self) -> list[Any]:
+        """Its numbers.
+
+        Raises:
+          CheckpointError: it consists of texts.
+        """
+        if self.kind not in _SCALARS:
+            raise CheckpointError(f"an array of texts stands where one of numbers belongs; {_HINT}")
+        return np.frombuffer(self.data, _SCALARS[self.kind], self.count).tolist()
+
+    def texts(self) -> list[str]:
+        """Its texts; bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+          CheckpointError: it consists of numbers.
+        """
+        if self.kind != _TEXT:
+            raise CheckpointError(f"an array of numbers stands where one of texts belongs; {_HINT}")
+        found, at = [], 0
+        for _ in range(self.count):
+            (size,) = struct.unpack_from("<Q", self.data, at)
+            found.append(str(self.data[at + 8 : at + 8 + size], "utf-8", "replace"))
+            at += 8 + size
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFile:
+    """A model in one GGUF file or in several parts.
+
+    Attributes:
+      path: of the file, or of its first part.
+      metadata: values by key: numbers, texts, `GgufArray`s. Of a split file those of its first part.
+      tensors: by name.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a file that begins like a GGUF file."""
+    path = Path(path)
+    try:
+        with open_regular(path) as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """The paths of a file and, by their names, of the other parts of a split one that are there."""
+    named = _PART.fullmatch(path.name)
+    return [path] if named is None else sorted(path.parent.glob(f"*-of-{named[3]}.gguf"))
+
+
+def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
+    """Reads the header of a GGUF file, and those of the other parts of a split one.
+
+    Raises:
+      CheckpointError: the file is missing, malformed or truncated; a part of a split file is missing; or the
+        package `gguf` is not installed.
+    """
+    path = Path(path)
+    first = _read_one(path)
+    count = first.metadata.get("split.count", 1)
+    if count == 1 or count == 0:
+        return first
+    paths = _parts(path, count)
+    parts = [_read_one(each) for each in paths]
+    tensors: dict[str, GgufTensor] = {}
+    for number, part in enumerate(parts):
+        own = (part.metadata.get("split.no"), part.metadata.get("split.count"))
+        if own != (number, count):
+            raise CheckpointError(f"{part.path} says that it is part {own[0]!r} of {own[1]!r}; {_HINT}")
+        if both := tensors.keys() & part.tensors.keys():
+            raise CheckpointError(f"{part.path} has the tensor {min(both)!r:.80} of another part; {_HINT}")
+        tensors |= part.tensors
+    total = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise CheckpointError(f"{path}: its parts have {len(tensors)} tensors, not {total!r:.80}; {_HINT}")
+    return GgufFile(parts[0].path, parts[0].metadata, tensors)
+
+
+def _parts(path: Path, count: Any) -> list[Path]:
+    named = _PART.fullmatch(path.name)
+    if type(count) is not int or not 1 < count <= _MAX_PARTS or named is None or int(named[3]) != count:
+        raise CheckpointError(
+            f"{path} is a part of a split GGUF file of {count!r:.20} parts, but is not named like one "
+            "(NAME-00001-of-00003.gguf); give the parts their names back"
+        )
+    paths = [path.with_name(f"{named[1]}-{at:05d}-of-{count:05d}.gguf") for at in range(1, count + 1)]
+    for each in paths:
+        if not each.is_file():
+            raise CheckpointError(
+                f"{each} is missing, a part of {path}; put all {count} parts into one folder"
+            )
+    return paths
+
+
+def _read_one(path: Path) -> GgufFile:
+    try:
+        with open_regular(path) as file:
+            mapped = (
+                np.memmap(file, np.uint8, "r") if os.fstat(file.fileno()).st_size else np.zeros(0, np.uint8)
+            )
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file; give the path of a GGUF file") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from error
+    header = _Header(path, mapped)
+    metadata = header.metadata()
+    return GgufFile(path, metadata, header.tensors(metadata))
+
+
+class _Header:
+    """A walk through the bytes of a header."""
+
+    def __init__(self, path: Path, mapped: np.ndarray) -> None:
+        self._path, self._mapped, self._at = path, mapped, 0
+        self._bytes = memoryview(mapped)  # pyright: ignore[reportArgumentType]: an array is a buffer
+        if bytes(self._bytes[:4]) != MAGIC:
+            raise CheckpointError(f"{path} is no GGUF file; give one that begins with 'GGUF'")
+        self._at = 4
+        version = self._number("<I")
+        if version not in _VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
+            kind = "is big-endian" if swapped else f"has version {version}"
+            raise CheckpointError(f"{path} {kind}; jaxllm reads little-endian GGUF files of version 2 and 3")
+        self._tensor_count, self._key_count = self._number("<Q"), self._number("<Q")
+        for what, count, most in (
+            ("tensors", self._tensor_count, _MAX_TENSORS),
+            ("metadata keys", self._key_count, _MAX_KEYS),
+        ):
+            if count > most:
+                raise CheckpointError(f"{path} says that it has {count} {what}, above {most}; {_HINT}")
+
+    def metadata(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in range(self._key_count):
+            key = self._text(_MAX_NAME_BYTES)
+            if key in found:
+                raise CheckpointError(f"{self._path} has the metadata key {key!r:.80} twice; {_HINT}")
+            found[key] = self._value(key)
+        return found
+
+    def tensors(self, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:
+        kinds = _kinds()
+        described = [self._describe(kinds) for _ in range(self._tensor_count)]
+        align = metadata.get("general.alignment", 32)
+        if type(align) is not int or not 1 <= align <= _MAX_ALIGNMENT or align & (align - 1):
+            raise CheckpointError(
+                f"{self._path}: general.alignment is {align!r:.80}, no power of two; {_HINT}"
+            )
+        start = -(-self._at // align) * align
+        found: dict[str, GgufTensor] = {}
+        end, last = 0, ""
+        for name, shape, kind, offset in sorted(described, key=lambda each: each[3]):
+            block, size = kinds[kind][1:]
+            rows, row_bytes = math.prod(shape[:-1]), shape[-1] // block * size
+            if name in found:
+                raise CheckpointError(f"{self._path} has the tensor {name!r:.80} twice; {_HINT}")
+            if offset % align or offset < end:
+                where = f"overlaps {last!r:.80}" if offset < end else f"is not aligned to {align} bytes"
+                raise CheckpointError(f"{self._path}: the tensor {name!r:.80} {where}; {_HINT}")
+            end, last = offset + rows * row_bytes, name
+            if start + end > len(self._bytes):
+                raise CheckpointError(
+                    f"{self._path} is truncated: the tensor {name!r:.80} ends at byte {start + end} of "
+                    f"{len(self._bytes)}; {_HINT}"
+                )
+            data = self._mapped[start + offset : start + end].reshape(rows, row_bytes)
+            found[name] = GgufTensor(shape, kinds[kind][0], data)
+        return found
+
+    def _describe(self, kinds: Mapping[int, tuple[str, int, int]]) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._text(_MAX_NAME_BYTES)
+        rank = self._number("<I")
+        if not 1 <= rank <= _MAX_DIMENSIONS:
+            raise CheckpointError(f"{self._path}: the tensor {name!r:.80} has {rank} dimensions; {_HINT}")
+        shape = tuple(self._number("<Q") for _ in range(rank))[::-1]
+        kind, offset = self._number("<I"), self._number("<Q")
+        if kind not in kinds:
+            raise CheckpointError(
+                f"{self._path}: the tensor {name!r:.80} has blocks of the unknown type {kind}; take a file "
+                "of another type, such as Q8_0 or Q4_0"
+            )
+        if not all(1 <= each <= MAX_DIMENSION for each in shape) or shape[-1] % kinds[kind][1]:
+            raise CheckpointError(
+                f"{self._path}: the tensor {name!r:.80} of type {kinds[kind][0]} has the shape "
+                f"{list(shape)}, which it cannot have; {_HINT}"
+            )
+        return name, shape, kind, offset
+
+    def _value(self, key: str) -> Any:
+        kind = self._number("<I")
+        if kind in _SCALARS:
+            value = self._number(_SCALARS[kind])
+            if _SCALARS[kind] == "<f":
+                # The shortest number that rounds to it: 1e-5, not 9.99999974737875e-06.
+                return float(str(np.float32(value)))
+            return bool(value) if kind == _BOOL else value
+        if kind == _TEXT:
+            return self._text(len(self._bytes))
+        if kind != _ARRAY:
+            raise CheckpointError(f"{self._path}: the metadata key {key!r:.80} has the type {kind}; {_HINT}")
+        kind, count = self._number("<I"), self._number("<Q")
+        start = self._at
+        if kind in _SCALARS:
+            self._skip(count * struct.calcsize(_SCALARS[kind]))
+        elif kind == _TEXT and count <= _MAX_TEXTS:
+            for _ in range(count):
+                self._skip(self._number("<Q"))
+        else:
+            raise CheckpointError(
+                f"{self._path}: the metadata key {key!r:.80} is an array of {count} elements of type {kind}, "
+                f"which no model needs; {_HINT}"
+            )
+        return GgufArray(kind, count, self._bytes[start : self._at])
+
+    def _number(self, form: str) -> Any:
+        start = self._at
+        self._skip(struct.calcsize(form))
+        return struct.unpack_from(form, self._bytes, start)[0]
+
+    def _text(self, most: int) -> str:
+        size = self._number("<Q")
+        if size > most:
+            raise CheckpointError(f"{self._path} has a text of {size} bytes in its header; {_HINT}")
+        start = self._at
+        self._skip(size)
+        return str(self._bytes[start : self._at], "utf-8", "replace")
+
+    def _skip(self, size: int) -> None:
+        if size > len(self._bytes) - self._at:
+            raise CheckpointError(f"{self._path} is truncated: its header ends in its midst; {_HINT}")
+        self._at += size
+
+
+def _kinds() -> dict[int, tuple[str, int, int]]:
+    """Types of blocks by number: name, values of a block, bytes of a block."""
+    gguf = import_gguf()
+    return {int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+
+
+def import_gguf() -> Any:
+    """The package `gguf`.
+
+    Raises:
+      CheckpointError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError("reading GGUF files needs gguf; run: pip install 'jaxllm[gguf]'") from error
+    return gguf

@@ -1,0 +1,191 @@
+"""Reads the parameters of a GGUF file: quantized blocks as they are where ours have the same form.
+
+Names of tensors are those of Hugging Face's folders, translated by the table of the `gguf` package. Three
+things differ: norms of Gemma are stored as 1 + w, rows of queries and keys may be in pairs, and a layer's
+experts are one tensor. Rows are put into our order as packed bytes, so that no number changes.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.checkpoints import gguf_blocks
+from jaxllm.checkpoints.gguf_config import family_of
+from jaxllm.checkpoints.gguf_file import GgufFile, GgufTensor, import_gguf
+from jaxllm.checkpoints.packed_weights import packed_parameter
+from jaxllm.checkpoints.safetensors_folder import some
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CheckpointError
+from jaxllm.formats import WeightFormat
+from jaxllm.models.architectures import architecture
+from jaxllm.models.parameters import ParamSpec, param_specs
+from jaxllm.models.translate import Architecture, Tensor
+from jaxllm.quant import QArray
+
+_EXPERTS = {"experts.gate": "ffn_gate_exps", "experts.up": "ffn_up_exps", "experts.down": "ffn_down_exps"}
+# Read with the config, or computed here.
+_NO_PARAMETERS = frozenset({"rope_freqs.weight"})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A stored tensor, and how our parameters lie in it."""
+
+    name: str
+    stored: GgufTensor
+    tensor: Tensor
+
+
+def own_format(file: GgufFile) -> WeightFormat:
+    """The weight format that has the file's matrices as they are: that of its narrowest ones.
+
+    Raises:
+      CheckpointError: the file has blocks that no format has as they are.
+    """
+    kinds = {each.kind for each in file.tensors.values() if len(each.shape) > 1}
+    if "Q4_0" in kinds:
+        own: WeightFormat = "int4"
+    elif kinds & {"Q8_0", *gguf_blocks.INTO_INT8}:
+        own = "int8"
+    else:
+        own = "bf16" if "BF16" in kinds and not kinds & {"F32", "F16", "F64"} else "f32"
+    _refuse(file, kinds - {*gguf_blocks.FLOATS, "BF16", *gguf_blocks.EXACT, *gguf_blocks.INTO_INT8})
+    return own
+
+
+def _refuse(file: GgufFile, kinds: set[str]) -> None:
+    if kinds:
+        raise CheckpointError(
+            f"{file.path} has blocks of {', '.join(sorted(kinds))}, which have no equal among jaxllm's "
+            "weights; choose --weights int8 to store them in 8-bit groups of 32 (adds about 0.7 % error), or "
+            "take a file of Q8_0 or Q4_0, which are read exactly"
+        )
+
+
+def read_gguf_params(
+    file: GgufFile, cfg: ModelConfig, weights: WeightFormat | None = None
+) -> Iterator[tuple[str, np.ndarray | QArray]]:
+    """Yields our parameters from a GGUF file, lazily and in the order of `param_specs(cfg)`.
+
+    Names and shapes of all tensors are checked by this call, before anything is yielded.
+
+    Args:
+      file: the file.
+      cfg: the result of `read_gguf_config` for it.
+      weights: the format that is wanted; None keeps that of each tensor.
+
+    Returns:
+      An iterator over (name, array): floats, or weights of groups of 32 where both the tensor and the format
+      are quantized.
+
+    Raises:
+      CheckpointError: tensors are missing, unknown, of other shapes, or of types that are not supported.
+    """
+    specs = param_specs(cfg)
+    sources = _locate(file, cfg, specs)
+    if weights is None:
+        own_format(file)
+
+    def load() -> Iterator[tuple[str, np.ndarray | QArray]]:
+        for name in specs:
+            source = sources[name]
+            try:
+                yield name, _read(source, name, specs, weights)
+            except CheckpointError as error:
+                raise CheckpointError(f"{file.path}: {source.name}: {error}") from error
+
+    return load()
+
+
+def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) -> dict[str, _Source]:
+    """The stored tensor of every parameter."""
+    gguf = import_gguf()
+    name = file.metadata["general.architecture"]
+    numbers = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
+    # Of the first layer; the names of others differ in their number alone.
+    names = gguf.get_tensor_name_map(numbers[name], 1)
+    family, interleaved = architecture(cfg.model_type), family_of(name).interleaved
+    sources: dict[str, _Source] = {}
+    used = set(_NO_PARAMETERS)
+    for tensor in family.tensors(cfg):
+        if tensor.expert:
+            # The first expert's entry stands for the tensor of all.
+            continue
+        stored_name = _stored_name(tensor, names, family)
+        stored = file.tensors.get(stored_name)
+        if stored is None:
+            raise CheckpointError(
+                f"{file.path} lacks the tensor {stored_name} of a {cfg.model_type} model with its metadata; "
+                "download it again"
+            )
+        lead = (cfg.experts,) if tensor.expert is not None else ()
+        wanted = (*lead, *tensor.shape(specs))
+        # A matrix of one row is stored as a vector.
+        if stored.shape != wanted and not (wanted[0] == 1 and stored.shape == wanted[1:]):
+            raise CheckpointError(
+                f"{file.path}: {stored_name} has the shape {list(stored.shape)}, where the metadata implies "
+                f"{list(wanted)}; download it again"
+            )
+        turned = interleaved and tensor.params[0].rsplit(".", 1)[-1] in ("q", "k", "q_bias", "k_bias")
+        tensor = dataclasses.replace(tensor, plus_one=False, interleaved=tensor.interleaved or turned)
+        used.add(stored_name)
+        for param in tensor.params:
+            sources[param] = _Source(stored_name, stored, tensor)
+    if extra := file.tensors.keys() - used:
+        raise CheckpointError(
+            f"{file.path} holds {some(extra)}, which a {cfg.model_type} model with its metadata does not have"
+        )
+    return sources
+
+
+def _stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
+    """llama.cpp's name of a tensor."""
+    param, name = tensor.params[0], tensor.name
+    layer, part = param.split(".", 2)[1:] if param.startswith("layers.") else ("", param)
+    if tensor.expert is not None:
+        return f"blk.{layer}.{_EXPERTS[part]}.weight"
+    if layer:
+        name = family.layer_prefix.format(0) + name.removeprefix(family.layer_prefix.format(layer))
+    full = (family.prefixes[0] if tensor.in_body else "") + name
+    found = names.get_name(full, (".weight", ".bias"))
+    if found is None:
+        raise CheckpointError(f"the package gguf does not know the tensor {full}; update it")
+    return found.replace("blk.0.", f"blk.{layer}.", 1) if layer else found
+
+
+def _read(
+    source: _Source, param: str, specs: Mapping[str, ParamSpec], weights: WeightFormat | None
+) -> np.ndarray | QArray:
+    """One parameter, in the widest form that both the tensor and `weights` allow."""
+    stored, spec = source.stored, specs[param]
+    vector = spec.role == "vector"
+    if stored.kind in gguf_blocks.EXACT and not vector:
+        bits = gguf_blocks.EXACT[stored.kind]
+        wanted = bits if weights is None else _bits(weights, spec)
+        if bits <= wanted <= 8:
+            blocks = dataclasses.replace(gguf_blocks.levels(stored), bits=8 if wanted > bits else bits)
+            exact = packed_parameter(blocks, source.tensor, param, specs)
+            if exact is not None:
+                return exact
+    values = gguf_blocks.floats(stored)
+    read = _rows(source, param, specs, values)
+    quantized = stored.kind not in gguf_blocks.FLOATS and stored.kind != "BF16"
+    if quantized and not vector and (weights is None or _bits(weights, spec) == 8):
+        return gguf_blocks.into_int8(read, -2 if spec.role == "from_units" else -1)
+    return read
+
+
+def _bits(weights: WeightFormat, spec: ParamSpec) -> int:
+    """The width of a parameter in plain groups of a format; other formats are made of floats."""
+    if weights in ("int8", "int4", "int4-all"):
+        return 8 if weights == "int8" or (weights == "int4" and spec.role == "embed") else 4
+    return 16
+
+
+def _rows(source: _Source, param: str, specs: Mapping[str, ParamSpec], stored: np.ndarray) -> np.ndarray:
+    """Our parameter from all values of a tensor."""
+    if source.tensor.expert is None:
+        return source.tensor.read(stored.reshape(source.tensor.shape(specs)), param, specs)
+    return np.stack([source.tensor.read(each, param, specs) for each in stored])

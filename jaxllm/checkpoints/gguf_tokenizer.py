@@ -1,0 +1,270 @@
+"""Rebuilds a tokenizer from a GGUF file's metadata as a `tokenizer.json`.
+
+llama.cpp stores the vocabulary, and merges (byte pairs) or scores (SentencePiece). Of byte pairs the rule by
+which texts are split first is a name, whose expression is here; names that are not here are refused, because
+another split gives other tokens.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.checkpoints.gguf_file import GgufArray, GgufFile
+from jaxllm.errors import CheckpointError
+from jaxllm.text.tokenizer import TokenizerFiles, open_tokenizer
+
+_MAX_TOKENS = 1 << 21
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
+_SPACE = "\u2581"
+_GAPS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_GAPS}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_GAPS}"
+# By llama.cpp's name: whether each digit is split off first, and the expression.
+_SPLITS: dict[str, tuple[bool, str]] = {
+    "gpt-2": (False, _GPT2),
+    "olmo": (False, _GPT2),
+    "phi-2": (False, _GPT2),
+    "default": (False, _GPT2),
+    "smollm": (True, _GPT2),
+    "refact": (True, _GPT2),
+    "starcoder": (True, _GPT2),
+    "llama-bpe": (False, _LLAMA3),
+    "llama3": (False, _LLAMA3),
+    "llama-v3": (False, _LLAMA3),
+    "dbrx": (False, _LLAMA3),
+    "smaug-bpe": (False, _LLAMA3),
+    "qwen2": (False, _QWEN2),
+    "deepseek-r1-qwen": (False, _QWEN2),
+    "stablelm2": (False, _QWEN2),
+}
+# Those of which llama.cpp adds the first token of a text unless the file says otherwise.
+_BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
+
+
+def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
+    """The tokenizer of a GGUF file.
+
+    Args:
+      file: the file.
+      vocab_size: rows of the model's embedding.
+
+    Raises:
+      CheckpointError: the file has no tokenizer, a malformed one, or one of a kind that is not supported.
+    """
+    of = _Reader(file)
+    kind = of.text("model")
+    if kind is None:
+        raise CheckpointError(f"{file.path} has no tokenizer; take a file with one, or the model's folder")
+    tokens, types = of.tokens(vocab_size)
+    if kind == "gpt2":
+        data, begins = _byte_pairs(of, tokens)
+    elif kind == "llama":
+        data, begins = _sentence_pieces(of, tokens, types), True
+    else:
+        raise CheckpointError(
+            f"{file.path} has a tokenizer of the kind {kind!r:.80}; jaxllm reads gpt2 (byte pairs) and llama "
+            "(SentencePiece): take the model's Hugging Face folder"
+        )
+    begin, end = of.token_id("bos_token_id", tokens), of.token_id("eos_token_id", tokens)
+    added = begin if of.flag("add_bos_token", begins) else None
+    data |= {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(tokens, types),
+        "post_processor": _begins_with(tokens, added),
+    }
+    ends = [of.token_id(key, tokens) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    named = {"bos_token": begin, "eos_token": end, "unk_token": of.token_id("unknown_token_id", tokens)}
+    named["pad_token"] = of.token_id("padding_token_id", tokens)
+    text = json.dumps(data, ensure_ascii=False)
+    try:
+        open_tokenizer(text)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file.path}: {error}") from error
+    return TokenizerFiles(
+        tokenizer_json=text,
+        chat_template=of.text("chat_template"),
+        special={name: tokens[number] for name, number in named.items() if number is not None},
+        eos_ids=tuple(dict.fromkeys(number for number in ends if number is not None)),
+        bos_id=begin,
+    )
+
+
+class _Reader:
+    """Looks up keys of the tokenizer."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.path, self._metadata = file.path, file.metadata
+
+    def text(self, key: str) -> str | None:
+        value = self._value(key)
+        if value is not None and not isinstance(value, str):
+            raise self._wrong(key, "a text")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key)
+        if value is not None and not isinstance(value, bool):
+            raise self._wrong(key, "true or false")
+        return default if value is None else value
+
+    def token_id(self, key: str, tokens: Sequence[str]) -> int | None:
+        value = self._value(key)
+        if value is None:
+            return None
+        if type(value) is not int or not 0 <= value < len(tokens):
+            raise self._wrong(key, f"a token id below {len(tokens)}")
+        return value
+
+    def array(self, key: str, most: int, count: int | None = None) -> GgufArray:
+        value = self._value(key)
+        if not isinstance(value, GgufArray) or value.count > most or count not in (None, value.count):
+            wanted = (
+                f"an array of at most {most} entries" if count is None else f"an array of {count} entries"
+            )
+            raise self._wrong(key, wanted)
+        return value
+
+    def tokens(self, vocab_size: int) -> tuple[list[str], list[int]]:
+        """Tokens and their types, which are normal where the file has none."""
+        array = self.array("tokens", min(vocab_size, _MAX_TOKENS))
+        tokens = array.texts()
+        if not tokens or len(set(tokens)) != len(tokens):
+            raise self._wrong("tokens", "distinct texts")
+        if self._value("token_type") is None:
+            return tokens, [_NORMAL] * len(tokens)
+        types = self.array("token_type", _MAX_TOKENS, len(tokens)).numbers()
+        if not set(types) <= set(range(7)):
+            raise self._wrong("token_type", "numbers from 0 to 6")
+        return tokens, types
+
+    def _value(self, key: str) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{key}", self._metadata.get(f"tokenizer.{key}"))
+
+    def _wrong(self, key: str, wanted: str) -> CheckpointError:
+        value = self._value(key)
+        shown = f"an array of {value.count}" if isinstance(value, GgufArray) else f"{value!r:.80}"
+        return CheckpointError(
+            f"{self.path}: tokenizer.ggml.{key} must be {wanted}, got {shown}; download the file again"
+        )
+
+
+def _byte_pairs(of: _Reader, tokens: Sequence[str]) -> tuple[dict[str, Any], bool]:
+    name = of.text("pre") or "default"
+    if name not in _SPLITS:
+        raise CheckpointError(
+            f"{of.path} splits texts by {name!r:.80}, which is not supported; supported are "
+            f"{', '.join(_SPLITS)}: take the model's Hugging Face folder"
+        )
+    digits, expression = _SPLITS[name]
+    known = set(tokens)
+    merges: list[tuple[str, ...]] = [
+        tuple(each.split(" ")) for each in of.array("merges", 4 * _MAX_TOKENS).texts()
+    ]
+    if not all(len(each) == 2 and {*each, "".join(each)} <= known for each in merges):
+        raise CheckpointError(f"{of.path} has merges of tokens that it does not have; download it again")
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    first = [{"type": "Digits", "individual_digits": True}] if digits else []
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*first, split, level]},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        # Of Llama 3 a word that is a token is that token, whatever the merges say.
+        "model": _model(tokens, merges, ignore_merges=expression == _LLAMA3),
+    }, name in _BEGIN_BY_DEFAULT
+
+
+def _sentence_pieces(of: _Reader, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
+    scores = of.array("scores", _MAX_TOKENS, len(tokens)).numbers()
+    if not all(isinstance(each, float) for each in scores):
+        raise CheckpointError(
+            f"{of.path}: scores of tokens must be numbers with fractions; download it again"
+        )
+    prefix = of.flag("add_space_prefix", True)
+    unknown = of.token_id("unknown_token_id", tokens)
+    if unknown is None:
+        unknown = next((at for at, each in enumerate(types) if each == _UNKNOWN), None)
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    begin = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
+    back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*begin, replace]},
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+        },
+        "model": {
+            **_model(tokens, _merges_of_scores(tokens, types, scores)),
+            "unk_token": None if unknown is None else tokens[unknown],
+            "fuse_unk": True,
+            "byte_fallback": _BYTE in types,
+        },
+    }
+
+
+def _merges_of_scores(
+    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
+) -> list[tuple[str, ...]]:
+    """Merges that give SentencePiece's tokens: of all pairs of tokens that make a token, those of the highest
+    score first."""
+    joined = {token: at for at, token in enumerate(tokens) if types[at] in (_NORMAL, _USER, _UNUSED)}
+    found = []
+    for token, at in joined.items():
+        if len(token) > 512:
+            continue
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [(joined[left], joined[right]) for left, right in pairs if left in joined and right in joined]
+        found += [(-scores[at], at, left, right) for left, right in sorted(known)]
+    found.sort(key=lambda each: each[0])
+    return [(str(tokens[left]), str(tokens[right])) for _, _, left, right in found]
+
+
+def _model(tokens: Sequence[str], merges: Sequence[tuple[str, ...]], **how: Any) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **how,
+        "vocab": {token: at for at, token in enumerate(tokens)},
+        "merges": [list(each) for each in merges],
+    }
+
+
+def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": at,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": types[at] != _USER,
+        }
+        for at, token in enumerate(tokens)
+        if types[at] in (_UNKNOWN, _CONTROL, _USER) and token
+    ]
+
+
+def _begins_with(tokens: Sequence[str], begin: int | None) -> Mapping[str, Any]:
+    """What is added to an encoded text: its first token, if it has one."""
+    text: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    special: dict[str, Any] = {}
+    if begin is not None:
+        token = tokens[begin]
+        text.insert(0, {"SpecialToken": {"id": token, "type_id": 0}})
+        special[token] = {"id": token, "ids": [begin], "tokens": [token]}
+    second = {"Sequence": {"id": "B", "type_id": 1}}
+    return {"type": "TemplateProcessing", "single": text, "pair": [*text, second], "special_tokens": special}

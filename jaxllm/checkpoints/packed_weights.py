@@ -1,0 +1,105 @@
+"""Puts levels and scales of a quantized checkpoint into our order, without touching a number."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxllm.models.parameters import ParamSpec
+from jaxllm.models.translate import Tensor, swap_pairs
+from jaxllm.quant.formats import QArray, pack_int4
+
+GROUP = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Levels:
+    """A checkpoint's tensor as integers and scales: what stands for `levels · scale`.
+
+    Attributes:
+      levels: int8, of the tensor's shape.
+      scale: one for `group` values of the last axis, float16; or one for all of them, float32 (group 0).
+      bits: 8 or 4.
+      group: 32 or 0; 4 bits have groups.
+    """
+
+    levels: np.ndarray
+    scale: np.ndarray
+    bits: int
+    group: int = GROUP
+
+    def values(self) -> np.ndarray:
+        """The numbers, in float32."""
+        repeats = self.group or self.levels.shape[-1]
+        wide = self.scale.astype(np.float32).repeat(repeats, -1)[..., : self.levels.shape[-1]]
+        return self.levels.astype(np.float32) * wide
+
+    def packed(self, axis: int) -> QArray:
+        """Our weight of these levels, contracted along `axis`."""
+        data = self.levels if self.bits == 8 else pack_int4(self.levels)
+        return QArray(
+            data=np.ascontiguousarray(data),  # pyright: ignore[reportArgumentType]: a host array
+            scale=np.ascontiguousarray(self.scale),  # pyright: ignore[reportArgumentType]
+            bits=self.bits,
+            group=self.group,
+            axis=axis,
+            columns=self.levels.shape[-1],
+        )
+
+
+def packed_parameter(of: Levels, tensor: Tensor, param: str, specs: Mapping[str, ParamSpec]) -> QArray | None:
+    """One of our parameters in a checkpoint's tensor, as it is stored.
+
+    Args:
+      of: the tensor, of the checkpoint's shape; of experts all `[E, ...]` or, by `tensor.expert`, one.
+      tensor: how our parameters lie in it.
+      param: the parameter.
+      specs: of all parameters.
+
+    Returns:
+      The weight; None where a group of the checkpoint lies in two of our units, each of which needs scales of
+      its own.
+    """
+    spec = specs[param]
+    stacked = tensor.expert is not None and of.levels.ndim == 3
+    shape = spec.shape if tensor.expert is None or stacked else spec.shape[1:]
+    if stacked:
+        values = np.stack([tensor.read(each, param, specs) for each in of.levels])
+    else:
+        values = tensor.read(of.levels, param, specs)
+    if spec.role == "from_units":
+        scale = of.scale.swapaxes(-1, -2)
+        if len(shape) == 3 and not stacked:
+            scale = _scales_of_units(scale, shape[0], shape[1], of.group)
+            if scale is None:
+                return None
+        return dataclasses.replace(of, levels=values, scale=scale).packed(-2)
+    scale = of.scale
+    if not stacked:
+        scale = _scales_of_rows(scale, tensor, param, specs)
+    return dataclasses.replace(of, levels=values, scale=scale.reshape(*shape[:-1], -1)).packed(-1)
+
+
+def _scales_of_rows(
+    scale: np.ndarray, tensor: Tensor, param: str, specs: Mapping[str, ParamSpec]
+) -> np.ndarray:
+    """Scales of the rows of a parameter, as `Tensor.read` takes the rows themselves."""
+    lead = 0 if tensor.expert is None else 1
+    counts = [math.prod(specs[name].shape[lead:-1]) for name in tensor.params]
+    place = tensor.params.index(param)
+    scale = scale[sum(counts[:place]) :][: counts[place]]
+    if not tensor.interleaved:
+        return scale
+    return swap_pairs(scale, specs[param.rsplit(".", 1)[0] + ".k"].shape[1], 2)
+
+
+def _scales_of_units(scale: np.ndarray, units: int, rows: int, group: int) -> np.ndarray | None:
+    """Scales `[groups, D]` of all rows of units as `[units, groups of a unit, D]`; None where a group is in
+    two."""
+    if group == 0:
+        return np.broadcast_to(scale[None], (units, *scale.shape))
+    if rows % group and group % rows:
+        return None
+    first = np.arange(units)[:, None] * rows + np.arange(-(-rows // group))[None] * group
+    return scale[first // group]

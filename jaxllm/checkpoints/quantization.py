@@ -1,0 +1,308 @@
+"""Reads what `quantization_config` says of a Hugging Face folder: which tensors stand for a matrix, and how.
+
+Integers with scales stay as they are: at 4 bits where they are symmetric, at 8 bits where a zero point
+widens them. FP8 is widened and quantized again, to 8 bits in groups of 32 (adds about 0.7 % error). What is
+not read is refused by name.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.checkpoints.packed_weights import GROUP, Levels
+from jaxllm.checkpoints.safetensors_folder import SafetensorsFolder
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.models.config_reader import ConfigReader
+
+KEY = "quantization_config"
+# Column of each 4-bit number of a word of AWQ, lowest bits first.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# Keys that say how a checkpoint was made.
+_INERT = frozenset(
+    {
+        "quant_method", "damp_percent", "static_groups", "true_sequential", "model_name_or_path", "meta",
+        "model_file_base_name", "exllama_config", "use_exllama", "use_cuda_fp16", "model_seqlen", "dataset",
+        "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "cache_block_outputs",
+        "max_input_length", "tokenizer", "pad_token_id", "disable_exllama", "backend", "do_fuse", "lm_head",
+        "fuse_max_seq_len", "modules_to_fuse", "exllama_version", "modules_to_not_convert", "pack_dtype",
+        "llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "_load_in_8bit",
+        "llm_int8_has_fp16_weight", "bnb_4bit_compute_dtype", "bnb_4bit_quant_type", "_load_in_4bit",
+        "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "activation_scheme",
+        "modules_in_block_to_quantize", "global_compression_ratio", "ignore", "ignored_layers",
+        "quantization_status", "version",
+    }
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How the matrices of a folder are stored.
+
+    Attributes:
+      method: its name.
+      bits: of our weights.
+      parts: endings of the tensors that stand for a matrix, in place of `weight`; those after a `?` may be
+        missing.
+      read: (folder, stem of the tensors' names, shape `[out, in]`) -> levels and scales, or floats.
+    """
+
+    method: str
+    bits: int
+    parts: tuple[str, ...]
+    read: Callable[[SafetensorsFolder, str, tuple[int, int]], Levels | np.ndarray]
+
+    def stored(self, stem: str, names: Collection[str]) -> set[str]:
+        """The names of the tensors that stand for a matrix; empty where it is stored as floats.
+
+        Raises:
+          CheckpointError: some of them are missing.
+        """
+        needed = [stem + each for each in self.parts if not each.startswith("?")]
+        optional = {stem + each[1:] for each in self.parts if each.startswith("?")} & set(names)
+        there = [each for each in needed if each in names]
+        # Also floats have a tensor `weight`.
+        if not any(each for each in there if not each.endswith(".weight")):
+            return set()
+        if missing := [each for each in needed if each not in names]:
+            raise CheckpointError(
+                f"the folder lacks {missing[0]} of a matrix of {self.method}; download it again"
+            )
+        return {*needed, *optional}
+
+
+def read_quantization(
+    config: Mapping[str, Any], *, ignore_keys: Collection[str] | None = ()
+) -> Quantization | None:
+    """The quantization that a config.json describes; None where it has none.
+
+    Raises:
+      ConfigError: it is of a kind, or has an option, that is not supported, or a key is unknown.
+    """
+    section = config.get(KEY)
+    if section is None:
+        return None
+    if not isinstance(section, dict):
+        raise ConfigError(f"config key {KEY!r} must be an object, got {section!r:.80}; fix it")
+    reader = ConfigReader(section, f"{KEY}.")
+    method = reader.text("quant_method", "an unknown kind")
+    if method not in _METHODS:
+        raise ConfigError(
+            f"weights quantized by {method!r:.80} ({KEY}) are not read; read are {', '.join(_METHODS)}: take "
+            "one of these, or the float weights, which jaxllm quantizes itself"
+        )
+    found = _METHODS[method](reader)
+    if ignore_keys is not None:
+        own = [key for key in ignore_keys if key.startswith(f"{KEY}.")]
+        reader.finish(inert_keys=_INERT, ignore_keys=own)
+    return found
+
+
+def _gptq(reader: ConfigReader) -> Quantization:
+    reader.only("desc_act", (None, False), "act-order is not read; take a checkpoint without it")
+    version = reader.text("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise ConfigError(f"GPTQ's checkpoint_format {version!r:.80} is not read; take gptq or gptq_v2")
+    bits, group = _bits(reader, "bits", (4, 8)), _group(reader, "group_size")
+    symmetric = reader.flag("sym", True)
+    # Version 1 stores zero points minus 1.
+    more = 1 if version == "gptq" else 0
+
+    def read(folder: SafetensorsFolder, stem: str, shape: tuple[int, int]) -> Levels:
+        rows, columns = shape
+        count, groups = 32 // bits, _groups(columns, group)
+        words = folder.integers(f"{stem}qweight", (columns // count, rows))
+        zeros = folder.integers(f"{stem}qzeros", (groups, -(-rows // count)))
+        index = f"{stem}g_idx"
+        if index in folder.names():
+            expected = np.arange(columns) // (group or columns)
+            if not np.array_equal(folder.integers(index, (columns,)), expected):
+                raise CheckpointError(
+                    f"{index} reorders inputs: act-order is not read; take a checkpoint without it"
+                )
+        values = _unpacked(words, bits, 0).T
+        zero = _unpacked(zeros, bits, 1)[:, :rows].T + more
+        return _grouped(stem, values, zero, folder.floats(f"{stem}scales", (groups, rows)).T, bits, symmetric)
+
+    own = bits if symmetric else 8
+    return Quantization("gptq", own, ("qweight", "qzeros", "scales", "?g_idx"), read)
+
+
+def _awq(reader: ConfigReader) -> Quantization:
+    reader.only(
+        "version", (None, "gemm", "GEMM"), "other layouts of AWQ are not read; take a gemm checkpoint"
+    )
+    bits, group = _bits(reader, "bits", (4,)), _group(reader, "group_size")
+    symmetric = not reader.flag("zero_point", True)
+
+    def read(folder: SafetensorsFolder, stem: str, shape: tuple[int, int]) -> Levels:
+        rows, columns = shape
+        groups = _groups(columns, group)
+        place = np.argsort(_AWQ_ORDER)
+
+        def ordered(words: np.ndarray) -> np.ndarray:
+            return _unpacked(words, bits, 1).reshape(len(words), -1, 8)[..., place].reshape(len(words), -1)
+
+        values = ordered(folder.integers(f"{stem}qweight", (columns, rows // 8))).T
+        zero = ordered(folder.integers(f"{stem}qzeros", (groups, rows // 8))).T
+        return _grouped(stem, values, zero, folder.floats(f"{stem}scales", (groups, rows)).T, bits, symmetric)
+
+    return Quantization("awq", 4 if symmetric else 8, ("qweight", "qzeros", "scales"), read)
+
+
+def _compressed_tensors(reader: ConfigReader) -> Quantization:
+    form = reader.text("format", "dense")
+    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        reader.only(key, (None, {}), "only weights that are quantized by themselves are read")
+    sections = reader.section("config_groups")
+    names = sections.keys() if sections else []
+    if sections is None or len(names) != 1:
+        raise ConfigError(f"{KEY}.config_groups must have one group for all layers, got {len(names)}")
+    only = sections.section(names[0]) or ConfigReader({})
+    for key in ("input_activations", "output_activations", "targets", "format"):
+        # Activations are rounded as our own kernels do it.
+        only.accept(key)
+    weights = only.section("weights") or ConfigReader({})
+    for key in ("observer", "observer_kwargs", "dynamic", "block_structure", "scale_dtype", "zp_dtype"):
+        weights.accept(key)
+    weights.only(
+        "actorder", (None, "static", "weight"), "act-order is not read; take a checkpoint without it"
+    )
+    weights.only("symmetric", (True,), "minima are not read; take a symmetric checkpoint")
+    weights.only("type", ("int",), "only integers are read")
+    strategy, bits = weights.text("strategy", ""), _bits(weights, "num_bits", (4, 8))
+    group = weights.optional_integer("group_size") or 0
+    if strategy not in ("group", "channel") or form not in ("pack-quantized", "int-quantized"):
+        raise ConfigError(
+            f"compressed-tensors of the strategy {strategy!r:.40} in the format {form!r:.40} are not read; "
+            "read are group and channel, in pack-quantized and int-quantized"
+        )
+    group = _checked_group(group if strategy == "group" else 0)
+    packed = form == "pack-quantized"
+    name = "weight_packed" if packed else "weight"
+
+    def read(folder: SafetensorsFolder, stem: str, shape: tuple[int, int]) -> Levels:
+        rows, columns = shape
+        groups = _groups(columns, group)
+        if packed:
+            count = 32 // bits
+            words = folder.integers(f"{stem}{name}", (rows, -(-columns // count)))
+            values = _unpacked(words, bits, 1)[:, :columns] - (1 << bits - 1)
+        else:
+            values = folder.integers(f"{stem}{name}", shape, "I8")
+        scale = folder.floats(f"{stem}weight_scale", (rows, groups))
+        return _grouped(stem, values, np.zeros((1, 1), np.int32), scale, bits, True)
+
+    parts = (name, "weight_scale", "?weight_shape", "?weight_g_idx" if packed else "?weight_zero_point")
+    return Quantization("compressed-tensors", bits, parts, read)
+
+
+def _bitsandbytes(reader: ConfigReader) -> Quantization:
+    reader.only(
+        "load_in_4bit", (None, False), "4 bits of bitsandbytes are not read; take its 8 bits, or GPTQ"
+    )
+    reader.only("load_in_8bit", (True,), "only 8 bits are read")
+
+    def read(folder: SafetensorsFolder, stem: str, shape: tuple[int, int]) -> Levels:
+        levels = folder.integers(f"{stem}weight", shape, "I8")
+        scale = folder.floats(f"{stem}SCB", (shape[0],)).reshape(-1, 1) / np.float32(127)
+        return _grouped(stem, levels, np.zeros((1, 1), np.int32), scale, 8, True)
+
+    return Quantization("bitsandbytes", 8, ("weight", "SCB", "?weight_format"), read)
+
+
+def _fp8(reader: ConfigReader) -> Quantization:
+    reader.only("fmt", (None, "e4m3"), "only e4m3 is read")
+    blocks = reader.integers("weight_block_size")
+    if len(blocks) != 2 or min(blocks) < 1:
+        raise ConfigError(f"{KEY}.weight_block_size must be two positive numbers, got {blocks!r:.40}")
+
+    def read(folder: SafetensorsFolder, stem: str, shape: tuple[int, int]) -> np.ndarray:
+        counts = tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
+        values = folder.eighths(f"{stem}weight", shape)
+        scale = folder.floats(f"{stem}weight_scale_inv", counts)
+        wide = scale.repeat(blocks[0], 0)[: shape[0]].repeat(blocks[1], 1)[:, : shape[1]]
+        return values * wide
+
+    return Quantization("fp8", 8, ("weight", "weight_scale_inv"), read)
+
+
+_METHODS: dict[str, Callable[[ConfigReader], Quantization]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "bitsandbytes": _bitsandbytes,
+    "fp8": _fp8,
+}
+
+
+def _bits(reader: ConfigReader, key: str, allowed: tuple[int, ...]) -> int:
+    bits = reader.integer(key, 4)
+    if bits not in allowed:
+        raise ConfigError(
+            f"weights of {bits} bits ({KEY}) are not read; read are {', '.join(map(str, allowed))}"
+        )
+    return bits
+
+
+def _group(reader: ConfigReader, key: str) -> int:
+    return _checked_group(max(0, reader.integer(key, 128)))
+
+
+def _checked_group(group: int) -> int:
+    """The number of inputs that share a scale, 0 for all."""
+    if group % GROUP:
+        raise ConfigError(
+            f"groups of {group} inputs ({KEY}) are not read; read are multiples of {GROUP}, and whole "
+            "channels"
+        )
+    return group
+
+
+def _groups(columns: int, group: int) -> int:
+    return -(-columns // group) if group else 1
+
+
+def _unpacked(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """Numbers of words of 32 bits, lowest bits first along `axis`, as int32."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    unsigned = words.view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)
+    if axis == 0:
+        unsigned = np.moveaxis(unsigned, -1, 1)
+        return unsigned.reshape(-1, words.shape[1]).astype(np.int32)
+    return unsigned.reshape(words.shape[0], -1).astype(np.int32)
+
+
+def _grouped(
+    stem: str, values: np.ndarray, zero: np.ndarray, scale: np.ndarray, bits: int, symmetric: bool
+) -> Levels:
+    """Levels of `values - zero` `[out, in]`, and scales `[out, groups]` as ours have them."""
+    columns, groups = values.shape[1], scale.shape[1]
+    if zero.size > 1:
+        each = -(-columns // groups)
+        # Groups are of `each` inputs, the last one may be short.
+        zero = zero.repeat(each, 1)[:, :columns]
+        if symmetric and (zero != 1 << bits - 1).any():
+            raise CheckpointError(
+                f"{stem}qzeros are not those of symmetric weights; the config belongs to others"
+            )
+    levels = values - zero
+    if levels.min() < -127 or levels.max() > 127:
+        if levels.min() < -128 or bits != 8:
+            raise CheckpointError(f"{stem}: levels do not fit 8 bits; take another checkpoint")
+        # One level of 256, by one step; ours are symmetric.
+        levels = np.maximum(levels, -127)
+    own = bits if symmetric else 8
+    levels = levels.astype(np.int8)
+    if not np.isfinite(scale).all():
+        raise CheckpointError(f"{stem}: a scale is not finite; take another copy of the weights")
+    if groups == 1 and own == 8:
+        return Levels(levels, scale.astype(np.float32), 8, 0)
+    each = -(-columns // groups)
+    repeated = scale.repeat(-(-each // GROUP), 1)[:, : -(-columns // GROUP)]
+    with np.errstate(over="ignore"):
+        halves = repeated.astype(np.float16)
+    if not np.isfinite(halves).all():
+        raise CheckpointError(f"{stem}: a scale is above what float16 holds; take the float weights")
+    return Levels(levels, halves, own)

@@ -1,0 +1,88 @@
+"""Describes a checkpoint before anything is converted: its family, what rooms support, and its memory."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from jaxllm.checkpoints.gguf_file import is_gguf
+from jaxllm.config import ModelConfig
+from jaxllm.formats import WEIGHT_FORMATS, WeightFormat
+from jaxllm.models.parameters import ParamSpec, param_specs, parameter_count
+from jaxllm.models.rooms import ROOMS, room_refusal
+
+CONTEXTS_TOKENS = (2048, 8192)
+_FLOAT_BYTES = {"f32": 4, "bf16": 2}
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is a Hugging Face folder or a GGUF file."""
+    return path.is_dir() or is_gguf(path)
+
+
+def checkpoint_facts(path: Path) -> dict[str, Any]:
+    """Facts of a Hugging Face folder or a GGUF file; of weights only headers are read.
+
+    Raises:
+      CheckpointError, ConfigError: it is missing, malformed or not supported.
+    """
+    cfg, own, stored = _read(path)
+    return {
+        "model": path.stem if path.is_file() else path.resolve().name,
+        "family": cfg.model_type,
+        "parameters": parameter_count(cfg),
+        "stored": stored,
+        "weights": own,
+        "rooms": {room: room_refusal(cfg, room) or "yes" for room in ROOMS},
+        "memory_bytes": {width: _memory(cfg, width) for width in WEIGHT_FORMATS},
+        "config": dataclasses.asdict(cfg),
+    }
+
+
+def _read(path: Path) -> tuple[ModelConfig, WeightFormat | str, str]:
+    """The config, the format that `prepare` gives by itself, and what the checkpoint is stored as."""
+    if path.is_dir():
+        from jaxllm.checkpoints.huggingface import quantization_of, read_config
+        from jaxllm.prepare import weight_format_of
+
+        cfg, quantization = read_config(path), quantization_of(path)
+        return cfg, weight_format_of(path, cfg), "floats" if quantization is None else quantization.method
+    from jaxllm.checkpoints.gguf_config import read_gguf_config
+    from jaxllm.checkpoints.gguf_file import read_gguf
+    from jaxllm.checkpoints.gguf_model import own_format
+    from jaxllm.errors import CheckpointError
+
+    file = read_gguf(path)
+    kinds = sorted({each.kind for each in file.tensors.values()})
+    try:
+        own = own_format(file)
+    except CheckpointError as error:
+        own = str(error)
+    return read_gguf_config(file), own, ", ".join(kinds)
+
+
+def _memory(cfg: ModelConfig, width: WeightFormat) -> dict[str, int]:
+    """Bytes of weights, and with caches and activations of a context of each length that the model has."""
+    from serving.options import EngineOptions
+    from serving.weights.footprint import fixed_bytes
+
+    weights = sum(_bytes(spec, width) for spec in param_specs(cfg).values())
+    found = {"weights": weights}
+    for tokens in CONTEXTS_TOKENS:
+        if tokens <= cfg.window_tokens:
+            options = EngineOptions(context_tokens=tokens).resolve(cfg, quantized=width not in _FLOAT_BYTES)
+            found[f"with {tokens} tokens"] = weights + fixed_bytes(cfg, options)
+    return found
+
+
+def _bytes(spec: ParamSpec, width: WeightFormat) -> int:
+    """Bytes of a parameter in a format, but for padding."""
+    count = math.prod(spec.shape)
+    if spec.role == "vector":
+        return 4 * count
+    if width in _FLOAT_BYTES:
+        return _FLOAT_BYTES[width] * count
+    if width in ("int8", "int8-nested") or (width == "int4" and spec.role == "embed"):
+        return count
+    # Two numbers per byte, and a scale of two bytes for 32.
+    return count // 2 + count // 16

@@ -1,0 +1,304 @@
+"""GGUF files that the `gguf` package writes give the model of the folder that they were made of."""
+
+import dataclasses
+import json
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.bundle import Bundle
+from jaxllm.checkpoints.gguf_config import read_gguf_config
+from jaxllm.checkpoints.gguf_file import read_gguf
+from jaxllm.checkpoints.gguf_model import read_gguf_params
+from jaxllm.checkpoints.gguf_tokenizer import _SPLITS, read_gguf_tokenizer
+from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.errors import CheckpointError
+from jaxllm.kv.cache import new_cache
+from jaxllm.models import decoder
+from jaxllm.models.parameters import param_specs
+from jaxllm.nn.layers import inverse_frequencies
+from jaxllm.prepare import prepare
+from jaxllm.quant import QArray, dequantize
+from jaxllm.text.tokenizer import Tokenizer
+from tests.checkpoints.gguf_files import config_keys, gguf_tensors, tokenizer_keys, write_file, write_model
+from tests.quick_jit import jit
+
+TEXT = "Once upon a time, there was a little girl named Lily. She saw 2 birds — “hello”, she said!\n\tEnd"
+
+
+def values(param):
+    """A parameter's numbers, in float32."""
+    if isinstance(param, QArray):
+        return np.asarray(dequantize(jax.tree.map(jnp.asarray, param), jnp.float32))
+    return np.asarray(getattr(param, "value", param), np.float32)
+
+
+def read(path, weights=None):
+    file = read_gguf(path)
+    cfg = read_gguf_config(file)
+    return cfg, dict(read_gguf_params(file, cfg, weights))
+
+
+@pytest.fixture(scope="module")
+def stories(stories_folder):
+    return stories_folder
+
+
+# Stories260K: every type
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+def test_numbers_are_those_of_the_blocks(stories, tmp_path, kind):
+    """Bit for bit what the `gguf` package makes of the same blocks."""
+    path = write_model(tmp_path / "m.gguf", stories, kind)
+    cfg, params = read(path)
+    assert cfg == read_config(stories)
+    own = {each.name: each for each in gguf.GGUFReader(path).tensors}
+    wide = {
+        name: gguf.quants.dequantize(np.asarray(each.data), each.tensor_type).astype(np.float32)
+        for name, each in own.items()
+    }
+    floats = write_file(
+        tmp_path / "wide.gguf", "llama", {**config_keys(cfg), **tokenizer_keys(stories, cfg.vocab_size)}, wide
+    )
+    expected = read(floats)[1]
+    for name, param in params.items():
+        np.testing.assert_array_equal(values(param), values(expected[name]), err_msg=name)
+    quantized = kind in ("Q8_0", "Q4_0")
+    assert isinstance(params["layers.0.attn.q"], QArray) == quantized
+    if kind == "F32":
+        for name, value in read_params(stories, cfg):
+            np.testing.assert_array_equal(values(params[name]), value, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+def test_prepared_bundle_gives_the_logits_of_its_numbers(stories, tmp_path, kind):
+    path = write_model(tmp_path / "m.gguf", stories, kind)
+    cfg, params = read(path)
+    prepare(path, tmp_path / "m.jaxllm")
+    tokens = np.asarray([Tokenizer(read_tokenizer(stories)).encode(TEXT)], np.int32)
+
+    @jit
+    def logits(params):
+        return decoder.logits(params, decoder.forward_documents(params, tokens, cfg=cfg), cfg=cfg)
+
+    expected = np.asarray(logits({name: jnp.asarray(values(param)) for name, param in params.items()}))
+    with Bundle.open(tmp_path / "m.jaxllm") as bundle:
+        assert bundle.cfg == cfg
+        assert bundle.layout.weights == {"F16": "f32", "Q8_0": "int8", "Q4_0": "int4"}[kind]
+        for name, tensor in bundle.layout.tensors.items():
+            if isinstance(params[name], QArray):
+                assert (tensor.bits, tensor.group) == (4 if kind == "Q4_0" else 8, 32)
+        loaded = bundle.load()
+    stored = {name: dequantize(each, jnp.float32) for name, each in loaded.items()}
+    for name, param in params.items():
+        np.testing.assert_array_equal(np.asarray(stored[name]), values(param), err_msg=name)
+    # The native kernels round activations to 8 bits where weights are quantized.
+    assert relative(np.asarray(logits(loaded)), expected) < 0.05
+
+
+@pytest.mark.parametrize(("kind", "most"), [("Q6_K", 0.01), ("Q5_0", 0.01)])
+def test_other_blocks_become_groups_of_eight_bits(tmp_path, kind, most):
+    """With the error that the documents state, of a model whose rows divide into blocks of 256."""
+    path, expected = wide_model(tmp_path, kind)
+    _, params = read(path)
+    found = params["layers.0.ffn.down"]
+    assert isinstance(found, QArray)
+    assert (found.bits, found.group) == (8, 32)
+    assert relative(values(found), expected["layers.0.ffn.down"]) < most
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q4_1", "Q5_1", "Q2_K", "Q3_K"])
+def test_blocks_with_a_minimum_are_a_choice(tmp_path, kind):
+    path, expected = wide_model(tmp_path, kind)
+    with pytest.raises(CheckpointError, match=rf"blocks of {kind}, .* choose --weights int8 .*0\.7 %"):
+        read(path)
+    _, params = read(path, "int8")
+    found = params["layers.0.ffn.down"]
+    assert isinstance(found, QArray)
+    assert relative(values(found), expected["layers.0.ffn.down"]) < 0.012
+
+
+def relative(got, expected):
+    return float(np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2)))
+
+
+def wide_model(tmp_path, kind):
+    """A file of random blocks of a type, and the numbers that the `gguf` package makes of them."""
+    cfg = ModelConfig(
+        model_type="llama", vocab_size=64, hidden_size=256, layers=1, heads=4, kv_heads=2, head_dim=64,
+        ffn_size=512, window_tokens=64, rope=RopeConfig(dim=64),
+    )  # fmt: skip
+    draw = np.random.default_rng(0)
+    shapes = {name: spec.shape for name, spec in param_specs(cfg).items()}
+    params = {name: draw.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    tensors, number = gguf_tensors(cfg, params), gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[number]
+    for name, value in tensors.items():
+        if value.ndim == 1:
+            continue
+        raw = draw.integers(0, 256, (value.shape[0], value.shape[1] // block, size), dtype=np.uint8)
+        # Scales and minima of a sane size, at whichever end of a block they are.
+        for at in (0, 2, size - 4, size - 2):
+            halves = draw.uniform(0.005, 0.01, raw.shape[:2]).astype(np.float16)
+            raw[..., at : at + 2] = halves[..., None].view(np.uint8)
+        tensors[name] = raw.reshape(value.shape[0], -1), kind
+    keys = {**config_keys(cfg), **tokenizer_keys(tmp_path, cfg.vocab_size)}
+    down = gguf.quants.dequantize(tensors["blk.0.ffn_down.weight"][0], number)
+    return write_file(tmp_path / "wide.gguf", "llama", keys, tensors), {"layers.0.ffn.down": down.T}
+
+
+# Tokenizers
+
+
+def test_sentence_pieces_are_rebuilt(stories, tmp_path):
+    file = read_gguf(write_model(tmp_path / "m.gguf", stories))
+    ours, theirs = Tokenizer(read_gguf_tokenizer(file, 512)), Tokenizer(read_tokenizer(stories))
+    assert ours.same_tokens(theirs)
+    assert (ours.bos_id, ours.eos_ids) == (theirs.bos_id, theirs.eos_ids)
+    for text in (TEXT, "", " ", "  a", "</s> x", "ünïcödé 語", "tab\tnew\nline"):
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+@pytest.mark.parametrize("split", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
+def test_byte_pairs_are_rebuilt(tmp_path, split):
+    """As `tokenizers` has them with the split of that name."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    expression = _SPLITS[split][1]
+    plain = tokenizers.Tokenizer(models.BPE(ignore_merges=split == "llama-bpe"))
+    first = [pre_tokenizers.Digits(individual_digits=True)] if split == "smollm" else []
+    plain.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *first,
+            pre_tokenizers.Split(tokenizers.Regex(expression), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    plain.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    plain.train_from_iterator([TEXT, "the cat and the dog and 1234 birds"] * 3, trainer)
+    model = json.loads(plain.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
+    keys = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": split,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, *[1] * (len(tokens) - 1)],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+    file = read_gguf(
+        write_file(tmp_path / "m.gguf", "qwen2", keys, {"token_embd.weight": np.zeros((500, 8))})
+    )
+    files = read_gguf_tokenizer(file, 500)
+    ours = Tokenizer(files)
+    assert (files.eos_ids, files.bos_id, files.chat_template) == ((0,), None, "{{ messages }}")
+    for text in (TEXT, "12345 cats", "  two  spaces\n\n", "x<|end|>y", "don't, WE'LL"):
+        expected = plain.encode(text).ids
+        assert ours.encode(text) == expected
+        assert ours.decode(expected) == plain.decode(expected)
+
+
+# Families
+
+FAMILY_VARIANTS = (
+    "llama", "llama-linear-rope", "llama-yarn", "mixtral", "qwen2", "qwen2_moe", "qwen3_moe", "olmoe",
+    "gemma2", "gemma3", "phi", "phi3-partial", "smollm3", "granite", "stablelm",
+    "ernie4_5",
+)  # fmt: skip
+# What llama.cpp fixes by architecture, or the file has as float32, and the tiny variants have otherwise.
+_FIXED = {
+    "gemma2": {"attention_scale"},
+    "gemma3": {"attention_scale", "attention_windows"},
+    "smollm3": {"rope_layers"},
+    "granite": {"embed_scale", "norm_eps"},
+}
+
+
+@pytest.mark.parametrize("variant", FAMILY_VARIANTS)
+def test_every_family_gives_the_folders_model(tmp_path, variant):
+    pytest.importorskip("transformers")
+    from tests import tiny_hf
+
+    folder = tiny_hf.save(variant, tmp_path / "hf")
+    cfg, params = read(write_model(tmp_path / "m.gguf", folder))
+    theirs = read_config(folder)
+    names = [each.name for each in dataclasses.fields(cfg)]
+    differing = {name for name in names if getattr(cfg, name) != getattr(theirs, name)}
+    assert differing == _FIXED.get(variant, set())
+    for name, value in read_params(folder, theirs):
+        np.testing.assert_array_equal(values(params[name]), value, err_msg=name)
+
+
+def test_experts_keep_their_blocks(tmp_path):
+    pytest.importorskip("transformers")
+    from tests import tiny_hf
+
+    wide = {**tiny_hf.VARIANTS["mixtral"][1], "intermediate_size": 64}
+    folder = tiny_hf.save("mixtral", tmp_path / "hf", keys=wide)
+    for kind, bits in (("Q8_0", 8), ("Q4_0", 4)):
+        path = write_model(tmp_path / f"{kind}.gguf", folder, kind)
+        cfg, params = read(path)
+        tensor = next(
+            each for each in gguf.GGUFReader(path).tensors if each.name == "blk.1.ffn_down_exps.weight"
+        )
+        found = params["layers.1.experts.down"]
+        assert isinstance(found, QArray)
+        assert (found.bits, found.shape) == (bits, (4, 64, cfg.hidden_size))
+        expected = gguf.quants.dequantize(np.asarray(tensor.data), tensor.tensor_type)
+        np.testing.assert_array_equal(values(found), expected.swapaxes(1, 2))
+
+
+def test_factors_of_frequencies(stories, tmp_path):
+    """As files of Llama 3.1 have them: they divide the inverse frequencies."""
+    cfg = read_config(stories)
+    tensors = gguf_tensors(cfg, dict(read_params(stories, cfg)))
+    tensors["rope_freqs.weight"] = np.asarray([1, 1, 2, 8], np.float32)
+    keys = {**config_keys(cfg), **tokenizer_keys(stories, cfg.vocab_size)}
+    found, _ = read(write_file(tmp_path / "m.gguf", "llama", keys, tensors))
+    assert found.rope == RopeConfig(dim=8, factors=(1.0, 1.0, 2.0, 8.0))
+    plain = inverse_frequencies(RopeConfig(dim=8))[0]
+    np.testing.assert_allclose(inverse_frequencies(found.rope)[0], plain / [1, 1, 2, 8])
+    assert ModelConfig.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+@pytest.mark.parametrize("kind", ["F16"])
+def test_greedy_tokens_are_those_of_llama_cpp(stories, tmp_path, kind):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    path = write_model(tmp_path / "m.gguf", stories, kind)
+    cfg, params = read(path)
+    theirs = llama_cpp.Llama(str(path), n_ctx=256, logits_all=True, verbose=False, n_threads=1)
+    ids = theirs.tokenize(b"Once upon a time")
+    assert ids == Tokenizer(read_gguf_tokenizer(read_gguf(path), cfg.vocab_size)).encode("Once upon a time")
+    theirs.eval(ids)
+    expected = []
+    for _ in range(200):
+        expected.append(int(np.argmax(theirs.scores[len(ids) + len(expected) - 1])))
+        theirs.eval(expected[-1:])
+    got, weights = [], {name: jnp.asarray(values(param)) for name, param in params.items()}
+    cache = new_cache(cfg, batch=1, tokens=256, dtype=jnp.float32)
+
+    @jit
+    def step(params, tokens, cache):
+        hidden, cache = decoder.forward(params, tokens, cache, cfg=cfg)
+        return decoder.logits(params, hidden[:, -1], cfg=cfg), cache
+
+    logits, cache = step(weights, jnp.asarray([ids], jnp.int32), cache)
+    for _ in range(200):
+        got.append(int(np.argmax(logits[0])))
+        logits, cache = step(weights, jnp.asarray([got[-1:]], jnp.int32), cache)
+    assert got == expected

@@ -1,0 +1,285 @@
+"""GGUF files that are damaged, hostile or not supported give one line that names what is wrong."""
+
+import dataclasses
+import struct
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from jaxllm.checkpoints.gguf_config import read_gguf_config
+from jaxllm.checkpoints.gguf_file import is_gguf, read_gguf
+from jaxllm.checkpoints.gguf_model import read_gguf_params
+from jaxllm.checkpoints.gguf_tokenizer import read_gguf_tokenizer
+from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
+from jaxllm.prepare import prepare
+from tests.checkpoints.gguf_files import config_keys, gguf_tensors, tokenizer_keys, write_file
+from tests.tiny import TINY, random_params
+
+# Beside the file's own size, for objects that any file costs.
+_ALLOWANCE_BYTES = 64 << 10
+_MOST_SECONDS = 5.0
+_HEAD = b"GGUF" + struct.pack("<I", 3)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """Keys and tensors of a file, with a SentencePiece tokenizer."""
+    cfg = dataclasses.replace(TINY, vocab_size=96)
+    folder = tmp_path_factory.mktemp("none")
+    return {**config_keys(cfg), **tokenizer_keys(folder, 96)}, gguf_tensors(cfg, random_params(cfg))
+
+
+def use(path):
+    """All that `prepare` does with a file, but for writing."""
+    file = read_gguf(path)
+    cfg = read_gguf_config(file)
+    read_gguf_tokenizer(file, cfg.vocab_size)
+    for _ in read_gguf_params(file, cfg):
+        pass
+
+
+def refused(path, match):
+    with pytest.raises(JaxllmError, match=match) as caught:
+        use(path)
+    assert "\n" not in str(caught.value)
+
+
+def text(value):
+    return struct.pack("<Q", len(value)) + value
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (b"", "no GGUF file"),
+        (b"GGML", "no GGUF file"),
+        (b"GGUF", "truncated"),
+        (b"GGUF" + struct.pack("<I", 1), "version 1"),
+        (b"GGUF" + struct.pack(">I", 3), "big-endian"),
+        (_HEAD + struct.pack("<QQ", 1 << 60, 0), "tensors, above"),
+        (_HEAD + struct.pack("<QQ", 0, 1 << 60), "metadata keys, above"),
+        (_HEAD + struct.pack("<QQ", 0, 1) + struct.pack("<Q", 1 << 62), "text of .* bytes"),
+        (_HEAD + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<I", 99), "type 99"),
+        (_HEAD + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<IIQ", 9, 8, 1 << 60), "array of"),
+        (_HEAD + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<IIQ", 9, 4, 1 << 60), "truncated"),
+        (_HEAD + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<IIQ", 9, 9, 4), "array of"),
+        (_HEAD + struct.pack("<QQ", 0, 2) + 2 * (text(b"a") + struct.pack("<II", 4, 1)), "'a' twice"),
+        (_HEAD + struct.pack("<QQ", 1, 0) + text(b"t") + struct.pack("<I", 9), "9 dimensions"),
+        (_HEAD + struct.pack("<QQ", 1, 0) + text(b"t") + struct.pack("<IQIQ", 1, 1 << 61, 0, 0), "shape"),
+        (_HEAD + struct.pack("<QQ", 1, 0) + text(b"t") + struct.pack("<IQIQ", 1, 4, 4242, 0), "type 4242"),
+        (_HEAD + struct.pack("<QQ", 1, 0) + text(b"t") + struct.pack("<IQIQ", 1, 4, 2, 0), "Q4_0 has the s"),
+        (_HEAD + struct.pack("<QQ", 1, 0) + text(b"t") + struct.pack("<IQIQ", 1, 4, 0, 1 << 62), "truncated"),
+        (_HEAD + struct.pack("<QQ", 1, 0) + text(b"t") + struct.pack("<IQIQ", 1, 4, 0, 7), "not aligned"),
+        (
+            _HEAD + struct.pack("<QQ", 2, 0) + 2 * (text(b"t") + struct.pack("<IQIQ", 1, 4, 0, 0)) + bytes(9),
+            "truncated|twice|overlaps",
+        ),
+    ],
+)  # fmt: skip
+def test_hostile_headers(tmp_path, data, match):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    refused(path, match)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"block_count": 3}, "lacks the tensor blk.2"),
+        ({"block_count": 4096}, "4096 layers"),
+        ({"block_count": 0}, "0 layers"),
+        ({"embedding_length": 32}, "where the metadata implies"),
+        ({"embedding_length": None}, "lacks the metadata key"),
+        ({"attention.head_count": 2**31}, "heads"),
+        ({"attention.layer_norm_rms_epsilon": float("nan")}, "rms_norm_eps"),
+        ({"attention.value_length": 4}, "values of another size"),
+        ({"context_length": "long"}, "must be a whole number"),
+        ({"rope.freq_base": -1.0}, "theta"),
+        ({"rope.scaling.type": "longrope"}, "'longrope' is not supported"),
+        ({"something.new": 3}, "not understood .* --ignore-config-key llama.something.new"),
+        ({"attention.head_count_kv": [2, 1]}, "differs from layer to layer"),
+        ({"tokenizer.ggml.model": None}, "no tokenizer"),
+        ({"tokenizer.ggml.model": "bert"}, "'bert'"),
+        ({"tokenizer.ggml.tokens": None}, "tokens must be"),
+        ({"tokenizer.ggml.tokens": ["a"] * 96}, "distinct"),
+        ({"tokenizer.ggml.scores": [0.0]}, "scores must be an array of"),
+        ({"tokenizer.ggml.token_type": [77] * 96}, "token_type"),
+        ({"tokenizer.ggml.eos_token_id": 10**6}, "eos_token_id must be a token id"),
+        ({"tokenizer.ggml.add_bos_token": 3}, "add_bos_token must be true or false"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "new"}, "splits texts by 'new'"),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["x y z"]},
+            "merges of tokens that it does not have",
+        ),
+    ],
+)  # fmt: skip
+def test_metadata(tmp_path, parts, changes, match):
+    keys, tensors = parts
+    refused(write_file(tmp_path / "m.gguf", "llama", {**keys, **changes}, tensors), match)
+
+
+def test_unknown_key_can_be_ignored(tmp_path, parts):
+    keys, tensors = parts
+    file = read_gguf(write_file(tmp_path / "m.gguf", "llama", {**keys, "something.new": 3}, tensors))
+    assert read_gguf_config(file, ignore_keys=["llama.something.new"]).layers == keys["block_count"]
+
+
+def test_tensors(tmp_path, parts):
+    keys, tensors = parts
+    fewer = {name: value for name, value in tensors.items() if name != "blk.1.ffn_up.weight"}
+    refused(write_file(tmp_path / "a.gguf", "llama", keys, fewer), r"lacks the tensor blk\.1\.ffn_up\.weight")
+    more = {**tensors, "blk.0.attn_sinks.weight": np.zeros(4)}
+    refused(write_file(tmp_path / "b.gguf", "llama", keys, more), r"holds blk\.0\.attn_sinks\.weight")
+    refused(write_file(tmp_path / "c.gguf", "mamba", keys, tensors), "'mamba' are not supported")
+    wrong = {**tensors, "rope_freqs.weight": np.ones(3, np.float32)}
+    refused(write_file(tmp_path / "d.gguf", "llama", keys, wrong), r"rope_freqs\.weight is F32")
+    none = {name: value for name, value in tensors.items() if name != "token_embd.weight"}
+    refused(write_file(tmp_path / "e.gguf", "llama", keys, none), r"lacks the tensor token_embd\.weight")
+
+
+def test_scales_that_are_not_finite(tmp_path, parts):
+    keys, tensors = parts
+    name = "blk.0.ffn_up.weight"
+    rows, columns = tensors[name].shape
+    raw = np.full((rows, columns // 32 * 34), 0xFF, np.uint8)
+    refused(
+        write_file(tmp_path / "m.gguf", "llama", keys, {**tensors, name: (raw, "Q8_0")}),
+        r"blk\.0\.ffn_up\.weight: a scale is not finite",
+    )
+
+
+def test_split_files(tmp_path, parts):
+    keys, tensors = parts
+    names = sorted(tensors)
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    paths = [tmp_path / f"m-{at:05d}-of-00002.gguf" for at in (1, 2)]
+    for number, (path, own) in enumerate(zip(paths, halves, strict=True)):
+        split = {"split.no": number, "split.count": 2, "split.tensors.count": len(names)}
+        write_file(
+            path, "llama", {**(keys if number == 0 else {}), **split}, {name: tensors[name] for name in own}
+        )
+    for path in paths:
+        use(path)
+    whole = write_file(tmp_path / "whole.gguf", "llama", keys, tensors)
+    assert read_gguf(paths[1]).tensors.keys() == read_gguf(whole).tensors.keys()
+    prepare(paths[0], tmp_path / "m.jaxllm")
+    other = tmp_path / "renamed.gguf"
+    other.write_bytes(paths[0].read_bytes())
+    refused(other, "not named like one")
+    second = paths[1].read_bytes()
+    paths[1].write_bytes(paths[0].read_bytes())
+    refused(paths[0], r"says that it is part 0 of 2")
+    paths[1].unlink()
+    refused(paths[0], "00002-of-00002.gguf is missing")
+    paths[1].write_bytes(second[: len(second) // 2])
+    refused(paths[0], "truncated")
+
+
+def test_files_of_other_kinds(tmp_path):
+    missing = tmp_path / "none.gguf"
+    assert not is_gguf(missing)
+    with pytest.raises(CheckpointError, match="no such file"):
+        read_gguf(missing)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_gguf(tmp_path)
+
+
+def test_experts_are_laid_apart_in_a_second_step(tmp_path, parts):
+    path = write_file(tmp_path / "m.gguf", "llama", *parts)
+    with pytest.raises(CheckpointError, match="second step"):
+        prepare(path, tmp_path / "m.jaxllm", expert_bits=4)
+    with pytest.raises(CheckpointError, match="the model itself"):
+        prepare(path, path)
+
+
+# Mutations
+
+_NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    8,
+    9,
+    31,
+    255,
+    1 << 16,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 40,
+    (1 << 63),
+    (1 << 64) - 1,
+)
+
+
+def mutated(draw, data, header_bytes):
+    """A copy with some bytes, numbers or lengths changed, most of them in the header; or cut, or repeated."""
+    data = bytearray(data)
+    for _ in range(int(draw.integers(1, 4))):
+        if len(data) < 64:
+            break
+        kind = draw.integers(0, 10)
+        at = int(draw.integers(4, min(header_bytes, len(data)) if kind < 9 else len(data)))
+        if kind < 4:
+            data[at] = int(draw.integers(0, 256))
+        elif kind < 7:
+            size = (4, 8)[int(draw.integers(0, 2))]
+            number = _NUMBERS[int(draw.integers(0, len(_NUMBERS)))] & ((1 << 8 * size) - 1)
+            data[at : at + size] = number.to_bytes(size, "little")
+        elif kind == 7:
+            del data[at : at + int(draw.integers(1, 40))]
+        elif kind == 8:
+            other = int(draw.integers(4, header_bytes))
+            data[at:at] = data[other : other + int(draw.integers(1, 40))]
+        else:
+            del data[at:]
+    return bytes(data)
+
+
+def check_mutations(tmp_path, parts, count, first=0):
+    """Returns how many of the copies were refused."""
+    keys, tensors = parts
+    originals = []
+    for kind in ("F16", "Q8_0", "Q4_0"):
+        path = write_file(tmp_path / f"{kind}.gguf", "llama", keys, tensors, kind)
+        data = path.read_bytes()
+        first_tensor = read_gguf(path)
+        header = len(data) - sum(each.data.nbytes for each in first_tensor.tensors.values())
+        use(path)
+        originals.append((data, header))
+    refusals, path = 0, tmp_path / "mutated.gguf"
+    tracemalloc.start()
+    try:
+        for seed in range(first, first + count):
+            data, header = originals[seed % len(originals)]
+            data = mutated(np.random.default_rng(seed), data, header)
+            path.unlink(missing_ok=True)
+            path.write_bytes(data)
+            tracemalloc.reset_peak()
+            before, start = tracemalloc.get_traced_memory()[0], time.perf_counter()
+            message = ""
+            try:
+                use(path)
+            except (CheckpointError, ConfigError) as error:
+                refusals, message = refusals + 1, str(error)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+            assert "\n" not in message, f"seed {seed}: {message}"
+            peak = tracemalloc.get_traced_memory()[1] - before
+            assert peak < 4 * len(data) + _ALLOWANCE_BYTES, f"seed {seed}: {peak} bytes"
+            assert time.perf_counter() - start < _MOST_SECONDS, f"seed {seed}"
+    finally:
+        tracemalloc.stop()
+    return refusals
+
+
+def test_some_mutations(tmp_path, parts):
+    assert check_mutations(tmp_path, parts, 150) > 75
+
+
+@pytest.mark.slow
+def test_five_thousand_mutations(tmp_path, parts):
+    assert check_mutations(tmp_path, parts, 5000, first=1000) > 2500

@@ -1,0 +1,49 @@
+"""Makes the table of families and rooms of docs/guides/families.md: python -m tests.docs.families"""
+
+import re
+from pathlib import Path
+
+from jaxllm.config import ModelConfig
+from jaxllm.models.architectures import ARCHITECTURES
+from jaxllm.models.rooms import ROOMS, room_refusal
+from jaxllm.models.wrappers import WRAPPERS
+
+PAGE = Path("docs/guides/families.md")
+_NEEDED = {
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["attention"] * 2, "num_local_experts": 0}
+}
+_BLOCK = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- end of families -->)", re.DOTALL)
+
+
+def default_config(model_type: str) -> ModelConfig:
+    """The config of a family's class with the fewest keys."""
+    keys = {"model_type": model_type, **_NEEDED.get(model_type, {})}
+    return ARCHITECTURES[model_type].config_from_hf(keys)
+
+
+def families_table() -> str:
+    """The table in Markdown."""
+    wrapped: dict[str, list[str]] = {}
+    for name, wrapper in WRAPPERS.items():
+        for family in wrapper.text_types.values():
+            wrapped.setdefault(family, []).append(f"`{name}`")
+    lines = [f"| family | also in | {' | '.join(ROOMS)} |", f"|{'---|' * (len(ROOMS) + 2)}"]
+    for name in sorted(ARCHITECTURES):
+        cfg = default_config(name)
+        cells = ["no" if room_refusal(cfg, room) else "yes" for room in ROOMS]
+        if not cfg.experts:
+            cells[ROOMS.index("experts apart")] = ""
+        lines.append(f"| `{name}` | {', '.join(wrapped.get(name, []))} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def block_of(text: str) -> str:
+    """The table in a page."""
+    found = _BLOCK.search(text)
+    assert found is not None, f"{PAGE} has no marks of the table"
+    return found[0]
+
+
+if __name__ == "__main__":
+    written = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(_BLOCK.sub(lambda _: families_table(), written), encoding="utf-8")

@@ -1,0 +1,35 @@
+"""The table of families and rooms in the documents is what rooms say."""
+
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.int8_prefill.subgraphs import require_integer_prefill
+from jaxllm.models.architectures import ARCHITECTURES
+from jaxllm.models.rooms import ROOMS, require_room, room_refusal
+from tests.docs.families import PAGE, block_of, default_config, families_table
+
+
+def test_the_table_is_up_to_date():
+    assert block_of(PAGE.read_text(encoding="utf-8")) == families_table(), "run python -m tests.docs.families"
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_rooms_refuse_by_name(model_type):
+    cfg = default_config(model_type)
+    for room in ROOMS:
+        reason = room_refusal(cfg, room)
+        if reason is None:
+            require_room(cfg, room)
+            continue
+        assert "\n" not in reason
+        with pytest.raises(ConfigError) as caught:
+            require_room(cfg, room)
+        assert str(caught.value) == reason
+
+
+def test_integer_prefill_asks():
+    with pytest.raises(ConfigError, match="side by side"):
+        require_integer_prefill(default_config("phi"))
+    with pytest.raises(ConfigError, match="without a norm"):
+        require_integer_prefill(default_config("olmo2"))
+    require_integer_prefill(default_config("smollm3"))
