@@ -48,6 +48,7 @@ def _stored(contexts: Contexts, record: Record, count: int) -> Chunks:
     """The first chunks of a context that are on storage."""
     tokens = count * record.origin.chunk_tokens
     try:
+        contexts.store.wait(record.name)
         there = contexts.store.record(record.name)
         if there.tokens[:tokens] != record.tokens[:tokens]:
             return {}

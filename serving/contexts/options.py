@@ -9,7 +9,7 @@ from jaxllm.kv.eviction import find_policy
 from jaxllm.kv.tolerance import RATIOS
 from serving.host.direct_io import Storage
 
-Writing = Literal["ahead", "at-eviction", "never"]
+Writing = Literal["background", "ahead", "at-eviction", "never"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,11 @@ class ContextOptions:
         width.
       newest_chunks: so many of a context's last chunks stay at the highest width, as far as the ratio allows.
       policy: what leaves memory first, by its name in `eviction.POLICIES`.
-      writing: when chunks are written to storage. "ahead": when a call ends, so that they may leave memory
-        at any time. The others are for comparisons: "at-eviction": when chunks leave memory; "never": evicted
-        chunks are computed again. Tokens are written when a call ends in any case.
+      writing: when chunks are written to storage. "background": after a call, in a thread of its own; its
+        tokens are written before its answer ends, but reach the device with the chunks, so that a kill loses
+        nothing and a power cut the last calls. "ahead": before the answer ends, so that a power cut loses
+        nothing either. The others are for comparisons: "at-eviction": when chunks leave memory; "never":
+        evicted chunks are computed again.
       recompute: compute some of the missing chunks while others are read, where that is faster.
       pinned_share: share of the budget for pinned contexts of all apps together; the rest is for the running
         context.
@@ -45,7 +47,7 @@ class ContextOptions:
     ratio: float = 0.5
     newest_chunks: int = 1
     policy: str = "lctru"
-    writing: Writing = "ahead"
+    writing: Writing = "background"
     recompute: bool = True
     pinned_share: float = 0.75
     app_pinned_share: float = 0.5

@@ -124,6 +124,10 @@ class Record:
             found.append(digest.hexdigest())
         return tuple(found)
 
+    def agrees(self, other: "Record") -> bool:
+        """Whether chunks of this record are those of `other`, wherever they are stored."""
+        return (self.origin, self.tokens, self.bits) == (other.origin, other.tokens, other.bits)
+
     def lose(self, chunks: Set[int]) -> "Record":
         """This record with some chunks marked as lost, to be computed again."""
         bits = tuple(LOST if place in chunks else each for place, each in enumerate(self.bits))

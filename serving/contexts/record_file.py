@@ -82,20 +82,30 @@ class RecordMissing(CheckpointError):
         self.foreign = foreign
 
 
-def write_record(folder: Path, record: Record, vault: Vault | None = None) -> None:
-    """Replaces a context's record, whole or not at all, and keeps the one before; encrypted with a vault.
+def write_record(
+    folder: Path, record: Record, vault: Vault | None = None, *, flush: bool = True, keep: bool = True
+) -> None:
+    """Replaces a context's record, whole or not at all; encrypted with a vault.
+
+    Args:
+      folder: of the context.
+      record: of the context.
+      vault: has the keys by which it is encrypted; None for no encryption.
+      flush: wait until the device has it.
+      keep: keep the record before, in place of the one before that.
 
     Raises:
       OSError: it cannot be written.
     """
     path = folder / RECORD
     try:
-        with atomic_file(path) as file:
+        with atomic_file(path, flush=flush) as file:
             file.write(encoded(record) if vault is None else _sealed(encoded_body(record), folder, vault))
             file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                os.fsync(file.fileno())
             # A kill before the new one gets its name leaves the one before.
-            if path.is_file():
+            if keep and path.is_file():
                 os.replace(path, folder / PREVIOUS)
     except BaseException:
         if not os.path.lexists(path):

@@ -162,7 +162,7 @@ class ContextTurns:
             before = before[: call.context_tokens]
             forks = not free or len(before) < len(record.tokens)
         if not forks:
-            contexts.pending_errors.raise_for(record.name)
+            contexts.ready(record.name)
         config, level = call.config, record.origin.level
         prompt = (*before, *self._turn_ids(call, before))
         engine.request(prompt, config, level=level).require_served_by(engine.runner_at(level))

@@ -16,9 +16,10 @@ FILES = (
     *(
         f"/serving/contexts/{name}.py"
         for name in (
-            "answer", "catalog", "chunk_io", "claims", "context", "growth", "loading", "lock", "manager",
-            "memory", "pending_errors", "pins", "record", "record_file", "restore", "segment", "store",
-            "stored", "turn", "turn_ids", "writing",
+            "answer", "catalog", "chunk_io", "claims", "compacting", "context", "growth", "loading", "lock",
+            "manager", "memory", "open_store", "pending_errors", "pins", "quotas", "record", "record_file",
+            "registry", "restore", "segment", "store", "stored", "turn", "turn_ids", "unsettled",
+            "write_queue", "writing",
         )
     ),
     *(

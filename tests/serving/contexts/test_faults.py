@@ -75,6 +75,7 @@ def test_a_segment_that_is_gone_is_computed_from_the_text(kept):
     wanted = answers_without_contexts(contexts.engine, TURNS[0])
     context = new(contexts)
     say(context, TURNS[0][0])
+    contexts.store.wait()
     for path in (contexts.store.root / "app-mail" / context.name).glob("*.kv"):
         path.unlink()
     contexts = kept()
@@ -90,6 +91,7 @@ def test_widths_that_its_blobs_have_not_never_reach_a_kernel(kept):
     context = new(contexts)
     say(context, TURNS[0][0])
     assert set(context.record.bits) == {2}
+    contexts.store.wait()
     change_record(contexts.store.root / "app-mail" / context.name, bits=[8, 8])
     contexts = kept("kivi", ratio=0.25)
     contexts._delays[100] = READ
@@ -105,6 +107,7 @@ def test_a_layout_that_is_not_this_process_is_refused_by_name(kept):
     contexts = kept()
     context = new(contexts)
     say(context, TURNS[0][0])
+    contexts.store.wait()
     origin = {**context.record.origin.facts(), "heads": [2, 2, 2]}
     change_record(contexts.store.root / "app-mail" / context.name, origin=origin)
     with pytest.raises(ContextGone, match=r"heads \(?\[2, 2, 2\]\)? \(here \[4, 4, 4\]\)"):
@@ -144,6 +147,7 @@ def test_a_full_quota_leaves_the_context_as_it_was(kept):
     contexts = kept(quota_bytes=1 << 16)
     context = new(contexts)
     say(context, [1, 2, 3], 2)
+    contexts.store.wait()
     before = context.record
     with pytest.raises(BudgetExceeded, match="delete contexts"):
         say(context, TURNS[0][0] * 2)

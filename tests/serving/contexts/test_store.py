@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,7 +185,7 @@ with ContextStore(sys.argv[1]) as store:
 
 def killed(root, seed, after_s):
     """Runs a writer for some time, and kills it; what it said it had kept last, by name."""
-    here = os.fspath(store_module.Path(__file__).parents[3])
+    here = os.fspath(Path(__file__).parents[3])
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, os.fspath(root), here, str(seed)], stdout=subprocess.PIPE, text=True
     ) as child:
