@@ -234,6 +234,18 @@ class LLMService:
         contexts = self._kept()
         return [Context(contexts, record) for record in contexts.store.records(app)]
 
+    def resize(self, budget_bytes: int) -> None:
+        """Sets the memory of contexts' chunks while the service runs; chunks beyond it are evicted.
+
+        Args:
+          budget_bytes: see `ContextOptions`.
+
+        Raises:
+          ConfigError: the service keeps no contexts, or it is not a whole number from 1 up.
+          BudgetExceeded: contexts that run or are pinned take more; the budget is as it was.
+        """
+        self._kept().resize(budget_bytes)
+
     def _kept(self) -> Contexts:
         if self.contexts is None:
             raise ConfigError("this service keeps no contexts; open it with ContextOptions")

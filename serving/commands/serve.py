@@ -59,6 +59,12 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
 )
 @click.option("--memory", type=Size(), help="Most memory of the process, such as 2GB.")
 @click.option(
+    "--follow-pressure",
+    is_flag=True,
+    default=None,
+    help="Give memory back while tasks of the machine wait for it, without --memory, too (Linux).",
+)
+@click.option(
     "--draft",
     metavar="DRAFT",
     help="Draft tokens for the whole model's answers while they are decoded one by one, as `jaxllm generate "
@@ -73,7 +79,8 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     "--config",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Options in TOML; the command line goes before them. SIGHUP reads limits and objectives again.",
+    help="Options in TOML; the command line goes before them. SIGHUP reads limits, objectives and "
+    "context_budget again.",
 )
 def serve_command(config: Path | None, adapter: tuple[str, ...], **given: Any) -> None:
     """Serve a model to the apps of this device.

@@ -87,7 +87,7 @@ class Contexts(ContextRegistry):
             self._require_share(record, size)
         self.memory.pin(name, record.pinned)
         self.memory.require(name, size)
-        turn = Turn(record=record, base=base or record, session=session)
+        turn = Turn(record=record, base=base or record, session=session, most_bytes=size)
         self._claims.begin(turn)
         try:
             self.memory.claim(name, len(turn.base.bits), pinned=record.pinned)

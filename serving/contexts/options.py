@@ -58,8 +58,8 @@ class ContextOptions:
     encryption: str | Path | None = None
 
     def __post_init__(self) -> None:
-        if self.budget_bytes < 1:
-            raise ConfigError(f"budget_bytes must be at least 1, got {self.budget_bytes!r:.80}")
+        if type(self.budget_bytes) is not int or self.budget_bytes < 1:
+            raise ConfigError(f"budget_bytes must be a whole number from 1 up, got {self.budget_bytes!r:.80}")
         if not RATIOS[2] <= self.ratio <= 1:
             raise ConfigError(f"ratio must be between {RATIOS[2]} and 1, got {self.ratio!r:.80}")
         if not 0 <= self.app_pinned_share <= self.pinned_share <= 1:

@@ -116,6 +116,33 @@ class ContextRegistry:
                 if (stop := turn.stop()) is not None:
                     stack.callback(stop)
 
+    def resize(self, budget_bytes: int) -> None:
+        """Sets the memory of chunks from now on, and evicts what is beyond it. Shares of pinned contexts are
+        of the new budget.
+
+        Args:
+          budget_bytes: see `ContextOptions`.
+
+        Raises:
+          ConfigError: it is not a whole number from 1 up.
+          BudgetExceeded: contexts that run may come to take more, beside those that are pinned; the budget is
+            as it was.
+        """
+        options = dataclasses.replace(self.options, budget_bytes=budget_bytes)
+        running = {each.record.name: each.most_bytes for each in self._claims.running()}
+        pinned = {
+            each.name: sum(chunk.size_bytes for chunk in self.memory.chunks(each.name).values())
+            for each in self.store.records()
+            if each.pinned
+        }
+        if (taken := sum({**pinned, **running}.values())) > budget_bytes:
+            raise BudgetExceeded(
+                f"chunks cannot do with {budget_bytes:,} bytes of memory: contexts that run or are pinned "
+                f"may take {taken:,}; close their answers, unpin some, or give more"
+            )
+        self.memory.resize(budget_bytes)
+        self.options = options
+
     def create(self, app: str, *, level: int | None = None, pinned: bool = False) -> Record:
         """Creates an empty context.
 

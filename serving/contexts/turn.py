@@ -21,6 +21,7 @@ class Turn:
       counted_from: the position from which the cache counts attention, where that is not the first token that
         the call fed.
       over: whether the call has ended.
+      most_bytes: that chunks of the context may come to take in memory.
       stop: gives a function that ends the answer and keeps its tokens; None where the caller of `begin` does
         that.
     """
@@ -31,4 +32,5 @@ class Turn:
     restoration: Restoration = dataclasses.field(default_factory=Restoration)
     counted_from: int | None = None
     over: bool = False
+    most_bytes: int = 0
     stop: Callable[[], Callable[[], object] | None] = lambda: None

@@ -61,7 +61,10 @@ class ServerOptions:
       batch_rows: numbers of answers that are decoded together, where native kernels read the weights;
         empty for one by one.
       contexts: folder in which apps' contexts are kept; None for no contexts.
-      context_budget: most bytes of their chunks in memory; 0 for the default of `ContextOptions`.
+      context_budget: most bytes of their chunks in memory; 0 for the default of `ContextOptions`; read again
+        at SIGHUP.
+      follow_pressure: give memory back while tasks of the machine wait for it; with `memory` that is done in
+        any case.
       context_keys: folder of keys, one of each app, by which contexts are encrypted on storage; None for no
         encryption.
       adapter: low-rank adapters that calls may name: name -> folder in PEFT's layout.
@@ -93,6 +96,7 @@ class ServerOptions:
     draft: str = ""
     contexts: Path | None = None
     context_budget: int = 0
+    follow_pressure: bool = False
     context_keys: Path | None = None
     batch_rows: tuple[int, ...] = BATCH_ROWS
     adapter: Mapping[str, Path] = dataclasses.field(default_factory=dict)
@@ -114,7 +118,13 @@ class ServerOptions:
         return Path(self.model).name.removesuffix(SUFFIX) if self.model else "default"
 
     def __post_init__(self) -> None:
-        for name, kind in {"model": str, "http": str, "draft": str, "remote": bool}.items():
+        for name, kind in {
+            "model": str,
+            "http": str,
+            "draft": str,
+            "remote": bool,
+            "follow_pressure": bool,
+        }.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigError(f"{name} must be {_KINDS[kind]}, got {value!r:.80}")
         for name in _PATHS:
@@ -209,7 +219,9 @@ class ServerOptions:
 
     def memory_options(self) -> MemoryOptions:
         """Options of memory."""
-        return MemoryOptions(limit_bytes=self.memory, prefix_bytes=self.prefix_memory)
+        return MemoryOptions(
+            limit_bytes=self.memory, prefix_bytes=self.prefix_memory, follow_pressure=self.follow_pressure
+        )
 
     def adapter_options(self) -> AdapterOptions:
         """Options of adapters.

@@ -28,6 +28,7 @@ drain_s = 2.5
 contexts = "kept"
 context_budget = "1MB"
 context_keys = "~/keys"
+follow_pressure = true
 
 adapters = "adapters"
 adapter_rank = 8
@@ -81,6 +82,7 @@ def test_a_file_has_all_options(tmp_path):
     assert contexts is not None
     assert (contexts.folder, contexts.budget_bytes) == (tmp_path / "kept", 1_000_000)
     assert contexts.encryption == Path("~/keys").expanduser()
+    assert options.memory_options().follow_pressure
     adapters = options.adapter_options()
     assert (adapters.given, adapters.folder) == (
         {"formal": tmp_path / "adapters/formal"}, tmp_path / "adapters",
