@@ -80,8 +80,12 @@ class Contexts(ContextRegistry):
           BudgetExceeded: its chunks could not fit into memory, whatever is evicted.
         """
         began = time.perf_counter()
-        record = self.record(app, name)
         self._require_idle(name)
+        moved = self.moving(app, name)
+        record = self.record(app, name)
+        if moved:
+            record = self.at_level(app, name, record.origin.level)
+            base = base and base.moved(record.origin)
         size = self.chunk_bytes(record, most_tokens)
         if record.pinned:
             self._require_share(record, size)
@@ -96,7 +100,9 @@ class Contexts(ContextRegistry):
             how = self._loader.resume(self._chunk_io, turn, last, prompt_tokens)
             # The restore may have marked damaged chunks as lost in the store's record.
             self._claims.changed(turn, turn.record)
-            turn.restoration = dataclasses.replace(how, took_ms=1000 * (time.perf_counter() - began))
+            turn.restoration = dataclasses.replace(
+                how, moved=moved, took_ms=1000 * (time.perf_counter() - began)
+            )
         except BaseException:
             self.abandon(turn)
             raise

@@ -57,6 +57,7 @@ class ContextRegistry:
         )
         try:
             self.pending_errors = PendingErrors()
+            self._tokenizer = engine.tokenizer.digest
             self._writer = ChunkWriter(self.store, options.writing, self.pending_errors.note_unwritten)
             self.memory = ChunkMemory(options.budget_bytes, find_policy(options.policy), self._writer.left)
             self._claims = Claims(self._let_go)
@@ -160,23 +161,44 @@ class ContextRegistry:
         if most and there >= most:
             raise BudgetExceeded(f"{app} owns {there} contexts of at most {most}; delete one first")
         chunk_io = self._chunk_io[self.engine.runner_at(level).level]
-        return self.store.create(app, origin_of(self.engine, chunk_io), pinned=pinned)
+        origin = origin_of(self.engine, chunk_io)
+        return self.store.create(app, origin, pinned=pinned, tokenizer=self._tokenizer)
 
     def record(self, app: str, name: str) -> Record:
-        """The record of an app's context.
+        """The record of an app's context; where the context is of another model, level, codec, dtype or
+        adapter, as it moves to this engine's with its next call: its tokens alone.
 
         Raises:
-          ContextGone: the app has no context of this name, or it is of another model, level, codec or
-            adapter.
+          ContextGone: the app has no context of this name, or its tokens are of another tokenizer.
         """
         record = self.store.record(name, app)
-        if record.origin.level not in self.engine.levels:
+        level = record.origin.level if record.origin.level in self._chunk_io else self.engine.runner.level
+        origin = origin_of(self.engine, self._chunk_io[level])
+        same = record.origin.model == origin.model
+        if not same and record.tokens and record.tokenizer != self._tokenizer:
+            whose = "another tokenizer" if record.tokenizer else "a tokenizer that its record does not name"
             raise ContextGone(
-                f"the context {name} is of level {record.origin.level}, which is not served; open the engine "
-                "for it, or delete the context"
+                f"the context {name} is of another model, and its tokens are of {whose}: open it with the "
+                "model that it was made with, or delete it"
             )
-        record.origin.require(origin_of(self.engine, self._chunk_io[record.origin.level]), name)
-        return record
+        record = dataclasses.replace(record, tokenizer=self._tokenizer)
+        return record if record.origin == origin else record.moved(origin)
+
+    def moving(self, app: str, name: str, level: int | None = None) -> tuple[str, ...]:
+        """What of a context's origin another takes the place of in its next call, by its names in `Origin`;
+        empty where its chunks stay.
+
+        Args:
+          app, name: of the context.
+          level: that answers, in percent; None for that of `record`.
+
+        Raises:
+          ContextGone: see `record`.
+        """
+        coming = self.record(app, name).origin
+        if level is not None:
+            coming = origin_of(self.engine, self._chunk_io[self.engine.runner_at(level).level])
+        return self.store.record(name, app).origin.differing(coming)
 
     def at_level(self, app: str, name: str, level: int) -> Record:
         """Sets the level of an app's context. Its tokens stay, and the next call computes its chunks.
@@ -187,13 +209,13 @@ class ContextRegistry:
         """
         record = self.record(app, name)
         origin = origin_of(self.engine, self._chunk_io[self.engine.runner_at(level).level])
-        if record.origin == origin:
+        if self.store.record(name).origin == origin:
             return record
         self._require_idle(name)
         # Memory first: chunks in memory must never outlive those on storage.
         self.memory.cut(name, 0)
         self._forget_cache(name)
-        return self.store.commit(dataclasses.replace(record, origin=origin, bits=(), mass=(), seen=()))
+        return self.store.commit(record.moved(origin))
 
     def chunk_bytes(self, record: Record, tokens: int | None = None, level: int | None = None) -> int:
         """The most bytes of a context's chunks in memory, perhaps with other tokens or at another level; 0

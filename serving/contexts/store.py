@@ -66,8 +66,8 @@ class ContextStore(OpenStore):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def create(self, app: str, origin: Origin, *, pinned: bool = False) -> Record:
-        """A new, empty context.
+    def create(self, app: str, origin: Origin, *, pinned: bool = False, tokenizer: str = "") -> Record:
+        """A new, empty context; see `Record`.
 
         Raises:
           ConfigError: the app has no name, or too long a one.
@@ -81,8 +81,8 @@ class ContextStore(OpenStore):
             self._catalog.sweep()
         name = new_name()
         record = Record(
-            name=name, app=app, origin=origin, pinned=pinned, used=self._catalog.next_use(),
-            created_s=int(time.time()),
+            name=name, app=app, origin=origin, pinned=pinned, tokenizer=tokenizer,
+            used=self._catalog.next_use(), created_s=int(time.time()),
         )  # fmt: skip
         folder = self._catalog.folder(record)
         self._unsettled.begin(name, folder)

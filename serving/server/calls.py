@@ -121,6 +121,7 @@ class Started:
       adapter: that answers; empty for none.
       objective: that counts for the answer; None for none.
       bound: whether it is the app's, and not the call's own.
+      moved: what of the context was of another model or of other settings (see `Restoration.moved`).
     """
 
     prompt_tokens: int
@@ -133,6 +134,7 @@ class Started:
     adapter: str = ""
     objective: Objective | None = None
     bound: bool = False
+    moved: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -216,6 +216,7 @@ class Job:
             adapter=self.adapter,
             objective=self.call.objective,
             bound=self.call.bound,
+            moved=() if self.kept_by is None else self.kept_by.restoration.moved,
         )
 
     def _ended(self, run: Run) -> Ended:

@@ -102,18 +102,6 @@ def test_widths_that_its_blobs_have_not_never_reach_a_kernel(kept):
     assert contexts.store.verify() == []
 
 
-def test_a_layout_that_is_not_this_process_is_refused_by_name(kept):
-    """As chunks have it where other kernels read them: those of all heads, say, or of a level's alone."""
-    contexts = kept()
-    context = new(contexts)
-    say(context, TURNS[0][0])
-    contexts.store.wait()
-    origin = {**context.record.origin.facts(), "heads": [2, 2, 2]}
-    change_record(contexts.store.root / "app-mail" / context.name, origin=origin)
-    with pytest.raises(ContextGone, match=r"heads \(?\[2, 2, 2\]\)? \(here \[4, 4, 4\]\)"):
-        found(kept(), context)
-
-
 def test_a_segment_that_storage_refuses_is_computed_and_stays(kept, monkeypatch):
     contexts = kept()
     wanted = answers_without_contexts(contexts.engine, TURNS[0])
@@ -172,17 +160,6 @@ def test_who_is_gone_is_told(kept):
         with pytest.raises(ContextGone, match="was deleted, or never made"):
             act()
     assert other.tokens == ()
-
-
-def test_contexts_of_other_settings_are_refused(kept):
-    contexts = kept("raw", "f32", (50,))
-    half = new(contexts, level=50)
-    with pytest.raises(ContextGone, match="level 50, which is not served"):
-        found(kept(), half)
-    whole = new(kept())
-    with pytest.raises(ContextGone, match=r"codec raw \(here kivi\)"):
-        found(kept("kivi"), whole)
-    assert found(kept(), whole).tokens == ()
 
 
 def test_one_process_has_the_store(kept, engine_of):

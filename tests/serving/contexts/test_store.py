@@ -154,9 +154,11 @@ def test_a_full_disk_loses_nothing_older(tmp_path, monkeypatch):
 
 
 def test_what_made_a_context_is_compared(tmp_path):
-    ORIGIN.require(ORIGIN, "x")
-    with pytest.raises(ContextGone, match=r"level 100 \(here 50\), codec channel \(here kivi\)"):
-        ORIGIN.require(dataclasses.replace(ORIGIN, level=50, codec="kivi"), "x")
+    assert ORIGIN.differing(ORIGIN) == ()
+    assert ORIGIN.differing(dataclasses.replace(ORIGIN, level=50, codec="kivi")) == ("level", "codec")
+    # The layout follows from others, or from the kernels.
+    assert ORIGIN.differing(dataclasses.replace(ORIGIN, level=50, heads=(1, 1, 1))) == ("level",)
+    assert ORIGIN.differing(dataclasses.replace(ORIGIN, heads=(1, 1, 1))) == ("heads",)
 
 
 WRITER = """
