@@ -24,7 +24,7 @@ def compact(store: ContextStore, name: str) -> Record:
       BudgetExceeded: the device has no room for both.
     """
     record = store.record(name)
-    return record if len(record.segments) <= _MOST_SEGMENTS else _rewritten(store, name)
+    return record if len(store.own_segments(record)) <= _MOST_SEGMENTS else _rewritten(store, name)
 
 
 def make_room(store: ContextStore, record: Record, chunks: Chunks) -> None:
@@ -57,18 +57,23 @@ def _rewritten(store: ContextStore, name: str) -> Record:
     record = store.record(name)
     with store.opened_apart(name) as opened:
         chunks = {
-            chunk: (bits, [opened.read(layer, [chunk])[0] for layer in range(opened.layers)])
-            for chunk, bits in enumerate(record.bits)
-            if bits != LOST
+            chunk: (record.bits[chunk], [opened.read(layer, [chunk])[0] for layer in range(opened.layers)])
+            for chunk in _own_chunks(store, record)
         }
     return store.commit(record, chunks)
 
 
+def _own_chunks(store: ContextStore, record: Record) -> list[int]:
+    """The chunks of a context in segments that no other context shares: those that are shared stay once."""
+    own = store.own_segments(record)
+    return [n for n, file in enumerate(record.files) if file in own]
+
+
 def _rewritten_bytes(store: ContextStore, record: Record) -> int:
-    """The size of a context's one segment."""
+    """The size of the segment of a context's own chunks."""
     sizes = {
         bits: [np.broadcast_to(np.uint8(0), size) for size in record.origin.layer_bytes[bits]]
         for bits in set(record.bits) - {LOST}
     }
-    chunks = {n: (bits, sizes[bits]) for n, bits in enumerate(record.bits) if bits != LOST}
+    chunks = {n: (record.bits[n], sizes[record.bits[n]]) for n in _own_chunks(store, record)}
     return file_bytes(chunks, encrypted=store.vault is not None)

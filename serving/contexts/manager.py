@@ -22,6 +22,8 @@ from serving.contexts.blobs import Stored
 from serving.contexts.growth import ended_record, most_bytes, position_mass, sink_record
 from serving.contexts.record import Record
 from serving.contexts.registry import ContextRegistry
+from serving.contexts.sharing import shared_beginning
+from serving.contexts.store import Linked
 from serving.contexts.turn import Turn
 from serving.request import Session
 
@@ -61,6 +63,7 @@ class Contexts(ContextRegistry):
         prompt_tokens: int,
         most_tokens: int,
         base: Record | None = None,
+        prompt: Sequence[int] = (),
     ) -> Turn:
         """Restores a context for a call, and locks it.
 
@@ -70,6 +73,7 @@ class Contexts(ContextRegistry):
           prompt_tokens: tokens of the context and the prompt together.
           most_tokens: most tokens of the context when the call ends; no room is made for them yet.
           base: the record after sliding, where the context slides before the call; None for all of it.
+          prompt: tokens of the context and the prompt; a context's first may begin as another context does.
 
         Returns:
           The call, which ends with `finish` or `abandon`, or when its last strong reference is gone.
@@ -95,13 +99,14 @@ class Contexts(ContextRegistry):
         self._claims.begin(turn)
         try:
             self.memory.claim(name, len(turn.base.bits), pinned=record.pinned)
+            shared = self._begin_shared(turn, prompt) if base is None else 0
             self.grow(turn, prompt_tokens)
             last, self._last = self._last, ("", Session())
             how = self._loader.resume(self._chunk_io, turn, last, prompt_tokens)
             # The restore may have marked damaged chunks as lost in the store's record.
             self._claims.changed(turn, turn.record)
             turn.restoration = dataclasses.replace(
-                how, moved=moved, took_ms=1000 * (time.perf_counter() - began)
+                how, moved=moved, shared=shared, took_ms=1000 * (time.perf_counter() - began)
             )
         except BaseException:
             self.abandon(turn)
@@ -141,6 +146,16 @@ class Contexts(ContextRegistry):
         """Unlocks a context whose call has ended, without storing anything."""
         self._claims.end(turn)
 
+    def _begin_shared(self, turn: Turn, prompt: Sequence[int]) -> int:
+        """Has the first call of a context begin with chunks of another one; returns how many."""
+        options, record = self.options, turn.record
+        if record.tokens or not options.share_beginnings or options.writing in ("at-eviction", "never"):
+            return 0
+        turn.base, turn.source = shared_beginning(
+            self.store, self.memory, record, prompt, across_apps=options.share_across_apps
+        )
+        return len(turn.base.bits)
+
     def _kept(self, turn: Turn, tokens: Sequence[int], first: int) -> Record:
         name, chunk_io, session = turn.record.name, self._chunk_io[turn.record.origin.level], turn.session
         # The pin may have changed during the call.
@@ -151,13 +166,23 @@ class Contexts(ContextRegistry):
             before, resident, chunk_io, self.options, session=session, tokens=tokens, first=first
         )
         coded: dict[int, Stored] = {}
+        there = {n: (each.bits, each.blobs) for n, each in self.memory.chunks(name).items()}
         if session.cache is not None:
             # Chunks that were computed again at the same width are on storage already.
             wanted = {n: bits for n, bits in enumerate(record.bits) if resident.get(n) != bits}
-            there = {n: (each.bits, each.blobs) for n, each in self.memory.chunks(name).items()}
             coded = chunk_io.encode(session.cache, wanted, there)
         changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)}
-        record = self._writer.keep(record, changed, coded)
+        linked: Linked = {}
+        if turn.source:
+            same = {n: bits for n, bits in enumerate(record.bits) if n not in changed}
+            linked = self.store.link(record, turn.source, same)
+            # The other one has changed since, or cannot be shared: what memory has is written.
+            left = same.keys() - linked.keys()
+            own = {n: there[n] for n in left - coded.keys() if resident.get(n) == same[n]}
+            coded = {**own, **coded}
+            record = record.lose(left - coded.keys())
+            changed |= left & coded.keys()
+        record = self._writer.keep(record, changed, coded, linked)
         self.memory.cut(name, min(len(record.bits), len(before.bits)))
         # Chunks that do not fit are on storage, or computed again.
         with contextlib.suppress(BudgetExceeded):

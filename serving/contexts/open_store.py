@@ -12,7 +12,7 @@ from serving.contexts.encryption import Vault
 from serving.contexts.lock import StoreLock
 from serving.contexts.quotas import Quotas
 from serving.contexts.record import Record
-from serving.contexts.root import LOCK, file_size, folder_bytes, folder_name, mark, require_store
+from serving.contexts.root import LOCK, file_size, folder_bytes, folder_name, is_shared, mark, require_store
 from serving.contexts.segment import Segment
 from serving.contexts.stored import OpenSegments, StoredContext
 from serving.contexts.unsettled import Unsettled
@@ -153,14 +153,17 @@ class OpenStore:
             yield StoredContext(record, segments)
 
     def stored_bytes(self, record: Record) -> int:
-        """Bytes of a context's segments."""
-        return sum(file_size(self._catalog.folder(record) / each) for each in record.segments)
+        """Bytes of a context's own segments."""
+        return sum(file_size(self._catalog.folder(record) / each) for each in self.own_segments(record))
+
+    def own_segments(self, record: Record) -> set[str]:
+        """Names of a context's segments that no other context shares."""
+        folder = self._catalog.folder(record)
+        return {each for each in record.segments if not is_shared(folder / each)}
 
     def used_bytes(self, app: str | None = None) -> int:
         """Bytes of all files, or of an app's."""
-        return sum(
-            folder_bytes(folder) for folder in {self._catalog.folder(each) for each in self.records(app)}
-        )
+        return folder_bytes({self._catalog.folder(each) for each in self.records(app)})
 
     def _require_settled(self, wanted: str = "") -> None:
         """Checks that the store is open, and settles contexts whose last change may not have ended.

@@ -36,6 +36,11 @@ class ContextOptions:
       quota_bytes: most bytes of all files of the store; 0 for no limit. While a call is stored, old and new
         files are there together.
       app_quota_bytes: most bytes of each app's files; 0 for no limit.
+      share_beginnings: a new context takes the chunks that another one of its app has of its first prompt;
+        they are in memory and on storage once (there not with `encryption`, nor on file systems without hard
+        links).
+      share_across_apps: contexts of other apps count, too. How long an answer takes tells an app then what
+        others have said.
       storage: how chunks are read.
       encryption: folder of keys, one of each app, by which tokens and chunks are encrypted on storage; made
         if missing, and never in `folder`. Contexts that were stored before are encrypted when they change.
@@ -54,6 +59,8 @@ class ContextOptions:
     contexts_per_app: int = 0
     quota_bytes: int = 0
     app_quota_bytes: int = 0
+    share_beginnings: bool = True
+    share_across_apps: bool = False
     storage: Storage = dataclasses.field(default_factory=Storage)
     encryption: str | Path | None = None
 
@@ -71,6 +78,8 @@ class ContextOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} must be a whole number and not negative, got {value!r:.80}")
+        if self.share_across_apps and not self.share_beginnings:
+            raise ConfigError("share_across_apps takes share_beginnings; leave out one of the two")
         if self.writing not in get_args(Writing):
             raise ConfigError(f"writing must be among {get_args(Writing)}, got {self.writing!r:.80}")
         # Checks the name.

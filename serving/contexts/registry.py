@@ -65,7 +65,7 @@ class ContextRegistry:
             self._last: tuple[str, Session] = ("", Session())
             self._process = os.getpid()
             self._delays: dict[int, Delays] = {}
-            self._loader = ChunkLoader(self.store, self.memory, self._delays, recompute=options.recompute)
+            self._loader = ChunkLoader(self.store, self.memory, self._delays, options)
             self._chunk_io = {level: ChunkIO(engine.runner_at(level)) for level in engine.levels}
             read_delay = measure_read(self.store.root, options.storage)
             for level, chunk_io in self._chunk_io.items():
@@ -280,6 +280,9 @@ class ContextRegistry:
         if not known:
             self.memory.forget(name)
             self._forget_cache(name)
+        else:
+            # Those of another context that the call began with.
+            self.memory.cut(name, len(claimed.bits))
         self.memory.release(name)
 
     def _require_idle(self, name: str) -> None:

@@ -19,7 +19,8 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
+from types import MappingProxyType
 
 from jaxllm.errors import CheckpointError, JaxllmError, one_line
 from jaxllm.files.atomic import sync
@@ -34,6 +35,7 @@ from serving.contexts.root import (
     SEGMENT,
     file_size,
     folder_name,
+    is_shared,
     new_name,
     next_segment,
     remove_own,
@@ -42,6 +44,8 @@ from serving.contexts.root import (
 from serving.contexts.segment import Chunks, file_bytes, write_segment
 from serving.contexts.verification import verify
 
+# Chunk -> its segment, and the checksum of that.
+Linked = Mapping[int, tuple[str, str]]
 # The segment of a chunk that `commit_later` has yet to write.
 _COMING = "coming"
 
@@ -102,7 +106,44 @@ class ContextStore(OpenStore):
         self._unsettled.end(name)
         return record
 
-    def commit(self, record: Record, chunks: Chunks | None = None, *, flush: bool = True) -> Record:
+    def link(self, record: Record, source: str, chunks: Mapping[int, int]) -> Linked:
+        """Gives a context the segments of another one, without a copy: links that a later commit names.
+
+        Args:
+          record: of the context, with its tokens.
+          source: name of the other one.
+          chunks: width of each chunk that is wanted, by number; tokens up to its end are the same in both.
+
+        Returns:
+          The chunks that both have now; none with encryption, or where the file system has no hard links.
+        """
+        found: dict[int, tuple[str, str]] = {}
+        if self.vault is not None:
+            # A segment is encrypted for its context.
+            return found
+        links: dict[str, str] = {}
+        with contextlib.suppress(JaxllmError, OSError):
+            theirs, own = self.record(source), self._catalog.folder(record)
+            for n, bits in sorted(chunks.items()):
+                file = (*theirs.files, *[""] * n)[n]
+                same = theirs.bits[n : n + 1] == (bits,) and theirs.sources[n] == record.sources[n]
+                if not same or file not in theirs.checksums:
+                    continue
+                if file not in links:
+                    fresh = next_segment([*os.listdir(own), *self.record(record.name).segments])
+                    os.link(self._catalog.folder(theirs) / file, own / fresh, follow_symlinks=False)
+                    links[file] = fresh
+                found[n] = (links[file], theirs.checksums[file])
+        return found
+
+    def commit(
+        self,
+        record: Record,
+        chunks: Chunks | None = None,
+        *,
+        flush: bool = True,
+        linked: Linked = MappingProxyType({}),
+    ) -> Record:
         """Stores a context's new state: first its new chunks, then the record that names them.
 
         Args:
@@ -111,6 +152,7 @@ class ContextStore(OpenStore):
           chunks: bits and each layer's blob of those chunks that are new or have another width.
           flush: wait until the device has everything. Otherwise chunks can be read, but a power cut or a kill
             leaves the state before, until the context's next commit or `close`.
+          linked: chunks that are in segments of another context, too (see `link`).
 
         Returns:
           The stored record.
@@ -126,6 +168,7 @@ class ContextStore(OpenStore):
         folder, name = self._catalog.folder(record), record.name
         with written(folder):
             names = os.listdir(folder)
+        before = _with_links(before, linked)
         fresh = next_segment([*names, *before.segments])
         files = [fresh if chunk in chunks else file for chunk, file in enumerate(_kept_files(before, record))]
         record = dataclasses.replace(
@@ -202,12 +245,14 @@ class ContextStore(OpenStore):
         chunks: Chunks,
         failed: Callable[[str, JaxllmError], object],
         then: Callable[[str], object] = lambda _: None,
+        *,
+        linked: Linked = MappingProxyType({}),
     ) -> Record:
         """Stores a context's new state as `commit` does, in the thread that writes (see `write_later`). Waits
         only where too much is waiting already.
 
         Args:
-          record, chunks: see `commit`.
+          record, chunks, linked: see `commit`.
           failed: called in that thread with the context's name and the error; the state is that before.
           then: called in that thread with the name, after the commit.
 
@@ -218,7 +263,7 @@ class ContextStore(OpenStore):
 
         def write() -> None:
             try:
-                self.commit(record, chunks)
+                self.commit(record, chunks, linked=linked)
                 then(name)
             except JaxllmError as error:
                 failed(name, error)
@@ -228,7 +273,10 @@ class ContextStore(OpenStore):
                 self._coming.pop(name, None)
 
         there = [*record.files, *[""] * len(record.bits)]
-        files = [_COMING if chunk in chunks else file for chunk, file in enumerate(there[: len(record.bits)])]
+        files = [
+            _COMING if chunk in chunks or chunk in linked else file
+            for chunk, file in enumerate(there[: len(record.bits)])
+        ]
         coming = dataclasses.replace(record, files=tuple(files), used=self.record(name).used)
         self._queue.put(name, write, lambda: self._coming.update({name: coming}))
         return coming
@@ -313,7 +361,17 @@ class ContextStore(OpenStore):
         """By how much a commit of chunks grows the store, which removes the files `freed`."""
         folder = self._catalog.folder(record)
         size = file_bytes(chunks, encrypted=self.vault is not None)
-        return size - sum(file_size(folder / each) for each in freed)
+        return size - sum(file_size(folder / each) for each in freed if not is_shared(folder / each))
+
+
+def _with_links(record: Record, linked: Linked) -> Record:
+    """A record whose chunks are where links are."""
+    count = max([len(record.files), *(n + 1 for n in linked)])
+    files = [*record.files, *[""] * (count - len(record.files))]
+    for n, (file, _) in linked.items():
+        files[n] = file
+    checksums = {**record.checksums, **dict(linked.values())}
+    return dataclasses.replace(record, files=tuple(files), checksums=checksums)
 
 
 def _kept_files(before: Record, after: Record) -> list[str]:

@@ -12,7 +12,7 @@ from serving.contexts.compacting import compact, make_room
 from serving.contexts.growth import agreeing_record
 from serving.contexts.options import Writing
 from serving.contexts.record import Record
-from serving.contexts.store import ContextStore
+from serving.contexts.store import ContextStore, Linked
 
 
 class ChunkWriter:
@@ -36,13 +36,14 @@ class ChunkWriter:
         if writing == "background":
             store.write_later()
 
-    def keep(self, record: Record, changed: Set[int], coded: Mapping[int, Stored]) -> Record:
+    def keep(self, record: Record, changed: Set[int], coded: Mapping[int, Stored], linked: Linked) -> Record:
         """Stores a context as a call leaves it.
 
         Args:
           record: of the context.
           changed: numbers of its chunks that are new, or of another width than on storage.
           coded: encoded chunks by number, all of `changed` among them.
+          linked: chunks that another context has on storage (see `ContextStore.link`).
 
         Returns:
           The stored record, or the one that is coming (see `ContextStore.commit_later`).
@@ -57,8 +58,8 @@ class ChunkWriter:
         if self._writing == "background":
             before = self._store.record(record.name)
             self._store.note(agreeing_record(before, record.tokens, record.origin.chunk_tokens))
-            return self._store.commit_later(record, chunks, self._failed, self._compacted)
-        return self._compacted(self._store.commit(record, chunks).name)
+            return self._store.commit_later(record, chunks, self._failed, self._compacted, linked=linked)
+        return self._compacted(self._store.commit(record, chunks, linked=linked).name)
 
     def _compacted(self, name: str) -> Record:
         """Compacts a context whose call is stored, as far as that can be done."""

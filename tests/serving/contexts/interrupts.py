@@ -19,7 +19,7 @@ FILES = (
         for name in (
             "answer", "catalog", "chunk_io", "claims", "compacting", "context", "growth", "loading", "lock",
             "manager", "memory", "open_store", "pending_errors", "pins", "quotas", "record", "record_file",
-            "registry", "restore", "segment", "store", "stored", "turn", "turn_ids", "unsettled",
+            "registry", "restore", "segment", "sharing", "store", "stored", "turn", "turn_ids", "unsettled",
             "write_queue", "writing",
         )
     ),
