@@ -121,7 +121,7 @@ class Started:
       adapter: that answers; empty for none.
       objective: that counts for the answer; None for none.
       bound: whether it is the app's, and not the call's own.
-      moved: what of the context was of another model or of other settings (see `Restoration.moved`).
+      moved, shared: of the context's restoration (see `Restoration`).
     """
 
     prompt_tokens: int
@@ -135,6 +135,7 @@ class Started:
     objective: Objective | None = None
     bound: bool = False
     moved: tuple[str, ...] = ()
+    shared: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,6 +67,7 @@ class ServerOptions:
         any case.
       context_keys: folder of keys, one of each app, by which contexts are encrypted on storage; None for no
         encryption.
+      share_across_apps: contexts may take the beginnings of other apps' contexts (see `ContextOptions`).
       adapter: low-rank adapters that calls may name: name -> folder in PEFT's layout.
       adapters: folder in which lie those that operators may load while the service runs; None for no others.
       adapter_rank, adapter_targets, adapter_memory, adapter_count: bounds of all of them (see
@@ -98,6 +99,7 @@ class ServerOptions:
     context_budget: int = 0
     follow_pressure: bool = False
     context_keys: Path | None = None
+    share_across_apps: bool = False
     batch_rows: tuple[int, ...] = BATCH_ROWS
     adapter: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     adapters: Path | None = None
@@ -122,8 +124,7 @@ class ServerOptions:
             "model": str,
             "http": str,
             "draft": str,
-            "remote": bool,
-            "follow_pressure": bool,
+            **dict.fromkeys(("remote", "follow_pressure", "share_across_apps"), bool),
         }.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigError(f"{name} must be {_KINDS[kind]}, got {value!r:.80}")
@@ -203,7 +204,7 @@ class ServerOptions:
         Raises:
           ConfigError: there are options of contexts, and no folder for them.
         """
-        for name in ("context_budget", "context_keys"):
+        for name in ("context_budget", "context_keys", "share_across_apps"):
             if getattr(self, name) and self.contexts is None:
                 raise ConfigError(f"{name} needs a folder for contexts: give the option contexts, too")
         if self.contexts is None:
@@ -215,6 +216,7 @@ class ServerOptions:
             contexts_per_app=limits["contexts_per_app"],
             app_quota_bytes=limits["app_quota_bytes"],
             encryption=self.context_keys,
+            share_across_apps=self.share_across_apps,
         )
 
     def memory_options(self) -> MemoryOptions:

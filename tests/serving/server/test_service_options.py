@@ -29,6 +29,7 @@ contexts = "kept"
 context_budget = "1MB"
 context_keys = "~/keys"
 follow_pressure = true
+share_across_apps = true
 
 adapters = "adapters"
 adapter_rank = 8
@@ -81,6 +82,7 @@ def test_a_file_has_all_options(tmp_path):
     contexts = options.context_options()
     assert contexts is not None
     assert (contexts.folder, contexts.budget_bytes) == (tmp_path / "kept", 1_000_000)
+    assert contexts.share_across_apps
     assert contexts.encryption == Path("~/keys").expanduser()
     assert options.memory_options().follow_pressure
     adapters = options.adapter_options()
@@ -190,6 +192,6 @@ def test_options_of_contexts_need_a_folder_for_them(tmp_path):
     kept = ServerOptions(contexts=tmp_path).context_options()
     assert kept is not None
     assert (kept.encryption, kept.budget_bytes) == (None, 256 << 20)
-    for given in ({"context_budget": 1}, {"context_keys": tmp_path}):
+    for given in ({"context_budget": 1}, {"share_across_apps": True}, {"context_keys": tmp_path}):
         with pytest.raises(ConfigError, match=f"{next(iter(given))} needs a folder"):
             ServerOptions(**given).context_options()
