@@ -46,6 +46,8 @@ from serving.planning.tiny_lm import TinyPlanner
 from serving.request import DEFAULT_MAX_TOKENS, GenerationConfig
 from serving.speculation.options import SpeculationOptions
 
+# Of contexts, where options name none.
+CODEC = "channel"
 ANYTHING = Slo(ttft=1.0, tpot=1.0)
 _log = logging.getLogger(__name__)
 
@@ -371,7 +373,7 @@ def engine_options(
       JaxllmError: the model cannot be opened.
     """
     levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
-    codec = options.kv_codec or ("" if contexts is None else "channel")
+    codec = options.kv_codec or ("" if contexts is None else CODEC)
     return dataclasses.replace(options, levels=levels, kv_codec=codec)
 
 

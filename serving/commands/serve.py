@@ -46,6 +46,13 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     help="Encrypt contexts on storage by keys in this folder, one of each app.  [default: no encryption]",
 )
 @click.option(
+    "--attend-coded",
+    is_flag=True,
+    default=None,
+    help="Attend to chunks of contexts where they lie, without a copy in a cache: faster switches, less memory, "
+    "for models with all weights in memory.",
+)
+@click.option(
     "--adapter",
     multiple=True,
     metavar="NAME=FOLDER",

@@ -67,6 +67,7 @@ class ServerOptions:
         any case.
       context_keys: folder of keys, one of each app, by which contexts are encrypted on storage; None for no
         encryption.
+      attend_coded: answers in contexts attend to stored chunks where they lie (see `EngineOptions`).
       share_across_apps: contexts may take the beginnings of other apps' contexts (see `ContextOptions`).
       adapter: low-rank adapters that calls may name: name -> folder in PEFT's layout.
       adapters: folder in which lie those that operators may load while the service runs; None for no others.
@@ -100,6 +101,7 @@ class ServerOptions:
     follow_pressure: bool = False
     context_keys: Path | None = None
     share_across_apps: bool = False
+    attend_coded: bool = False
     batch_rows: tuple[int, ...] = BATCH_ROWS
     adapter: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     adapters: Path | None = None
@@ -124,7 +126,7 @@ class ServerOptions:
             "model": str,
             "http": str,
             "draft": str,
-            **dict.fromkeys(("remote", "follow_pressure", "share_across_apps"), bool),
+            **dict.fromkeys(("remote", "follow_pressure", "share_across_apps", "attend_coded"), bool),
         }.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigError(f"{name} must be {_KINDS[kind]}, got {value!r:.80}")
@@ -204,7 +206,7 @@ class ServerOptions:
         Raises:
           ConfigError: there are options of contexts, and no folder for them.
         """
-        for name in ("context_budget", "context_keys", "share_across_apps"):
+        for name in ("context_budget", "context_keys", "share_across_apps", "attend_coded"):
             if getattr(self, name) and self.contexts is None:
                 raise ConfigError(f"{name} needs a folder for contexts: give the option contexts, too")
         if self.contexts is None:

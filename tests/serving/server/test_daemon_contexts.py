@@ -24,7 +24,7 @@ def test_contexts_outlive_the_service(tmp_path):
         folder.mkdir()
         process = Process(
             folder, "--model", model, "--config", config, "--socket", folder / "s",
-            "--contexts", tmp_path / "contexts",
+            "--contexts", tmp_path / "contexts", "--attend-coded",
         )  # fmt: skip
         started.append(process)
         return process, clients.enter_context(Client(socket=folder / "s"))
