@@ -49,8 +49,8 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     "--attend-coded",
     is_flag=True,
     default=None,
-    help="Attend to chunks of contexts where they lie, without a copy in a cache: faster switches, less memory, "
-    "for models with all weights in memory.",
+    help="Attend to chunks of contexts where they lie, without a copy in a cache: faster switches and less "
+    "memory, for models with all weights in memory.",
 )
 @click.option(
     "--adapter",

@@ -184,14 +184,18 @@ def test_a_model_that_drafts_by_itself_does_not_where_it_could_not(bundle_of, mo
     ],
 )
 def test_what_cannot_is_refused_by_name(bundle_of, options, speculation, why):
+    given = {"kv_codec": "raw", "attend_coded": True, **options}
+    path = bundle_of("int8-nested")
     with pytest.raises(ConfigError, match=re.escape(why)):
-        asked = dataclasses.replace(OPTIONS, **{"kv_codec": "raw", "attend_coded": True, **options})
-        Engine.open(bundle_of("int8-nested"), options=asked, speculation=speculation)
+        opened_with(path, given, speculation)
 
 
 def test_integer_prefill_is_refused(bundle_of, monkeypatch):
     monkeypatch.setattr("serving.runners.make.chosen_prefill", lambda *_, **__: object())
+    path = bundle_of("int8")
     with pytest.raises(ConfigError, match="because it prefills in integers"):
-        Engine.open(
-            bundle_of("int8"), options=dataclasses.replace(OPTIONS, kv_codec="raw", attend_coded=True)
-        )
+        opened_with(path, {"kv_codec": "raw", "attend_coded": True})
+
+
+def opened_with(path, given, speculation=None):
+    return Engine.open(path, options=dataclasses.replace(OPTIONS, **given), speculation=speculation)
