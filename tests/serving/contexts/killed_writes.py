@@ -21,8 +21,19 @@ ORIGIN = Origin(
     model="m", level=100, adapter="", codec="channel", chunk_tokens=2, dtype="float16", heads=(5, 4, 5),
     head_width=16,
 )  # fmt: skip
-# Widths of the chunks of two contexts after each call: they grow, are stored at fewer bits, and slide.
-CALLS = ((0, (8, 8)), (1, (8,)), (0, (4, 8, 8)), (0, (2, 4, 4, 8)), (1, (4, 8)), (0, (2, 8)), (1, (4, 2, 8)))
+# Widths of the chunks of three contexts after each call: they grow, are stored at fewer bits, and slide. The
+# third begins as the first does.
+CALLS = (
+    (0, (8, 8)),
+    (2, (8, 8)),
+    (1, (8,)),
+    (0, (4, 8, 8)),
+    (0, (2, 4, 4, 8)),
+    (1, (4, 8)),
+    (0, (2, 8)),
+    (2, (4, 8, 4)),
+    (1, (4, 2, 8)),
+)
 
 
 class KillingDevice(FailingDevice):
@@ -96,13 +107,15 @@ def check(root: Path, seen: Seen) -> None:
 def _tokens(call: int) -> tuple[int, ...]:
     number, bits = CALLS[call]
     count = 2 * len(bits) + 1
-    slid = call == len(CALLS) - 2
-    return tuple(range(100 * number, 100 * number + 2)) + tuple(range(50 + slid, 50 + slid + count - 2))
+    slid = call == len(CALLS) - 3
+    return tuple(range(100 * (number % 2), 100 * (number % 2) + 2)) + tuple(
+        range(50 + slid, 50 + slid + count - 2)
+    )
 
 
 def _write(said: Connection, root: Path, at: int | None) -> None:
     store = ContextStore(root)
-    names = [store.create("mail", ORIGIN).name for _ in range(2)]
+    names = [store.create("mail", ORIGIN).name for _ in range(3)]
     store.write_later()
     said.send(("made", *names))
     with KillingDevice(root, at) as device:
@@ -113,8 +126,14 @@ def _write(said: Connection, root: Path, at: int | None) -> None:
             agreed = agreeing_record(before, record.tokens, ORIGIN.chunk_tokens)
             kept = len(agreed.bits)
             chunks = {n: (b, _blobs(b)) for n, b in enumerate(bits) if n >= kept or before.bits[n] != b}
+            linked = {}
+            if number == 2 and not before.tokens:
+                store.wait(names[0])
+                linked = store.link(record, names[0], {0: bits[0]})
+                assert linked
+            own = {n: each for n, each in chunks.items() if n not in linked}
             store.note(agreed)
-            store.commit_later(record, chunks, _never, lambda name: compact(store, name))
+            store.commit_later(record, own, _never, lambda name: compact(store, name), linked=linked)
             said.send(("ended", number, record.tokens))
         store.close()
         operations = device.operations
