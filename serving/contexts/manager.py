@@ -85,9 +85,9 @@ class Contexts(ContextRegistry):
         """
         began = time.perf_counter()
         self._require_idle(name)
-        moved = self.moving(app, name)
-        record = self.record(app, name)
-        if moved:
+        stored, record, moved = self.store.record(name, app), self.record(app, name), ()
+        if stored.origin != record.origin:
+            moved = stored.origin.differing(record.origin)
             record = self.at_level(app, name, record.origin.level)
             base = base and base.moved(record.origin)
         size = self.chunk_bytes(record, most_tokens)

@@ -181,7 +181,8 @@ class ContextRegistry:
                 f"the context {name} is of another model, and its tokens are of {whose}: open it with the "
                 "model that it was made with, or delete it"
             )
-        record = dataclasses.replace(record, tokenizer=self._tokenizer)
+        if record.tokenizer != self._tokenizer:
+            record = dataclasses.replace(record, tokenizer=self._tokenizer)
         return record if record.origin == origin else record.moved(origin)
 
     def moving(self, app: str, name: str, level: int | None = None) -> tuple[str, ...]:
