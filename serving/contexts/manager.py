@@ -18,11 +18,12 @@ import time
 from collections.abc import Sequence
 
 from jaxllm.errors import BudgetExceeded, ConfigError
+from jaxllm.kv.codecs import RAW
 from serving.contexts.blobs import Stored
 from serving.contexts.growth import ended_record, most_bytes, position_mass, sink_record
 from serving.contexts.record import Record
 from serving.contexts.registry import ContextRegistry
-from serving.contexts.sharing import shared_beginning
+from serving.contexts.sharing import alike, shared_beginning
 from serving.contexts.store import Linked
 from serving.contexts.turn import Turn
 from serving.request import Session
@@ -148,13 +149,25 @@ class Contexts(ContextRegistry):
 
     def _begin_shared(self, turn: Turn, prompt: Sequence[int]) -> int:
         """Has the first call of a context begin with chunks of another one; returns how many."""
-        options, record = self.options, turn.record
-        if record.tokens or not options.share_beginnings or options.writing in ("at-eviction", "never"):
+        exact = self._chunk_io[turn.record.origin.level].widths == (RAW,)
+        if not exact or not self._shares(turn):
             return 0
         turn.base, turn.source = shared_beginning(
-            self.store, self.memory, record, prompt, across_apps=options.share_across_apps
+            self.store, self.memory, turn.record, prompt, across_apps=self.options.share_across_apps
         )
         return len(turn.base.bits)
+
+    def _shares(self, turn: Turn) -> bool:
+        """Whether a call is the first of its context, which may have its beginning in common with others."""
+        written = self.options.writing in ("background", "ahead")
+        return written and self.options.share_beginnings and not turn.record.tokens
+
+    def _share(self, name: str, source: str, linked: Linked) -> None:
+        """Has a context use another one's blobs in memory, of chunks that both have on storage."""
+        own = self.memory.chunks(name)
+        for n, each in self.memory.chunks(source).items():
+            if n in linked and n in own and own[n].bits == each.bits:
+                self.memory.share(name, each)
 
     def _kept(self, turn: Turn, tokens: Sequence[int], first: int) -> Record:
         name, chunk_io, session = turn.record.name, self._chunk_io[turn.record.origin.level], turn.session
@@ -172,21 +185,29 @@ class Contexts(ContextRegistry):
             wanted = {n: bits for n, bits in enumerate(record.bits) if resident.get(n) != bits}
             coded = chunk_io.encode(session.cache, wanted, there)
         changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)}
-        linked: Linked = {}
-        if turn.source:
+        source, linked = turn.source, {}
+        if source:
             same = {n: bits for n, bits in enumerate(record.bits) if n not in changed}
-            linked = self.store.link(record, turn.source, same)
+            linked = self.store.link(record, source, same)
             # The other one has changed since, or cannot be shared: what memory has is written.
             left = same.keys() - linked.keys()
             own = {n: there[n] for n in left - coded.keys() if resident.get(n) == same[n]}
             coded = {**own, **coded}
             record = record.lose(left - coded.keys())
             changed |= left & coded.keys()
+        elif self._shares(turn):
+            across = self.options.share_across_apps
+            best, count = alike(self.store, record, record.tokens, across_apps=across)
+            if best is not None:
+                source = best.name
+                linked = self.store.link(record, source, dict(enumerate(record.bits[:count])))
+                changed -= linked.keys()
         record = self._writer.keep(record, changed, coded, linked)
         self.memory.cut(name, min(len(record.bits), len(before.bits)))
         # Chunks that do not fit are on storage, or computed again.
         with contextlib.suppress(BudgetExceeded):
             self._loader.load(chunk_io, name, coded)
+            self._share(name, source, linked)
             if chunk_io.coded and record.bits and session.cache is not None:
                 # The next call begins with it.
                 self._loader.chunk_table(chunk_io, name)

@@ -36,9 +36,9 @@ class ContextOptions:
       quota_bytes: most bytes of all files of the store; 0 for no limit. While a call is stored, old and new
         files are there together.
       app_quota_bytes: most bytes of each app's files; 0 for no limit.
-      share_beginnings: a new context takes the chunks that another one of its app has of its first prompt;
-        they are in memory and on storage once (there not with `encryption`, nor on file systems without hard
-        links).
+      share_beginnings: chunks that a new context has in common with another one of its app, because both
+        begin with the same tokens, are in memory and on storage once (there not with `encryption`, nor on
+        file systems without hard links). With the codec "raw" they are computed once, too.
       share_across_apps: contexts of other apps count, too. How long an answer takes tells an app then what
         others have said.
       storage: how chunks are read.

@@ -35,7 +35,7 @@ class Restoration:
       took_ms: time from the beginning of the call to the restored cache.
       moved: what of the context was of another model or of other settings (see `Origin`), so that all of its
         tokens were computed again by this one's.
-      shared: number of its chunks that are those of another context, which begins with the same tokens.
+      shared: number of its chunks that were taken from another context, which begins with the same tokens.
       cached: whether the context ran last and its cache was still there: nothing had to be restored.
     """
 

@@ -1,8 +1,10 @@
 """Finds chunks that contexts have in common: what is computed from the same tokens by the same model.
 
-A new context whose first prompt begins as another one does takes that one's whole chunks, with the attention
-that they got. On storage its folder has links to the same segments (`ContextStore.link`), and in memory both
-have the same blobs; a chunk that one of them stores at fewer bits later is a new one of its own.
+Chunks as they are (`raw`) are not computed again: a new context whose first prompt begins as another one does
+takes that one's, with the attention that they got. Chunks at fewer bits would change its answer: it computes
+its own, and has those that come to the same width in common from the end of its first call on. On storage its
+folder has links to the same segments (`ContextStore.link`), and in memory both have the same blobs; a chunk
+that one of them stores at fewer bits later is a new one of its own.
 """
 
 import contextlib
@@ -17,28 +19,44 @@ from serving.contexts.store import ContextStore
 from serving.request import common_prefix
 
 
+def alike(
+    store: ContextStore, record: Record, tokens: Sequence[int], *, across_apps: bool
+) -> tuple[Record | None, int]:
+    """The context that has the longest beginning of some tokens in whole chunks, and how many these are; the
+    chunk of the last token is left out.
+
+    Args:
+      store: of the contexts.
+      record: of the context whose tokens they are.
+      tokens: of it.
+      across_apps: whether other apps' contexts count, too.
+    """
+    best, count = None, 0
+    for each in store.records(None if across_apps else record.app):
+        if each.origin == record.origin and each.name != record.name:
+            common = _common_chunks(each, tokens)
+            if common > count:
+                best, count = each, common
+    return best, count
+
+
 def shared_beginning(
     store: ContextStore, memory: ChunkMemory, record: Record, prompt: Sequence[int], *, across_apps: bool
 ) -> tuple[Record, str]:
-    """Takes the beginning of a new context from another one of its app, or of any.
+    """Takes the beginning of a new context from another one, whose chunks are not computed then.
 
     Args:
       store: of the contexts.
       memory: gets the chunks that are in memory.
       record: of the new context, without tokens.
       prompt: its first.
-      across_apps: whether other apps' contexts count, too.
+      across_apps: see `alike`.
 
     Returns:
-      The record with all whole chunks of the longest beginning that another one has, but for that of the last
-      token; the name of that one. The record as it is and "" where there is none.
+      The record with the beginning, and the name of the other one; the record as it is and "" where there is
+      none.
     """
-    best, count = None, 0
-    for each in store.records(None if across_apps else record.app):
-        if each.origin == record.origin and each.name != record.name:
-            common = _common_chunks(each, prompt)
-            if common > count:
-                best, count = each, common
+    best, count = alike(store, record, prompt, across_apps=across_apps)
     if best is None:
         return record, ""
     there = memory.chunks(best.name)

@@ -82,10 +82,10 @@ def test_a_chunk_at_fewer_bits_is_ones_own(kept):
     first, second = found(contexts, first), new(contexts)
     before = first.record
     answer = say(second, PROMPTS[1])
-    assert answer.restoration.shared == COMMON
     contexts.store.wait()
     # The other one is as it was, and both are whole.
     assert first.record == before
+    assert answer.tokens == answers_without_contexts(contexts.engine, [PROMPTS[1]])[0]
     assert set(before.bits) == {8}
     assert set(second.record.bits) == {2}
     assert not inodes(contexts, first) & inodes(contexts, second)
@@ -93,6 +93,28 @@ def test_a_chunk_at_fewer_bits_is_ones_own(kept):
     contexts = kept("kivi", ratio=1.0)
     for each in (first, second):
         assert len(say(found(contexts, each), [1]).tokens) == 6
+
+
+def test_chunks_of_fewer_bits_change_no_answer(kept):
+    """They are computed, and kept and stored once where they come to the same width."""
+    contexts = kept("kivi", ratio=1.0)
+    mine = [new(contexts) for _ in range(2)]
+    for context, prompt in zip(mine, PROMPTS, strict=False):
+        answer = say(context, prompt)
+        assert answer.tokens == answers_without_contexts(contexts.engine, [prompt])[0]
+        assert answer.restoration.shared == answer.reused_tokens == 0
+        contexts.store.wait()
+    first, second = mine
+    assert inodes(contexts, first) & inodes(contexts, second)
+    own = [sum(each.size_bytes for each in contexts.memory.chunks(context.name).values()) for context in mine]
+    assert contexts.memory.resident_bytes == sum(own) - COMMON * own[0] // len(first.record.bits)
+    # And from storage.
+    contexts = kept("kivi", ratio=1.0)
+    contexts._delays[100] = READ
+    for each in mine:
+        say(found(contexts, each), [1])
+    assert contexts.memory.resident_bytes < sum(own)
+    assert contexts.store.verify() == []
 
 
 def test_other_apps_share_nothing_unless_it_is_allowed(kept):
