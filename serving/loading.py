@@ -320,10 +320,12 @@ def _loaded(
 
 def drafts_by_itself(bundle: Bundle, level: int, options: EngineOptions) -> bool:
     """Whether a bundle's high planes can draft for a level, and may pay: for the whole model, whose shape
-    they have, unless all weights are in memory and about as small as the processor's caches."""
+    they have, unless all weights are in memory and about as small as the processor's caches. They do not
+    attend to stored chunks where they lie."""
     nested = bundle.layout.weights == "int8-nested" and bundle.read_in_place
     large = bundle.weight_bytes >= _LEAST_DRAFTING_BYTES or options.memory_bytes > 0
-    return nested and large and level == WHOLE and not bundle.layout.experts_apart
+    fits = level == WHOLE and not bundle.layout.experts_apart and not options.attend_coded
+    return nested and large and fits
 
 
 def require_nested(bundle: Bundle) -> None:

@@ -46,6 +46,8 @@ from serving.planning.tiny_lm import TinyPlanner
 from serving.request import DEFAULT_MAX_TOKENS, GenerationConfig
 from serving.speculation.options import SpeculationOptions
 
+# Of contexts, where options name none.
+CODEC = "channel"
 ANYTHING = Slo(ttft=1.0, tpot=1.0)
 _log = logging.getLogger(__name__)
 
@@ -234,6 +236,18 @@ class LLMService:
         contexts = self._kept()
         return [Context(contexts, record) for record in contexts.store.records(app)]
 
+    def resize(self, budget_bytes: int) -> None:
+        """Sets the memory of contexts' chunks while the service runs; chunks beyond it are evicted.
+
+        Args:
+          budget_bytes: see `ContextOptions`.
+
+        Raises:
+          ConfigError: the service keeps no contexts, or it is not a whole number from 1 up.
+          BudgetExceeded: contexts that run or are pinned take more; the budget is as it was.
+        """
+        self._kept().resize(budget_bytes)
+
     def _kept(self) -> Contexts:
         if self.contexts is None:
             raise ConfigError("this service keeps no contexts; open it with ContextOptions")
@@ -359,7 +373,7 @@ def engine_options(
       JaxllmError: the model cannot be opened.
     """
     levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
-    codec = options.kv_codec or ("" if contexts is None else "channel")
+    codec = options.kv_codec or ("" if contexts is None else CODEC)
     return dataclasses.replace(options, levels=levels, kv_codec=codec)
 
 

@@ -35,6 +35,8 @@ class System:
             policy=self.policy,
             writing=self.writing,
             recompute=self.recompute,
+            # No baseline shares anything: a ratio shows the switch alone.
+            share_beginnings=False,
             storage=storage,
         )
 

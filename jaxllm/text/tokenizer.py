@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, TemplateError, one_line
 from jaxllm.text.confined_tokenizer import ConfinedTokenizer
@@ -121,6 +122,11 @@ class Tokenizer:
         )
         self._most_tokens: int | None = None
         self._unlimited = self
+
+    @property
+    def digest(self) -> str:
+        """XXH3-128 of the text of its `tokenizer.json`, in hex: equal ones give equal ids."""
+        return xxhash.xxh3_128_hexdigest(self._files.tokenizer_json.encode(errors="surrogatepass"))
 
     def limited(self, most_tokens: int) -> "Tokenizer":
         """A tokenizer that refuses texts of more tokens without encoding all of them.

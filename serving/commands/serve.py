@@ -46,6 +46,13 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     help="Encrypt contexts on storage by keys in this folder, one of each app.  [default: no encryption]",
 )
 @click.option(
+    "--attend-coded",
+    is_flag=True,
+    default=None,
+    help="Attend to chunks of contexts where they lie, without a copy in a cache: faster switches and less "
+    "memory, for models with all weights in memory.",
+)
+@click.option(
     "--adapter",
     multiple=True,
     metavar="NAME=FOLDER",
@@ -58,6 +65,12 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     help="Folder of further adapters, which operators may load while the service runs.  [default: none]",
 )
 @click.option("--memory", type=Size(), help="Most memory of the process, such as 2GB.")
+@click.option(
+    "--follow-pressure",
+    is_flag=True,
+    default=None,
+    help="Give memory back while tasks of the machine wait for it, without --memory, too (Linux).",
+)
 @click.option(
     "--draft",
     metavar="DRAFT",
@@ -73,7 +86,8 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     "--config",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Options in TOML; the command line goes before them. SIGHUP reads limits and objectives again.",
+    help="Options in TOML; the command line goes before them. SIGHUP reads limits, objectives and "
+    "context_budget again.",
 )
 def serve_command(config: Path | None, adapter: tuple[str, ...], **given: Any) -> None:
     """Serve a model to the apps of this device.

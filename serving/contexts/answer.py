@@ -53,6 +53,7 @@ class ContextCall(Lifecycle):
             prompt_tokens=run.prompt_tokens,
             most_tokens=self._most_tokens,
             base=None if self._base is record else self._base,
+            prompt=run.sequence,
         )
         self._turn.stop = _stop(weakref.ref(run), record.name)
         self.restoration = self._turn.restoration

@@ -48,6 +48,8 @@ class Catalog:
         self.records: dict[str, Record] = {}
         self.damage: dict[Path, Damage] = {}
         self.leftovers: set[Path] = set()
+        # Folders of contexts whose record a power cut may still take.
+        self._unflushed: set[Path] = set()
 
     def folder(self, record: Record) -> Path:
         """A context's folder."""
@@ -55,7 +57,7 @@ class Catalog:
 
     def next_use(self) -> int:
         """The number of the store's next use."""
-        return min(MOST_USED, 1 + max((each.used for each in self.records.values()), default=0))
+        return min(MOST_USED, 1 + max((each.used for each in list(self.records.values())), default=0))
 
     def find_all(self) -> list[ContextFolder]:
         """Reads all records.
@@ -118,8 +120,9 @@ class Catalog:
                     raise kind(f"the context {name} cannot be used: {damage.reason}")
         return self.records.get(name)
 
-    def replace(self, folder: Path, record: Record) -> Path | None:
-        """Writes a context's record; sets a damaged one aside before.
+    def replace(self, folder: Path, record: Record, *, flush: bool = True) -> Path | None:
+        """Writes a context's record; sets a damaged one aside before. With `flush` it waits for the device;
+        the record before it, which stays, is always one that the device has.
 
         Returns:
           The new path of a damaged one.
@@ -131,7 +134,11 @@ class Catalog:
         if damage is not None and damage.proved and os.path.lexists(folder / RECORD):
             # One with a whole copy stays until the new one is written, which may fail.
             aside = set_aside(self.root, folder / RECORD, keep=is_readable(folder, self._vault))
-        write_record(folder, record, self._vault)
+        write_record(folder, record, self._vault, flush=flush, keep=folder not in self._unflushed)
+        if flush:
+            self._unflushed.discard(folder)
+        else:
+            self._unflushed.add(folder)
         self.damage.pop(folder, None)
         return aside
 

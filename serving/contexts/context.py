@@ -82,8 +82,8 @@ class Context:
           ContextOverflow: the context and the prompt are longer than the model's window.
         """
         contexts, name = self._contexts, self.name
+        contexts.ready(name)
         engine, record = contexts.engine, self.record
-        contexts.pending_errors.raise_for(name)
         now = datetime.now()
         if isinstance(prompt, str):
             tokenizer = engine.tokenizer.limited(engine.options.context_tokens)

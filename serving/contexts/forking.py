@@ -8,11 +8,13 @@ from jaxllm.kv.recompute import LOST
 from serving.contexts.manager import Contexts
 from serving.contexts.record import Record
 from serving.contexts.segment import Chunks
+from serving.contexts.store import Linked
 
 
 def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
-    """A new context of the same app and level, with a context's first tokens and copies of their whole
-    chunks. Chunks that cannot be copied are computed again.
+    """A new context of the same app and level, with a context's first tokens and their whole chunks, which
+    both have on storage (see `ContextStore.link`), or copies of them. Chunks that cannot be read are computed
+    again.
 
     Args:
       contexts: of all apps.
@@ -29,29 +31,31 @@ def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
     count = min(tokens // record.origin.chunk_tokens, len(record.bits))
     made = contexts.create(record.app, level=record.origin.level)
     try:
-        chunks = _stored(contexts, record, count)
         first = dataclasses.replace(
-            made,
-            tokens=record.tokens[:tokens],
-            bits=tuple(chunks[n][0] if n in chunks else LOST for n in range(count)),
-            mass=record.mass[:count],
-            seen=record.seen[:count],
+            made, tokens=record.tokens[:tokens], mass=record.mass[:count], seen=record.seen[:count]
         )
-        return contexts.store.commit(first, chunks)
+        contexts.store.wait(record.name)
+        wanted = dict(enumerate(record.bits[:count]))
+        linked = contexts.store.link(first, record.name, wanted) if contexts.options.share_beginnings else {}
+        chunks = _stored(contexts, record, count, linked)
+        widths = {n: wanted[n] for n in linked} | {n: bits for n, (bits, _) in chunks.items()}
+        first = dataclasses.replace(first, bits=tuple(widths.get(n, LOST) for n in range(count)))
+        return contexts.store.commit(first, chunks, linked=linked)
     except BaseException:
         with contextlib.suppress(JaxllmError):
             contexts.delete(made.name)
         raise
 
 
-def _stored(contexts: Contexts, record: Record, count: int) -> Chunks:
-    """The first chunks of a context that are on storage."""
+def _stored(contexts: Contexts, record: Record, count: int, linked: Linked) -> Chunks:
+    """The first chunks of a context that are on storage, but for those that are linked."""
     tokens = count * record.origin.chunk_tokens
     try:
         there = contexts.store.record(record.name)
         if there.tokens[:tokens] != record.tokens[:tokens]:
             return {}
-        wanted = [chunk for chunk, bits in enumerate(there.bits[:count]) if bits != LOST]
+        stored = {chunk for chunk, bits in enumerate(there.bits[:count]) if bits != LOST}
+        wanted = sorted(stored - linked.keys())
         opened = contexts.store.open(record.name, wanted)
         return {
             chunk: (there.bits[chunk], [opened.read(layer, [chunk])[0] for layer in range(opened.layers)])

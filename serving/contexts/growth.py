@@ -93,7 +93,7 @@ def ended_record(
       chunk_io, options, tokens, first: see `grown_record`.
     """
     if session.cache is None:
-        return _agreeing(before, tokens, chunk_io.chunk_tokens)
+        return agreeing_record(before, tokens, chunk_io.chunk_tokens)
     return grown_record(
         before.beside(resident),
         chunk_io,
@@ -148,7 +148,7 @@ def _attended(
     return got, seen
 
 
-def _agreeing(before: Record, tokens: Sequence[int], chunk_tokens: int) -> Record:
+def agreeing_record(before: Record, tokens: Sequence[int], chunk_tokens: int) -> Record:
     """The record of a context whose tokens changed, with those of its chunks whose tokens are the same."""
     count = min(len(before.bits), _agreed(before.tokens, tokens) // chunk_tokens)
     kept = {field: getattr(before, field)[:count] for field in ("bits", "mass", "seen", "files")}

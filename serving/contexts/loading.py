@@ -15,7 +15,10 @@ from serving.contexts.blobs import Stored
 from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.delays import Delays
 from serving.contexts.memory import ChunkMemory
+from serving.contexts.options import ContextOptions
+from serving.contexts.record import Record
 from serving.contexts.restore import Restoration, restore
+from serving.contexts.sharing import share_resident
 from serving.contexts.store import ContextStore
 from serving.contexts.turn import Turn
 from serving.request import Session
@@ -34,13 +37,14 @@ class ChunkLoader:
       store: has the chunks on storage.
       memory: gets the chunks that were read.
       delays: of this device, by level.
-      recompute: see `ContextOptions`.
+      options: see `ContextOptions`.
     """
 
     def __init__(
-        self, store: ContextStore, memory: ChunkMemory, delays: Mapping[int, Delays], *, recompute: bool
+        self, store: ContextStore, memory: ChunkMemory, delays: Mapping[int, Delays], options: ContextOptions
     ) -> None:
-        self._store, self._memory, self._delays, self._recompute = store, memory, delays, recompute
+        self._store, self._memory, self._delays = store, memory, delays
+        self._recompute, self._share = options.recompute, options.share_beginnings
         self._pool = concurrent.futures.ThreadPoolExecutor(_READERS)
 
     def close(self, *, wait: bool = True) -> None:
@@ -84,12 +88,17 @@ class ChunkLoader:
           CheckpointError: chunks can neither be read nor recorded as lost.
         """
         name, runner, session = turn.record.name, chunk_io.runner, turn.session
+        source = turn.source or name
         if chunk_io.coded:
             cache = chunk_io.behind(cache, None, 0)
         for attempt in range(2):
             base = turn.base
-            resident = {n: each for n, each in self._memory.chunks(name).items() if n < len(base.bits)}
+            resident = self._resident(name, base)
             wanted = {n for n, bits in enumerate(base.bits) if bits != LOST} - set(resident)
+            if wanted and self._share and not turn.source:
+                share_resident(self._store, self._memory, name, wanted)
+                resident = self._resident(name, base)
+                wanted -= set(resident)
             try:
                 cache, read, how = restore(
                     chunk_io,
@@ -97,7 +106,7 @@ class ChunkLoader:
                     tokens=base.tokens,
                     bits=base.bits,
                     resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
-                    read=self._store.open(name, wanted).read if wanted else _nothing,
+                    read=self._store.open(source, wanted).read if wanted else _nothing,
                     delays=self._delays[runner.level] if self._recompute else None,
                     pool=self._pool,
                 )
@@ -105,7 +114,7 @@ class ChunkLoader:
                 if attempt:
                     raise
                 # Damaged chunks are lost, and to this call those that storage refuses: both are computed.
-                there = self._store.repair(name)
+                there = self._store.repair(source)
                 turn.record = self._store.record(name)
                 turn.base = base.lose({n for n, bits in enumerate(there.bits) if bits == LOST})
                 continue
@@ -120,6 +129,9 @@ class ChunkLoader:
             session.tokens = list(base.tokens[: len(base.bits) * chunk_io.chunk_tokens])
             return how
         raise AssertionError("either of two attempts returns or raises")
+
+    def _resident(self, name: str, base: Record) -> dict[int, Resident]:
+        return {n: each for n, each in self._memory.chunks(name).items() if n < len(base.bits)}
 
     def chunk_table(self, chunk_io: ChunkIO, name: str) -> ChunkTable:
         """The chunk table of a context, all of which are in memory (see `ChunkMemory`)."""

@@ -6,11 +6,12 @@
     release   the context has run: its chunks may be evicted again
 
 Eviction removes a chunk from memory only: it was written to storage when its call ended. Where it was not,
-`leaving` is called with it.
+`leaving` is called with it. Chunks of several contexts may share their blobs, whose bytes count once.
 """
 
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -48,14 +49,15 @@ class ChunkMemory:
         self._locked: set[str] = set()
         self._pinned: set[str] = set()
         self._chunk_tables: dict[str, ChunkTable] = {}
+        # Chunks that have the same blobs, by the identity of these.
+        self._sharing: collections.Counter[int] = collections.Counter()
         # Counts of uses of contexts, and of loaded chunks.
         self._uses = self._arrivals = 0
 
     @property
     def kept_bytes(self) -> int:
         """Of chunks that cannot be evicted now: those of contexts that run or are pinned."""
-        kept = self._locked | self._pinned
-        return sum(each.size_bytes for name in kept for each in self._chunks.get(name, {}).values())
+        return self._bytes_of(self._locked | self._pinned)
 
     def resize(self, budget_bytes: int) -> list[Resident]:
         """Sets the budget, and evicts what is beyond it.
@@ -80,6 +82,16 @@ class ChunkMemory:
     def chunks(self, context: str) -> dict[int, Resident]:
         """The resident chunks of a context, by number."""
         return dict(self._chunks.get(context, {}))
+
+    def contexts(self) -> list[str]:
+        """Names of the contexts that have chunks in memory."""
+        return list(self._chunks)
+
+    def share(self, context: str, resident: Resident) -> None:
+        """Takes another context's chunk, blobs and all, in place of an earlier one of its number."""
+        self._drop(context, resident.chunk)
+        self._arrivals += 1
+        self._put(dataclasses.replace(resident, context=context, came=self._arrivals, used=self._uses))
 
     def chunk_table(self, context: str, make: Callable[[list[Resident]], ChunkTable]) -> ChunkTable:
         """The chunk table of a context whose chunks are all resident: the one made last, as long as none of
@@ -124,8 +136,7 @@ class ChunkMemory:
         Raises:
           BudgetExceeded: they would not fit beside locked and pinned chunks.
         """
-        kept = (self._locked | self._pinned) - {context}
-        others = sum(each.size_bytes for name in kept for each in self._chunks.get(name, {}).values())
+        others = self._bytes_of((self._locked | self._pinned) - {context})
         if others + size_bytes > self.budget_bytes:
             raise BudgetExceeded(
                 f"chunks may take {self.budget_bytes:,} bytes of memory; the context may come to need "
@@ -161,12 +172,11 @@ class ChunkMemory:
     def own(self, context: str) -> None:
         """Copies chunks that share the memory of one read: else all of it would stay as long as one of
         them."""
-        there = self._chunks.get(context, {})
-        for chunk, each in there.items():
+        for each in self.chunks(context).values():
             if any(blob.base is not None for blob in each.blobs):
                 blobs = Blobs(blob if blob.base is None else blob.copy() for blob in each.blobs)
-                there[chunk] = dataclasses.replace(each, blobs=blobs)
-                self._chunk_tables.pop(context, None)
+                self._drop(context, each.chunk)
+                self._put(dataclasses.replace(each, blobs=blobs))
 
     def reserve(self, context: str, size_bytes: int) -> None:
         """Makes room for all of a context that is about to run.
@@ -198,7 +208,9 @@ class ChunkMemory:
         kept = self._locked | self._pinned
         free = [each for name, own in self._chunks.items() if name not in kept for each in own.values()]
         needed = self.resident_bytes + room_bytes - self.budget_bytes
-        if sum(each.size_bytes for each in free) < needed:
+        freed = collections.Counter(id(each.blobs) for each in free)
+        sizes = {id(each.blobs): each.size_bytes for each in free}
+        if sum(sizes[of] for of, count in freed.items() if count == self._sharing[of]) < needed:
             raise BudgetExceeded(
                 f"chunks may take {self.budget_bytes:,} bytes of memory; {room_bytes:,} more do not fit "
                 "beside the contexts that run or are pinned: raise the budget, or unpin some"
@@ -208,8 +220,9 @@ class ChunkMemory:
             along = self._policy.whole and bool(left) and each.context == left[-1].context
             if needed <= 0 and not along:
                 break
+            before = self.resident_bytes
             self._drop(each.context, each.chunk)
-            needed -= each.size_bytes
+            needed -= before - self.resident_bytes
             left.append(each)
         self.evicted += len(left)
         if self._leaving is not None:
@@ -221,9 +234,9 @@ class ChunkMemory:
         self.own(context)
         self._locked.discard(context)
         # An interrupt may have come between a change of the chunks and of their sum.
-        self.resident_bytes = sum(
-            each.size_bytes for chunks in self._chunks.values() for each in chunks.values()
-        )
+        every = [each for chunks in self._chunks.values() for each in chunks.values()]
+        self._sharing = collections.Counter(id(each.blobs) for each in every)
+        self.resident_bytes = self._bytes_of(self._chunks)
 
     def cut(self, context: str, count: int) -> None:
         """Drops all chunks of a context except its first `count`."""
@@ -236,17 +249,31 @@ class ChunkMemory:
         self._locked.discard(context)
         self._pinned.discard(context)
 
+    def _bytes_of(self, contexts: Iterable[str]) -> int:
+        """Bytes of some contexts' chunks; shared blobs count once."""
+        sizes = {
+            id(each.blobs): each.size_bytes
+            for name in contexts
+            for each in self._chunks.get(name, {}).values()
+        }
+        return sum(sizes.values())
+
     def _put(self, resident: Resident) -> None:
         self._chunk_tables.pop(resident.context, None)
         self._chunks.setdefault(resident.context, {})[resident.chunk] = resident
-        self.resident_bytes += resident.size_bytes
+        self._sharing[id(resident.blobs)] += 1
+        if self._sharing[id(resident.blobs)] == 1:
+            self.resident_bytes += resident.size_bytes
 
     def _drop(self, context: str, chunk: int) -> Resident | None:
         found = self._chunks.get(context, {}).pop(chunk, None)
         if found is None:
             return None
         self._chunk_tables.pop(context, None)
-        self.resident_bytes -= found.size_bytes
+        self._sharing[id(found.blobs)] -= 1
+        if not self._sharing[id(found.blobs)]:
+            del self._sharing[id(found.blobs)]
+            self.resident_bytes -= found.size_bytes
         if not self._chunks[context]:
             del self._chunks[context]
         return found

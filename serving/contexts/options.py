@@ -9,7 +9,7 @@ from jaxllm.kv.eviction import find_policy
 from jaxllm.kv.tolerance import RATIOS
 from serving.host.direct_io import Storage
 
-Writing = Literal["ahead", "at-eviction", "never"]
+Writing = Literal["background", "ahead", "at-eviction", "never"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,11 @@ class ContextOptions:
         width.
       newest_chunks: so many of a context's last chunks stay at the highest width, as far as the ratio allows.
       policy: what leaves memory first, by its name in `eviction.POLICIES`.
-      writing: when chunks are written to storage. "ahead": when a call ends, so that they may leave memory
-        at any time. The others are for comparisons: "at-eviction": when chunks leave memory; "never": evicted
-        chunks are computed again. Tokens are written when a call ends in any case.
+      writing: when chunks are written to storage. "background": after a call, in a thread of its own; its
+        tokens are written before its answer ends, but reach the device with the chunks, so that a kill loses
+        nothing and a power cut the last calls. "ahead": before the answer ends, so that a power cut loses
+        nothing either. The others are for comparisons: "at-eviction": when chunks leave memory; "never":
+        evicted chunks are computed again.
       recompute: compute some of the missing chunks while others are read, where that is faster.
       pinned_share: share of the budget for pinned contexts of all apps together; the rest is for the running
         context.
@@ -34,6 +36,11 @@ class ContextOptions:
       quota_bytes: most bytes of all files of the store; 0 for no limit. While a call is stored, old and new
         files are there together.
       app_quota_bytes: most bytes of each app's files; 0 for no limit.
+      share_beginnings: chunks that a new context has in common with another one of its app, because both
+        begin with the same tokens, are in memory and on storage once (there not with `encryption`, nor on
+        file systems without hard links). With the codec "raw" they are computed once, too.
+      share_across_apps: contexts of other apps count, too. How long an answer takes tells an app then what
+        others have said.
       storage: how chunks are read.
       encryption: folder of keys, one of each app, by which tokens and chunks are encrypted on storage; made
         if missing, and never in `folder`. Contexts that were stored before are encrypted when they change.
@@ -45,19 +52,21 @@ class ContextOptions:
     ratio: float = 0.5
     newest_chunks: int = 1
     policy: str = "lctru"
-    writing: Writing = "ahead"
+    writing: Writing = "background"
     recompute: bool = True
     pinned_share: float = 0.75
     app_pinned_share: float = 0.5
     contexts_per_app: int = 0
     quota_bytes: int = 0
     app_quota_bytes: int = 0
+    share_beginnings: bool = True
+    share_across_apps: bool = False
     storage: Storage = dataclasses.field(default_factory=Storage)
     encryption: str | Path | None = None
 
     def __post_init__(self) -> None:
-        if self.budget_bytes < 1:
-            raise ConfigError(f"budget_bytes must be at least 1, got {self.budget_bytes!r:.80}")
+        if type(self.budget_bytes) is not int or self.budget_bytes < 1:
+            raise ConfigError(f"budget_bytes must be a whole number from 1 up, got {self.budget_bytes!r:.80}")
         if not RATIOS[2] <= self.ratio <= 1:
             raise ConfigError(f"ratio must be between {RATIOS[2]} and 1, got {self.ratio!r:.80}")
         if not 0 <= self.app_pinned_share <= self.pinned_share <= 1:
@@ -69,6 +78,8 @@ class ContextOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} must be a whole number and not negative, got {value!r:.80}")
+        if self.share_across_apps and not self.share_beginnings:
+            raise ConfigError("share_across_apps takes share_beginnings; leave out one of the two")
         if self.writing not in get_args(Writing):
             raise ConfigError(f"writing must be among {get_args(Writing)}, got {self.writing!r:.80}")
         # Checks the name.

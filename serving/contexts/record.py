@@ -9,9 +9,11 @@ from types import MappingProxyType
 import numpy as np
 import xxhash
 
-from jaxllm.errors import ContextGone
 from jaxllm.kv.codecs import ChunkFormat, ChunkShape
 from jaxllm.kv.recompute import LOST
+
+# Fields of an origin that follow from others, and from the kernels that read chunks.
+_LAYOUT = ("heads", "head_width")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,20 +59,11 @@ class Origin:
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**facts, "heads": list(self.heads)}
 
-    def require(self, other: "Origin", name: str) -> None:
-        """Checks that `other` is the same origin.
-
-        Raises:
-          ContextGone: it is not; the message names what differs.
-        """
+    def differing(self, other: "Origin") -> tuple[str, ...]:
+        """Names of the fields in which `other` differs; those of the layout where no other does."""
         ours, theirs = self.facts(), other.facts()
-        differing = [each for each in ours if ours[each] != theirs[each]]
-        if differing:
-            facts = ", ".join(f"{each} {ours[each]!s:.40} (here {theirs[each]!s:.40})" for each in differing)
-            raise ContextGone(
-                f"the context {name} is of another model or of other settings: {facts}; open it with those, "
-                "or delete it"
-            )
+        found = tuple(each for each in ours if ours[each] != theirs[each])
+        return tuple(each for each in found if each not in _LAYOUT) or found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +81,8 @@ class Record:
       files: name of each chunk's segment; empty where the chunk is lost.
       checksums: checksum of the index of each segment in `files`, by name.
       pinned: whether its chunks are never evicted to make room for another context's.
+      tokenizer: digest of the tokenizer whose ids `tokens` are; empty where that is not known, as of records
+        of versions before 6.
       used: order of its last use in the store.
       created_s: when it was made, in whole seconds since 1970; 0 where that is not known, as of records of
         versions before 4.
@@ -103,6 +98,7 @@ class Record:
     files: tuple[str, ...] = ()
     checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pinned: bool = False
+    tokenizer: str = ""
     used: int = 0
     created_s: int = 0
 
@@ -123,6 +119,14 @@ class Record:
             digest.update(row.tobytes())
             found.append(digest.hexdigest())
         return tuple(found)
+
+    def agrees(self, other: "Record") -> bool:
+        """Whether chunks of this record are those of `other`, wherever they are stored."""
+        return (self.origin, self.tokens, self.bits) == (other.origin, other.tokens, other.bits)
+
+    def moved(self, origin: Origin) -> "Record":
+        """This record with another origin: its tokens alone, whose chunks are computed again."""
+        return dataclasses.replace(self, origin=origin, bits=(), mass=(), seen=(), files=(), checksums={})
 
     def lose(self, chunks: Set[int]) -> "Record":
         """This record with some chunks marked as lost, to be computed again."""

@@ -4,8 +4,9 @@
                        record as JSON; one of them is enough
     record.previous    the record before, used where `record` is lost
 
-In an encrypted record (version 5) the text is encrypted (`encryption`), with its key's id and its salt. Those
-of versions 2 and 3 (encrypted) are read, too: they lack the time at which the context was made.
+In an encrypted record (version 7) the text is encrypted (`encryption`), with its key's id and its salt. Older
+ones are read, too: those of versions 4 and 5 (encrypted) lack the tokenizer, those of versions 2 and 3
+(encrypted) also the time at which the context was made.
 
 Files that storage refuses or that a newer version wrote raise `Unreadable` and stay in place. Anything else
 that is not a record of this folder's context is damaged.
@@ -41,9 +42,15 @@ from serving.contexts.root import (
     read_bytes,
 )
 
-VERSION, SEALED_VERSION = 4, 5
-# Of records that do not say when their context was made.
-_UNDATED, _SEALED_UNDATED = 2, 3
+VERSION, SEALED_VERSION = 6, 7
+# What records of older versions lack.
+_LACKING: Mapping[int, Mapping[str, Any]] = {
+    2: {"created_s": 0, "tokenizer": ""},
+    3: {"created_s": 0, "tokenizer": ""},
+    4: {"tokenizer": ""},
+    5: {"tokenizer": ""},
+}
+_SEALED_VERSIONS = (3, 5, SEALED_VERSION)
 MOST_USED = 1 << 53
 _COPIES = 2
 _MOST_BYTES = 1 << 26
@@ -82,20 +89,30 @@ class RecordMissing(CheckpointError):
         self.foreign = foreign
 
 
-def write_record(folder: Path, record: Record, vault: Vault | None = None) -> None:
-    """Replaces a context's record, whole or not at all, and keeps the one before; encrypted with a vault.
+def write_record(
+    folder: Path, record: Record, vault: Vault | None = None, *, flush: bool = True, keep: bool = True
+) -> None:
+    """Replaces a context's record, whole or not at all; encrypted with a vault.
+
+    Args:
+      folder: of the context.
+      record: of the context.
+      vault: has the keys by which it is encrypted; None for no encryption.
+      flush: wait until the device has it.
+      keep: keep the record before, in place of the one before that.
 
     Raises:
       OSError: it cannot be written.
     """
     path = folder / RECORD
     try:
-        with atomic_file(path) as file:
+        with atomic_file(path, flush=flush) as file:
             file.write(encoded(record) if vault is None else _sealed(encoded_body(record), folder, vault))
             file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                os.fsync(file.fileno())
             # A kill before the new one gets its name leaves the one before.
-            if path.is_file():
+            if keep and path.is_file():
                 os.replace(path, folder / PREVIOUS)
     except BaseException:
         if not os.path.lexists(path):
@@ -239,18 +256,17 @@ def _of_line(line: bytes, path: Path, vault: Vault | None) -> Record:
     try:
         whole = json.loads(line)
         version = whole["version"]
-        if type(version) is int and not _UNDATED <= version <= SEALED_VERSION:
+        if type(version) is int and not min(_LACKING) <= version <= SEALED_VERSION:
             raise Unreadable(
-                f"{path} is of version {version!s:.20}, this jaxllm reads {_UNDATED} to {SEALED_VERSION}"
+                f"{path} is of version {version!s:.20}, this jaxllm reads {min(_LACKING)} to {SEALED_VERSION}"
             )
         body = whole["record"]
         if xxhash.xxh3_128_hexdigest(body.encode(errors="surrogatepass")) != whole["xxh3_128"]:
             raise CheckpointError(f"{path} is corrupt")
-        if version in (SEALED_VERSION, _SEALED_UNDATED):
+        if version in _SEALED_VERSIONS:
             body = _unsealed(body, path.parent, vault)
         facts = json.loads(body)
-        if version in (_UNDATED, _SEALED_UNDATED):
-            facts = {"created_s": 0, **facts}
+        facts = {**_LACKING.get(version, {}), **facts}
         return record_of(facts, app_folder=path.parent.parent.name, name=path.parent.name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a record of a context ({error!s:.120})") from error
@@ -284,12 +300,14 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
     checksums = facts[key]
     _require(key, isinstance(checksums, dict) and checksums.keys() == set(files) - {""})
     _require(key, all(_is_text(each) for each in checksums.values()))
+    _require("tokenizer", _is_text(facts["tokenizer"]))
     _require("pinned", type(facts["pinned"]) is bool)
     for key in ("used", "created_s"):
         _require(key, type(facts[key]) is int and 0 <= facts[key] <= MOST_USED)
     return Record(
         name=name, app=facts["app"], origin=origin, tokens=tokens, bits=bits, mass=mass, seen=seen,
-        files=files, checksums=checksums, pinned=facts["pinned"], used=facts["used"],
+        files=files, checksums=checksums, pinned=facts["pinned"],
+        tokenizer=facts["tokenizer"], used=facts["used"],
         created_s=facts["created_s"],
     )  # fmt: skip
 

@@ -33,6 +33,9 @@ class Restoration:
       computed: chunks that were computed from their tokens.
       expected_ms: time that the plan expected; 0 where there was no plan.
       took_ms: time from the beginning of the call to the restored cache.
+      moved: what of the context was of another model or of other settings (see `Origin`), so that all of its
+        tokens were computed again by this one's.
+      shared: number of its chunks that were taken from another context, which begins with the same tokens.
       cached: whether the context ran last and its cache was still there: nothing had to be restored.
     """
 
@@ -42,6 +45,8 @@ class Restoration:
     expected_ms: float = 0.0
     took_ms: float = 0.0
     cached: bool = False
+    moved: tuple[str, ...] = ()
+    shared: int = 0
 
 
 def restore(

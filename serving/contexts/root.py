@@ -268,11 +268,24 @@ def file_size(path: Path) -> int:
         return 0
 
 
-def folder_bytes(folder: Path) -> int:
-    """Bytes of all files in a folder."""
-    with contextlib.suppress(OSError):
-        return sum(file_size(Path(each.path)) for each in _entries(folder))
-    return 0
+def is_shared(path: Path) -> bool:
+    """Whether a file has other names, too: its bytes stay when one of them is removed."""
+    try:
+        return os.lstat(path).st_nlink > 1
+    except OSError:
+        return False
+
+
+def folder_bytes(folders: Iterable[Path]) -> int:
+    """Bytes of all files in some folders; a file with several names counts once."""
+    sizes: dict[tuple[int, int], int] = {}
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            for each in _entries(folder):
+                with contextlib.suppress(OSError):
+                    found = os.lstat(each.path)
+                    sizes[found.st_dev, found.st_ino] = found.st_size
+    return sum(sizes.values())
 
 
 def is_own(path: Path) -> bool:

@@ -7,101 +7,62 @@
 
 A call's chunks are written as a new segment, then the record that names it replaces the one before. A kill at
 any moment leaves the older record with all segments that it names; segments that no record names are removed
-by the context's next commit. Opening a store changes nothing in it: what cannot be read stays and is listed
-(`catalog`), until `verify` is told to set damaged files aside. Only the owner may read its folders (0700).
+by the context's next commit, or by `sweep`. Opening a store changes nothing in it: what cannot be read stays
+and is listed (`catalog`), until `verify` is told to set damaged files aside. Only the owner may read its
+folders (0700).
+
+`commit_later` writes in a thread of its own (`write_queue`): until then a context's record is the one that is
+coming, and whoever needs its files waits.
 """
 
 import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Set
-from pathlib import Path
+from collections.abc import Callable, Mapping, Set
+from types import MappingProxyType
 
-from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError
+from jaxllm.errors import CheckpointError, JaxllmError, one_line
 from jaxllm.files.atomic import sync
 from jaxllm.kv.recompute import LOST
-from serving.contexts.catalog import Catalog
 from serving.contexts.damage import Damage, chunk_damage
-from serving.contexts.encryption import Vault
-from serving.contexts.lock import StoreLock
+from serving.contexts.open_store import OpenStore
+from serving.contexts.quotas import BrokenQuota
 from serving.contexts.record import Origin, Record
 from serving.contexts.root import (
-    LOCK,
+    PREVIOUS,
+    RECORD,
     SEGMENT,
     file_size,
-    folder_bytes,
     folder_name,
-    mark,
+    is_shared,
     new_name,
     next_segment,
-    require_store,
+    remove_own,
     written,
 )
 from serving.contexts.segment import Chunks, file_bytes, write_segment
-from serving.contexts.stored import OpenSegments, StoredContext
-from serving.host.direct_io import Storage
+from serving.contexts.verification import verify
+
+# Chunk -> its segment, and the checksum of that.
+Linked = Mapping[int, tuple[str, str]]
+# The segment of a chunk that `commit_later` has yet to write.
+_COMING = "coming"
 
 
-class ContextStore:
-    """The contexts of all apps of a device. For one process at a time, whose threads may read together.
-
-    Args:
-      root: the store's folder, made if missing.
-      storage: how segments are read.
-      quota_bytes: of all files together; 0 for no limit.
-      app_quota_bytes: of each app's.
-      keys: folder of the keys by which contexts are encrypted; None for no encryption.
-
-    Raises:
-      ConfigError: another process uses the store, it cannot be made, or the folder is of another kind.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        *,
-        storage: Storage | None = None,
-        quota_bytes: int = 0,
-        app_quota_bytes: int = 0,
-        keys: Path | None = None,
-    ) -> None:
-        self.root, self._storage = Path(root), storage or Storage()
-        self._quota_bytes, self._app_quota_bytes = quota_bytes, app_quota_bytes
-        self.vault = None if keys is None else Vault(keys, self.root)
-        self._segments = OpenSegments(self._storage, self.vault)
-        # Folders of contexts whose last change may not have ended, by name.
-        self._unsettled: dict[str, Path] = {}
-        # Segments of contexts whose record on storage is older than the one in memory, by name.
-        self._unflushed: dict[str, set[str]] = {}
-        self._catalog = Catalog(self.root, self._segments, self.vault)
-        try:
-            # Checked before anything is made in a folder that may belong to others.
-            require_store(self.root)
-            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = StoreLock(self.root / LOCK)
-        except OSError as error:
-            raise ConfigError(f"{root}: cannot be a store of contexts ({error.strerror})") from error
-        try:
-            if not require_store(self.root):
-                mark(self.root)
-            self._catalog.find_all()
-        except BaseException as error:
-            self.close()
-            if isinstance(error, OSError):
-                raise ConfigError(f"{root}: cannot be a store of contexts ({error.strerror})") from error
-            raise
+class ContextStore(OpenStore):
+    """The contexts of all apps of a device, as `OpenStore` opens them, and all that changes them."""
 
     def close(self) -> None:
         """Releases the store for other processes. Every later call raises ConfigError."""
         try:
+            self._queue.close()
             for name in list(self._unflushed):
                 # Chunks that cannot be flushed are computed again: the record on storage does not name them.
                 with contextlib.suppress(JaxllmError):
                     self.commit(self.record(name))
         finally:
-            self._segments.close()
-            self._lock.release()
+            super().close()
 
     def __enter__(self) -> "ContextStore":
         return self
@@ -109,41 +70,8 @@ class ContextStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def records(self, app: str | None = None) -> list[Record]:
-        """All contexts, or an app's, by name.
-
-        Raises:
-          ConfigError: the store was closed (see `StoreLock.require`); so do all methods below.
-        """
-        self._require_settled()
-        found = [each for each in self._catalog.records.values() if app in (None, each.app)]
-        return sorted(found, key=lambda each: (each.app, each.name))
-
-    def damage(self) -> list[Damage]:
-        """Damage that was found when records were read, and was not mended since."""
-        return sorted(self._catalog.damage.values(), key=lambda each: (each.app, each.name))
-
-    def record(self, name: str, app: str | None = None) -> Record:
-        """A context's record, if the app owns the context; of any app where `app` is None.
-
-        Raises:
-          ContextGone: there is no such context. The message is the same where another app owns it.
-          CheckpointError: it is damaged, or its state after its last change cannot be read.
-          Unreadable: storage refuses, or a newer version wrote it.
-        """
-        folder = self._unsettled.get(name)
-        own = app is None or folder is None or folder.parent.name == folder_name(app)
-        self._require_settled(name if own else "")
-        record = self._catalog.records.get(name)
-        # Another app's context takes as much work as a missing one: time must not tell them apart.
-        if record is None or app not in (None, record.app):
-            record = self._catalog.find_again(name, app)
-        if record is None or app not in (None, record.app):
-            raise ContextGone(f"there is no context {name!r:.80}; it was deleted, or never made")
-        return record
-
-    def create(self, app: str, origin: Origin, *, pinned: bool = False) -> Record:
-        """A new, empty context.
+    def create(self, app: str, origin: Origin, *, pinned: bool = False, tokenizer: str = "") -> Record:
+        """A new, empty context; see `Record`.
 
         Raises:
           ConfigError: the app has no name, or too long a one.
@@ -157,11 +85,11 @@ class ContextStore:
             self._catalog.sweep()
         name = new_name()
         record = Record(
-            name=name, app=app, origin=origin, pinned=pinned, used=self._catalog.next_use(),
-            created_s=int(time.time()),
+            name=name, app=app, origin=origin, pinned=pinned, tokenizer=tokenizer,
+            used=self._catalog.next_use(), created_s=int(time.time()),
         )  # fmt: skip
         folder = self._catalog.folder(record)
-        self._unsettled[name] = folder
+        self._unsettled.begin(name, folder)
         try:
             with written(folder):
                 folder.parent.mkdir(mode=0o700, exist_ok=True)
@@ -175,10 +103,47 @@ class ContextStore:
                 self._catalog.remove(folder)
             raise
         self._catalog.records[name] = record
-        del self._unsettled[name]
+        self._unsettled.end(name)
         return record
 
-    def commit(self, record: Record, chunks: Chunks | None = None, *, flush: bool = True) -> Record:
+    def link(self, record: Record, source: str, chunks: Mapping[int, int]) -> Linked:
+        """Gives a context the segments of another one, without a copy: links that a later commit names.
+
+        Args:
+          record: of the context, with its tokens.
+          source: name of the other one.
+          chunks: width of each chunk that is wanted, by number; tokens up to its end are the same in both.
+
+        Returns:
+          The chunks that both have now; none with encryption, or where the file system has no hard links.
+        """
+        found: dict[int, tuple[str, str]] = {}
+        if self.vault is not None:
+            # A segment is encrypted for its context.
+            return found
+        links: dict[str, str] = {}
+        with contextlib.suppress(JaxllmError, OSError):
+            theirs, own = self.record(source), self._catalog.folder(record)
+            for n, bits in sorted(chunks.items()):
+                file = (*theirs.files, *[""] * n)[n]
+                same = theirs.bits[n : n + 1] == (bits,) and theirs.sources[n] == record.sources[n]
+                if not same or file not in theirs.checksums:
+                    continue
+                if file not in links:
+                    fresh = next_segment([*os.listdir(own), *self.record(record.name).segments])
+                    os.link(self._catalog.folder(theirs) / file, own / fresh, follow_symlinks=False)
+                    links[file] = fresh
+                found[n] = (links[file], theirs.checksums[file])
+        return found
+
+    def commit(
+        self,
+        record: Record,
+        chunks: Chunks | None = None,
+        *,
+        flush: bool = True,
+        linked: Linked = MappingProxyType({}),
+    ) -> Record:
         """Stores a context's new state: first its new chunks, then the record that names them.
 
         Args:
@@ -187,6 +152,7 @@ class ContextStore:
           chunks: bits and each layer's blob of those chunks that are new or have another width.
           flush: wait until the device has everything. Otherwise chunks can be read, but a power cut or a kill
             leaves the state before, until the context's next commit or `close`.
+          linked: chunks that are in segments of another context, too (see `link`).
 
         Returns:
           The stored record.
@@ -196,11 +162,13 @@ class ContextStore:
           BudgetExceeded: a quota or the device has no room; the stored state is as it was.
           CheckpointError: the device failed: `record` tells whether the state is that before or after.
         """
+        self.wait(record.name)
         before = self.record(record.name)
         chunks = dict(chunks or {})
         folder, name = self._catalog.folder(record), record.name
         with written(folder):
             names = os.listdir(folder)
+        before = _with_links(before, linked)
         fresh = next_segment([*names, *before.segments])
         files = [fresh if chunk in chunks else file for chunk, file in enumerate(_kept_files(before, record))]
         record = dataclasses.replace(
@@ -209,8 +177,9 @@ class ContextStore:
         record = record.lose({chunk for chunk, file in enumerate(files) if not file})
         there = {*filter(SEGMENT.fullmatch, names), *before.segments, fresh}
         with written(folder):
-            self._require_room(record, chunks, there - set(record.segments))
-        self._unsettled[name] = folder
+            more = self._more_bytes(record, chunks, there - set(record.segments))
+            self._quotas.require(record.app, more, self.used_bytes)
+        self._unsettled.begin(name, folder)
         try:
             with written(folder):
                 if chunks:
@@ -236,27 +205,107 @@ class ContextStore:
                 self._catalog.discard(folder / each)
         else:
             self._unflushed[name] = there
-        del self._unsettled[name]
+        self._unsettled.end(name)
         return record
 
-    def open(self, name: str, chunks: Iterable[int] | None = None) -> StoredContext:
-        """Opens a context's segments to be read, until the next call of the store.
+    def write_later(self) -> None:
+        """Starts the thread that writes what `commit_later` takes."""
+        self._queue.start()
+
+    def note(self, record: Record) -> Record:
+        """Stores a context's new tokens without waiting for the device: a kill leaves them, a power cut may
+        leave the state before. What was there is removed by the next commit.
 
         Args:
-          name: of the context.
-          chunks: those that will be read; None for all.
+          record: see `commit`; it has no new chunks.
 
-        Raises:
-          ContextGone: there is no such context.
-          CheckpointError: a segment is not what was written.
-          Unreadable: storage refuses one.
+        Returns, Raises: see `commit`.
         """
-        record = self.record(name)
-        folder, names = self._catalog.folder(record), record.segments
-        if chunks is not None:
-            names = sorted({record.files[chunk] for chunk in chunks} - {""})
-        segments = self._segments.open([folder / each for each in names])
-        return StoredContext(record, dict(zip(names, segments, strict=True)))
+        self.wait(record.name)
+        before, folder, name = self.record(record.name), self._catalog.folder(record), record.name
+        files = tuple(_kept_files(before, record))
+        record = dataclasses.replace(
+            record, files=files, checksums=before.checksums, used=self._catalog.next_use()
+        ).lose({chunk for chunk, file in enumerate(files) if not file})
+        self._unsettled.begin(name, folder)
+        try:
+            with written(folder):
+                self._catalog.replace(folder, record, flush=False)
+        except JaxllmError:
+            with contextlib.suppress(JaxllmError):
+                self._settle(name)
+            raise
+        self._catalog.records[name] = record
+        self._unsettled.end(name)
+        return record
+
+    def commit_later(
+        self,
+        record: Record,
+        chunks: Chunks,
+        failed: Callable[[str, JaxllmError], object],
+        then: Callable[[str], object] = lambda _: None,
+        *,
+        linked: Linked = MappingProxyType({}),
+    ) -> Record:
+        """Stores a context's new state as `commit` does, in the thread that writes (see `write_later`). Waits
+        only where too much is waiting already.
+
+        Args:
+          record, chunks, linked: see `commit`.
+          failed: called in that thread with the context's name and the error; the state is that before.
+          then: called in that thread with the name, after the commit.
+
+        Returns:
+          The record that is coming.
+        """
+        name = record.name
+
+        def write() -> None:
+            try:
+                self.commit(record, chunks, linked=linked)
+                then(name)
+            except JaxllmError as error:
+                failed(name, error)
+            except Exception as error:
+                failed(name, CheckpointError(f"the context {name} cannot be written ({one_line(error)})"))
+            finally:
+                self._coming.pop(name, None)
+
+        there = [*record.files, *[""] * len(record.bits)]
+        files = [
+            _COMING if chunk in chunks or chunk in linked else file
+            for chunk, file in enumerate(there[: len(record.bits)])
+        ]
+        coming = dataclasses.replace(record, files=tuple(files), used=self.record(name).used)
+        self._queue.put(name, write, lambda: self._coming.update({name: coming}))
+        return coming
+
+    def beyond_quota(self, record: Record, chunks: Chunks) -> BrokenQuota | None:
+        """The quota that a context's new chunks would break; None for none. Files that are being written may
+        count twice.
+
+        Args:
+          record, chunks: see `commit`.
+        """
+        files = set(_kept_files(self.record(record.name), record)) - {""}
+        freed = set(self.record(record.name).segments) - files
+        return self._quotas.beyond(record.app, self._more_bytes(record, chunks, freed), self.used_bytes)
+
+    def sweep(self) -> None:
+        """Removes what killed processes left: segments that no record names, unfinished files, and folders of
+        contexts that were being made or deleted. Files of contexts with damage stay."""
+        self._require_settled()
+        for record in self.records():
+            folder = self._catalog.folder(record)
+            if folder not in self._catalog.damage:
+                with contextlib.suppress(OSError, JaxllmError):
+                    if not (folder / RECORD).exists():
+                        # A kill left the one before, and what tells of it is about to go.
+                        record = self.commit(record)
+                    remove_own(folder, keep={RECORD, PREVIOUS, *record.segments})
+        with contextlib.suppress(JaxllmError):
+            self._catalog.sweep()
 
     def delete(self, name: str) -> None:
         """Removes a context and its files.
@@ -265,18 +314,13 @@ class ContextStore:
           ContextGone: there is no such context.
           CheckpointError: the device failed: `record` tells whether it is still there.
         """
+        self.wait(name)
         folder = self._catalog.folder(self.record(name))
-        self._unsettled[name] = folder
+        self._unsettled.begin(name, folder)
         with written(folder):
             self._catalog.remove_records(folder)
         self._segments.forget(folder)
         self._settle(name)
-
-    def used_bytes(self, app: str | None = None) -> int:
-        """Bytes of all files, or of an app's."""
-        return sum(
-            folder_bytes(folder) for folder in {self._catalog.folder(each) for each in self.records(app)}
-        )
 
     def verify(self, *, repair: bool = False) -> list[Damage]:
         """Reads everything in the store, and finds damage.
@@ -292,30 +336,9 @@ class ContextStore:
         Raises:
           CheckpointError: a damaged file cannot be moved or written.
         """
+        self.wait()
         self._require_settled()
-        found = []
-        with written(self.root):
-            folders = self._catalog.find_all()
-        for each in folders:
-            if (damage := self._catalog.damage.get(each.path)) is not None:
-                if repair and damage.proved:
-                    with written(each.path):
-                        damage = self._catalog.mend(each.path)
-                found.append(damage)
-            record = self._catalog.records.get(each.name)
-            if record is None or each.path != self._catalog.folder(record):
-                continue
-            chunks = chunk_damage(each.path, record, self._storage, self.vault)
-            if chunks.corrupt:
-                lost = tuple(sorted(chunks.corrupt))
-                found.append(Damage(app=record.app, name=record.name, chunks=lost))
-                if repair:
-                    self.commit(record.lose(chunks.corrupt))
-            if chunks.unread:
-                found.append(Damage(app=record.app, name=record.name, reason=chunks.reason, proved=False))
-        if repair:
-            self._catalog.sweep()
-        return found
+        return verify(self._catalog, self._storage, self.vault, self.commit if repair else None)
 
     def repair(self, name: str) -> Record:
         """Reads all chunks of a context, and marks damaged ones as lost, to be computed again.
@@ -327,53 +350,28 @@ class ContextStore:
         Raises:
           ContextGone: there is no such context.
         """
+        self.wait(name)
         record = self.record(name)
         chunks = chunk_damage(self._catalog.folder(record), record, self._storage, self.vault)
         if chunks.corrupt:
             record = self.commit(record.lose(chunks.corrupt))
         return record.lose(chunks.unread)
 
-    def _require_room(self, record: Record, chunks: Chunks, freed: Set[str]) -> None:
-        """Checks the quotas for a commit that removes the files `freed`; one that does not grow the store
-        always passes."""
+    def _more_bytes(self, record: Record, chunks: Chunks, freed: Set[str]) -> int:
+        """By how much a commit of chunks grows the store, which removes the files `freed`."""
         folder = self._catalog.folder(record)
-        size = -sum(file_size(folder / each) for each in freed)
-        size += file_bytes(chunks, encrypted=self.vault is not None)
-        for quota, used, whose in (
-            (self._app_quota_bytes, lambda: self.used_bytes(record.app), f"the contexts of {record.app}"),
-            (self._quota_bytes, self.used_bytes, "all contexts"),
-        ):
-            if quota and size > 0 and used() + size > quota:
-                raise BudgetExceeded(
-                    f"{whose} may take {quota:,} bytes on storage, and {size:,} more do not fit: delete "
-                    "contexts, or raise the quota"
-                )
+        size = file_bytes(chunks, encrypted=self.vault is not None)
+        return size - sum(file_size(folder / each) for each in freed if not is_shared(folder / each))
 
-    def _require_settled(self, wanted: str = "") -> None:
-        """Checks that the store is open, and settles contexts whose last change may not have ended.
 
-        Raises:
-          CheckpointError: the wanted context cannot be read.
-        """
-        self._lock.require()
-        for name in list(self._unsettled):
-            try:
-                self._settle(name)
-            except CheckpointError:
-                if name == wanted:
-                    raise
-
-    def _settle(self, name: str) -> None:
-        """Takes a context as it is on storage, and removes what an unfinished change left.
-
-        Raises:
-          CheckpointError: it cannot be read.
-          ConfigError: another process owns the store by now.
-        """
-        self._lock.require()
-        self._catalog.settle(name, self._unsettled[name])
-        self._unflushed.pop(name, None)
-        self._unsettled.pop(name, None)
+def _with_links(record: Record, linked: Linked) -> Record:
+    """A record whose chunks are where links are."""
+    count = max([len(record.files), *(n + 1 for n in linked)])
+    files = [*record.files, *[""] * (count - len(record.files))]
+    for n, (file, _) in linked.items():
+        files[n] = file
+    checksums = {**record.checksums, **dict(linked.values())}
+    return dataclasses.replace(record, files=tuple(files), checksums=checksums)
 
 
 def _kept_files(before: Record, after: Record) -> list[str]:

@@ -4,6 +4,7 @@ Segments stay open from call to call, because to open one takes as long as to re
 """
 
 import collections
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,11 +21,12 @@ _MOST_OPEN = 128
 
 
 class OpenSegments:
-    """The segments that were opened last. Not thread-safe, unlike the segments."""
+    """The segments that were opened last. Thread-safe."""
 
     def __init__(self, storage: Storage, vault: Vault | None = None) -> None:
         self._storage, self._vault = storage, vault
         self._open: collections.OrderedDict[Path, Segment] = collections.OrderedDict()
+        self._lock = threading.RLock()
 
     def open(self, paths: Sequence[Path]) -> list[Segment]:
         """Opens segments, which stay open until others are opened or one is removed.
@@ -33,23 +35,26 @@ class OpenSegments:
           CheckpointError: one is missing or damaged.
           Unreadable: storage refuses.
         """
-        for path in paths:
-            if path not in self._open:
-                self._open[path] = Segment(path, self._storage, self._vault)
-            self._open.move_to_end(path)
-        while len(self._open) > max(_MOST_OPEN, len(paths)):
-            self._open.popitem(last=False)[1].close()
-        return [self._open[path] for path in paths]
+        with self._lock:
+            for path in paths:
+                if path not in self._open:
+                    self._open[path] = Segment(path, self._storage, self._vault)
+                self._open.move_to_end(path)
+            while len(self._open) > max(_MOST_OPEN, len(paths)):
+                self._open.popitem(last=False)[1].close()
+            return [self._open[path] for path in paths]
 
     def forget(self, path: Path) -> None:
         """Closes a segment that is about to be removed, or all in a folder."""
-        for each in [each for each in self._open if path in (each, each.parent)]:
-            self._open.pop(each).close()
+        with self._lock:
+            for each in [each for each in self._open if path in (each, each.parent)]:
+                self._open.pop(each).close()
 
     def close(self) -> None:
         """Closes all."""
-        while self._open:
-            self._open.popitem()[1].close()
+        with self._lock:
+            while self._open:
+                self._open.popitem()[1].close()
 
 
 class StoredContext:

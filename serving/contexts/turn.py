@@ -21,6 +21,8 @@ class Turn:
       counted_from: the position from which the cache counts attention, where that is not the first token that
         the call fed.
       over: whether the call has ended.
+      source: the context that has the chunks of `base`; empty for its own.
+      most_bytes: that chunks of the context may come to take in memory.
       stop: gives a function that ends the answer and keeps its tokens; None where the caller of `begin` does
         that.
     """
@@ -31,4 +33,6 @@ class Turn:
     restoration: Restoration = dataclasses.field(default_factory=Restoration)
     counted_from: int | None = None
     over: bool = False
+    most_bytes: int = 0
+    source: str = ""
     stop: Callable[[], Callable[[], object] | None] = lambda: None

@@ -179,19 +179,22 @@ class Adapters:
         Args:
           digest: of the adapter that the context was made with; empty for none.
           context: its name.
-          asked: name of the adapter that a call asks for; empty for the context's own.
+          asked: name of the adapter that a call asks for; empty for the context's own. Where that is not
+            loaded any more, the context goes on with another one that is asked for.
 
         Raises:
-          ContextGone: the context's adapter is not loaded.
+          ContextGone: the context's adapter is not loaded, and the call asks for none.
           ConfigError: the call asks for another one.
           AdapterGone: what it asks for is not there any more.
         """
         self.require(asked)
         name = self._name(digest)
         if name is None:
+            if asked:
+                return asked
             raise ContextGone(
                 f"the context {context} was made with an adapter that is not loaded ({digest}); load it "
-                "again, or delete the context"
+                "again, or name another one in the call, which then computes the context's tokens again"
             )
         if asked and self._named[asked].loaded.digest != digest:
             own = f"the adapter {name!r}" if name else "no adapter"

@@ -121,6 +121,7 @@ class Started:
       adapter: that answers; empty for none.
       objective: that counts for the answer; None for none.
       bound: whether it is the app's, and not the call's own.
+      moved, shared: of the context's restoration (see `Restoration`).
     """
 
     prompt_tokens: int
@@ -133,6 +134,8 @@ class Started:
     adapter: str = ""
     objective: Objective | None = None
     bound: bool = False
+    moved: tuple[str, ...] = ()
+    shared: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

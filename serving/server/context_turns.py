@@ -162,7 +162,7 @@ class ContextTurns:
             before = before[: call.context_tokens]
             forks = not free or len(before) < len(record.tokens)
         if not forks:
-            contexts.pending_errors.raise_for(record.name)
+            contexts.ready(record.name)
         config, level = call.config, record.origin.level
         prompt = (*before, *self._turn_ids(call, before))
         engine.request(prompt, config, level=level).require_served_by(engine.runner_at(level))
@@ -322,9 +322,11 @@ class _TurnCall(ContextCall):
         if self._source.forks:
             self.record = self._turns.forked(self._source)
             self._forked = True
-        name, level = self.record.name, run.request.level
-        self.record = self._base = self._contexts.at_level(self.record.app, name, level)
+        app, name, level = self.record.app, self.record.name, run.request.level
+        moved = self._contexts.moving(app, name, level)
+        self.record = self._base = self._contexts.at_level(app, name, level)
         super().begin(run)
+        self.restoration = dataclasses.replace(self.restoration, moved=moved)
 
     def finish(self, run: Run) -> None:
         """See `Lifecycle`."""

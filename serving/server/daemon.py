@@ -3,10 +3,12 @@
     run(ServerOptions(socket=Path("/run/user/1000/jaxllm.sock")))
 
 While the model is loading calls are refused with "loading". SIGTERM and SIGINT refuse new calls and let
-running ones end; a second signal ends the process at once. SIGHUP reads the apps' limits again.
+running ones end; a second signal ends the process at once. SIGHUP reads the apps' limits and the
+memory of contexts again.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -23,7 +25,7 @@ from typing import NoReturn
 import uvicorn
 import uvloop
 
-from jaxllm.errors import JaxllmError
+from jaxllm.errors import JaxllmError, one_line
 from serving import batch
 from serving.planning.profile import DeviceProfile
 from serving.server.access import AccessLogged
@@ -288,7 +290,27 @@ class Daemon:
         else:
             self.backend.limiter.limits = read.limits
             self.backend.bindings.given = read.objectives
+            self._resize(read.context_budget)
             _log.info("limits were read from %s", self._config)
+
+    def _resize(self, budget_bytes: int) -> None:
+        """Sets the memory of contexts, where the options name one; it stays as it is where contexts that run
+        take more."""
+        executor = self.backend.executor
+        if executor is None or executor.contexts is None or not budget_bytes:
+            return
+        service = executor.service
+
+        def told(done: "concurrent.futures.Future[None]") -> None:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                _log.error("the memory of contexts stays as it is: %s", one_line(error))
+            else:
+                _log.info("contexts may take %s bytes of memory", f"{budget_bytes:,}")
+
+        try:
+            executor.work("", lambda: service.resize(budget_bytes)).add_done_callback(told)
+        except JaxllmError as error:
+            _log.error("the memory of contexts stays as it is: %s", one_line(error))
 
 
 def _use_profile(service: LLMService, contexts: ContextTurns | None, profile: DeviceProfile) -> None:

@@ -3,6 +3,7 @@ buffer."""
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from serving.contexts.memory import ChunkMemory
@@ -20,13 +21,13 @@ class ContextChunks:
       memory: that keeps them.
       floor_bytes: that stays free of contexts that run or are pinned, as far as the whole budget has it; at
         least what the longest one takes, for a call to begin or grow.
-      most_bytes: their budget as it was asked for.
+      asked_bytes: their budget as it was asked for last.
       name: of this kind of holding.
     """
 
     memory: ChunkMemory
     floor_bytes: int
-    most_bytes: int
+    asked_bytes: Callable[[], int]
     name: str = dataclasses.field(default="contexts", init=False)
 
     @property
@@ -38,6 +39,11 @@ class ContextChunks:
     def limit_bytes(self) -> int:
         """Their budget now."""
         return self.memory.budget_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """Their budget as it was asked for; more is of no use to them."""
+        return self.asked_bytes()
 
     @property
     def least_bytes(self) -> int:

@@ -218,6 +218,8 @@ class Job:
             adapter=self.adapter,
             objective=self.call.objective,
             bound=self.call.bound,
+            moved=() if self.kept_by is None else self.kept_by.restoration.moved,
+            shared=0 if self.kept_by is None else self.kept_by.restoration.shared,
         )
 
     def _ended(self, run: Run) -> Ended:

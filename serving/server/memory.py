@@ -18,6 +18,8 @@ from jaxllm.errors import BudgetExceeded, ConfigError, JaxllmError
 from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.growth import most_bytes
 from serving.contexts.manager import Contexts
+from serving.host.machine import memory_bytes
+from serving.host.pressure import memory_pressure
 from serving.host.process_memory import resident_bytes
 from serving.server.division import GovernorOptions
 from serving.server.engine_figures import weight_figures
@@ -40,16 +42,18 @@ class MemoryOptions:
     Attributes:
       limit_bytes: most of the process; 0 for no limit.
       prefix_bytes: most of the caches of ended answers; 0 keeps none.
+      follow_pressure: give memory back while tasks of the machine wait for it, where there is no limit, too.
     """
 
     limit_bytes: int = 0
     prefix_bytes: int = PREFIX_BYTES
+    follow_pressure: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name in ("limit_bytes", "prefix_bytes"):
+            value = getattr(self, name)
             if type(value) is not int or value < 0:
-                raise ConfigError(f"{field.name} must be a whole number and not negative, got {value!r:.80}")
+                raise ConfigError(f"{name} must be a whole number and not negative, got {value!r:.80}")
 
 
 def engine_bytes(limit_bytes: int) -> int:
@@ -77,7 +81,7 @@ class ServiceMemory:
 
     Attributes:
       sessions: caches of ended answers.
-      governor: None where there is no limit.
+      governor: None where there is no limit, and pressure is not followed.
     """
 
     def __init__(
@@ -97,10 +101,12 @@ class ServiceMemory:
           governed: makes the governor.
 
         Raises:
-          ConfigError: the system does not tell what the process takes.
+          ConfigError: the system does not tell what the process takes, or how tasks wait for memory.
         """
         options = options or MemoryOptions()
         limit, prefixes = options.limit_bytes, options.prefix_bytes
+        if options.follow_pressure:
+            limit = limit or _machine_bytes()
         most = min(prefixes, limit // _PREFIX_SHARE) if limit else prefixes
         self.sessions = PrefixSessions(most, app_bytes)
         self._service = service
@@ -149,6 +155,21 @@ class ServiceMemory:
         return figures
 
 
+def _machine_bytes() -> int:
+    """Memory of a machine that tells how its tasks wait for it.
+
+    Raises:
+      ConfigError: it does not.
+    """
+    found = memory_bytes()
+    if memory_pressure() is None or found is None:
+        raise ConfigError(
+            "this system does not tell how its tasks wait for memory (/proc/pressure/memory, Linux with "
+            "psi=1): leave out follow_pressure, or give a memory budget"
+        )
+    return found
+
+
 def _holdings(service: LLMService) -> list[Holding]:
     """What a service can give up besides its prefixes."""
     found: list[Holding] = []
@@ -178,5 +199,5 @@ def _chunks(contexts: Contexts) -> ContextChunks:
     return ContextChunks(
         memory=contexts.memory,
         floor_bytes=max(most_bytes(each, contexts.options, count) for each in forms),
-        most_bytes=contexts.options.budget_bytes,
+        asked_bytes=lambda: contexts.options.budget_bytes,
     )

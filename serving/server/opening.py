@@ -14,7 +14,7 @@ from serving.planning.safety_margin import SafetyMargin
 from serving.server.adapters import Adapters, engine_shape
 from serving.server.memory import engine_bytes
 from serving.server.service_options import ServerOptions
-from serving.service import LLMService, engine_options, planner_of
+from serving.service import CODEC, LLMService, engine_options, planner_of
 from serving.speculation.options import SpeculationOptions
 
 _log = logging.getLogger(__name__)
@@ -48,6 +48,8 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         batch_rows=options.batch_rows,
         adapter_rank=adapters.rank,
         adapter_targets=adapters.targets,
+        kv_codec="" if contexts is None else CODEC,
+        attend_coded=options.attend_coded,
     )
     whole = engine_options(model, options.levels or None, asked, contexts)
     with contextlib.ExitStack() as opened:

@@ -61,9 +61,14 @@ class ServerOptions:
       batch_rows: numbers of answers that are decoded together, where native kernels read the weights;
         empty for one by one.
       contexts: folder in which apps' contexts are kept; None for no contexts.
-      context_budget: most bytes of their chunks in memory; 0 for the default of `ContextOptions`.
+      context_budget: most bytes of their chunks in memory; 0 for the default of `ContextOptions`; read again
+        at SIGHUP.
+      follow_pressure: give memory back while tasks of the machine wait for it; with `memory` that is done in
+        any case.
       context_keys: folder of keys, one of each app, by which contexts are encrypted on storage; None for no
         encryption.
+      attend_coded: answers in contexts attend to stored chunks where they lie (see `EngineOptions`).
+      share_across_apps: contexts may take the beginnings of other apps' contexts (see `ContextOptions`).
       adapter: low-rank adapters that calls may name: name -> folder in PEFT's layout.
       adapters: folder in which lie those that operators may load while the service runs; None for no others.
       adapter_rank, adapter_targets, adapter_memory, adapter_count: bounds of all of them (see
@@ -93,7 +98,10 @@ class ServerOptions:
     draft: str = ""
     contexts: Path | None = None
     context_budget: int = 0
+    follow_pressure: bool = False
     context_keys: Path | None = None
+    share_across_apps: bool = False
+    attend_coded: bool = False
     batch_rows: tuple[int, ...] = BATCH_ROWS
     adapter: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     adapters: Path | None = None
@@ -114,7 +122,12 @@ class ServerOptions:
         return Path(self.model).name.removesuffix(SUFFIX) if self.model else "default"
 
     def __post_init__(self) -> None:
-        for name, kind in {"model": str, "http": str, "draft": str, "remote": bool}.items():
+        for name, kind in {
+            "model": str,
+            "http": str,
+            "draft": str,
+            **dict.fromkeys(("remote", "follow_pressure", "share_across_apps", "attend_coded"), bool),
+        }.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigError(f"{name} must be {_KINDS[kind]}, got {value!r:.80}")
         for name in _PATHS:
@@ -193,7 +206,7 @@ class ServerOptions:
         Raises:
           ConfigError: there are options of contexts, and no folder for them.
         """
-        for name in ("context_budget", "context_keys"):
+        for name in ("context_budget", "context_keys", "share_across_apps", "attend_coded"):
             if getattr(self, name) and self.contexts is None:
                 raise ConfigError(f"{name} needs a folder for contexts: give the option contexts, too")
         if self.contexts is None:
@@ -205,11 +218,14 @@ class ServerOptions:
             contexts_per_app=limits["contexts_per_app"],
             app_quota_bytes=limits["app_quota_bytes"],
             encryption=self.context_keys,
+            share_across_apps=self.share_across_apps,
         )
 
     def memory_options(self) -> MemoryOptions:
         """Options of memory."""
-        return MemoryOptions(limit_bytes=self.memory, prefix_bytes=self.prefix_memory)
+        return MemoryOptions(
+            limit_bytes=self.memory, prefix_bytes=self.prefix_memory, follow_pressure=self.follow_pressure
+        )
 
     def adapter_options(self) -> AdapterOptions:
         """Options of adapters.

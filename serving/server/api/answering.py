@@ -86,6 +86,8 @@ class Choice:
                 "queued_ms": start.queued_ms,
             }  # fmt: skip
             told |= {"adapter": start.adapter} if start.adapter else {}
+            told |= {"moved": list(start.moved)} if start.moved else {}
+            told |= {"shared": start.shared} if start.shared else {}
             if start.objective is not None:
                 told |= {"slo": written(start.objective), "slo_from": "app" if start.bound else "call"}
         if end is not None:

@@ -21,6 +21,7 @@ from jaxllm.kv.recompute import LOST
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
+from serving.contexts.root import PREVIOUS, RECORD
 from serving.contexts.store import ContextStore
 from serving.engine import Engine
 from serving.options import EngineOptions
@@ -116,6 +117,12 @@ def live_and_die(
 def _look(known: Known, root: Path, under_way: str | None, *, new_one: bool) -> None:
     with ContextStore(root) as store:
         assert store.verify() == []
+        store.sweep()
+        assert store.verify() == []
+        for record in store.records():
+            folder = root / f"app-{record.app}" / record.name
+            left = {each.name for each in folder.iterdir()} - {RECORD, PREVIOUS}
+            assert left == set(record.segments), "files that no record names"
         there = {record.name: record for record in store.records()}
     for record in there.values():
         assert LOST not in record.bits

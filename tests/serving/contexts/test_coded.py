@@ -43,7 +43,7 @@ def test_density_and_widths_are_those_of_decoded_chunks(kept, codec):
     """Also where chunks in front are stored at fewer bits when a call ends."""
     records = []
     for coded in (False, True):
-        contexts = kept(codec, weights="int8", coded=coded, ratio=0.5)
+        contexts = kept(codec, weights="int8", coded=coded, ratio=0.5, share_beginnings=False)
         first, second = new(contexts), new(contexts)
         for turn in range(3):
             for context, turns in ((first, TURNS[0]), (second, TURNS[1])):

@@ -65,9 +65,9 @@ def test_records_from_before_contexts_had_a_time_are_read(
     folder = tmp_path / "store" / "app-mail" / name
     with ContextStore(tmp_path / "store", keys=keys) as store:
         record = store.record(name)
-        assert (folder / "record").read_bytes().startswith(b'{"version":5')
+        assert (folder / "record").read_bytes().startswith(b'{"version":7')
         body = json.loads(record_file.encoded_body(record))
-        del body["created_s"]
+        del body["created_s"], body["tokenizer"]
         with monkeypatch.context() as patch:
             patch.setattr(record_file, "SEALED_VERSION", 3)
             assert store.vault is not None
@@ -196,7 +196,7 @@ def test_the_size_of_a_file_is_known_before(tmp_path: Path, keys: Path) -> None:
     chunks = {chunk: (bits, blobs(chunk, bits)) for chunk, bits in enumerate([8, 4, 8])}
     path = tmp_path / "store" / "app-mail" / name / "0.kv"
     assert path.stat().st_size == file_bytes(chunks, encrypted=True)
-    assert folder_bytes(path.parent) > path.stat().st_size
+    assert folder_bytes([path.parent]) > path.stat().st_size
 
 
 def test_conversations_go_on(kept, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_a_failing_device_loses_nothing_and_is_told(kept, deed, error):
     victim, root = Victim(contexts), contexts.store.root
     with FailingDevice(root, None, error=error) as whole:
         DEEDS[deed](contexts, victim.context)
+        contexts.store.wait()
     for place in places(whole.operations, PLACES):
         victim = Victim(contexts)
         told = False
@@ -73,6 +74,7 @@ def test_a_failing_device_loses_nothing_and_is_told(kept, deed, error):
                 DEEDS[deed](contexts, victim.context)
             except JaxllmError:
                 told = True
+            contexts.store.wait()
         try:
             victim.check(deed, told=told)
         except Exception as failure:

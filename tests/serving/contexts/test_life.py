@@ -39,10 +39,10 @@ def test_a_dropped_answer_that_cannot_be_kept_is_told_of(kept, monkeypatch, capl
         raise BudgetExceeded("there is no room")
 
     with monkeypatch.context() as broken, caplog.at_level(logging.WARNING, "jaxllm"):
-        broken.setattr(contexts.store, "commit", full)
+        broken.setattr(contexts.store, "note", full)
         next(context.generate(TURNS[0][0], max_tokens=40, ignore_eos=True))
         gc.collect()
-    assert "could not be kept: there is no room" in caplog.text
+    assert "could not be kept when it was dropped: there is no room" in caplog.text
     with pytest.raises(BudgetExceeded, match="could not be kept when it was dropped"):
         context.generate([1])
     assert len(say(context, [1]).tokens) == 6
@@ -52,6 +52,7 @@ def test_nothing_slides_before_an_answer_has_ended(kept):
     contexts = kept()
     context = new(contexts)
     say(context, TURNS[0][0] * 2, 20)
+    contexts.store.wait()
     before, prompt = context.record, [5] * 60
     context.generate(prompt, max_tokens=4, slide=True)
     context.generate(prompt, max_tokens=4, slide=True).close()

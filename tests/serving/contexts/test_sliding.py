@@ -103,13 +103,14 @@ def test_an_answer_that_cannot_be_kept_leaves_what_was_before(kept, monkeypatch)
     contexts = kept()
     context, wanted = new(contexts), answers_without_contexts(contexts.engine, TURNS[0])
     assert say(context, PROMPT).tokens == wanted[0]
+    contexts.store.wait()
     before = context.record
     with monkeypatch.context() as full:
 
-        def commit(*_):
+        def note(*_):
             raise BudgetExceeded("there is no room")
 
-        full.setattr(contexts.store, "commit", commit)
+        full.setattr(contexts.store, "note", note)
         with pytest.raises(BudgetExceeded):
             long_answer(context, 150, [3])
     assert context.record == before

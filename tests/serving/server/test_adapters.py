@@ -182,8 +182,15 @@ def test_operators_load_and_unload_while_it_answers(served, http, operator, monk
     assert "is not loaded" in gone.json()["error"]["message"]
     assert http.get(f"/v1/contexts/{name}").json()["adapter"] == loaded.json()["digest"]
     assert operator.post("/v1/adapters", json={"name": "other"}).status_code == 201
-    assert facts(http, name, "and?")["adapter"] == "other"
+    back = facts(http, name, "and?")
+    assert back["adapter"] == "other"
+    assert "moved" not in back
     assert operator.delete("/v1/adapters/other").status_code == 200
+    # Or goes on with another one that a call names.
+    moved = facts(http, name, "and?", adapter="terse")
+    assert (moved["adapter"], moved["moved"]) == ("terse", ["adapter"])
+    assert moved["reused_tokens"] == 0
+    assert facts(http, name, "and?")["adapter"] == "terse"
 
 
 @pytest.mark.parametrize(

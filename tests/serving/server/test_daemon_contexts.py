@@ -24,7 +24,7 @@ def test_contexts_outlive_the_service(tmp_path):
         folder.mkdir()
         process = Process(
             folder, "--model", model, "--config", config, "--socket", folder / "s",
-            "--contexts", tmp_path / "contexts",
+            "--contexts", tmp_path / "contexts", "--attend-coded",
         )  # fmt: skip
         started.append(process)
         return process, clients.enter_context(Client(socket=folder / "s"))
@@ -44,6 +44,9 @@ def test_contexts_outlive_the_service(tmp_path):
             assert "is encrypted" in store.damage()[0].reason
         third, client = begun("3")
         third.until(lambda: "ready:" in third.text())
+        config.write_text(config.read_text().replace("1MB", "2MB"))
+        third.signal(signal.SIGHUP)
+        third.until(lambda: "contexts may take 2,000,000 bytes" in third.text())
         (there,) = client.contexts()
         assert (there.name, there.facts.tokens) == (context.name, told["context_tokens"])
         assert there.generate("and?", max_tokens=4).result().facts["reused_tokens"] >= 16

@@ -130,7 +130,7 @@ def test_contexts_give_chunks_back():
         for chunk in range(4):
             memory.load(name, chunk, 8, [np.zeros(100, np.uint8)])
         memory.release(name)
-    holding = ContextChunks(memory=memory, floor_bytes=200, most_bytes=1000)
+    holding = ContextChunks(memory=memory, floor_bytes=200, asked_bytes=lambda: 1000)
     # What is pinned, and room for the longest.
     assert (holding.size_bytes, holding.limit_bytes, holding.least_bytes) == (800, 1000, 600)
     holding.resize(600)

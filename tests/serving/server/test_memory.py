@@ -13,6 +13,7 @@ from jaxllm import EngineOptions, GenerationConfig
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError
 from serving.contexts.options import ContextOptions
 from serving.engine import Engine
+from serving.host.machine import memory_bytes
 from serving.request import Session
 from serving.server import memory as memories
 from serving.server.calls import Call, Ended
@@ -158,6 +159,48 @@ def test_figures_with_and_without_a_limit(service, world):
         "size_bytes": 0, "limit_bytes": LIMIT // 4, "least_bytes": 0
     }  # fmt: skip
     assert figures["holdings"]["contexts"]["least_bytes"] > 0
+
+
+def test_the_memory_of_contexts_follows_what_is_asked_for(service, world):
+    contexts = service.contexts
+    asked = contexts.options.budget_bytes
+    memory = ServiceMemory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
+    holding = next(each for each in memory._holdings if each.name == "contexts")
+    assert holding.most_bytes == asked
+    service.resize(asked // 2)
+    assert holding.most_bytes == holding.limit_bytes == contexts.memory.budget_bytes == asked // 2
+    # Something else takes all: the governor goes below what was asked for, and no higher again.
+    world.fixed, world.now = LIMIT, 10.0
+    memory.step()
+    assert holding.limit_bytes == holding.least_bytes < asked // 2
+    world.fixed = 0
+    for _ in range(50):
+        world.now += 20.0
+        memory.step()
+    assert holding.limit_bytes == asked // 2
+    service.resize(asked)
+
+
+def test_pressure_is_followed_without_a_limit_where_the_system_tells(service, monkeypatch):
+    made = []
+
+    def governed(holdings, options):
+        made.append(options)
+        return Governor(holdings, options, pressure=lambda: 0.5, clock=lambda: 100.0)
+
+    monkeypatch.setattr(memories, "memory_pressure", lambda: 0.0)
+    options = MemoryOptions(follow_pressure=True)
+    memory = ServiceMemory(service, options, governed=governed)
+    assert made[0].limit_bytes == memory_bytes()
+    holding = next(each for each in memory._holdings if each.name == "contexts")
+    before = holding.limit_bytes
+    memory.step()
+    assert holding.limit_bytes < before
+    assert not memory.short
+    service.resize(before)
+    monkeypatch.setattr(memories, "memory_pressure", lambda: None)
+    with pytest.raises(ConfigError, match="leave out follow_pressure"):
+        ServiceMemory(service, options, governed=governed)
 
 
 def test_running_caches_are_counted(service):

@@ -28,6 +28,9 @@ drain_s = 2.5
 contexts = "kept"
 context_budget = "1MB"
 context_keys = "~/keys"
+follow_pressure = true
+share_across_apps = true
+attend_coded = true
 
 adapters = "adapters"
 adapter_rank = 8
@@ -80,7 +83,10 @@ def test_a_file_has_all_options(tmp_path):
     contexts = options.context_options()
     assert contexts is not None
     assert (contexts.folder, contexts.budget_bytes) == (tmp_path / "kept", 1_000_000)
+    assert contexts.share_across_apps
+    assert options.attend_coded
     assert contexts.encryption == Path("~/keys").expanduser()
+    assert options.memory_options().follow_pressure
     adapters = options.adapter_options()
     assert (adapters.given, adapters.folder) == (
         {"formal": tmp_path / "adapters/formal"}, tmp_path / "adapters",
@@ -188,6 +194,11 @@ def test_options_of_contexts_need_a_folder_for_them(tmp_path):
     kept = ServerOptions(contexts=tmp_path).context_options()
     assert kept is not None
     assert (kept.encryption, kept.budget_bytes) == (None, 256 << 20)
-    for given in ({"context_budget": 1}, {"context_keys": tmp_path}):
+    for given in (
+        {"context_budget": 1},
+        {"share_across_apps": True},
+        {"attend_coded": True},
+        {"context_keys": tmp_path},
+    ):
         with pytest.raises(ConfigError, match=f"{next(iter(given))} needs a folder"):
             ServerOptions(**given).context_options()

@@ -1,0 +1,201 @@
+"""Attention over stored chunks together with everything else that an engine can do: it answers as decoded
+chunks do, or is refused by name."""
+
+import dataclasses
+import re
+
+import pytest
+
+from jaxllm.checkpoints.peft_folder import write_adapter
+from jaxllm.errors import ConfigError
+from jaxllm.models.lora import LoraConfig
+from serving.batch import batchable, decode_together
+from serving.contexts.manager import Contexts
+from serving.contexts.options import ContextOptions
+from serving.engine import Engine
+from serving.request import GenerationConfig
+from serving.speculation.options import SpeculationOptions
+from serving.step import step
+from tests.kernels.switching import needs_native
+from tests.models.test_lora import random_adapter
+from tests.serving.contexts.conftest import CFG, OPTIONS
+from tests.serving.contexts.talking import TURNS, new, say
+from tests.tiny import tiny_params, write_tiny_bundle
+
+pytestmark = needs_native
+
+
+@pytest.fixture(scope="module")
+def bundle_of(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("combinations")
+
+    def written(weights):
+        path = folder / f"{weights}.jaxllm"
+        if not path.exists():
+            write_tiny_bundle(path, weights, cfg=CFG, params=tiny_params(CFG))
+        return path
+
+    return written
+
+
+@pytest.fixture
+def both(bundle_of, tmp_path):
+    """What a function returns of contexts whose answers decode chunks, and of those that do not."""
+
+    def run(weights, talk, *, codec="raw", speculation=None, **options):
+        found = []
+        for coded in (False, True):
+            asked = dataclasses.replace(OPTIONS, kv_codec=codec, attend_coded=coded, **options)
+            engine = Engine.open(bundle_of(weights), options=asked, speculation=speculation)
+            contexts = Contexts(engine, ContextOptions(folder=tmp_path / str(coded)))
+            try:
+                found.append(talk(contexts))
+                assert contexts.store.verify() == []
+            finally:
+                contexts.close()
+                engine.close()
+        return found
+
+    return run
+
+
+def by_turns(contexts, count=6, **options):
+    """Answers of two contexts that take turns, so that each call restores its own."""
+    mine = [new(contexts, **options) for _ in range(2)]
+    said = []
+    for turn in range(3):
+        for context, turns in zip(mine, TURNS, strict=False):
+            said.append(say(context, turns[turn], count).tokens)
+    if contexts.engine.options.attend_coded:
+        assert contexts._last[1].cache.coded_tokens > 0
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["f32", "int8", "int8-nested", "int4"])
+def test_weights(both, weights):
+    decoded, coded = both(weights, by_turns)
+    assert coded == decoded
+
+
+@pytest.mark.slow
+def test_adapters(both, tmp_path):
+    lora = LoraConfig(rank=4, alpha=16, targets=("attn.q", "attn.v", "ffn.down"))
+    write_adapter(tmp_path / "adapter", CFG, lora, random_adapter(CFG, lora, 3))
+
+    def talk(contexts):
+        contexts.engine.set_adapter(tmp_path / "adapter")
+        return by_turns(contexts)
+
+    decoded, coded = both("int8", talk, adapter_rank=4)
+    assert coded == decoded
+    plain, _ = both("int8", by_turns, adapter_rank=4)
+    assert coded != plain
+
+
+@pytest.mark.slow
+def test_answers_that_are_decoded_together(both):
+    def talk(contexts):
+        mine = [new(contexts) for _ in range(3)]
+        for context, turns in zip(mine, TURNS, strict=True):
+            say(context, turns[0])
+        config = {"max_tokens": 12, "ignore_eos": True}
+        runs = [each.generate(turns[1], **config) for each, turns in zip(mine, TURNS, strict=True)]
+        # One without a context among them.
+        runs.append(contexts.engine.stream(TURNS[0][2], GenerationConfig(**config)))
+        while running := [run for run in runs if run.stage != "ended"]:
+            for run in running:
+                if not batchable(run):
+                    step(run)
+            decode_together([run for run in running if batchable(run)])
+        return [run.tokens for run in runs]
+
+    decoded, coded = both("int8", talk, batch_rows=(2, 4))
+    assert coded == decoded
+
+
+@pytest.mark.slow
+def test_drafts(both):
+    def talk(contexts):
+        mine, turn = [new(contexts) for _ in range(2)], [5, 6, 7, 8] * 6
+        return [say(each, turn, 16).tokens for _ in range(2) for each in mine]
+
+    decoded, coded = both("int8", talk, speculation=SpeculationOptions(drafter="ngram"))
+    assert coded == decoded
+
+
+@pytest.mark.slow
+def test_beginnings_that_are_shared(both):
+    def talk(contexts):
+        said, shared = [], []
+        for number, turns in enumerate(TURNS):
+            answer = say(new(contexts), [*range(10, 60), *turns[0][:9]])
+            said.append(answer.tokens)
+            shared.append(answer.restoration.shared)
+            contexts.store.wait()
+            assert shared[-1] == (3 if number else 0)
+        return said
+
+    decoded, coded = both("int8", talk)
+    assert coded == decoded
+
+
+@pytest.mark.slow
+def test_caches_of_ended_answers_are_copied(both):
+    """As the service does for prompts that begin alike, beside contexts."""
+
+    def talk(contexts):
+        engine, runner = contexts.engine, contexts.engine.runner
+        runner.fill(runner.fork_buckets())
+        say(new(contexts), TURNS[1][0])
+        first = engine.generate(TURNS[0][0], GenerationConfig(max_tokens=4, ignore_eos=True))
+        session = dataclasses.replace(first.session, cache=runner.fork(first.session.cache, 32))
+        session.tokens = session.tokens[:32]
+        config = GenerationConfig(max_tokens=8, ignore_eos=True)
+        prompt = [*TURNS[0][0][:32], *TURNS[0][1]]
+        answer = engine.stream(prompt, config, session=session).result()
+        assert answer.reused_tokens == 32
+        return answer.tokens
+
+    decoded, coded = both("int8", talk)
+    assert coded == decoded
+
+
+def test_a_model_that_drafts_by_itself_does_not_where_it_could_not(bundle_of, monkeypatch):
+    monkeypatch.setattr("serving.loading._LEAST_DRAFTING_BYTES", 0)
+    for coded in (False, True):
+        asked = dataclasses.replace(OPTIONS, kv_codec="raw", attend_coded=coded)
+        speculation = SpeculationOptions.by_itself()
+        engine = Engine.open(bundle_of("int8-nested"), options=asked, speculation=speculation, warm_up=False)
+        assert (engine.speculation is None) == coded
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "speculation", "why"),
+    [
+        (
+            {},
+            SpeculationOptions(drafter="nested"),
+            "does not attend to stored chunks: leave out attend_coded",
+        ),
+        ({"kv_codec": ""}, None, "name a kv_codec"),
+        ({"cache_dtype": "bfloat16"}, None, "no native kernels here attend to caches of bfloat16"),
+    ],
+)
+def test_what_cannot_is_refused_by_name(bundle_of, options, speculation, why):
+    given = {"kv_codec": "raw", "attend_coded": True, **options}
+    path = bundle_of("int8-nested")
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        opened_with(path, given, speculation)
+
+
+def test_integer_prefill_is_refused(bundle_of, monkeypatch):
+    monkeypatch.setattr("serving.runners.make.chosen_prefill", lambda *_, **__: object())
+    path = bundle_of("int8")
+    with pytest.raises(ConfigError, match="because it prefills in integers"):
+        opened_with(path, {"kv_codec": "raw", "attend_coded": True})
+
+
+def opened_with(path, given, speculation=None):
+    return Engine.open(path, options=dataclasses.replace(OPTIONS, **given), speculation=speculation)

@@ -1,0 +1,86 @@
+"""Writes run in order, in their own thread; who needs one waits for that one alone."""
+
+import threading
+
+import pytest
+
+from serving.contexts.write_queue import WriteQueue
+
+
+@pytest.fixture
+def queue():
+    made = WriteQueue(most=2)
+    made.start()
+    yield made
+    made.close()
+
+
+class Held:
+    """A job that runs until it is let go."""
+
+    def __init__(self):
+        self.began, self.free = threading.Event(), threading.Event()
+
+    def __call__(self):
+        self.began.set()
+        assert self.free.wait(30)
+
+
+def test_jobs_run_in_order_in_one_thread(queue):
+    done = []
+    for number in range(20):
+        queue.put("a" if number % 2 else "b", lambda number=number: done.append((number, queue.inside)))
+    queue.wait()
+    assert done == [(number, True) for number in range(20)]
+    assert not queue.inside
+
+
+def test_nobody_waits_for_others(queue):
+    held = Held()
+    queue.put("a", held)
+    assert held.began.wait(30)
+    queue.wait("b")
+    assert queue.busy("a")
+    assert not queue.busy("b")
+    waited = []
+    other = threading.Thread(target=lambda: (queue.wait("a"), waited.append(held.free.is_set())))
+    other.start()
+    held.free.set()
+    other.join()
+    assert waited == [True]
+
+
+def test_too_many_wait_for_room(queue):
+    held, taken = Held(), []
+    queue.put("a", held)
+    assert held.began.wait(30)
+
+    def more():
+        for number in range(3):
+            queue.put("b", lambda: None, lambda number=number: taken.append(number))
+
+    other = threading.Thread(target=more)
+    other.start()
+    while len(taken) < 2:
+        other.join(0.01)
+    other.join(0.05)
+    assert taken == [0, 1]
+    held.free.set()
+    other.join()
+    assert taken == [0, 1, 2]
+
+
+def test_an_error_ends_one_job_alone(queue, caplog):
+    done = []
+    queue.put("a", lambda: 1 / 0)
+    queue.put("a", lambda: done.append(queue.wait()))
+    queue.wait("a")
+    # A job waits for none: it would wait for itself.
+    assert done == [None]
+    assert "a write of the context a failed" in caplog.text
+
+
+def test_what_never_started_waits_for_nothing():
+    made = WriteQueue()
+    made.wait()
+    made.close()
