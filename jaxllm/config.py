@@ -131,6 +131,16 @@ class ModelConfig:
     With `qk_norm` each head's query and key are RMS-normalized; with `joint_qk_norm` the norm goes over all
     heads together. With `qkv_clip` above 0 queries, keys and values are then clipped to ±`qkv_clip`.
 
+    With an `encoder` the model is an encoder-decoder: its layers also attend to what the encoder said of the
+    source (cross-attention). The encoder is a config of its own, of layers that attend both ways; both share the
+    token embedding. These fields are of such models, of their encoders and decoders each:
+    `relative_buckets` above 0 adds a learned bias per head and bucket of distance to scores, where distances
+    from `relative_distance` on share the last bucket (T5); `sinusoidal_positions` are added to embeddings;
+    `embed_norm` normalizes these; with `norm_after` a norm follows each block's sum in place of preceding the
+    block; without `final_norm` none ends the layers; `expert_capacity` above 0 is the most tokens of a
+    sequence that an expert takes (others pass by), and such experts are plain. Of the decoder alone:
+    `head_bias` is added to logits, whose hidden states `logit_scale` multiplies.
+
     `layer_units` of a sub-model has one entry per layer; it is empty for the whole model. All other fields of
     a sub-model, also `kv_heads`, `heads` and `ffn_size`, are those of the whole model.
     """
@@ -170,6 +180,16 @@ class ModelConfig:
     normalize_expert_weights: bool = True
     sparse_layers: tuple[bool, ...] = ()
     layer_units: tuple[LayerUnits, ...] = ()
+    encoder: "ModelConfig | None" = None
+    relative_buckets: int = 0
+    relative_distance: int = 0
+    sinusoidal_positions: bool = False
+    embed_norm: bool = False
+    norm_after: bool = False
+    final_norm: bool = True
+    expert_capacity: int = 0
+    head_bias: bool = False
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         _require(isinstance(self.model_type, str), f"model_type must be text, got {self.model_type!r}")
@@ -194,11 +214,13 @@ class ModelConfig:
             "logit_softcap",
             "embed_scale",
             "qkv_clip",
+            "logit_scale",
         )
         _require_flags(
             self, "gated_ffn", "learned_positions", "qkv_bias", "o_bias", "ffn_bias", "qk_norm",
             "joint_qk_norm",
-            "post_norms", "tied_head", "normalize_expert_weights",
+            "post_norms", "tied_head", "normalize_expert_weights", "sinusoidal_positions", "embed_norm",
+            "norm_after", "final_norm", "head_bias",
         )  # fmt: skip
         _require(self.norm_eps > 0, f"norm_eps must be positive, got {self.norm_eps}")
         if not self.attention_windows:
@@ -231,6 +253,37 @@ class ModelConfig:
             _require(self.normalize_expert_weights, "normalize_expert_weights is false without experts")
         if self.layer_units:
             self._check_units()
+        self._check_encoder()
+
+    def _check_encoder(self) -> None:
+        _require_int("relative_buckets", self.relative_buckets, 0, MAX_DIMENSION)
+        _require_int("relative_distance", self.relative_distance, 0, MAX_DIMENSION)
+        _require_int("expert_capacity", self.expert_capacity, 0, MAX_DIMENSION)
+        if self.relative_buckets:
+            _require(
+                self.relative_buckets % 4 == 0 and self.relative_distance > self.relative_buckets // 2,
+                f"relative_buckets must be a multiple of 4 and relative_distance more than half of it, got "
+                f"{self.relative_buckets} and {self.relative_distance}",
+            )
+        _require(
+            not self.sinusoidal_positions or self.hidden_size % 4 == 0,
+            f"sinusoidal positions need a hidden_size that is a multiple of 4, got {self.hidden_size}",
+        )
+        if self.encoder is None:
+            return
+        _require(isinstance(self.encoder, ModelConfig), f"encoder must be a config, got {self.encoder!r:.80}")
+        for each in (self, self.encoder):
+            plain = each.rope is None and not each.layer_units and not any(each.attention_windows)
+            _require(
+                plain and not each.qk_norm and not each.post_norms and not each.qkv_clip,
+                "encoder-decoders have no rotary embedding, attention windows, sub-models, norms of queries and "
+                "keys, or norms after blocks before their sum",
+            )
+        of_decoder = self.encoder.encoder is None and not self.encoder.head_bias and self.encoder.tied_head
+        _require(of_decoder, "an encoder has neither an encoder nor a head of its own")
+        for name in ("vocab_size", "hidden_size"):
+            own, other = getattr(self, name), getattr(self.encoder, name)
+            _require(own == other, f"encoder and decoder must have the same {name}, got {other} and {own}")
 
     def _check_experts(self) -> None:
         _require_int("experts_per_token", self.experts_per_token, 1, self.experts)
@@ -238,8 +291,9 @@ class ModelConfig:
             object.__setattr__(self, "expert_ffn_size", self.ffn_size)
         _require_int("expert_ffn_size", self.expert_ffn_size, 1, MAX_DIMENSION)
         _require(
-            self.gated_ffn and not self.ffn_bias,
-            "experts are gated and have no biases: set gated_ffn to true and ffn_bias to false",
+            self.gated_ffn == (not self.expert_capacity) and not self.ffn_bias,
+            "experts have no biases, and are gated but for those with a capacity: set gated_ffn to "
+            f"{not self.expert_capacity} and ffn_bias to false",
         )
         if not self.sparse_layers:
             object.__setattr__(self, "sparse_layers", (True,) * self.layers)
@@ -299,7 +353,11 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict that `from_json` reads back."""
-        return dataclasses.asdict(self)
+        data = dataclasses.asdict(self)
+        if self.encoder is not None:
+            return data
+        # Bundles of decoders alone say nothing of what only encoder-decoders have.
+        return {name: value for name, value in data.items() if name not in _ENCODER_DECODER_DEFAULTS}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ModelConfig":
@@ -308,8 +366,22 @@ class ModelConfig:
         Raises:
           ConfigError: a key is unknown or missing, or a value is out of its domain.
         """
+        cfg = cls._from_json(data)
+        for name, default in _ENCODER_DECODER_DEFAULTS.items():
+            value = getattr(cfg, name)
+            _require(
+                cfg.encoder is not None or value == default,
+                f"{name} is {value!r} but the model has no encoder",
+            )
+        return cfg
+
+    @classmethod
+    def _from_json(cls, data: dict[str, Any]) -> "ModelConfig":
+        """`from_json` of a model, or of its encoder."""
         fields = dict(data)
         try:
+            if fields.get("encoder") is not None:
+                fields["encoder"] = cls._from_json(fields["encoder"])
             for name in ("rope", "local_rope"):
                 if fields.get(name) is not None:
                     fields[name] = RopeConfig(**fields[name])
@@ -321,3 +393,27 @@ class ModelConfig:
             return cls(**fields)
         except TypeError as error:
             raise ConfigError(f"malformed model config: {error}") from error
+
+
+# Fields of encoder-decoders alone, and their values in other models.
+_ENCODER_DECODER_DEFAULTS: dict[str, Any] = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.name
+    in (
+        "encoder", "relative_buckets", "relative_distance", "sinusoidal_positions", "embed_norm", "norm_after",
+        "final_norm", "expert_capacity", "head_bias", "logit_scale",
+    )
+}  # fmt: skip
+
+
+def require_decoder_alone(cfg: ModelConfig, what: str) -> None:
+    """Refuses an encoder-decoder where `what`, such as "exports", takes decoders alone.
+
+    Raises:
+      ConfigError: the model has an encoder.
+    """
+    _require(
+        cfg.encoder is None,
+        f"{what}: not for encoder-decoders yet, and {cfg.model_type} is one; take a model that is a decoder alone",
+    )

@@ -148,6 +148,57 @@ ARCHITECTURE_VARIANTS = (
     "phi3", "gpt2", "opt", "stablelm",
 )  # fmt: skip
 
+_T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    # Not d_model / num_heads.
+    "d_kv": 12,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    # So few that a source of a test goes past the distance of the last one.
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 10,
+    "decoder_start_token_id": 0,
+}
+_BART = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 40,
+    "max_position_embeddings": WINDOW,
+    "decoder_start_token_id": 2,
+}
+_MARIAN = {**_BART, "pad_token_id": VOCAB - 1, "decoder_start_token_id": VOCAB - 1, "scale_embedding": True}
+# Encoder-decoders, as `VARIANTS`.
+ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("T5", _T5),
+    "t5-gated-untied": ("T5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("MT5", {**_T5, "feed_forward_proj": "gated-gelu"}),
+    "bart": ("Bart", {**_BART, "forced_bos_token_id": 0}),
+    "bart-scaled": ("Bart", {**_BART, "scale_embedding": True, "activation_function": "relu"}),
+    "mbart": ("MBart", {**_BART, "scale_embedding": True}),
+    "marian": ("Marian", {**_MARIAN, "activation_function": "swish"}),
+    "switch_transformers": (
+        "SwitchTransformers",
+        {
+            **_T5,
+            "num_layers": 4,
+            "num_decoder_layers": 4,
+            "num_sparse_encoder_layers": 2,
+            "num_sparse_decoder_layers": 2,
+            "num_experts": 4,
+            # Fewer than the tokens of a source that visit the most popular expert.
+            "expert_capacity": 3,
+        },
+    ),
+}
+
 # Multimodal models whose text model is read: ids from here on stand for images.
 FIRST_IMAGE_ID = 90
 _TEXT = {**_LLAMA, "head_dim": 16}
@@ -250,6 +301,39 @@ def save(variant: str, folder: Path, *, seed: int = 0, dtype: str = "float32", *
         _randomize(model, seed)
         model.to(getattr(torch, dtype)).save_pretrained(folder, **how)
     return folder
+
+
+def save_encoder_decoder(variant: str, folder: Path, *, seed: int = 0) -> Path:
+    """Makes a random encoder-decoder of a variant and saves it."""
+    import torch
+    import transformers
+
+    family, keys = ENCODER_DECODERS[variant]
+    with quiet():
+        config = getattr(transformers, f"{family}Config")(**keys)
+        config.forced_eos_token_id = None
+        model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+        _randomize(model, seed)
+        if hasattr(model, "final_logits_bias"):
+            generator = torch.Generator().manual_seed(seed + 1)
+            model.final_logits_bias += torch.randn(model.final_logits_bias.shape, generator=generator)
+        if variant == "t5-gated-untied":
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone())
+        model.generation_config.forced_eos_token_id = None
+        model.save_pretrained(folder)
+    return folder
+
+
+def load_encoder_decoder(folder: Path) -> Any:
+    """A saved encoder-decoder in transformers (see `load`)."""
+    import torch
+    import transformers
+
+    with quiet():
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        )
+    return model.eval()
 
 
 def save_wrapper(model_type: str, folder: Path, *, seed: int = 0) -> Path:

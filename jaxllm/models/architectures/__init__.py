@@ -1,13 +1,17 @@
-"""Registry of decoder architectures by Hugging Face `model_type`: one file each, one line here."""
+"""Registry of architectures by Hugging Face `model_type`: one file each, one line here."""
 
 from jaxllm.errors import ConfigError
+from jaxllm.models.architectures.bart import BART
 from jaxllm.models.architectures.gemma import GEMMA
 from jaxllm.models.architectures.gemma2 import GEMMA2
 from jaxllm.models.architectures.gemma3_text import GEMMA3_TEXT
 from jaxllm.models.architectures.gpt2 import GPT2
 from jaxllm.models.architectures.llama import LLAMA
+from jaxllm.models.architectures.marian import MARIAN
+from jaxllm.models.architectures.mbart import MBART
 from jaxllm.models.architectures.mistral import MISTRAL
 from jaxllm.models.architectures.mixtral import MIXTRAL
+from jaxllm.models.architectures.mt5 import MT5
 from jaxllm.models.architectures.olmoe import OLMOE
 from jaxllm.models.architectures.opt import OPT
 from jaxllm.models.architectures.phi3 import PHI3
@@ -15,16 +19,22 @@ from jaxllm.models.architectures.qwen2 import QWEN2
 from jaxllm.models.architectures.qwen3 import QWEN3
 from jaxllm.models.architectures.qwen3_moe import QWEN3_MOE
 from jaxllm.models.architectures.stablelm import STABLELM
+from jaxllm.models.architectures.switch_transformers import SWITCH_TRANSFORMERS
+from jaxllm.models.architectures.t5 import T5
 from jaxllm.models.translate import Architecture
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "bart": BART,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3_TEXT,
     "gpt2": GPT2,
     "llama": LLAMA,
+    "marian": MARIAN,
+    "mbart": MBART,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
+    "mt5": MT5,
     "olmoe": OLMOE,
     "opt": OPT,
     "phi3": PHI3,
@@ -32,6 +42,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
     "stablelm": STABLELM,
+    "switch_transformers": SWITCH_TRANSFORMERS,
+    "t5": T5,
 }
 
 
