@@ -314,6 +314,10 @@ def save_encoder_decoder(variant: str, folder: Path, *, seed: int = 0) -> Path:
         config.forced_eos_token_id = None
         model = transformers.AutoModelForSeq2SeqLM.from_config(config)
         _randomize(model, seed)
+        for name, weights in model.named_parameters():
+            if name.endswith("Attention.q.weight"):
+                # T5's scores are not scaled: weights of the usual size would leave each token one other.
+                weights.data *= keys["d_kv"] ** -0.5
         if hasattr(model, "final_logits_bias"):
             generator = torch.Generator().manual_seed(seed + 1)
             model.final_logits_bias += torch.randn(model.final_logits_bias.shape, generator=generator)
