@@ -10,7 +10,7 @@ import numpy as np
 from jaxllm.bundle import Bundle, Part, WeightFormat, lay_experts_apart, write_bundle
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
-from jaxllm.config import ModelConfig
+from jaxllm.config import ModelConfig, require_decoder_alone
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.parameters import parameter_count
 
@@ -71,6 +71,8 @@ def prepare(
 
     apart = bool(np.any(expert_bits))
     widths = np.broadcast_to(expert_bits, (sum(map(cfg.is_sparse, range(cfg.layers))), cfg.experts))
+    if apart:
+        require_decoder_alone(cfg, "experts stored apart")
     if apart and not cfg.experts:
         raise ConfigError(f"{folder} is no mixture of experts: there are none to store apart")
     name = name or folder.resolve().name

@@ -303,12 +303,13 @@ def save(variant: str, folder: Path, *, seed: int = 0, dtype: str = "float32", *
     return folder
 
 
-def save_encoder_decoder(variant: str, folder: Path, *, seed: int = 0) -> Path:
-    """Makes a random encoder-decoder of a variant and saves it."""
+def save_encoder_decoder(variant: str, folder: Path, *, seed: int = 0, **changed: Any) -> Path:
+    """Makes a random encoder-decoder of a variant, with `changed` keys of its config, and saves it."""
     import torch
     import transformers
 
     family, keys = ENCODER_DECODERS[variant]
+    keys = keys | changed
     with quiet():
         config = getattr(transformers, f"{family}Config")(**keys)
         config.forced_eos_token_id = None

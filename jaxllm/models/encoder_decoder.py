@@ -55,7 +55,7 @@ def encode(
     Args:
       params: of the encoder (see `encoder_params`); leaves may be quantized.
       tokens: `[B, T]` int32, ids in [0, V).
-      valid: int32 scalar, how many of the T tokens are real; the others are padding, which no token attends to.
+      valid: int32 scalar, how many of the T tokens are real; no token attends to the others.
       cfg: the encoder, `ModelConfig.encoder` of the model.
       dtype: of the activations.
 
@@ -71,7 +71,7 @@ def encode(
     mask = _scored(params, positions, positions, (positions < valid)[None, :], cfg, both_ways=True)
 
     def attend(heads: Sequence[jax.Array]) -> tuple[jax.Array, None]:
-        q, k, v = heads
+        q, k, v = heads[0], *(_zeroed(each, valid) for each in heads[1:])
         keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         return attention(q, keys, values, mask, scale=cfg.attention_scale), None
 
@@ -96,6 +96,7 @@ def with_source(
       source: whose rows are replaced.
       cfg: the model.
     """
+    hidden = _zeroed(hidden, valid)
 
     def layer(source: SourceKV, own: Params, like: int, number: jax.Array | int) -> SourceKV:
         weights = layer_of(own, like)
@@ -247,6 +248,13 @@ def _sinusoids(positions: jax.Array, width: int) -> jax.Array:
     frequencies = 10000.0 ** -(np.arange(0, width, 2, dtype=np.float64) / width)
     angles = positions.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+def _zeroed(x: jax.Array, valid: jax.Array) -> jax.Array:
+    """`[B, T, ...]` with zeros after the first `valid` tokens: what is undefined may not be a number, which no
+    mask of attention takes away."""
+    real = jnp.arange(x.shape[1], dtype=jnp.int32) < valid
+    return jnp.where(real.reshape(-1, *(1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
 
 
 def _ended(params: Params, x: jax.Array, cfg: ModelConfig) -> jax.Array:

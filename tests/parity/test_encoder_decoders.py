@@ -132,8 +132,7 @@ def test_token_by_token(case):
 
 
 def test_int8_within_the_error_of_quantization(case, tmp_path):
-    """Logits of a bundle with int8 weights, by the layers' weights as serving takes them, are those of the same
-    weights as floats."""
+    """Logits of a bundle with int8 weights, taken as serving takes them, are about those of floats."""
     from jaxllm.models.layer_stack import by_address, can_be_addressed
 
     path = tiny.write_tiny_bundle(
@@ -202,3 +201,38 @@ def test_fields_of_encoder_decoders_need_an_encoder():
     with pytest.raises(ConfigError, match="norm_after is True but the model has no encoder"):
         ModelConfig.from_json({**data, "norm_after": True})
     assert dataclasses.replace(tiny.TINY).to_json() == data
+
+
+@pytest.mark.parametrize("variant", ["t5", "bart", "marian", "switch_transformers"])
+def test_greedy_text_of_a_folder(variant, tmp_path, monkeypatch):
+    """An engine opens the folder, and answers with the tokens that transformers generates."""
+    import torch
+
+    from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
+    from jaxllm.sampling import Sampling
+    from serving.engine import Engine
+    from serving.options import EngineOptions
+    from serving.request import GenerationConfig
+
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
+    folder = tiny_hf.save_encoder_decoder(variant, tmp_path / "model", vocab_size=tiny.VOCAB_SIZE)
+    write_tokenizer(folder, tiny.tiny_tokenizer())
+    options = EngineOptions(chunk_tokens=(16,), decode_block=4, context_tokens=32)
+    engine = Engine.open(folder, options=options, warm_up=False)
+    text = "hello the hello, then"
+    source = engine.tokenizer.encode(text)
+    config = GenerationConfig(max_tokens=14, ignore_eos=True, sampling=Sampling(temperature=0))
+    answer = engine.stream(text, config)
+    engine.warm_up(prompt_tokens=answer.prompt_tokens, max_tokens=14)
+    got = answer.result().tokens
+    engine.close()
+
+    model = tiny_hf.load_encoder_decoder(folder)
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([source])
+    with torch.no_grad(), tiny_hf.quiet():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, max_new_tokens=15
+        )
+    start = 1 if model.generation_config.forced_bos_token_id is None else 2
+    assert got == out[0, start : start + 14].tolist()

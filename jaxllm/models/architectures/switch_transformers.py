@@ -1,4 +1,4 @@
-"""Switch Transformers: T5 whose layers have, every few, experts with a capacity in place of a feed-forward block.
+"""Switch Transformers: T5 with experts of a capacity in place of the feed-forward block of every few layers.
 
 A token visits the likeliest expert alone, weighted by its probability; tokens that come when the expert's
 capacity is used up pass by.

@@ -1,7 +1,7 @@
 """T5: an encoder-decoder with relative position biases, RMS norms and unscaled attention.
 
-Version 1.0 has a plain feed-forward block and multiplies the states before its tied head by D^-0.5; version 1.1
-has a gated one and a head of its own. Every layer uses the position biases that the first one's file has.
+Version 1.0 has a plain feed-forward block and multiplies the states before its tied head by D^-0.5; version
+1.1 has a gated one and a head of its own. Every layer uses the position biases that the first one's file has.
 """
 
 from typing import Any
