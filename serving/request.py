@@ -193,8 +193,8 @@ def start_ids(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
     if not found:
         raise ConfigError(
             f"{name} does not say which token its decoder begins with: set decoder_start_token_id in the "
-            "folder's generation_config.json (for mBART a language's token, as forced_bos_token_id, too), and "
-            "prepare the folder again"
+            "folder's generation_config.json (for mBART a language's token, as forced_bos_token_id, too), "
+            "and prepare the folder again"
         )
     return found
 

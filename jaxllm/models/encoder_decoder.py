@@ -251,8 +251,8 @@ def _sinusoids(positions: jax.Array, width: int) -> jax.Array:
 
 
 def _zeroed(x: jax.Array, valid: jax.Array) -> jax.Array:
-    """`[B, T, ...]` with zeros after the first `valid` tokens: what is undefined may not be a number, which no
-    mask of attention takes away."""
+    """`[B, T, ...]` with zeros after the first `valid` tokens: what is undefined may not be a number, which
+    no mask of attention takes away."""
     real = jnp.arange(x.shape[1], dtype=jnp.int32) < valid
     return jnp.where(real.reshape(-1, *(1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
 

@@ -232,7 +232,9 @@ def test_greedy_text_of_a_folder(variant, tmp_path, monkeypatch):
     ids = torch.tensor([source])
     with torch.no_grad(), tiny_hf.quiet():
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, max_new_tokens=15
-        )
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, max_new_tokens=15,
+            # Its cache fails where the decoder has more layers; with one, experts do not overflow.
+            use_cache=variant == "switch_transformers",
+        )  # fmt: skip
     start = 1 if model.generation_config.forced_bos_token_id is None else 2
     assert got == out[0, start : start + 14].tolist()

@@ -15,8 +15,8 @@ _NORM_EPS = 1e-5
 BART_INERT_KEYS = frozenset(
     [
         "add_bias_logits", "add_final_layer_norm", "classif_dropout", "decoder_layerdrop",
-        "encoder_layerdrop", "extra_pos_embeddings", "gradient_checkpointing", "normalize_embedding", "num_hidden_layers",
-        "save_step", "static_position_embeddings",
+        "encoder_layerdrop", "extra_pos_embeddings", "gradient_checkpointing", "normalize_before",
+        "normalize_embedding", "num_hidden_layers", "save_step", "static_position_embeddings",
     ]
 )  # fmt: skip
 
