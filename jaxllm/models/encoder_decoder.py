@@ -216,9 +216,9 @@ def _scored(
         most=cfg.relative_distance,
         both_ways=both_ways,
     )
-    table = LayerParams(params, "").vector("relative_positions")
-    assert table is not None
-    bias = table.astype(jnp.float32)[number] + jnp.where(mask, np.float32(0), np.float32(MASKED))[..., None]
+    biases = LayerParams(params, "").vector("relative_positions")
+    assert biases is not None
+    bias = biases.astype(jnp.float32)[number] + jnp.where(mask, np.float32(0), np.float32(MASKED))[..., None]
     bias = bias.reshape(len(queries), len(keys), cfg.kv_heads, cfg.group)
     return bias.transpose(2, 0, 3, 1)
 
