@@ -8,114 +8,17 @@ argument of every compiled step. It does not use any checkpoint's key names: eac
 import dataclasses
 from typing import Any, Literal
 
+from jaxllm.config_checks import MAX_DIMENSION, require, require_flags, require_int, require_numbers
 from jaxllm.errors import ConfigError
+from jaxllm.rope_config import RopeConfig
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
-# Bounds on values of a config file: far above any real model, and low enough that products of two of them
-# stay far below an address space.
-MAX_DIMENSION = 1 << 24
+# Bounds on values of a config file, as `MAX_DIMENSION`.
 MAX_LAYERS = 1 << 12
 MAX_EXPERTS = 1 << 10
 # The level of the whole model, in percent.
 WHOLE = 100
-_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-def _require_int(name: str, value: Any, low: int, high: int) -> None:
-    valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-    _require(valid, f"{name} must be a whole number in [{low}, {high}], got {value!r}")
-
-
-def _require_numbers(config: Any, *names: str) -> None:
-    """Checks that fields are finite numbers within float32's range, and converts integers to floats."""
-    for name in names:
-        value = getattr(config, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        # Not `math.isfinite`: it raises for integers that no float64 can represent. The comparison is false
-        # for NaN.
-        valid = number and abs(value) <= _LARGEST_FLOAT32
-        _require(valid, f"{name} must be a finite number, got {value!r:.80}")
-        object.__setattr__(config, name, float(value))
-
-
-def _require_flags(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(isinstance(value, bool), f"{name} must be true or false, got {value!r}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding (RoPE, arXiv 2104.09864) with its length scaling.
-
-    `dim` is the number of leading head dimensions that are rotated: even, at most the head size. `kind` is
-    the `rope_type` of Hugging Face configs: linear (position interpolation), llama3 (Llama 3.1, piecewise by
-    wavelength) or yarn (arXiv 2309.00071). The other fields are the parameters of these scalings, under the
-    names that Hugging Face configs give them. With `query_growth` b above 0 the query at position p is
-    multiplied by 1 + b·ln(1 + floor(p / `original_window_tokens`)) (Llama 4, Ministral 3).
-    `factors`, one per pair of dimensions, divide the frequencies, as GGUF files store a scaling.
-    """
-
-    dim: int
-    theta: float = 10000.0
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    original_window_tokens: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
-    truncate: bool = True
-    query_growth: float = 0.0
-    factors: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        _require_int("rope dim", self.dim, 2, MAX_DIMENSION)
-        _require(self.dim % 2 == 0, f"rope dim must be even, got {self.dim}")
-        _require_numbers(
-            self, "theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
-            "attention_factor", "query_growth",
-        )  # fmt: skip
-        self._check_factors()
-        _require(self.query_growth >= 0, f"query_growth must not be negative, got {self.query_growth}")
-        _require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
-        _require(self.factor >= 1, f"rope scaling factor must be at least 1, got {self.factor}")
-        _require(
-            self.kind in ("default", "linear", "llama3", "yarn"),
-            f"rope scaling {self.kind!r} is not supported; use default, linear, llama3 or yarn",
-        )
-        shortest = 1 if self.kind in ("llama3", "yarn") or self.query_growth else 0
-        _require_int("rope original window", self.original_window_tokens, shortest, MAX_DIMENSION)
-        _require_flags(self, "truncate")
-        if self.kind == "llama3":
-            _require(
-                self.high_freq_factor > self.low_freq_factor,
-                "llama3 rope scaling needs high_freq_factor > low_freq_factor, got "
-                f"{self.high_freq_factor} and {self.low_freq_factor}",
-            )
-        if self.kind == "yarn":
-            _require(self.theta > 1, f"yarn rope scaling needs theta above 1, got {self.theta}")
-            _require(
-                min(self.beta_fast, self.beta_slow) > 0,
-                "yarn rope scaling needs positive beta_fast and beta_slow, got "
-                f"{self.beta_fast} and {self.beta_slow}",
-            )
-
-    def _check_factors(self) -> None:
-        object.__setattr__(self, "factors", tuple(self.factors))
-        valid = all(isinstance(each, float) and 1e-6 <= each <= 1e6 for each in self.factors)
-        _require(
-            valid and len(self.factors) in (0, self.dim // 2),
-            f"rope factors must be {self.dim // 2} numbers in [1e-6, 1e6], got {self.factors!r:.80}",
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +53,17 @@ class ModelConfig:
 
     `rope_layers` says which layers have a rotary embedding; all by default. Without `pre_norms` a layer's
     blocks read its input as it is (and `post_norms` normalize their outputs). With `parallel_blocks` the
-    feed-forward block reads what attention reads, by the same norm. Logits are multiplied by `logit_scale`.
+    feed-forward block reads what attention reads, by the same norm. Logits are multiplied by `logit_scale`;
+    `head_bias` is added to them.
+
+    With an `encoder` the model is an encoder-decoder: its layers also attend to what the encoder said of the
+    source (cross-attention). The encoder is a config of its own, of layers that attend both ways; both share
+    the token embedding. These fields are of such models, of their encoders and decoders each:
+    `relative_buckets` above 0 adds a learned bias per head and bucket of distance to scores, where distances
+    from `relative_distance` on share the last bucket (T5); `sinusoidal_positions` are added to embeddings;
+    `embed_norm` normalizes these; with `norm_after` a norm follows each block's sum in place of preceding the
+    block; without `final_norm` none ends the layers; `expert_capacity` above 0 is the most tokens of a
+    sequence that an expert takes (others pass by), and such experts are plain.
 
     `layer_units` of a sub-model has one entry per layer; it is empty for the whole model. All other fields of
     a sub-model, also `kv_heads`, `heads` and `ffn_size`, are those of the whole model.
@@ -197,23 +110,31 @@ class ModelConfig:
     sparse_layers: tuple[bool, ...] = ()
     shared_expert_size: int = 0
     layer_units: tuple[LayerUnits, ...] = ()
+    encoder: "ModelConfig | None" = None
+    relative_buckets: int = 0
+    relative_distance: int = 0
+    sinusoidal_positions: bool = False
+    embed_norm: bool = False
+    norm_after: bool = False
+    final_norm: bool = True
+    expert_capacity: int = 0
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.model_type, str), f"model_type must be text, got {self.model_type!r}")
+        require(isinstance(self.model_type, str), f"model_type must be text, got {self.model_type!r}")
         for name in ("vocab_size", "hidden_size", "head_dim", "ffn_size", "window_tokens", "heads"):
-            _require_int(name, getattr(self, name), 1, MAX_DIMENSION)
-        _require_int("layers", self.layers, 1, MAX_LAYERS)
-        _require_int("kv_heads", self.kv_heads, 1, self.heads)
-        _require(
+            require_int(name, getattr(self, name), 1, MAX_DIMENSION)
+        require_int("layers", self.layers, 1, MAX_LAYERS)
+        require_int("kv_heads", self.kv_heads, 1, self.heads)
+        require(
             self.heads % self.kv_heads == 0,
             f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})",
         )
-        _require(
+        require(
             self.activation in ("silu", "gelu", "gelu_tanh", "relu"),
             f"activation {self.activation!r} is not supported; use silu, gelu, gelu_tanh or relu",
         )
-        _require(self.norm in ("rms", "layer"), f"norm must be rms or layer, got {self.norm!r}")
-        _require_numbers(
+        require(self.norm in ("rms", "layer"), f"norm must be rms or layer, got {self.norm!r}")
+        require_numbers(
             self,
             "norm_eps",
             "attention_scale",
@@ -223,34 +144,34 @@ class ModelConfig:
             "embed_scale",
             "qkv_clip",
         )
-        _require_flags(
+        require_flags(
             self, "gated_ffn", "learned_positions", "qkv_bias", "o_bias", "ffn_bias", "qk_norm",
             "joint_qk_norm", "pre_norms", "post_norms", "parallel_blocks", "tied_head", "head_bias",
-            "normalize_expert_weights",
+            "normalize_expert_weights", "sinusoidal_positions", "embed_norm", "norm_after", "final_norm",
         )  # fmt: skip
-        _require(self.norm_eps > 0, f"norm_eps must be positive, got {self.norm_eps}")
+        require(self.norm_eps > 0, f"norm_eps must be positive, got {self.norm_eps}")
         if not self.attention_windows:
             object.__setattr__(self, "attention_windows", (0,) * self.layers)
-        _require(
+        require(
             len(self.attention_windows) == self.layers,
             f"attention_windows needs {self.layers} entries, one per layer, got {self.attention_windows}",
         )
         for window in self.attention_windows:
-            _require_int("each of attention_windows", window, 0, MAX_DIMENSION)
+            require_int("each of attention_windows", window, 0, MAX_DIMENSION)
         if not self.attention_scale:
             object.__setattr__(self, "attention_scale", self.head_dim**-0.5)
-        _require(self.qk_norm or not self.joint_qk_norm, "joint_qk_norm is true without qk_norm; set both")
+        require(self.qk_norm or not self.joint_qk_norm, "joint_qk_norm is true without qk_norm; set both")
         self._check_blocks()
         for name in ("attention_scale", "attention_softcap", "logit_softcap", "qkv_clip"):
             value = getattr(self, name)
-            _require(value >= 0, f"{name} must not be negative, got {value}")
+            require(value >= 0, f"{name} must not be negative, got {value}")
         for rope in (self.rope, self.local_rope):
             if rope is not None:
-                _require(
+                require(
                     rope.dim <= self.head_dim,
                     f"rope dim must be at most head_dim {self.head_dim}, got {rope.dim}",
                 )
-        _require_int("experts", self.experts, 0, MAX_EXPERTS)
+        require_int("experts", self.experts, 0, MAX_EXPERTS)
         if self.experts:
             self._check_experts()
         else:
@@ -262,56 +183,88 @@ class ModelConfig:
             }
             for name, none in none_of.items():
                 value = getattr(self, name)
-                _require(value == none, f"{name} is {value!r} but the model has no experts; set experts")
-            _require(self.normalize_expert_weights, "normalize_expert_weights is false without experts")
+                require(value == none, f"{name} is {value!r} but the model has no experts; set experts")
+            require(self.normalize_expert_weights, "normalize_expert_weights is false without experts")
         if self.layer_units:
             self._check_units()
+        self._check_encoder()
+
+    def _check_encoder(self) -> None:
+        require_int("relative_buckets", self.relative_buckets, 0, MAX_DIMENSION)
+        require_int("relative_distance", self.relative_distance, 0, MAX_DIMENSION)
+        require_int("expert_capacity", self.expert_capacity, 0, MAX_DIMENSION)
+        if self.relative_buckets:
+            require(
+                self.relative_buckets % 4 == 0 and self.relative_distance > self.relative_buckets // 2,
+                f"relative_buckets must be a multiple of 4 and relative_distance more than half of it, got "
+                f"{self.relative_buckets} and {self.relative_distance}",
+            )
+        require(
+            not self.sinusoidal_positions or self.hidden_size % 4 == 0,
+            f"sinusoidal positions need a hidden_size that is a multiple of 4, got {self.hidden_size}",
+        )
+        if self.encoder is None:
+            return
+        require(isinstance(self.encoder, ModelConfig), f"encoder must be a config, got {self.encoder!r:.80}")
+        for each in (self, self.encoder):
+            plain = each.rope is None and not each.layer_units and not any(each.attention_windows)
+            require(
+                plain and not each.qk_norm and not each.post_norms and not each.qkv_clip,
+                "encoder-decoders have no rotary embedding, attention windows, sub-models, norms of queries "
+                "and keys, or norms after blocks before their sum",
+            )
+        of_decoder = self.encoder.encoder is None and not self.encoder.head_bias and self.encoder.tied_head
+        require(of_decoder, "an encoder has neither an encoder nor a head of its own")
+        for name in ("vocab_size", "hidden_size"):
+            own, other = getattr(self, name), getattr(self.encoder, name)
+            require(own == other, f"encoder and decoder must have the same {name}, got {other} and {own}")
 
     def _check_blocks(self) -> None:
-        _require(self.logit_scale > 0, f"logit_scale must be positive, got {self.logit_scale}")
+        require(self.logit_scale > 0, f"logit_scale must be positive, got {self.logit_scale}")
         if self.rope_layers:
             flags = {type(each) for each in self.rope_layers} == {bool}
-            _require(
+            require(
                 len(self.rope_layers) == self.layers and flags,
                 f"rope_layers needs {self.layers} times true or false, one per layer, got {self.rope_layers}",
             )
             if all(self.rope_layers):
                 # Equal models have equal configs.
                 object.__setattr__(self, "rope_layers", ())
-        _require(self.pre_norms or self.post_norms, "pre_norms is false without post_norms; set one of them")
-        _require(
+        require(self.pre_norms or self.post_norms, "pre_norms is false without post_norms; set one of them")
+        require(
             not self.parallel_blocks or (self.pre_norms and not self.post_norms and not self.experts),
             "parallel_blocks needs pre_norms, and neither post_norms nor experts",
         )
 
     def _check_experts(self) -> None:
-        _require_int("experts_per_token", self.experts_per_token, 1, self.experts)
+        require_int("experts_per_token", self.experts_per_token, 1, self.experts)
         if not self.expert_ffn_size:
             object.__setattr__(self, "expert_ffn_size", self.ffn_size)
-        _require_int("expert_ffn_size", self.expert_ffn_size, 1, MAX_DIMENSION)
-        _require_int("shared_expert_size", self.shared_expert_size, 0, MAX_DIMENSION)
-        _require(
-            self.gated_ffn and not self.ffn_bias,
-            "experts are gated and have no biases: set gated_ffn to true and ffn_bias to false",
+        require_int("expert_ffn_size", self.expert_ffn_size, 1, MAX_DIMENSION)
+        require_int("shared_expert_size", self.shared_expert_size, 0, MAX_DIMENSION)
+        require(
+            self.gated_ffn == (not self.expert_capacity) and not self.ffn_bias,
+            "experts have no biases, and are gated but for those with a capacity: set gated_ffn to "
+            f"{not self.expert_capacity} and ffn_bias to false",
         )
         if not self.sparse_layers:
             object.__setattr__(self, "sparse_layers", (True,) * self.layers)
-        _require(
+        require(
             len(self.sparse_layers) == self.layers and {type(each) for each in self.sparse_layers} == {bool},
             f"sparse_layers needs {self.layers} times true or false, one per layer, got {self.sparse_layers}",
         )
-        _require(any(self.sparse_layers), "sparse_layers marks no layer; set experts to 0 for a dense model")
+        require(any(self.sparse_layers), "sparse_layers marks no layer; set experts to 0 for a dense model")
 
     def _check_units(self) -> None:
         units = self.layer_units
-        _require(
+        require(
             len(units) == self.layers and all(isinstance(each, LayerUnits) for each in units),
             f"layer_units needs {self.layers} entries, one per layer, got {units!r:.200}",
         )
         for layer, each in enumerate(units):
-            _require_int(f"kv_heads of layer {layer}", each.kv_heads, 1, self.kv_heads)
-            _require_int(f"neurons of layer {layer}", each.neurons, 1, self._all_neurons(layer))
-            _require(
+            require_int(f"kv_heads of layer {layer}", each.kv_heads, 1, self.kv_heads)
+            require_int(f"neurons of layer {layer}", each.neurons, 1, self._all_neurons(layer))
+            require(
                 not self.joint_qk_norm or each.kv_heads == self.kv_heads,
                 f"layer {layer} has {each.kv_heads} of {self.kv_heads} kv heads, but one norm goes over all "
                 "of them: such a model has no sub-models with fewer",
@@ -354,7 +307,11 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict that `from_json` reads back."""
-        return dataclasses.asdict(self)
+        data = dataclasses.asdict(self)
+        if self.encoder is not None:
+            return data
+        # Bundles of decoders alone say nothing of what only encoder-decoders have.
+        return {name: value for name, value in data.items() if name not in _ENCODER_DECODER_DEFAULTS}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ModelConfig":
@@ -363,8 +320,22 @@ class ModelConfig:
         Raises:
           ConfigError: a key is unknown or missing, or a value is out of its domain.
         """
+        cfg = cls._from_json(data)
+        for name, default in _ENCODER_DECODER_DEFAULTS.items():
+            value = getattr(cfg, name)
+            require(
+                cfg.encoder is not None or value == default,
+                f"{name} is {value!r} but the model has no encoder",
+            )
+        return cfg
+
+    @classmethod
+    def _from_json(cls, data: dict[str, Any]) -> "ModelConfig":
+        """`from_json` of a model, or of its encoder."""
         fields = dict(data)
         try:
+            if fields.get("encoder") is not None:
+                fields["encoder"] = cls._from_json(fields["encoder"])
             for name in ("rope", "local_rope"):
                 if fields.get(name) is not None:
                     fields[name] = RopeConfig(**fields[name])
@@ -376,3 +347,27 @@ class ModelConfig:
             return cls(**fields)
         except TypeError as error:
             raise ConfigError(f"malformed model config: {error}") from error
+
+
+# Fields of encoder-decoders alone, and their values in other models.
+_ENCODER_DECODER_DEFAULTS: dict[str, Any] = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.name
+    in (
+        "encoder", "relative_buckets", "relative_distance", "sinusoidal_positions", "embed_norm",
+        "norm_after", "final_norm", "expert_capacity", "head_bias", "logit_scale",
+    )
+}  # fmt: skip
+
+
+def require_decoder_alone(cfg: ModelConfig, what: str) -> None:
+    """Refuses an encoder-decoder where `what`, such as "exports", takes decoders alone.
+
+    Raises:
+      ConfigError: the model has an encoder.
+    """
+    require(
+        cfg.encoder is None,
+        f"{what}: not for encoder-decoders yet, and {cfg.model_type} is one; take a decoder alone",
+    )

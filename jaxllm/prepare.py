@@ -13,7 +13,7 @@ from jaxllm.bundle.writer import Kept
 from jaxllm.checkpoints.gguf_file import is_gguf
 from jaxllm.checkpoints.huggingface import quantization_of, read_config, read_params, read_stored_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
-from jaxllm.config import ModelConfig
+from jaxllm.config import ModelConfig, require_decoder_alone
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.parameters import parameter_count
 from jaxllm.quant import QArray
@@ -91,6 +91,8 @@ def prepare(
             "--expert-bits, then the bundle with them"
         )
     widths = np.broadcast_to(expert_bits, (sum(map(cfg.is_sparse, range(cfg.layers))), cfg.experts))
+    if apart:
+        require_decoder_alone(cfg, "experts stored apart")
     if apart and not cfg.experts:
         raise ConfigError(f"{folder} is no mixture of experts: there are none to store apart")
     name = name or (folder.stem if folder.is_file() else folder.resolve().name)

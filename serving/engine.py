@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import WHOLE, ModelConfig, require_decoder_alone
 from jaxllm.errors import ConfigError
 from jaxllm.formats import WeightFormat
 from jaxllm.text.tokenizer import Tokenizer
@@ -16,7 +16,7 @@ from serving.guided.compiler import GrammarCompiler
 from serving.guided.decoding import GuidedDecoding
 from serving.host.progress import Progress
 from serving.options import EngineOptions
-from serving.request import GenerationConfig, Request, Session
+from serving.request import GenerationConfig, Request, Session, start_ids
 from serving.runners.runner import Runner
 from serving.sliding import Sliding
 from serving.speculation.options import SpeculationOptions
@@ -318,6 +318,7 @@ class Engine(Generic[AnyModel]):
         session: Session | None = None,
     ) -> Answer:
         """Answers a conversation of {"role", "content"} messages through the model's chat template."""
+        require_decoder_alone(self.cfg, "conversations")
         tokenizer = self.tokenizer.limited(self.options.context_tokens)
         prompt = tokenizer.encode_chat(list(messages), now=datetime.now())
         return self.stream(prompt, config, session=session)
@@ -341,8 +342,12 @@ class Engine(Generic[AnyModel]):
         if isinstance(prompt, str):
             if not prompt:
                 raise ConfigError("the prompt is empty; give it at least one character")
-            prompt = self.tokenizer.limited(runner.options.context_tokens).encode(prompt)
-        config = config or GenerationConfig()
+            prompt = self.tokenizer.limited(runner.options.context_tokens).encode(
+                self.tokenizer.files.source_prefix + prompt
+            )
+        config, source = config or GenerationConfig(), None
+        if runner.cfg.encoder is not None:
+            prompt, source = start_ids(self.tokenizer, self.name), tuple(prompt)
         seed = config.sampling.seed
         return Request(
             prompt=tuple(prompt),
@@ -352,6 +357,7 @@ class Engine(Generic[AnyModel]):
             drafted=self.speculation is not None and runner is self.runner and not config.guided,
             sliding=sliding,
             tpot_ms=tpot_ms,
+            source=source,
         )
 
     def decoding(self, request: Request) -> Decoding:

@@ -12,7 +12,7 @@ import jax
 
 from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.bundle.elastic import require_level
-from jaxllm.config import WHOLE
+from jaxllm.config import WHOLE, require_decoder_alone
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kernels import native
 from jaxllm.models.lora import Adapter, adapter_digest, padded
@@ -82,6 +82,7 @@ class LoadedModel:
         self.bundle = bundle
         quantized = bundle.layout.weights not in ("f32", "bf16")
         self.options = (options or EngineOptions()).resolve(bundle.cfg, quantized=quantized)
+        _require_served(bundle, self.options)
         if quantized and jax.default_backend() == "cpu" and native.kernels().missing:
             _say_once(
                 f"native CPU kernels are not in use ({native.kernels().reason}): XLA computes quantized "
@@ -286,6 +287,7 @@ def _loaded(
 ) -> LoadedModel:
     """`load_model` of an open bundle, with a certain speculation."""
     if speculation is not None:
+        require_decoder_alone(bundle.cfg, "drafts")
         options = dataclasses.replace(options, trees=speculation.trees)
         options = _with_levels(options, [speculation.level] if speculation.level else [])
     lora, arrays = (None, {}) if adapter is None else read_adapter_of(bundle, adapter)
@@ -324,8 +326,21 @@ def drafts_by_itself(bundle: Bundle, level: int, options: EngineOptions) -> bool
     attend to stored chunks where they lie."""
     nested = bundle.layout.weights == "int8-nested" and bundle.read_in_place
     large = bundle.weight_bytes >= _LEAST_DRAFTING_BYTES or options.memory_bytes > 0
-    fits = level == WHOLE and not bundle.layout.experts_apart and not options.attend_coded
-    return nested and large and fits
+    alone = bundle.cfg.encoder is None and not options.attend_coded
+    return alone and nested and large and level == WHOLE and not bundle.layout.experts_apart
+
+
+def _require_served(bundle: Bundle, options: EngineOptions) -> None:
+    """Raises ConfigError if the options ask for what encoder-decoders cannot have."""
+    asked = {
+        "contexts": options.kv_codec,
+        "weights read from storage while the model runs (a memory budget)": options.memory_bytes,
+        "adapters": options.adapter_rank,
+        "experts stored apart": bundle.layout.experts_apart,
+    }
+    for what, wanted in asked.items():
+        if wanted:
+            require_decoder_alone(bundle.cfg, what)
 
 
 def require_nested(bundle: Bundle) -> None:

@@ -156,6 +156,10 @@ class EngineOptions:
         size = self.kv_chunk_tokens
         return tuple(tokens // size for tokens in self.chunk_tokens if tokens % size == 0)
 
+    def source_tokens(self, cfg: ModelConfig) -> int:
+        """The longest source of an encoder-decoder, where these options are resolved; 0 of other models."""
+        return 0 if cfg.encoder is None else min(cfg.encoder.window_tokens, self.context_tokens)
+
     def resolve(
         self, cfg: ModelConfig, backend: str | None = None, *, quantized: bool = False
     ) -> "EngineOptions":

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jaxllm.config import require_decoder_alone
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.kernels.chunk_table import ChunkTable
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import Sampling
-from jaxllm.text.tokenizer import MAX_TOKEN_ID
+from jaxllm.text.tokenizer import MAX_TOKEN_ID, Tokenizer
 from serving.guided.grammar import Grammar
 from serving.guided.logprobs import require_top_logprobs
 from serving.runners.runner import Runner
@@ -102,7 +103,8 @@ class Request:
     """A request to an engine.
 
     Attributes:
-      prompt: token ids.
+      prompt: token ids; of an encoder-decoder those that its decoder begins with.
+      source: token ids that an encoder reads; None for models without one.
       config: length, stops and sampling.
       seed: of the draw.
       level: the sub-model that answers, in percent.
@@ -119,6 +121,12 @@ class Request:
     drafted: bool = False
     sliding: Sliding | None = None
     tpot_ms: float | None = None
+    source: tuple[int, ...] | None = None
+
+    @property
+    def asked_tokens(self) -> int:
+        """Number of tokens that were asked for an answer to: of the source, or of the prompt."""
+        return len(self.prompt if self.source is None else self.source)
 
     def require_served_by(self, runner: Runner) -> None:
         """Checks that a runner can answer it.
@@ -129,6 +137,7 @@ class Request:
           ContextOverflow: the prompt is longer than the context.
         """
         window, vocab = runner.options.context_tokens, runner.cfg.vocab_size
+        self._require_source(runner)
         if not self.prompt:
             raise ConfigError("the prompt is empty; give it at least one token of text")
         if len(self.prompt) > window:
@@ -147,6 +156,47 @@ class Request:
                 f"{self.sliding.sink_tokens} tokens cannot stay where a context of {window} slides: at most "
                 f"{max(0, most)} may; ask for fewer, or for a longer --context"
             )
+
+    def _require_source(self, runner: Runner) -> None:
+        """Checks that there is a source that fits where the model has an encoder, and none elsewhere."""
+        encoder = runner.cfg.encoder
+        if encoder is None:
+            if self.source is not None:
+                raise ConfigError(
+                    f"{runner.cfg.model_type} has no encoder to read a source; give it a prompt"
+                )
+            return
+        if not self.source:
+            raise ConfigError(f"{runner.cfg.model_type} reads a source; give it at least one token of text")
+        if self.sliding is not None:
+            require_decoder_alone(runner.cfg, "answers that outgrow the context")
+        longest = min(encoder.window_tokens, runner.options.context_tokens)
+        if len(self.source) > longest:
+            raise ContextOverflow(
+                f"the source has {len(self.source)} tokens, and the encoder reads at most {longest} (its "
+                f"window is {encoder.window_tokens}); shorten it"
+                + (" or ask for a longer --context" if longest < encoder.window_tokens else "")
+            )
+        if not all(0 <= each < runner.cfg.vocab_size for each in self.source):
+            raise ConfigError(
+                f"the source has tokens outside the model's vocabulary of {runner.cfg.vocab_size}"
+            )
+
+
+def start_ids(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
+    """The tokens that the decoder of an encoder-decoder named `name` begins with.
+
+    Raises:
+      ConfigError: its folder named none.
+    """
+    found = tokenizer.files.start_ids
+    if not found:
+        raise ConfigError(
+            f"{name} does not say which token its decoder begins with: set decoder_start_token_id in the "
+            "folder's generation_config.json (for mBART a language's token, as forced_bos_token_id, too), "
+            "and prepare the folder again"
+        )
+    return found
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

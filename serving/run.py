@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxllm.config import require_decoder_alone
 from jaxllm.errors import JaxllmError
 from jaxllm.sampling import sampler_state
 from jaxllm.text.tokenizer import Tokenizer
@@ -115,7 +116,10 @@ class Run:
         """
         runner, config = decoding.runner, request.config
         request.require_served_by(runner)
-        self.request, self.prompt_tokens, self.reused_tokens = request, len(request.prompt), 0
+        if session is not None and request.source is not None:
+            # Its keys and values follow another source.
+            require_decoder_alone(runner.cfg, "conversations that go on")
+        self.request, self.prompt_tokens, self.reused_tokens = request, request.asked_tokens, 0
         self.prefill_mode: Literal["int8", "float"] = "float"
         self.tokens: list[int] = []
         self.drafted_tokens = 0

@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.bundle.tiny_lm import read_tiny_lm
-from jaxllm.config import WHOLE
+from jaxllm.config import WHOLE, require_decoder_alone
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.sampling import Sampling
 from jaxllm.text.droppable import PromptTokens, prompt_tokens
 from jaxllm.text.prompts import Prompt
-from serving.bundles import levels_of
+from serving.bundles import levels_of, open_model
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
@@ -372,6 +372,8 @@ def engine_options(
     Raises:
       JaxllmError: the model cannot be opened.
     """
+    with open_model(model) as bundle:
+        require_decoder_alone(bundle.cfg, "services")
     levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
     codec = options.kv_codec or ("" if contexts is None else CODEC)
     return dataclasses.replace(options, levels=levels, kv_codec=codec)

@@ -107,7 +107,8 @@ def _begin(run: Run) -> None:
     run.reused_tokens = min(common_prefix(cached, prompt), len(prompt) - 1)
     room = run.decoding.cache_tokens(len(prompt))
     cache = runner.start(room) if cache is None else cache
-    session.cache = runner.make_room(cache, room)
+    cache = runner.make_room(cache, room)
+    session.cache = cache if run.request.source is None else runner.read_source(cache, run.request.source)
     session.tokens = prompt[: run.reused_tokens]
     run.chunks = collections.deque(runner.prefill_chunks(len(prompt) - run.reused_tokens))
     run.prefill_mode = run.chunks[0].mode

@@ -12,11 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from tests.tiny_variants import ARCHITECTURE_VARIANTS, FIRST_IMAGE_ID, VARIANTS, VOCAB, WRAPPERS
+from tests.tiny_variants import (
+    ARCHITECTURE_VARIANTS,
+    ENCODER_DECODERS,
+    FIRST_IMAGE_ID,
+    VARIANTS,
+    VOCAB,
+    WRAPPERS,
+)
 
 __all__ = [
-    "ARCHITECTURE_VARIANTS", "FIRST_IMAGE_ID", "VARIANTS", "VOCAB", "WRAPPERS", "load", "logits", "quiet",
-    "save", "save_wrapper",
+    "ARCHITECTURE_VARIANTS", "ENCODER_DECODERS", "FIRST_IMAGE_ID", "VARIANTS", "VOCAB", "WRAPPERS", "load",
+    "load_encoder_decoder", "logits", "quiet", "save", "save_encoder_decoder", "save_wrapper",
 ]  # fmt: skip
 
 
@@ -60,6 +67,44 @@ def save(
         _randomize(model, seed)
         model.to(getattr(torch, dtype)).save_pretrained(folder, **how)
     return folder
+
+
+def save_encoder_decoder(variant: str, folder: Path, *, seed: int = 0, **changed: Any) -> Path:
+    """Makes a random encoder-decoder of a variant, with `changed` keys of its config, and saves it."""
+    import torch
+    import transformers
+
+    family, keys = ENCODER_DECODERS[variant]
+    keys = keys | changed
+    with quiet():
+        config = getattr(transformers, f"{family}Config")(**keys)
+        config.forced_eos_token_id = None
+        model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+        _randomize(model, seed)
+        for name, weights in model.named_parameters():
+            if name.endswith("Attention.q.weight"):
+                # T5's scores are not scaled: weights of the usual size would leave each token one other.
+                weights.data *= keys["d_kv"] ** -0.5
+        if hasattr(model, "final_logits_bias"):
+            generator = torch.Generator().manual_seed(seed + 1)
+            model.final_logits_bias += torch.randn(model.final_logits_bias.shape, generator=generator)
+        if variant == "t5-gated-untied":
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone())
+        model.generation_config.forced_eos_token_id = None
+        model.save_pretrained(folder)
+    return folder
+
+
+def load_encoder_decoder(folder: Path) -> Any:
+    """A saved encoder-decoder in transformers (see `load`)."""
+    import torch
+    import transformers
+
+    with quiet():
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        )
+    return model.eval()
 
 
 def save_wrapper(model_type: str, folder: Path, *, seed: int = 0) -> Path:

@@ -249,6 +249,57 @@ ARCHITECTURE_VARIANTS = (
     "olmo2", "olmo3", "phi", "qwen2_moe", "smollm3",
 )  # fmt: skip
 
+_T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    # Not d_model / num_heads.
+    "d_kv": 12,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    # So few that a source of a test goes past the distance of the last one.
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 10,
+    "decoder_start_token_id": 0,
+}
+_BART = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 40,
+    "max_position_embeddings": WINDOW,
+    "decoder_start_token_id": 2,
+}
+_MARIAN = {**_BART, "pad_token_id": VOCAB - 1, "decoder_start_token_id": VOCAB - 1, "scale_embedding": True}
+# Encoder-decoders, as `VARIANTS`.
+ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("T5", _T5),
+    "t5-gated-untied": ("T5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("MT5", {**_T5, "feed_forward_proj": "gated-gelu"}),
+    "bart": ("Bart", {**_BART, "forced_bos_token_id": 0}),
+    "bart-scaled": ("Bart", {**_BART, "scale_embedding": True, "activation_function": "relu"}),
+    "mbart": ("MBart", {**_BART, "scale_embedding": True}),
+    "marian": ("Marian", {**_MARIAN, "activation_function": "swish"}),
+    "switch_transformers": (
+        "SwitchTransformers",
+        {
+            **_T5,
+            "num_layers": 4,
+            "num_decoder_layers": 4,
+            "num_sparse_encoder_layers": 2,
+            "num_sparse_decoder_layers": 2,
+            "num_experts": 4,
+            # Fewer than the tokens of a source that visit the most popular expert.
+            "expert_capacity": 3,
+        },
+    ),
+}
+
 # Multimodal models whose text model is read: ids from here on stand for images.
 FIRST_IMAGE_ID = 90
 _TEXT = {**_LLAMA, "head_dim": 16}

@@ -13,7 +13,7 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.formats import WEIGHT_FORMATS, WeightFormat
-from jaxllm.models.parameters import ParamSpec, param_specs, specs_apart
+from jaxllm.models.parameters import ENCODER, ParamSpec, param_specs, specs_apart
 from jaxllm.quant import BITS, GROUPS, blocked_shapes
 from jaxllm.quant.nested import NESTED_GROUP
 
@@ -190,7 +190,10 @@ class Layout:
 
 
 def segment_of(param: str) -> str:
-    """The segment that holds parameter `param`: its layer's, its expert's, "embed" or "final"."""
+    """The segment that holds parameter `param`: its layer's, its expert's, "embed" or "final"; those of an
+    encoder are named alike, after `ENCODER`."""
+    if param.startswith(ENCODER):
+        return ENCODER + segment_of(param.removeprefix(ENCODER))
     if param.startswith("layers."):
         parts = param.split(".")
         return ".".join(parts[: 4 if parts[2] == "experts" and parts[3].isdecimal() else 2])

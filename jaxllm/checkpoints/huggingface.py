@@ -4,6 +4,7 @@ Only data is read, never a folder's Python files or pickles, and one parameter a
 larger than memory can be converted. Tokenizers are read by `tokenizer_folder.py`.
 """
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,9 @@ def read_stored_params(folder: Path, cfg: ModelConfig) -> Iterator[tuple[str, np
             weights.check(stored, tensor.shape(specs))
         for name in tensor.params:
             sources[name].append((stored, tensor))
+    if "head" in sources and not sources["head"]:
+        ((stored, tensor),) = sources["embed.tokens"]
+        sources["head"] = [(stored, dataclasses.replace(tensor, params=("head",)))]
 
     def read(stored: str, tensor: Tensor, name: str) -> np.ndarray | QArray:
         if quantization is not None and _packed(stored, quantization, weights):
@@ -174,6 +178,10 @@ def _locate(
     first = tensors[0].name
     prefix, head = next((each for each in layouts if each[0] + first in names), layouts[0])
     located = {_stored_name(tensor, prefix, head): tensor for tensor in tensors}
+    if family.head_or_embedding:
+        located = {
+            stored: each for stored, each in located.items() if each.params != ("head",) or stored in names
+        }
     packed = {each: _packed(each, quantization, weights) for each in located}
     if missing := {each for each in located if not packed[each]} - names:
         raise CheckpointError(

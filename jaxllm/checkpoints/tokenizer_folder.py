@@ -6,7 +6,7 @@ is installed. Code in a folder or named by it (`auto_map`) is never run.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         special=special,
         eos_ids=tuple(dict.fromkeys(eos_ids)),
         bos_id=bos_ids[0] if bos_ids else None,
+        start_ids=_start_ids(folder, models, bos_ids),
+        source_prefix=next((each["prefix"] for each in models if isinstance(each.get("prefix"), str)), ""),
     )
 
 
@@ -176,6 +178,18 @@ def _ids(folder: Path, model: Mapping[str, Any], key: str) -> Iterator[int]:
             raise CheckpointError(f"{folder}: {key} must be a token id or a list, got {value!r:.80}")
         if id_ >= 0:  # Some configs say -1 for none.
             yield id_
+
+
+def _start_ids(folder: Path, models: Sequence[Mapping[str, Any]], bos_ids: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that the decoder of an encoder-decoder begins with; none for other models."""
+    if not any(model.get("is_encoder_decoder") for model in models):
+        return ()
+    found = []
+    for key in ("decoder_start_token_id", "forced_bos_token_id"):
+        ids = [id_ for model in models for id_ in _ids(folder, model, key)]
+        # The first of them, as transformers takes generation_config.json before config.json.
+        found += ids[:1] or (list(bos_ids[:1]) if key == "decoder_start_token_id" else [])
+    return tuple(found)
 
 
 def _named_id(tokenizer: AnyTokenizer, token: str | None) -> list[int]:

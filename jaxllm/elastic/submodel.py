@@ -31,13 +31,14 @@ def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     Args:
       params: of the whole model, with its units in order; or of a larger sub-model with all of these units
         (not every larger level has them, see `jaxllm.elastic.ladder`); or the result of `shared_sub_model` or
-        of `by_address`, which is returned as it is.
+        of `by_address`, which is returned as it is, as are parameters of an encoder-decoder, which has no
+        sub-models.
       cfg: the sub-model.
 
     Raises:
       ConfigError: the parameters are those of a sub-model that lacks some of the units.
     """
-    if STACK in params:
+    if STACK in params or cfg.encoder is not None:
         return dict(params)
     return part_of_sub_model({name: params[name] for name in param_specs(cfg)}, cfg)
 

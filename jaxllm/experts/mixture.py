@@ -14,7 +14,7 @@ stored in the order of pairs, so that visits take no more memory than pairs. Til
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -330,7 +330,8 @@ def _blocks_apart(experts: FeedForward) -> list[native_experts.ExpertBlocks]:
     apart = [each.matrices for each in stacks if isinstance(each, Apart)]
     blocks = [tuple(each for each in of if isinstance(each, BlockedArray)) for of in zip(*apart, strict=True)]
     alike = all(len({(each.bits, each.group) for each in of}) == 1 for of in blocks)
-    return blocks if alike and all(len(of) == 3 for of in blocks) else []  # pyright: ignore
+    gated = experts.gate is not None
+    return blocks if gated and alike and all(len(of) == 3 for of in blocks) else []  # pyright: ignore
 
 
 def _chooser(experts: FeedForward) -> Callable[[jax.Array, Callable[[FeedForward], jax.Array]], jax.Array]:
@@ -355,8 +356,7 @@ def _chooser(experts: FeedForward) -> Callable[[jax.Array, Callable[[FeedForward
                     if isinstance(stack, Adapted):
                         part = Adapted(part, part_entry(stack.left, expert), part_entry(stack.right, expert))
                     parts.append(part)
-                gate, up, down = parts
-                return run(dataclasses.replace(experts, gate=gate, up=up, down=down))
+                return run(_with_weights(experts, parts))
 
             return branch
 
@@ -374,6 +374,12 @@ def _each_weight(experts: FeedForward, take: Callable[[Weight], Weight]) -> Feed
     """One expert `[F, D]`: `take` applied to each weight of a stack."""
     gate = None if experts.gate is None else take(experts.gate)
     return dataclasses.replace(experts, up=take(experts.up), down=take(experts.down), gate=gate)
+
+
+def _with_weights(experts: FeedForward, parts: Sequence[Weight]) -> FeedForward:
+    """One expert of these weights, in the order of `FeedForward.weights`."""
+    *gate, up, down = parts
+    return dataclasses.replace(experts, gate=gate[0] if gate else None, up=up, down=down)
 
 
 def _tile_rows(pairs: int, experts: int) -> int:

@@ -20,6 +20,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels import native, native_products
 from jaxllm.kv.coded import CodedChunks
 from jaxllm.kv.positions import TokenPositions
+from jaxllm.kv.source import SourceKV, no_source
 
 # Rows that `fork` copies at once.
 _FORK_BLOCK = 64
@@ -91,6 +92,7 @@ class KVCache:
       places: per layer, its stack and its slot in it (see `stack_places`).
       coded: chunks of the first tokens. Row r is then that of token `coded.tokens` + r, and `length` counts
         the chunks' tokens, too. None: there can be none.
+      source: what the layers of an encoder-decoder attend to besides; None in other models.
     """
 
     keys: tuple[jax.Array, ...]
@@ -99,6 +101,7 @@ class KVCache:
     mass: jax.Array | None = None
     places: tuple[tuple[int, int], ...] | None = dataclasses.field(default=None, metadata={"static": True})
     coded: CodedChunks | None = None
+    source: SourceKV | None = None
 
     @property
     def capacity_tokens(self) -> int:
@@ -156,6 +159,8 @@ class KVCache:
         axes.check(jnp.int32, "", length=self.length)
         if self.coded is not None:
             self.coded.check(axes)
+        if self.source is not None:
+            self.source.check(axes)
 
     def uncounted(self) -> "KVCache":
         """The same cache with an attention mass of zero."""
@@ -213,10 +218,11 @@ def new_cache(
     mass: bool = False,
     stacked: bool = True,
     coded: CodedChunks | None = None,
+    source_tokens: int = 0,
 ) -> KVCache:
     """An empty cache for `tokens` positions, with or without their attention mass, behind coded chunks, if
     any, and with equal layers in stacks, or each by itself. XLA copies a stack for each layer that a step
-    writes outside of a loop."""
+    writes outside of a loop. The cache of an encoder-decoder has room for a source of `source_tokens`."""
     places, shapes = stack_places(cfg), {}
     for layer, (stack, slot) in enumerate(places):
         own = (batch, cfg.units(layer).kv_heads, tokens, cfg.head_dim)
@@ -229,7 +235,12 @@ def new_cache(
         mass=jnp.zeros((batch, tokens), jnp.float32) if mass else None,
         places=places if stacked else None,
         coded=coded,
+        source=None if cfg.encoder is None else _no_source(cfg, batch, source_tokens or tokens, dtype),
     )
+
+
+def _no_source(cfg: ModelConfig, batch: int, tokens: int, dtype: jnp.dtype) -> SourceKV:
+    return no_source((cfg.layers, batch, cfg.kv_heads, tokens, cfg.head_dim), dtype)
 
 
 def _zeros(shapes: list[tuple[int, ...]], dtype: jnp.dtype) -> list[jax.Array]:

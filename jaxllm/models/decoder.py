@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.axes import Axes
-from jaxllm.config import ModelConfig
+from jaxllm.config import ModelConfig, require_decoder_alone
 from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
 from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.positions import TokenPositions
+from jaxllm.models import encoder_decoder
 from jaxllm.models.layer import (
     CosSin,
     attend_cache,
@@ -123,6 +124,8 @@ def forward_at(
     axes.check(jnp.int32, "B T", tokens=tokens)
     at.check(axes)
     cache.check(axes)
+    if cfg.encoder is not None:
+        return encoder_decoder.forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, row=row)
     live = at.valid if at.padded and tokens.shape[0] == 1 else None
     x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live)
     rotaries = rotary_by_rope(at.positions, cfg)
@@ -302,6 +305,7 @@ def _begin_documents(
     differentiable: bool,
 ) -> tuple[jax.Array, _DocumentLayer]:
     """The first layer's input, and what runs a layer."""
+    require_decoder_alone(cfg, "forward passes over whole documents")
     axes = Axes("forward_documents")
     axes.check(jnp.int32, "B T", tokens=tokens, starts=starts)
     if branches is not None:

@@ -11,6 +11,12 @@ A flat dict with stable string keys:
     layers.{i}.shared.gate/up/down [S, D]        .shared.score [1, D]       (beside experts)
     final_norm.scale/bias [D]      head [V, D]   head_bias [V]
 
+and of an encoder-decoder
+
+    encoder.*, all of the above but embed.tokens, which both share
+    embed.norm.scale/bias [D]      relative_positions [buckets, N]        head_bias [V]
+    layers.{i}.cross_norm.scale/bias [D]  .cross.q  .cross.k  .cross.v  .cross.o  (+ q_bias ..., as attn.*)
+
 The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer. Where a layer has
 experts, an expert is one entry of the leading axis.
 """
@@ -28,6 +34,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.quant import Weight
 
 Params = Mapping[str, Weight]
+# Prefix of the encoder's parameters.
+ENCODER = "encoder."
 Role = Literal["embed", "to_units", "from_units", "vector"]
 
 
@@ -56,10 +64,18 @@ def _specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     specs = {"embed.tokens": ParamSpec((cfg.vocab_size, width), "embed")}
     if cfg.learned_positions:
         specs["embed.positions"] = ParamSpec((cfg.window_tokens, width), "vector")
+    if cfg.embed_norm:
+        specs.update(_norm_specs(cfg, "embed.norm"))
+    if cfg.encoder is not None:
+        own = _specs(cfg.encoder)
+        specs.update({ENCODER + name: spec for name, spec in own.items() if name != "embed.tokens"})
     for layer in range(cfg.layers):
         for name, spec in _layer_specs(cfg, layer).items():
             specs[f"layers.{layer}.{name}"] = spec
-    specs.update(_norm_specs(cfg, "final_norm"))
+    if cfg.relative_buckets:
+        specs["relative_positions"] = ParamSpec((cfg.relative_buckets, cfg.heads), "vector")
+    if cfg.final_norm:
+        specs.update(_norm_specs(cfg, "final_norm"))
     if not cfg.tied_head:
         specs["head"] = ParamSpec((cfg.vocab_size, width), "embed")
     if cfg.head_bias:
@@ -100,28 +116,42 @@ def _norm_specs(cfg: ModelConfig, name: str) -> dict[str, ParamSpec]:
 
 def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     kept = cfg.units(layer)
-    units, head, width = kept.kv_heads, cfg.head_dim, cfg.hidden_size
+    units, head = kept.kv_heads, cfg.head_dim
     queries = cfg.group * head
-    specs = _norm_specs(cfg, "attn_norm") if cfg.pre_norms else {}
-    rows = {"q": queries, "k": head, "v": head}
-    for name, count in rows.items():
-        specs[f"attn.{name}"] = ParamSpec((units, count, width), "to_units")
-        if cfg.qkv_bias:
-            specs[f"attn.{name}_bias"] = ParamSpec((units, count), "vector")
+    specs = _products_specs(cfg, "attn", units)
     if cfg.qk_norm:
         queries_of, keys_of = (units * queries, units * head) if cfg.joint_qk_norm else (head, head)
         specs["attn.q_norm.scale"] = ParamSpec((queries_of,), "vector")
         specs["attn.k_norm.scale"] = ParamSpec((keys_of,), "vector")
-    specs["attn.o"] = ParamSpec((units, queries, width), "from_units")
-    if cfg.o_bias:
-        specs["attn.o_bias"] = ParamSpec((width,), "vector")
+    specs.update(_output_specs(cfg, "attn", units))
     if cfg.post_norms:
         specs.update(_norm_specs(cfg, "attn_post_norm"))
+    if cfg.encoder is not None:
+        specs.update(_products_specs(cfg, "cross", units) | _output_specs(cfg, "cross", units))
     if cfg.pre_norms and not cfg.parallel_blocks:
         specs.update(_norm_specs(cfg, "ffn_norm"))
     specs.update((_expert_specs if cfg.is_sparse(layer) else _ffn_specs)(cfg, kept.neurons))
     if cfg.post_norms:
         specs.update(_norm_specs(cfg, "ffn_post_norm"))
+    return specs
+
+
+def _products_specs(cfg: ModelConfig, name: str, units: int) -> dict[str, ParamSpec]:
+    """Of the norm before attention, or before cross-attention, and of its first products."""
+    specs = _norm_specs(cfg, f"{name}_norm") if cfg.pre_norms else {}
+    rows = {"q": cfg.group * cfg.head_dim, "k": cfg.head_dim, "v": cfg.head_dim}
+    for part, count in rows.items():
+        specs[f"{name}.{part}"] = ParamSpec((units, count, cfg.hidden_size), "to_units")
+        if cfg.qkv_bias:
+            specs[f"{name}.{part}_bias"] = ParamSpec((units, count), "vector")
+    return specs
+
+
+def _output_specs(cfg: ModelConfig, name: str, units: int) -> dict[str, ParamSpec]:
+    shape = (units, cfg.group * cfg.head_dim, cfg.hidden_size)
+    specs = {f"{name}.o": ParamSpec(shape, "from_units")}
+    if cfg.o_bias:
+        specs[f"{name}.o_bias"] = ParamSpec((cfg.hidden_size,), "vector")
     return specs
 
 
@@ -139,21 +169,17 @@ def _ffn_specs(cfg: ModelConfig, neurons: int) -> dict[str, ParamSpec]:
 
 def _expert_specs(cfg: ModelConfig, neurons: int) -> dict[str, ParamSpec]:
     shape = (cfg.experts, neurons, cfg.hidden_size)
-    shared = (cfg.shared_expert_size, cfg.hidden_size)
-    beside = {
-        "shared.score": ParamSpec((1, cfg.hidden_size), "vector"),
-        "shared.gate": ParamSpec(shared, "to_units"),
-        "shared.up": ParamSpec(shared, "to_units"),
-        "shared.down": ParamSpec(shared, "from_units"),
-    }
-    return {
-        # Never quantized: it is small, and rounding it would change which experts run.
-        "router": ParamSpec((cfg.experts, cfg.hidden_size), "vector"),
-        "experts.gate": ParamSpec(shape, "to_units"),
-        "experts.up": ParamSpec(shape, "to_units"),
-        "experts.down": ParamSpec(shape, "from_units"),
-        **(beside if cfg.shared_expert_size else {}),
-    }
+    # Never quantized: it is small, and rounding it would change which experts run.
+    specs = {"router": ParamSpec((cfg.experts, cfg.hidden_size), "vector")}
+    for name in ("gate", "up") if cfg.gated_ffn else ("up",):
+        specs[f"experts.{name}"] = ParamSpec(shape, "to_units")
+    specs["experts.down"] = ParamSpec(shape, "from_units")
+    if cfg.shared_expert_size:
+        shared = (cfg.shared_expert_size, cfg.hidden_size)
+        specs["shared.score"] = ParamSpec((1, cfg.hidden_size), "vector")
+        specs |= {f"shared.{name}": ParamSpec(shared, "to_units") for name in ("gate", "up")}
+        specs["shared.down"] = ParamSpec(shared, "from_units")
+    return specs
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> dict[str, jax.Array]:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.config import Activation, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.parameters import ParamSpec, param_specs
+from jaxllm.models.parameters import ENCODER, ParamSpec, param_specs
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -54,6 +54,8 @@ class Tensor:
       interleaved: whether rows of each head, of queries or keys, come in the order of a rotary embedding that
         turns neighbours (2i, 2i+1) where ours turns halves (i, i+H/2).
       plus_one: whether a norm's weight is stored as w where the model multiplies by 1 + w.
+      one_row: whether a vector is stored as a matrix of one row.
+      gated: whether only models with, or without, a gate have it; None for both.
       in_body: False for a name without the checkpoint's prefix (the head).
       expert: number of the expert, once the name is filled in.
     """
@@ -64,6 +66,8 @@ class Tensor:
     skip_rows: int = 0
     interleaved: bool = False
     plus_one: bool = False
+    one_row: bool = False
+    gated: bool | None = None
     in_body: bool = True
     expert: int | None = None
 
@@ -71,7 +75,7 @@ class Tensor:
         """Shape in the checkpoint, given our parameters' specs."""
         rows = self.skip_rows + sum(self._rows(name, specs) for name in self.params)
         if _is_vector(self.params[0]):
-            return (rows,)
+            return (1, rows) if self.one_row else (rows,)
         width = specs[self.params[0]].shape[-1]
         return (width, rows) if self.transposed else (rows, width)
 
@@ -81,6 +85,8 @@ class Tensor:
         for name in self.params[: self.params.index(param)]:
             start += self._rows(name, specs)
         rows = slice(start, start + self._rows(param, specs))
+        if self.one_row:
+            stored = stored[0:1].reshape(-1)
         block = stored[:, rows].T if self.transposed else stored[rows]
         if self.interleaved:
             block = swap_pairs(block, self._head_dim(specs), 2)
@@ -101,6 +107,7 @@ class Tensor:
         if self.skip_rows:
             blocks.insert(0, np.zeros((self.skip_rows, *width), blocks[0].dtype))
         whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        whole = whole[None] if self.one_row else whole
         return np.ascontiguousarray(whole.T if self.transposed else whole)
 
     def _head_dim(self, specs: Mapping[str, ParamSpec]) -> int:
@@ -130,6 +137,9 @@ class Architecture:
       prefixes: prefixes that a checkpoint's names may have, the usual one first.
       inert_keys: keys of this architecture that cannot change the logits.
       buffers: endings of checkpoint names that are no parameters.
+      encoder_tensors: `layer_tensors` of the encoder of an encoder-decoder, its names relative to the layer.
+      encoder_prefix: `layer_prefix` of the encoder.
+      head_or_embedding: whether the head is the embedding where a checkpoint has no head of its own.
     """
 
     model_type: str
@@ -142,6 +152,9 @@ class Architecture:
     prefixes: tuple[str, ...] = ("model.", "")
     inert_keys: frozenset[str] = frozenset()
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    encoder_tensors: tuple[Tensor, ...] = ()
+    encoder_prefix: str = ""
+    head_or_embedding: bool = False
 
     def config_from_hf(
         self, config: Mapping[str, Any], *, ignore_keys: Collection[str] = (), path: str = ""
@@ -197,13 +210,17 @@ class Architecture:
         """All checkpoint tensors of a model, with full names without the checkpoint's prefix."""
         specs = param_specs(cfg)
         found = [tensor for tensor in self.top_tensors if tensor.params[0] in specs]
-        for layer in range(cfg.layers):
-            for tensor in self.layer_tensors:
-                params = tuple(f"layers.{layer}.{name}" for name in tensor.params)
-                # `layer_tensors` lists what a layer may have; `specs` what this layer has.
-                if params[0] in specs:
-                    name = self.layer_prefix.format(layer) + tensor.name
-                    found += _by_expert(dataclasses.replace(tensor, name=name, params=params), cfg)
+        sides = [(cfg, "", self.layer_prefix, self.layer_tensors)]
+        if cfg.encoder is not None:
+            sides.insert(0, (cfg.encoder, ENCODER, self.encoder_prefix, self.encoder_tensors))
+        for side, lead, prefix, tensors in sides:
+            for layer in range(side.layers):
+                for tensor in tensors:
+                    params = tuple(f"{lead}layers.{layer}.{name}" for name in tensor.params)
+                    # `layer_tensors` lists what a layer may have; `specs` what this layer has.
+                    if params[0] in specs and tensor.gated in (None, side.gated_ffn):
+                        name = prefix.format(layer) + tensor.name
+                        found += _by_expert(dataclasses.replace(tensor, name=name, params=params), side)
         return found
 
 

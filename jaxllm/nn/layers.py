@@ -118,7 +118,8 @@ def attention(
     Args:
       q: queries `[B, T, K, G, H]`.
       k, v: keys and values `[B, K, S, H]`.
-      mask: `[T, S]` or `[B, T, S]` bool, True = attend.
+      mask: `[T, S]` or `[B, T, S]` bool, True = attend; or `[K, T, G, S]` float32, which is added to scores
+        (relative positions), `MASKED` where a token may not attend.
       scale: multiplies the scores.
       softcap: caps scores at ±softcap by tanh when positive (Gemma 2).
 
@@ -141,6 +142,8 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, *, scale: float, softc
     # Masked by addition, not `where`: runtimes of exported programs have fast kernels only for addition. A
     # score is
     # lost in float32 rounding beside MASKED, so the result is the same.
+    if mask.dtype != jnp.bool_:
+        return jax.nn.softmax(scores + mask, axis=-1)
     bias = jnp.where(mask, np.float32(0), np.float32(MASKED))
     scores = scores + (bias[:, None, :, None, :] if mask.ndim == 3 else bias[None, None, :, None, :])
     return jax.nn.softmax(scores, axis=-1)
@@ -200,7 +203,8 @@ def cached_attention(
       new: queries, and keys and values to write.
       rotary: cos and sin `[T, R]` of `rotary_cos_sin`; None without rotary embedding.
       past: the layer's keys and values.
-      mask: `[T, S]` bool, `at.visible` with the same window; behind coded chunks only its shape counts.
+      mask: `[T, S]` bool, `at.visible` with the same window; behind coded chunks only its shape counts. Or
+        floats that are added to scores (see `attention`): native kernels take none, so that XLA attends.
       at: positions of the new tokens in the cache, and how many of them are real; the others are not written.
       mass: attention mass to add to, float32: `[B, S]`, summed over queries; or for a token tree `[B, 1 + T,
         S]`, per new token, after an entry 0 that stays unchanged; or None.
@@ -274,7 +278,8 @@ def cached_attention(
         return _weighted(values, weights, q), past, mass
 
     by_address = past.coded is not None and past.coded.by_address
-    if past.coded is not None and not by_address:
+    if (past.coded is not None and not by_address) or mask.dtype != jnp.bool_:
+        assert past.coded is None or mask.dtype == jnp.bool_
         return by_xla(q, past, mass)
     if not native.kernels().native or past.keys.dtype not in (jnp.float32, jnp.float16):
         return by_xla(q, past, mass)

@@ -35,6 +35,9 @@ _LEAST_PART = 4096
 # Allowance for tokens of a word that is cut in its middle.
 _OPEN_TOKENS = 256
 
+# Tokens that the decoder of an encoder-decoder begins with, at most.
+MAX_START_TOKENS = 4
+
 AnyTokenizer = LibraryTokenizer | ConfinedTokenizer
 
 
@@ -49,6 +52,9 @@ class TokenizerFiles:
         tokens.
       eos_ids: every token that ends an answer, the main one first; empty when none does.
       bos_id: the token that begins a text, or None.
+      start_ids: tokens that the decoder of an encoder-decoder begins with: its start token, and a first token
+        that is forced, if there is one. At most `MAX_START_TOKENS`.
+      source_prefix: text in front of each source, which names the task (T5).
 
     Raises:
       CheckpointError: a field is of the wrong type.
@@ -59,6 +65,8 @@ class TokenizerFiles:
     special: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
+    start_ids: tuple[int, ...] = ()
+    source_prefix: str = ""
 
     def __post_init__(self) -> None:
         template, special, ids = self.chat_template, self.special, self.eos_ids
@@ -71,17 +79,24 @@ class TokenizerFiles:
         valid = isinstance(ids, tuple) and all(map(_is_token_id, ids))
         _require("eos_ids", valid, f"token ids in [0, {MAX_TOKEN_ID}]", ids)
         valid = self.bos_id is None or _is_token_id(self.bos_id)
+        ids, prefix = self.start_ids, self.source_prefix
+        valid_ids = isinstance(ids, tuple) and len(ids) <= MAX_START_TOKENS and all(map(_is_token_id, ids))
+        _require("start_ids", valid_ids, f"at most {MAX_START_TOKENS} token ids", ids)
+        _require("source_prefix", isinstance(prefix, str), "text", prefix)
         _require("bos_id", valid, f"null or a token id in [0, {MAX_TOKEN_ID}]", self.bos_id)
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict that `from_json` reads back."""
-        return {
+        data = {
             "tokenizer_json": self.tokenizer_json,
             "chat_template": self.chat_template,
             "special": dict(self.special),
             "eos_ids": list(self.eos_ids),
             "bos_id": self.bos_id,
         }
+        # Bundles of decoders alone say nothing of sources.
+        own = {"start_ids": list(self.start_ids), "source_prefix": self.source_prefix}
+        return {**data, **{name: value for name, value in own.items() if value}}
 
     @classmethod
     def from_json(cls, data: Any) -> "TokenizerFiles":
@@ -92,8 +107,9 @@ class TokenizerFiles:
         """
         _require("the tokenizer", isinstance(data, dict), "a JSON object", data)
         fields = dict(data)
-        if isinstance(fields.get("eos_ids"), list):
-            fields["eos_ids"] = tuple(fields["eos_ids"])
+        for name in ("eos_ids", "start_ids"):
+            if isinstance(fields.get(name), list):
+                fields[name] = tuple(fields[name])
         try:
             return cls(**fields)
         except TypeError as error:

@@ -87,19 +87,27 @@ class ModelShapes:
       params: shapes of its parameters, or of the whole model's, as buckets take them.
       options: resolved options of the engine.
       weights: shapes of its parameters by name, which are `params` unless these are by address.
+      encoder: shapes of the parameters of its encoder, as buckets take them; None if it has none.
     """
 
     cfg: ModelConfig
     params: Params
     options: EngineOptions
     weights: Params
+    encoder: Params | None = None
 
     @classmethod
     def of(
-        cls, cfg: ModelConfig, params: Params, options: EngineOptions, weights: Params | None = None
+        cls,
+        cfg: ModelConfig,
+        params: Params,
+        options: EngineOptions,
+        weights: Params | None = None,
+        encoder: Params | None = None,
     ) -> "ModelShapes":
         """The shapes of a model's parameters."""
-        return cls(cfg, shapes_of(params), options, shapes_of(params if weights is None else weights))
+        by_name = shapes_of(params if weights is None else weights)
+        return cls(cfg, shapes_of(params), options, by_name, shapes_of(encoder))
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -119,6 +127,7 @@ class ModelShapes:
             # Native attention updates a stack in place; without it only a loop over layers does.
             stacked=STACK in self.params or native.kernels().native,
             coded=no_chunks(self.options) if self.options.attend_coded else None,
+            source_tokens=self.options.source_tokens(self.cfg),
         )
 
     def cache(self, tokens: int) -> KVCache:

@@ -130,6 +130,10 @@ class ProgramRunner:
                 caches = self.executor.grow(self.level, caches, length)
         return ProgramCache(caches, max(target, cache.capacity_tokens), cache.length)
 
+    def read_source(self, cache: ProgramCache, tokens: Sequence[int]) -> ProgramCache:
+        """See `Runner`."""
+        raise ConfigError("sources are read by models with an encoder, which are not exported")
+
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """See `Runner`; one chunk, because the programs to run depend on the cache."""
         return [PrefillChunk(tokens=tokens, last=True)]

@@ -196,6 +196,10 @@ class LevelRunner(abc.ABC):
 
     # -- answering --------------------------------------------------------------------------------
 
+    def read_source(self, cache: KVCache, tokens: Sequence[int]) -> KVCache:
+        """See `Runner`."""
+        raise ConfigError("sources are read by models with an encoder whose weights are all in memory")
+
     @abc.abstractmethod
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """See `Runner`."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from jaxllm.config import require_decoder_alone
 from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.kv.positions import TokenPositions
@@ -14,6 +15,7 @@ from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
 from jaxllm.steps.model import BlockEnd
 from jaxllm.steps.trees import DraftEnd
+from jaxllm.text.tokenizer import MAX_START_TOKENS
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import StartBucket
@@ -22,6 +24,7 @@ from serving.buckets.decode import DecodeBucket, SampleBucket
 from serving.buckets.layer import EmbedBucket
 from serving.buckets.parts import embedding_params, layer_params
 from serving.buckets.prefill import PrefillBucket
+from serving.buckets.source import SourceBucket, source_lengths
 from serving.buckets.tree import DraftBucket, FollowBucket, VerifyBucket
 from serving.int8_prefill.modes import PrefillMode
 from serving.runners.batch import Batch
@@ -49,7 +52,8 @@ class ResidentRunner(LevelRunner):
     ) -> None:
         """See the class and `LevelRunner`; `int8` prefills in integers."""
         super().__init__(model, buckets)
-        self.int8, self._batch = int8, Batch.of(self)
+        # Answers of an encoder-decoder are decoded one by one: their sources differ in length.
+        self.int8, self._batch = int8, Batch.of(self) if model.cfg.encoder is None else None
         # The version of the weights in `_layers` and `_embedding`.
         self._sorted_version: tuple[int, int] | None = None
 
@@ -65,6 +69,9 @@ class ResidentRunner(LevelRunner):
         """The buckets of any request in caches of these lengths."""
         buckets: dict[Bucket, None] = {SampleBucket(): None}
         for cache in caches:
+            buckets |= dict.fromkeys(
+                self._source_bucket(each, cache) for each in source_lengths(self.cfg, self.options)
+            )
             buckets[StartBucket(cache_tokens=cache, level=self.model.bucket_level)] = None
             buckets[self._decode_bucket(cache)] = None
             for chunk in self.options.chunk_tokens:
@@ -76,8 +83,14 @@ class ResidentRunner(LevelRunner):
 
     def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
         """See `LevelRunner`."""
-        cache = self.cache_for(prompt_tokens + max_tokens)
+        cache = self._request_cache(prompt_tokens, max_tokens)
+        lengths, prompt = source_lengths(self.cfg, self.options), []
+        if lengths:
+            # The prompt is the source; of the decoder it is the start tokens.
+            source = next(each for each in lengths if each >= min(prompt_tokens, lengths[-1]))
+            prompt, prompt_tokens = [self._source_bucket(source, cache)], 1
         return [
+            *prompt,
             *self._prompt_buckets(prompt_tokens, cache),
             SampleBucket(),
             StartBucket(cache_tokens=cache, level=self.model.bucket_level),
@@ -86,8 +99,13 @@ class ResidentRunner(LevelRunner):
 
     def later_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
         """See `LevelRunner`: what decodes."""
-        cache = self.cache_for(prompt_tokens + max_tokens)
+        cache = self._request_cache(prompt_tokens, max_tokens)
         return [] if max_tokens == 1 else [self._decode_bucket(cache)]
+
+    def _request_cache(self, prompt_tokens: int, max_tokens: int) -> int:
+        if self.cfg.encoder is not None:
+            prompt_tokens = MAX_START_TOKENS
+        return self.cache_for(prompt_tokens + max_tokens)
 
     def _prompt_buckets(self, tokens: int, cache: int) -> list[Bucket]:
         chunks = dict.fromkeys(plan_chunks(tokens, self.options.chunk_tokens))
@@ -110,6 +128,9 @@ class ResidentRunner(LevelRunner):
             tokens=tokens, cache_tokens=cache, layer=model.alike[layer], level=model.bucket_level
         )
 
+    def _source_bucket(self, tokens: int, cache: int) -> SourceBucket:
+        return SourceBucket(tokens=tokens, cache_tokens=cache, level=self.model.bucket_level)
+
     def _prefill_bucket(self, chunk: int, cache: int) -> PrefillBucket:
         return PrefillBucket(tokens=chunk, cache_tokens=cache, level=self.model.bucket_level)
 
@@ -126,6 +147,13 @@ class ResidentRunner(LevelRunner):
     def batch(self) -> BatchRunner | None:
         """See `LevelRunner`, and `Batch.of`."""
         return self._batch
+
+    def read_source(self, cache: KVCache, tokens: Sequence[int]) -> KVCache:
+        """See `Runner`."""
+        length = next(each for each in source_lengths(self.cfg, self.options) if each >= len(tokens))
+        compiled = self.buckets.get(self._source_bucket(length, cache.capacity_tokens))
+        row, valid = padded(tokens, length)
+        return compiled(self.model.params, self.model.encoder, row, np.int32(valid), cache)
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """See `Runner`."""
@@ -184,6 +212,10 @@ class ResidentRunner(LevelRunner):
     def rehearse(self) -> None:
         """See `LevelRunner`; on two processors the stages of integer prefill are timed, too."""
         for cache_tokens in self.options.cache_tokens:
+            for length in source_lengths(self.cfg, self.options):
+                if self._source_bucket(length, cache_tokens) in self.buckets:
+                    cache = self.read_source(self.empty_cache(cache_tokens), [0] * length)
+                    jax.block_until_ready(cache.source)
             for chunk in self.options.chunk_tokens:
                 if self._prefill_bucket(chunk, cache_tokens) in self.buckets:
                     cache = self.empty_cache(cache_tokens)
@@ -307,6 +339,7 @@ class ResidentRunner(LevelRunner):
 
     def scorer(self) -> "Scorer":
         """See `LevelRunner`."""
+        require_decoder_alone(self.cfg, "scoring or embedding text")
         # Here, because a start should not wait for its import.
         from serving.runners.scorer import Scorer
 

@@ -96,6 +96,18 @@ class Runner(Protocol):
         """The cache itself, or a longer one with the same content, so that `tokens` positions fit."""
         ...
 
+    def read_source(self, cache: Any, tokens: Sequence[int]) -> Any:
+        """Encodes a source, and puts its keys and values into an empty cache.
+
+        Args:
+          cache: donated.
+          tokens: at most as many as the encoder's window and the context hold.
+
+        Raises:
+          ConfigError: the model has no encoder.
+        """
+        ...
+
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """The chunks of a prompt of `tokens` tokens: they cover it, and the last may be padded. A single one
         if several would read the weights more than once."""

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxllm.bundle import Bundle
-from jaxllm.config import WHOLE
+from jaxllm.config import WHOLE, require_decoder_alone
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache
 from jaxllm.speculative.tree import TokenTree
@@ -40,6 +40,7 @@ def model_drafter(
     """
     del level
     bundle = open_model(options.model)
+    require_decoder_alone(bundle.cfg, "drafts for a decoder")
     wanted = draft_options(bundle.cfg, options, target.options.context_tokens)
     wanted = dataclasses.replace(wanted, buckets_bytes=target.options.buckets_bytes)
     draft = LoadedModel(bundle, wanted, progress)

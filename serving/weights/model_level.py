@@ -7,8 +7,9 @@ from typing import Any
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.models.encoder_decoder import encoder_params
 from jaxllm.models.layer_stack import STACK, LayerStack, by_address, by_stacking, can_be_addressed
-from jaxllm.models.parameters import Params
+from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.models.stacked_layers import StackedLayers, are_entries
 from serving.buckets.bucket import ModelShapes
 from serving.buckets.parts import layer_params
@@ -98,7 +99,7 @@ class ModelLevel:
     @property
     def shapes(self) -> ModelShapes:
         """The shapes from which buckets of this level are lowered."""
-        return ModelShapes.of(self.cfg, self.params, self.options, self.weights)
+        return ModelShapes.of(self.cfg, self.params, self.options, self.weights, self.encoder)
 
     @functools.cached_property
     def alike(self) -> tuple[int, ...]:
@@ -121,7 +122,20 @@ class ModelLevel:
         ]
         return tuple(firsts.setdefault(kind, layer) for layer, kind in enumerate(kinds))
 
+    @functools.cached_property
+    def encoder(self) -> Params | None:
+        """The parameters of its encoder as buckets take them; None if it has none. They are never replaced:
+        encoder-decoders take no adapters."""
+        cfg = self.cfg.encoder
+        if cfg is None:
+            return None
+        own = encoder_params(self.weights)
+        return by_address(own, cfg) if can_be_addressed(own, cfg) else own
+
     def _for_buckets(self, weights: Params) -> Params:
+        if self.cfg.encoder is not None:
+            # What decodes takes no arguments that it does not read.
+            weights = {name: each for name, each in weights.items() if not name.startswith(ENCODER)}
         if can_be_addressed(weights, self.bucket_cfg):
             return by_address(weights, self.bucket_cfg)
         if are_entries(weights.values()):

@@ -24,7 +24,7 @@ from rich.progress import Progress as ProgressBar
 
 from jaxllm.bundle import EXPERT_BITS, Bundle, expert_widths
 from jaxllm.bundle.experts import expert_parts
-from jaxllm.config import ModelConfig
+from jaxllm.config import ModelConfig, require_decoder_alone
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.experts.bitwidth import WidthPlan, search_widths
 from jaxllm.prepare import prepare
@@ -157,6 +157,7 @@ def _own_widths(model: Path, cfg: ModelConfig, uniform: int) -> np.ndarray:
     if model.is_dir():
         return np.full((sum(map(cfg.is_sparse, range(cfg.layers))), cfg.experts), 32, np.int8)
     with Bundle.open(model) as bundle:
+        require_decoder_alone(bundle.cfg, "widths of experts")
         own = expert_widths(bundle)
     if np.any(uniform > own):
         raise ConfigError(

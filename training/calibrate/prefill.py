@@ -24,7 +24,7 @@ from rich.console import Console
 from jaxllm.bundle import Bundle, rewrite_bundle
 from jaxllm.bundle.elastic import read_ladder, read_recovery
 from jaxllm.bundle.prefill import prefill_parts
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import WHOLE, ModelConfig, require_decoder_alone
 from jaxllm.elastic.ladder import sub_config
 from jaxllm.elastic.submodel import shared_sub_model
 from jaxllm.errors import CheckpointError, ConfigError
@@ -114,6 +114,7 @@ def calibrate_prefill(
             path, floats = Path(scratch) / "model.jaxllm", frozen.params
             prepare(model, path, weights="int8", name=name)
         with Bundle.open(path) as bundle:
+            require_decoder_alone(bundle.cfg, "integer prefill")
             fitted, facts, weights = _calibrated(bundle, floats, recipe, most_loss, texts, console)
             calibration = fitted.calibration
             if WHOLE in fitted.lossy:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.checkpoints import huggingface
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
-from jaxllm.config import ModelConfig
+from jaxllm.config import ModelConfig, require_decoder_alone
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params
 from jaxllm.prepare import prepare
@@ -99,6 +99,7 @@ class FrozenModel:
     @classmethod
     def _of_bundle(cls, path: Path, weights: WeightFormat | None = None) -> "FrozenModel":
         bundle = Bundle.open(path)
+        require_decoder_alone(bundle.cfg, "elastic recovery, adapters and distillation")
         own = bundle.layout.weights
         if weights not in (None, own):
             raise ConfigError(

@@ -1,6 +1,7 @@
-"""Registry of decoder architectures by Hugging Face `model_type`: one file each, one line here."""
+"""Registry of architectures by Hugging Face `model_type`: one file each, one line here."""
 
 from jaxllm.errors import ConfigError
+from jaxllm.models.architectures.bart import BART
 from jaxllm.models.architectures.ernie4_5 import ERNIE4_5
 from jaxllm.models.architectures.exaone4 import EXAONE4
 from jaxllm.models.architectures.gemma import GEMMA
@@ -10,9 +11,12 @@ from jaxllm.models.architectures.gpt2 import GPT2
 from jaxllm.models.architectures.granite import GRANITE
 from jaxllm.models.architectures.granitemoehybrid import GRANITEMOEHYBRID
 from jaxllm.models.architectures.llama import LLAMA
+from jaxllm.models.architectures.marian import MARIAN
+from jaxllm.models.architectures.mbart import MBART
 from jaxllm.models.architectures.ministral3 import MINISTRAL3
 from jaxllm.models.architectures.mistral import MISTRAL
 from jaxllm.models.architectures.mixtral import MIXTRAL
+from jaxllm.models.architectures.mt5 import MT5
 from jaxllm.models.architectures.olmo2 import OLMO2
 from jaxllm.models.architectures.olmo3 import OLMO3
 from jaxllm.models.architectures.olmoe import OLMOE
@@ -25,9 +29,12 @@ from jaxllm.models.architectures.qwen3 import QWEN3
 from jaxllm.models.architectures.qwen3_moe import QWEN3_MOE
 from jaxllm.models.architectures.smollm3 import SMOLLM3
 from jaxllm.models.architectures.stablelm import STABLELM
+from jaxllm.models.architectures.switch_transformers import SWITCH_TRANSFORMERS
+from jaxllm.models.architectures.t5 import T5
 from jaxllm.models.translate import Architecture
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "bart": BART,
     "ernie4_5": ERNIE4_5,
     "exaone4": EXAONE4,
     "gemma": GEMMA,
@@ -37,9 +44,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": GRANITE,
     "granitemoehybrid": GRANITEMOEHYBRID,
     "llama": LLAMA,
+    "marian": MARIAN,
+    "mbart": MBART,
     "ministral3": MINISTRAL3,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
+    "mt5": MT5,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
     "olmoe": OLMOE,
@@ -52,6 +62,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_moe": QWEN3_MOE,
     "smollm3": SMOLLM3,
     "stablelm": STABLELM,
+    "switch_transformers": SWITCH_TRANSFORMERS,
+    "t5": T5,
 }
 
 

@@ -1,0 +1,65 @@
+"""Keys and values of a source: what an encoder-decoder's layers attend to besides their own tokens.
+
+They are projected once per prompt from what the encoder said, and stay as they are while the cache grows.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.axes import Axes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SourceKV:
+    """Keys and values of a source in all layers of the decoder.
+
+    Attributes:
+      keys, values: `[L, B, K, R, H]`, for sources of up to R tokens.
+      length: int32 scalar, number of tokens of the source; rows from there on are never attended to.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    length: jax.Array
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit (R)."""
+        return self.keys.shape[-2]
+
+    @property
+    def mask(self) -> jax.Array:
+        """`[1, R]` bool, True for the source's tokens."""
+        return jnp.arange(self.capacity_tokens, dtype=jnp.int32)[None, :] < self.length
+
+    def of_layer(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of a layer, `[B, K, R, H]`."""
+        number = np.int32(layer) if isinstance(layer, int) else layer
+        return tuple(  # pyright: ignore[reportReturnType]: two of them
+            jax.lax.dynamic_index_in_dim(rows, number, axis=0, keepdims=False)
+            for rows in (self.keys, self.values)
+        )
+
+    def with_layer(self, layer: jax.Array | int, keys: jax.Array, values: jax.Array) -> "SourceKV":
+        """With keys and values `[B, K, T, H]` of the first T tokens in a layer; T is at most R."""
+        number, zero = np.int32(layer) if isinstance(layer, int) else layer, np.int32(0)
+        at = (number, zero, zero, zero, zero)
+
+        def put(rows: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(rows, new[None].astype(rows.dtype), at)
+
+        return dataclasses.replace(self, keys=put(self.keys, keys), values=put(self.values, values))
+
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes them is traced."""
+        axes.check(jnp.floating, "* B * R H", keys=self.keys, values=self.values)
+        axes.check(jnp.int32, "", length=self.length)
+
+
+def no_source(shape: tuple[int, ...], dtype: jnp.dtype) -> SourceKV:
+    """Room for a source, `[L, B, K, R, H]`."""
+    return SourceKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))

@@ -1,0 +1,26 @@
+"""Marian: BART with sinusoidal positions, which are computed, and without norms of embeddings."""
+
+import dataclasses
+from typing import Any
+
+from jaxllm.config import ModelConfig
+from jaxllm.models.architectures.bart import BART_BUFFERS, bart_like, read_bart
+from jaxllm.models.config_reader import ConfigReader
+
+_OWN: dict[str, Any] = {"sinusoidal_positions": True, "norm_after": True, "final_norm": False}
+
+
+def _read(reader: ConfigReader) -> ModelConfig:
+    reader.only(
+        "share_encoder_decoder_embeddings", (True,), "encoder and decoder have to share one token embedding"
+    )
+    cfg = read_bart(reader, "marian", **_OWN)
+    reader.only("decoder_vocab_size", (None, cfg.vocab_size), "encoder and decoder share one vocabulary")
+    return cfg
+
+
+MARIAN = dataclasses.replace(
+    bart_like("marian", "MarianMTModel", **_OWN),
+    read_config=_read,
+    buffers=(*BART_BUFFERS, "encoder.embed_positions.weight", "decoder.embed_positions.weight"),
+)

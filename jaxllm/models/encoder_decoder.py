@@ -1,0 +1,327 @@
+"""Encoder-decoders: a decoder that also attends to what an encoder said of a source once.
+
+`encode` computes the source's hidden states, `with_source` projects them to keys and values of each decoder
+layer (`jaxllm.kv.source`), and `forward_at` is that of `decoder.py` for such a decoder. Both sides differ
+from the shared decoder in `ModelConfig` alone: relative position biases and no scale (T5, arXiv 1910.10683),
+or norms after each sum (BART, arXiv 1910.13461), or experts with a capacity (Switch, arXiv 2101.03961).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.axes import Axes
+from jaxllm.config import ModelConfig
+from jaxllm.experts.mixture import mixture
+from jaxllm.experts.routing import route
+from jaxllm.kv.cache import KVCache
+from jaxllm.kv.positions import TokenPositions
+from jaxllm.kv.source import SourceKV
+from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.layer_stack import layer_of, over_layers
+from jaxllm.models.parameters import ENCODER, Params
+from jaxllm.nn.layers import (
+    MASKED,
+    AttentionOptions,
+    Heads,
+    activate,
+    attention,
+    cached_attention,
+)
+from jaxllm.nn.linear import FeedForward, embed, feed_forward, from_units, normed_to_units, to_units
+from jaxllm.nn.norms import normalize
+
+Kept = TypeVar("Kept")
+# (queries, keys and values of new tokens) -> (attention outputs, what the layer keeps, such as the cache).
+_Attend = Callable[[Sequence[jax.Array]], tuple[jax.Array, Kept]]
+
+
+def encoder_params(params: Params) -> Params:
+    """The parameters of the encoder, named as those of a model by itself."""
+    own = {name.removeprefix(ENCODER): each for name, each in params.items() if name.startswith(ENCODER)}
+    return {"embed.tokens": params["embed.tokens"], **own}
+
+
+def encode(
+    params: Params, tokens: jax.Array, valid: jax.Array, *, cfg: ModelConfig, dtype: jnp.dtype = jnp.float32
+) -> jax.Array:
+    """What the encoder says of a source.
+
+    Args:
+      params: of the encoder (see `encoder_params`); leaves may be quantized.
+      tokens: `[B, T]` int32, ids in [0, V).
+      valid: int32 scalar, how many of the T tokens are real; no token attends to the others.
+      cfg: the encoder, `ModelConfig.encoder` of the model.
+      dtype: of the activations.
+
+    Returns:
+      Hidden states `[B, T, D]`; those of padding are undefined.
+    """
+    axes = Axes("encode")
+    axes.check(jnp.int32, "B T", tokens=tokens)
+    axes.check(jnp.int32, "", valid=valid)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    live = valid if tokens.shape[0] == 1 else None
+    x = _embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=live)
+    mask = _scored(params, positions, positions, (positions < valid)[None, :], cfg, both_ways=True)
+
+    def attend(heads: Sequence[jax.Array]) -> tuple[jax.Array, None]:
+        q, k, v = heads[0], *(_zeroed(each, valid) for each in heads[1:])
+        keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        return attention(q, keys, values, mask, scale=cfg.attention_scale), None
+
+    def layer(x: jax.Array, own: Params, like: int, number: jax.Array | int) -> jax.Array:
+        del number
+        weights = layer_of(own, like)
+        x, _ = _attended(weights, x, cfg, "attn", attend, live)
+        return _fed_forward(weights, x, cfg, like, valid, live)
+
+    return _ended(params, over_layers(params, cfg, layer, x), cfg)
+
+
+def with_source(
+    params: Params, hidden: jax.Array, valid: jax.Array, source: SourceKV, *, cfg: ModelConfig
+) -> SourceKV:
+    """The keys and values of a source in all layers of the decoder.
+
+    Args:
+      params: of the decoder.
+      hidden: `[B, T, D]`, what the encoder said; T is at most the capacity of `source`.
+      valid: int32 scalar, how many of the T tokens are real.
+      source: whose rows are replaced.
+      cfg: the model.
+    """
+    hidden = _zeroed(hidden, valid)
+
+    def layer(source: SourceKV, own: Params, like: int, number: jax.Array | int) -> SourceKV:
+        weights = layer_of(own, like)
+        keys, values = (
+            to_units(hidden, weights[f"cross.{name}"], weights.vector(f"cross.{name}_bias")) for name in "kv"
+        )
+        return source.with_layer(number, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3))
+
+    return dataclasses.replace(over_layers(params, cfg, layer, source), length=valid)
+
+
+def read_source(
+    params: Params,
+    encoder: Params,
+    tokens: jax.Array,
+    valid: jax.Array,
+    cache: KVCache,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype = jnp.float32,
+) -> KVCache:
+    """An empty cache with a source: encodes the tokens, and projects what was said.
+
+    Args:
+      params: of the decoder.
+      encoder: of the encoder (see `encoder_params`).
+      tokens, valid, dtype: see `encode`.
+      cache: with room for a source.
+      cfg: the model.
+    """
+    assert cfg.encoder is not None
+    assert cache.source is not None
+    hidden = encode(encoder, tokens, valid, cfg=cfg.encoder, dtype=dtype)
+    return dataclasses.replace(cache, source=with_source(params, hidden, valid, cache.source, cfg=cfg))
+
+
+def forward_at(
+    params: Params,
+    tokens: jax.Array,
+    cache: KVCache,
+    at: TokenPositions,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype = jnp.float32,
+    row: jax.Array | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """`decoder.forward_at` of a decoder whose cache has a source."""
+    assert cache.source is not None
+    source, live = cache.source, at.valid if at.padded and tokens.shape[0] == 1 else None
+    x = _embedded(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live)
+    keys = jnp.arange(cache.capacity_tokens, dtype=jnp.int32)
+    mask = _scored(params, at.positions, keys, at.visible(cache.capacity_tokens, 0), cfg, both_ways=False)
+    options = AttentionOptions(scale=cfg.attention_scale)
+
+    def attend(heads: Sequence[jax.Array], past, mass):
+        new = Heads(*heads)
+        out, past, mass = cached_attention(new, None, past, mask, at, mass, options=options)
+        return out, (past, mass)
+
+    def attend_source(heads: Sequence[jax.Array], number: jax.Array | int) -> tuple[jax.Array, None]:
+        rows = source.of_layer(number)
+        return attention(heads[0], *rows, source.mask, scale=cfg.attention_scale), None
+
+    def layer(
+        carry: tuple[jax.Array, KVCache], own: Params, like: int, number: jax.Array | int
+    ) -> tuple[jax.Array, KVCache]:
+        (x, cache), weights = carry, layer_of(own, like)
+        own_attend = functools.partial(attend, past=cache.past(like, number), mass=cache.mass)
+        x, (past, mass) = _attended(weights, x, cfg, "attn", own_attend, live)
+        x, _ = _attended(weights, x, cfg, "cross", functools.partial(attend_source, number=number), live)
+        x = _fed_forward(weights, x, cfg, like, at.valid, live)
+        return x, dataclasses.replace(cache.with_past(like, past), mass=mass)
+
+    x, cache = over_layers(params, cfg, layer, (x, cache))
+    if row is not None:
+        x = jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1)
+    return _ended(params, x, cfg), cache
+
+
+def relative_buckets(distance: jax.Array, *, buckets: int, most: int, both_ways: bool) -> jax.Array:
+    """The bucket in [0, buckets) of each distance, int32, from a token to the one it attends to.
+
+    Half of the buckets are for one token each, the others for ranges that grow logarithmically, up to `most`
+    tokens; those farther away share the last one. With `both_ways` each direction has half of the buckets,
+    else tokens that come later share bucket 0.
+    """
+    lead = jnp.zeros_like(distance)
+    if both_ways:
+        buckets //= 2
+        lead = jnp.where(distance > 0, np.int32(buckets), np.int32(0))
+        distance = jnp.abs(distance)
+    else:
+        distance = jnp.maximum(-distance, 0)
+    exact = buckets // 2
+    # In this order, and in float32, as checkpoints were trained: a distance at a boundary stays on its side.
+    growth = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact) / np.float32(np.log(most / exact))
+    far = jnp.minimum(exact + (growth * (buckets - exact)).astype(jnp.int32), buckets - 1)
+    return lead + jnp.where(distance < exact, distance, far)
+
+
+def _scored(
+    params: Params,
+    queries: jax.Array,
+    keys: jax.Array,
+    mask: jax.Array,
+    cfg: ModelConfig,
+    *,
+    both_ways: bool,
+) -> jax.Array:
+    """The mask `[T or 1, S]` bool, or with relative positions what is added to scores `[K, T, G, S]` float32
+    (see `attention`), of queries and keys at positions `[T]` and `[S]`."""
+    if not cfg.relative_buckets:
+        return jnp.broadcast_to(mask, (len(queries), len(keys)))
+    number = relative_buckets(
+        keys[None, :] - queries[:, None],
+        buckets=cfg.relative_buckets,
+        most=cfg.relative_distance,
+        both_ways=both_ways,
+    )
+    biases = LayerParams(params, "").vector("relative_positions")
+    assert biases is not None
+    bias = biases.astype(jnp.float32)[number] + jnp.where(mask, np.float32(0), np.float32(MASKED))[..., None]
+    bias = bias.reshape(len(queries), len(keys), cfg.kv_heads, cfg.group)
+    return bias.transpose(2, 0, 3, 1)
+
+
+def _embedded(
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype,
+    live: jax.Array | None,
+) -> jax.Array:
+    """Input of the first layer `[B, T, D]`."""
+    x = embed(tokens, params["embed.tokens"], dtype, live)
+    if cfg.embed_scale != 1.0:
+        x = x * np.asarray(cfg.embed_scale, x.dtype)
+    if cfg.learned_positions:
+        x = x + embed(positions, params["embed.positions"], dtype)
+    if cfg.sinusoidal_positions:
+        x = x + _sinusoids(positions, cfg.hidden_size).astype(dtype)
+    return normalize(x, LayerParams(params, "").norm("embed.norm", cfg)) if cfg.embed_norm else x
+
+
+def _sinusoids(positions: jax.Array, width: int) -> jax.Array:
+    """`[T, D]` float32: sines in the first half of the dimensions, cosines in the other (Marian)."""
+    frequencies = 10000.0 ** -(np.arange(0, width, 2, dtype=np.float64) / width)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+def _zeroed(x: jax.Array, valid: jax.Array) -> jax.Array:
+    """`[B, T, ...]` with zeros after the first `valid` tokens: what is undefined may not be a number, which
+    no mask of attention takes away."""
+    real = jnp.arange(x.shape[1], dtype=jnp.int32) < valid
+    return jnp.where(real.reshape(-1, *(1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
+
+
+def _ended(params: Params, x: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """The last layer's output after the final norm, if there is one."""
+    return normalize(x, LayerParams(params, "").norm("final_norm", cfg)) if cfg.final_norm else x
+
+
+def _attended(
+    weights: LayerParams,
+    x: jax.Array,
+    cfg: ModelConfig,
+    name: str,
+    attend: _Attend[Kept],
+    live: jax.Array | None,
+) -> tuple[jax.Array, Kept]:
+    """Attention of `x` `[B, T, D]` to its own tokens (`name` "attn"), or to the source ("cross"), for which
+    only queries are new; and what `attend` keeps."""
+    norm, parts = weights.norm(f"{name}_norm", cfg), "qkv" if name == "attn" else "q"
+    products = [weights[f"{name}.{part}"] for part in parts]
+    biases = [weights.vector(f"{name}.{part}_bias") for part in parts]
+    if cfg.norm_after:
+        heads = [to_units(x, *each, live=live) for each in zip(products, biases, strict=True)]
+    else:
+        heads = normed_to_units(x, norm, products, biases, live=live)
+    queries = heads[0].reshape(*heads[0].shape[:3], cfg.group, cfg.head_dim)
+    out, kept = attend([queries, *heads[1:]])
+    out = out.reshape(*out.shape[:3], -1)
+    o_bias = weights.vector(f"{name}.o_bias")
+    mixed = from_units(out, weights[f"{name}.o"], o_bias, residual=x, live=live)
+    return (normalize(mixed, norm) if cfg.norm_after else mixed), kept
+
+
+def _fed_forward(
+    weights: LayerParams,
+    x: jax.Array,
+    cfg: ModelConfig,
+    layer: int,
+    valid: jax.Array,
+    live: jax.Array | None,
+) -> jax.Array:
+    """The second half of a layer: a feed-forward block, or experts."""
+    norm = weights.norm("ffn_norm", cfg)
+    if cfg.is_sparse(layer):
+        return _visited(weights, x, cfg, valid)
+    block = FeedForward(
+        up=weights["ffn.up"],
+        down=weights["ffn.down"],
+        gate=weights["ffn.gate"] if cfg.gated_ffn else None,
+        up_bias=weights.vector("ffn.up_bias"),
+        down_bias=weights.vector("ffn.down_bias"),
+        activation=cfg.activation,
+    )
+    if not cfg.norm_after:
+        return feed_forward(x, norm, block, add_input=True, live=live)
+    hidden = activate(to_units(x, block.up, block.up_bias, live=live), cfg.activation)
+    return normalize(from_units(hidden, block.down, block.down_bias, residual=x, live=live), norm)
+
+
+def _visited(weights: LayerParams, x: jax.Array, cfg: ModelConfig, valid: jax.Array) -> jax.Array:
+    """The experts of a layer: each token visits the likeliest one, unless as many tokens before it as the
+    expert's capacity visit the same."""
+    norm = weights.norm("ffn_norm", cfg)
+    routing = route(x, weights["router"], experts_per_token=1, normalize=False, norm=norm)  # pyright: ignore
+    real = jnp.arange(x.shape[1], dtype=jnp.int32) < valid
+    visits = jax.nn.one_hot(routing.ids[..., 0], cfg.experts, dtype=jnp.int32)
+    visits = jnp.where(real[:, None], visits, 0)
+    rank = jnp.take_along_axis(jnp.cumsum(visits, axis=1), routing.ids, axis=-1)[..., 0]
+    block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], activation=cfg.activation)
+    taken = real & (rank <= cfg.expert_capacity)
+    return mixture(x, norm, routing, block, add_input=True, live=taken)

@@ -1,0 +1,189 @@
+"""Engines of encoder-decoders: answers of a source, what they are refused, and that nothing compiles late."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.bundle import Bundle
+from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow
+from jaxllm.kv.cache import new_cache
+from jaxllm.models import decoder, encoder_decoder
+from jaxllm.prepare import prepare
+from jaxllm.sampling import Sampling
+from serving.engine import Engine
+from serving.options import EngineOptions
+from serving.request import GenerationConfig, Session
+from serving.sliding import Sliding
+from serving.speculation.options import SpeculationOptions
+from tests import tiny, tiny_encdec
+
+SMALL = EngineOptions(chunk_tokens=(16,), decode_block=4, context_tokens=48)
+LONG = GenerationConfig(max_tokens=12, ignore_eos=True, sampling=Sampling(temperature=0))
+
+
+@pytest.fixture(scope="module", params=["f32", "int8"])
+def path(request, tmp_path_factory):
+    return tiny_encdec.write_bundle(tmp_path_factory.mktemp("model") / "tiny.jaxllm", request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(path):
+    engine = Engine.open(path, options=SMALL)
+    yield engine
+    engine.close()
+
+
+def greedy(path, source, start, count):
+    """Greedy tokens by the model's functions alone, each after a pass over all tokens before it."""
+    with Bundle.open(path) as bundle:
+        params, cfg = bundle.load(), bundle.cfg
+        encoder = encoder_decoder.encoder_params(params)
+        row = np.array([source], np.int32)
+        found = list(start)
+        for _ in range(count):
+            cache = new_cache(cfg, batch=1, tokens=32, dtype=jnp.float32)
+            cache = encoder_decoder.read_source(params, encoder, row, np.int32(len(source)), cache, cfg=cfg)
+            hidden, _ = decoder.forward(params, np.array([found], np.int32), cache, cfg=cfg)
+            found.append(int(jnp.argmax(decoder.logits(params, hidden, cfg=cfg)[0, -1])))
+    return found[len(start) :]
+
+
+def test_answers_are_those_of_the_model(engine, path):
+    answer = engine.generate("hello the hello", LONG)
+    source = engine.tokenizer.encode("hello the hello")
+    assert answer.prompt_tokens == len(source)
+    expected = greedy(path, source, [tiny.BEGIN_ID], 12)
+    if engine.model.bundle.layout.weights == "f32":
+        assert answer.tokens == expected
+    assert len(answer.tokens) == 12
+    # Another source gives another answer: what was encoded is not of the one before.
+    assert engine.generate("zzzz 12345", LONG).tokens != answer.tokens
+    assert engine.generate("hello the hello", LONG).tokens == answer.tokens
+
+
+def test_text_is_streamed_and_sampling_draws(engine):
+    answer = engine.stream("hello", dataclasses.replace(LONG, sampling=Sampling(temperature=1.0, seed=3)))
+    pieces = list(answer)
+    assert "".join(pieces) == answer.text
+    again = engine.generate("hello", dataclasses.replace(LONG, sampling=Sampling(temperature=1.0, seed=3)))
+    assert again.tokens == answer.tokens
+
+
+def test_answers_that_run_together_do_not_mix(engine):
+    alone = [engine.generate(text, LONG).tokens for text in ("hello", "the the")]
+    first, second = engine.stream("hello", LONG), engine.stream("the the", LONG)
+    for _ in zip(first, second, strict=False):
+        pass
+    assert [first.result().tokens, second.result().tokens] == alone
+
+
+def test_nothing_compiles_after_warm_up(engine):
+    before = dict(engine.runner.buckets.bucket_ms)
+    for text in ("a", "hello " * 6, "b" * 40):
+        engine.generate(text, LONG)
+    assert engine.runner.buckets.bucket_ms == before
+
+
+def test_one_request_compiles_only_its_own_buckets(path):
+    engine = Engine.open(path, options=SMALL, warm_up=False)
+    answer = engine.stream("hello", LONG)
+    engine.warm_up(prompt_tokens=answer.prompt_tokens, max_tokens=12)
+    assert len(answer.result().tokens) == 12
+    engine.close()
+
+
+def test_a_task_prefix_is_read_before_the_source(tmp_path):
+    path = tiny_encdec.write_bundle(tmp_path / "tiny.jaxllm", prefix="hello ")
+    plain = tiny_encdec.write_bundle(tmp_path / "plain.jaxllm")
+    with_prefix, without = Engine.open(path, options=SMALL), Engine.open(plain, options=SMALL)
+    assert with_prefix.generate("the", LONG).tokens == without.generate("hello the", LONG).tokens
+    with_prefix.close()
+    without.close()
+
+
+def test_sources_longer_than_the_window(engine):
+    with pytest.raises(ContextOverflow, match=r"source has 60 tokens, and the encoder reads at most 48"):
+        engine.generate([5] * 60, LONG)
+    with pytest.raises(ConfigError, match="reads a source"):
+        engine.generate([], LONG)
+    with pytest.raises(ConfigError, match="outside the model's vocabulary"):
+        engine.generate([tiny.VOCAB_SIZE], LONG)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"kv_codec": "channel"}, "contexts"),
+        ({"memory_bytes": 10**9}, "memory budget"),
+        ({"adapter_rank": 4}, "adapters"),
+    ],
+)
+def test_options_that_encoder_decoders_cannot_have(path, options, what):
+    with pytest.raises(ConfigError, match=f"{what}.*not for encoder-decoders yet, and t5 is one"):
+        Engine.open(path, options=dataclasses.replace(SMALL, **options))
+
+
+def test_levels_are_refused(path):
+    with pytest.raises(ConfigError, match="elastic"):
+        Engine.open(path, options=SMALL, level=50)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_drafts_are_refused(path, drafter):
+    how = SpeculationOptions(drafter=drafter, model="draft" if drafter == "model" else None)
+    with pytest.raises(ConfigError, match="drafts: not for encoder-decoders"):
+        Engine.open(path, options=SMALL, speculation=how)
+
+
+def test_an_encoder_decoder_does_not_draft_for_a_decoder(path, tmp_path):
+    target = tiny.write_tiny_bundle(tmp_path / "target.jaxllm")
+    how = SpeculationOptions(drafter="model", model=str(path))
+    with pytest.raises(ConfigError, match="drafts for a decoder: not for encoder-decoders"):
+        Engine.open(target, options=dataclasses.replace(SMALL, context_tokens=48), speculation=how)
+
+
+def test_conversations_and_scores_are_refused(engine):
+    with pytest.raises(ConfigError, match="conversations: not for"):
+        engine.chat([{"role": "user", "content": "hello"}])
+    with pytest.raises(ConfigError, match="conversations that go on: not for"):
+        engine.stream("hello", LONG, session=Session())
+    with pytest.raises(ConfigError, match="answers that outgrow the context: not for"):
+        engine.stream("hello", LONG, sliding=Sliding(sink_tokens=1))
+    with pytest.raises(ConfigError, match="scoring or embedding text: not for"):
+        engine.runner.scorer()
+
+
+def test_services_are_refused(path):
+    from serving.service import LLMService
+
+    with pytest.raises(ConfigError, match="services: not for encoder-decoders"):
+        LLMService.open(path, options=SMALL)
+
+
+def test_exports_and_recovery_are_refused(path):
+    from export.subject import read_subject
+    from training.loop.frozen_model import FrozenModel
+
+    with pytest.raises(ConfigError, match="exports: not for encoder-decoders"):
+        read_subject(path)
+    with pytest.raises(ConfigError, match="elastic recovery"):
+        FrozenModel.read(path)
+
+
+def test_a_model_without_a_start_token(tmp_path):
+    files = dataclasses.replace(tiny_encdec.tokenizer(), start_ids=())
+    path = tiny.write_tiny_bundle(tmp_path / "m.jaxllm", cfg=tiny_encdec.TINY_T5, tokenizer=files)
+    engine = Engine.open(path, options=SMALL, warm_up=False)
+    with pytest.raises(ConfigError, match="set decoder_start_token_id"):
+        engine.stream("hello", LONG)
+    engine.close()
+
+
+def test_a_switch_folder_of_pickles(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "switch_transformers"}')
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "tokenizer.json").write_text(tiny.tiny_tokenizer().tokenizer_json)
+    with pytest.raises(CheckpointError, match=r"only as pickles .*save_pretrained"):
+        prepare(tmp_path, tmp_path.parent / "out.jaxllm")
