@@ -18,6 +18,9 @@ MOE = {"experts": 4, "experts_per_token": 2}
 YARN = {"dim": 16, "kind": "yarn", "factor": 4.0, "original_window_tokens": 64}
 
 
+ENCODER = {"norm": "layer", "activation": "relu"}
+
+
 def model(**changes):
     return ModelConfig(**{**SHAPE, **changes})
 
@@ -203,6 +206,15 @@ CONFIGS = {
     "parallel": model(parallel_blocks=True, head_bias=True),
     "norms behind": model(pre_norms=False, post_norms=True),
     "joint norms": model(qk_norm=True, joint_qk_norm=True, qkv_clip=8.0),
+    "encoder-decoder": model(
+        encoder=model(
+            **ENCODER, layers=2, tied_head=True, embed_norm=True, norm_after=True, final_norm=False,
+            sinusoidal_positions=True,
+        ),
+        **ENCODER, head_bias=True, logit_scale=0.5, relative_buckets=8, relative_distance=9,
+        embed_norm=True, norm_after=True, final_norm=False, sinusoidal_positions=True, **MOE, gated_ffn=False,
+        expert_capacity=3,
+    ),
 }  # fmt: skip
 
 
@@ -221,6 +233,35 @@ def test_all_fields_differ_from_the_defaults_in_the_round_trip():
     names = [field.name for field in dataclasses.fields(plain)]
     same = [name for name in names if all(getattr(plain, name) == getattr(cfg, name) for cfg in others)]
     assert same == list(SHAPE)
+
+
+def test_json_of_decoders_says_nothing_of_encoders():
+    assert not {"encoder", "relative_buckets", "norm_after"} & model().to_json().keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"encoder": model(tied_head=True, vocab_size=12)}, ("the same vocab_size", "12 and 11")),
+        ({"encoder": model()}, ("neither an encoder nor a head",)),
+        ({"encoder": model(tied_head=True), "qk_norm": True}, ("norms of queries",)),
+        ({"encoder": model(tied_head=True), "rope": RopeConfig(dim=4)}, ("no rotary embedding",)),
+        ({"relative_buckets": 6, "relative_distance": 9}, ("multiple of 4", "6 and 9")),
+        ({"relative_buckets": 8, "relative_distance": 4}, ("more than half", "8 and 4")),
+        ({"sinusoidal_positions": True, "hidden_size": 6}, ("multiple of 4", "6")),
+        ({**MOE, "expert_capacity": 2}, ("set gated_ffn to False",)),
+    ],
+)
+def test_refusals_of_encoder_decoders(fields, parts):
+    refused(lambda: model(**fields), *parts)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("norm_after", True), ("relative_buckets", 8), ("final_norm", False)]
+)
+def test_a_stored_decoder_has_no_fields_of_encoder_decoders(field, value):
+    data = {**model().to_json(), field: value, "relative_distance": 9}
+    refused(lambda: ModelConfig.from_json(data), "the model has no encoder")
 
 
 def test_json_from_before_experts():

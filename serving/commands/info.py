@@ -1,7 +1,6 @@
 """`jaxllm info`: describes a bundle and the device, or a checkpoint, and checks that the bundle is whole."""
 
 import collections
-import dataclasses
 import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,7 +79,7 @@ def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool)
             "verified": verify,
             **_levels(opened),
             **_experts(opened),
-            "config": dataclasses.asdict(opened.cfg),
+            "config": opened.cfg.to_json(),
             "jaxllm": jaxllm.__version__,
             "jax": jax.__version__,
             "device": str(jax.devices()[0].device_kind),

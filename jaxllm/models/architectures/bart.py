@@ -21,13 +21,14 @@ BART_INERT_KEYS = frozenset(
 )  # fmt: skip
 
 
-def read_bart(reader: ConfigReader, model_type: str, **own: Any) -> ModelConfig:
-    """A config of the family; `own` are the fields in which its members differ."""
+def read_bart(reader: ConfigReader, model_type: str, *, vocab_size: int = 50265, **own: Any) -> ModelConfig:
+    """A config of the family: with the class's default of `vocab_size`, and `own`, the fields in which its
+    members differ."""
     reader.only("is_encoder_decoder", (True,), "an encoder without a decoder gives no text")
     hidden = reader.integer("d_model", 1024)
     shared: dict[str, Any] = {
         "model_type": model_type,
-        "vocab_size": reader.integer("vocab_size", 50265),
+        "vocab_size": reader.integer("vocab_size", vocab_size),
         "hidden_size": hidden,
         "window_tokens": reader.integer("max_position_embeddings", 1024),
         "activation": read_activation(reader, "activation_function", "gelu"),

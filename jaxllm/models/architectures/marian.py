@@ -14,7 +14,7 @@ def _read(reader: ConfigReader) -> ModelConfig:
     reader.only(
         "share_encoder_decoder_embeddings", (True,), "encoder and decoder have to share one token embedding"
     )
-    cfg = read_bart(reader, "marian", **_OWN)
+    cfg = read_bart(reader, "marian", vocab_size=58101, **_OWN)
     reader.only("decoder_vocab_size", (None, cfg.vocab_size), "encoder and decoder share one vocabulary")
     return cfg
 

@@ -20,6 +20,8 @@ from jaxllm.models.architectures.t5 import (
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.translate import Architecture, Tensor
 
+_DEFAULTS = {"d_model": 768, "num_heads": 12, "num_layers": 12, "num_decoder_layers": 12}
+
 
 def _read(reader: ConfigReader) -> ModelConfig:
     reader.only("router_bias", (None, False), "routers with biases are not implemented")
@@ -27,7 +29,7 @@ def _read(reader: ConfigReader) -> ModelConfig:
     reader.only("router_dtype", ("float32",), "routers compute in float32, for which the paper asks")
     activation = reader.text("dense_act_fn", "relu")
     tied = reader.flag("tie_word_embeddings", True)
-    cfg = read_t5(reader, "switch_transformers", feed_forward=activation, scaled_head=tied)
+    cfg = read_t5(reader, "switch_transformers", feed_forward=activation, scaled_head=tied, **_DEFAULTS)
     assert cfg.encoder is not None
     experts = reader.integer("num_experts", 8)
     capacity = reader.integer("expert_capacity", 64)

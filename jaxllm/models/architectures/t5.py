@@ -11,6 +11,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.translate import Architecture, Tensor
 
+_DEFAULTS = {"vocab_size": 32128, "d_model": 512, "d_ff": 2048, "num_heads": 8, "num_layers": 6}
 # T5 has no longest sequence; configs name what it was trained on, or nothing.
 _TRAINED_TOKENS = 512
 # `feed_forward_proj` -> whether there is a gate, and the activation. The first "gelu" is an old name.
@@ -34,7 +35,9 @@ T5_BUFFERS = (
 )
 
 
-def read_t5(reader: ConfigReader, model_type: str, *, feed_forward: str, scaled_head: bool) -> ModelConfig:
+def read_t5(
+    reader: ConfigReader, model_type: str, *, feed_forward: str, scaled_head: bool, **defaults: int
+) -> ModelConfig:
     """A config of the family, by the defaults of its class.
 
     Args:
@@ -42,6 +45,7 @@ def read_t5(reader: ConfigReader, model_type: str, *, feed_forward: str, scaled_
       model_type: of the family.
       feed_forward: the default of `feed_forward_proj`.
       scaled_head: whether the head's inputs are scaled and the head is tied.
+      defaults: of other keys, where they are not T5's.
     """
     reader.only("is_encoder_decoder", (True,), "an encoder without a decoder gives no text")
     kind = reader.text("feed_forward_proj", feed_forward)
@@ -51,19 +55,19 @@ def read_t5(reader: ConfigReader, model_type: str, *, feed_forward: str, scaled_
             f"{', '.join(_FEED_FORWARDS)}"
         )
     gated, activation = _FEED_FORWARDS[kind]
+    known = {**_DEFAULTS, **defaults}
     hidden, heads, layers = (
-        reader.integer(key, default)
-        for key, default in (("d_model", 512), ("num_heads", 8), ("num_layers", 6))
+        reader.integer(key, known[key]) for key in ("d_model", "num_heads", "num_layers")
     )
     window = reader.optional_integer("n_positions") or _TRAINED_TOKENS
     shared: dict[str, Any] = {
         "model_type": model_type,
-        "vocab_size": reader.integer("vocab_size", 32128),
+        "vocab_size": reader.integer("vocab_size", known["vocab_size"]),
         "hidden_size": hidden,
         "heads": heads,
         "kv_heads": heads,
         "head_dim": reader.integer("d_kv", 64),
-        "ffn_size": reader.integer("d_ff", 2048),
+        "ffn_size": reader.integer("d_ff", known["d_ff"]),
         "window_tokens": window,
         "activation": activation,
         "gated_ffn": gated,
@@ -72,7 +76,9 @@ def read_t5(reader: ConfigReader, model_type: str, *, feed_forward: str, scaled_
         "relative_buckets": reader.integer("relative_attention_num_buckets", 32),
         "relative_distance": reader.integer("relative_attention_max_distance", 128),
     }
-    decoder_layers = reader.optional_integer("num_decoder_layers") or layers
+    decoder_layers = (
+        reader.optional_integer("num_decoder_layers", defaults.get("num_decoder_layers")) or layers
+    )
     return ModelConfig(
         **shared,
         encoder=ModelConfig(**shared, layers=layers, tied_head=True),
