@@ -356,9 +356,14 @@ _ENCODER_DECODER_DEFAULTS: dict[str, Any] = {
     if field.name
     in (
         "encoder", "relative_buckets", "relative_distance", "sinusoidal_positions", "embed_norm",
-        "norm_after", "final_norm", "expert_capacity", "head_bias", "logit_scale",
+        "norm_after", "final_norm", "expert_capacity",
     )
 }  # fmt: skip
+
+
+def decoder_alone_refusal(cfg: ModelConfig, what: str) -> str:
+    """Why `what`, such as "exports", does not take an encoder-decoder."""
+    return f"{what}: not for encoder-decoders yet, and {cfg.model_type} is one; take a decoder alone"
 
 
 def require_decoder_alone(cfg: ModelConfig, what: str) -> None:
@@ -367,7 +372,4 @@ def require_decoder_alone(cfg: ModelConfig, what: str) -> None:
     Raises:
       ConfigError: the model has an encoder.
     """
-    require(
-        cfg.encoder is None,
-        f"{what}: not for encoder-decoders yet, and {cfg.model_type} is one; take a decoder alone",
-    )
+    require(cfg.encoder is None, decoder_alone_refusal(cfg, what))

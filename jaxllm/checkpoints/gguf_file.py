@@ -327,5 +327,5 @@ def import_gguf() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise CheckpointError("reading GGUF files needs gguf; run: pip install 'jaxllm[gguf]'") from error
+        raise CheckpointError("GGUF files need the package gguf; run: pip install 'jaxllm[gguf]'") from error
     return gguf

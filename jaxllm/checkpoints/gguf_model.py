@@ -1,6 +1,6 @@
 """Reads the parameters of a GGUF file: quantized blocks as they are where ours have the same form.
 
-Names of tensors are those of Hugging Face's folders, translated by the table of the `gguf` package. Three
+Names of tensors are those of Hugging Face's folders, translated as the `gguf` package maps them. Three
 things differ: norms of Gemma are stored as 1 + w, rows of queries and keys may be in pairs, and a layer's
 experts are one tensor. Rows are put into our order as packed bytes, so that no number changes.
 """

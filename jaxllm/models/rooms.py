@@ -5,16 +5,18 @@ Rooms ask `require_room`; `jaxllm info` and the documents list them all.
 
 from typing import Literal
 
-from jaxllm.config import ModelConfig
+from jaxllm.config import ModelConfig, decoder_alone_refusal
 from jaxllm.errors import ConfigError
 
-# Resident weights, trees, contexts and batches take every model.
+# Resident weights take every model; trees, contexts and batches every decoder alone.
 Room = Literal["streamed weights", "levels", "integer prefill", "experts apart", "tflite"]
 ROOMS: tuple[Room, ...] = ("streamed weights", "levels", "integer prefill", "experts apart", "tflite")
 
 
 def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
     """Why a room cannot take a model; None if it can."""
+    if cfg.encoder is not None:
+        return decoder_alone_refusal(cfg, room)
     return {
         "streamed weights": _streamed,
         "levels": _levels,

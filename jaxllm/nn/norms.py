@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxllm.kernels.native_call import value
 from jaxllm.kernels.weight_table import Operand
 
-# More sequences by themselves are a loop: a graph with each of them takes seconds to compile.
+# More sequences by themselves are a loop: each of them in the program takes seconds to compile.
 _MOST_UNROLLED = 8
 
 

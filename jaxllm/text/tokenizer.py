@@ -34,10 +34,8 @@ _USUAL_CHARACTERS = 8
 _LEAST_PART = 4096
 # Allowance for tokens of a word that is cut in its middle.
 _OPEN_TOKENS = 256
-
 # Tokens that the decoder of an encoder-decoder begins with, at most.
 MAX_START_TOKENS = 4
-
 AnyTokenizer = LibraryTokenizer | ConfinedTokenizer
 
 
@@ -79,11 +77,11 @@ class TokenizerFiles:
         valid = isinstance(ids, tuple) and all(map(_is_token_id, ids))
         _require("eos_ids", valid, f"token ids in [0, {MAX_TOKEN_ID}]", ids)
         valid = self.bos_id is None or _is_token_id(self.bos_id)
-        ids, prefix = self.start_ids, self.source_prefix
-        valid_ids = isinstance(ids, tuple) and len(ids) <= MAX_START_TOKENS and all(map(_is_token_id, ids))
-        _require("start_ids", valid_ids, f"at most {MAX_START_TOKENS} token ids", ids)
-        _require("source_prefix", isinstance(prefix, str), "text", prefix)
         _require("bos_id", valid, f"null or a token id in [0, {MAX_TOKEN_ID}]", self.bos_id)
+        ids, prefix = self.start_ids, self.source_prefix
+        valid = isinstance(ids, tuple) and len(ids) <= MAX_START_TOKENS and all(map(_is_token_id, ids))
+        _require("start_ids", valid, f"at most {MAX_START_TOKENS} token ids", ids)
+        _require("source_prefix", isinstance(prefix, str), "text", prefix)
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict that `from_json` reads back."""
