@@ -221,8 +221,7 @@ class LLMService:
 
         Raises:
           ConfigError: the service keeps no contexts.
-          ContextGone: the app has no context of this name, or it is of another model, level, codec or
-            adapter.
+          ContextGone: the app has no context of this name, or its tokens are of another tokenizer.
         """
         contexts = self._kept()
         return Context(contexts, contexts.record(app, name))

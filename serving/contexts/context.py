@@ -35,7 +35,7 @@ class Context:
         """The stored record.
 
         Raises:
-          ContextGone: it was deleted, or is of another model, level, codec or adapter.
+          ContextGone: it was deleted, or its tokens are of another tokenizer.
         """
         return self._contexts.record(self.app, self.name)
 

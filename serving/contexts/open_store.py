@@ -47,10 +47,9 @@ class OpenStore:
         self._quotas = Quotas(quota_bytes, app_quota_bytes)
         self.vault = None if keys is None else Vault(keys, self.root)
         self._segments = OpenSegments(self._storage, self.vault)
-        self._queue = WriteQueue()
+        # Of contexts that are about to be written, with their records.
+        self._queue: WriteQueue[Record] = WriteQueue()
         self._unsettled = Unsettled(self._queue)
-        # Records of contexts that are about to be written, by name.
-        self._coming: dict[str, Record] = {}
         # Segments of contexts whose record on storage is older than the one in memory, by name.
         self._unflushed: dict[str, set[str]] = {}
         self._catalog = Catalog(self.root, self._segments, self.vault)
@@ -83,7 +82,7 @@ class OpenStore:
           ConfigError: the store was closed (see `StoreLock.require`); so do all methods below.
         """
         self._require_settled()
-        there = {**self._catalog.records, **self._coming}
+        there = {**self._catalog.records, **self._queue.coming()}
         found = [each for each in there.values() if app in (None, each.app)]
         return sorted(found, key=lambda each: (each.app, each.name))
 
@@ -102,7 +101,7 @@ class OpenStore:
         folder = self._unsettled.folder(name)
         own = app is None or folder is None or folder.parent.name == folder_name(app)
         self._require_settled(name if own else "")
-        coming = None if self._queue.inside else self._coming.get(name)
+        coming = None if self._queue.inside else self._queue.coming().get(name)
         record = coming or self._catalog.records.get(name)
         # Another app's context takes as much work as a missing one: time must not tell them apart.
         if record is None or app not in (None, record.app):

@@ -269,8 +269,6 @@ class ContextStore(OpenStore):
                 failed(name, error)
             except Exception as error:
                 failed(name, CheckpointError(f"the context {name} cannot be written ({one_line(error)})"))
-            finally:
-                self._coming.pop(name, None)
 
         there = [*record.files, *[""] * len(record.bits)]
         files = [
@@ -278,7 +276,7 @@ class ContextStore(OpenStore):
             for chunk, file in enumerate(there[: len(record.bits)])
         ]
         coming = dataclasses.replace(record, files=tuple(files), used=self.record(name).used)
-        self._queue.put(name, write, lambda: self._coming.update({name: coming}))
+        self._queue.put(name, write, coming)
         return coming
 
     def beyond_quota(self, record: Record, chunks: Chunks) -> BrokenQuota | None:

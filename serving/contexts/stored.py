@@ -4,7 +4,6 @@ Segments stay open from call to call, because to open one takes as long as to re
 """
 
 import collections
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,12 +20,13 @@ _MOST_OPEN = 128
 
 
 class OpenSegments:
-    """The segments that were opened last. Thread-safe."""
+    """The segments that were opened last. For one thread, but for `forget`, which any may call."""
 
     def __init__(self, storage: Storage, vault: Vault | None = None) -> None:
         self._storage, self._vault = storage, vault
         self._open: collections.OrderedDict[Path, Segment] = collections.OrderedDict()
-        self._lock = threading.RLock()
+        # Those that are about to be removed: another thread may still read them.
+        self._forgotten: collections.deque[Path] = collections.deque()
 
     def open(self, paths: Sequence[Path]) -> list[Segment]:
         """Opens segments, which stay open until others are opened or one is removed.
@@ -35,26 +35,30 @@ class OpenSegments:
           CheckpointError: one is missing or damaged.
           Unreadable: storage refuses.
         """
-        with self._lock:
-            for path in paths:
-                if path not in self._open:
-                    self._open[path] = Segment(path, self._storage, self._vault)
-                self._open.move_to_end(path)
-            while len(self._open) > max(_MOST_OPEN, len(paths)):
-                self._open.popitem(last=False)[1].close()
-            return [self._open[path] for path in paths]
+        self._close_forgotten()
+        for path in paths:
+            if path not in self._open:
+                self._open[path] = Segment(path, self._storage, self._vault)
+            self._open.move_to_end(path)
+        while len(self._open) > max(_MOST_OPEN, len(paths)):
+            self._open.popitem(last=False)[1].close()
+        return [self._open[path] for path in paths]
 
     def forget(self, path: Path) -> None:
-        """Closes a segment that is about to be removed, or all in a folder."""
-        with self._lock:
+        """Closes a segment that is about to be removed, or all in a folder, before others are opened."""
+        self._forgotten.append(path)
+
+    def _close_forgotten(self) -> None:
+        while self._forgotten:
+            path = self._forgotten[0]
             for each in [each for each in self._open if path in (each, each.parent)]:
                 self._open.pop(each).close()
+            self._forgotten.popleft()
 
     def close(self) -> None:
         """Closes all."""
-        with self._lock:
-            while self._open:
-                self._open.popitem()[1].close()
+        while self._open:
+            self._open.popitem()[1].close()
 
 
 class StoredContext:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from serving.contexts.record import Record
 from serving.contexts.write_queue import WriteQueue
 
 
@@ -14,7 +15,7 @@ class Unsettled:
       queue: of writes.
     """
 
-    def __init__(self, queue: WriteQueue) -> None:
+    def __init__(self, queue: WriteQueue[Record]) -> None:
         self._queue = queue
         self._folders: dict[str, tuple[Path, bool]] = {}
 

@@ -1,18 +1,28 @@
-"""Runs writes one after the other in a thread of their own, in the order in which they came."""
+"""Runs writes one after the other in a thread of their own, in the order in which they came.
+
+Nobody holds a lock: an interrupt that comes where one is released would leave it locked, and the thread that
+writes would wait forever. Jobs lie in a deque, whose operations are whole, and who waits looks again.
+"""
 
 import collections
 import logging
 import os
+import queue
 import threading
+import time
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from jaxllm.errors import one_line
 
 _LOG = logging.getLogger("jaxllm")
+_LOOK_S = 0.0005
+Coming = TypeVar("Coming")
 
 
-class WriteQueue:
-    """Jobs by the context that they write. A forked child has none: they are its parent's.
+class WriteQueue(Generic[Coming]):
+    """Jobs by the context that they write, with what the context will be. A forked child has none: they are
+    its parent's.
 
     Args:
       most: jobs that may wait; who brings more waits until one has ended.
@@ -20,11 +30,10 @@ class WriteQueue:
 
     def __init__(self, most: int = 8) -> None:
         self._most, self._process = most, os.getpid()
-        self._waiting: collections.deque[tuple[str, Callable[[], None]]] = collections.deque()
-        # The context whose job runs.
-        self._running: str | None = None
+        # Those that have not ended; the first one runs.
+        self._jobs: collections.deque[tuple[str, Callable[[], None], Coming]] = collections.deque()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ending = False
-        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     @property
@@ -37,61 +46,58 @@ class WriteQueue:
         self._thread = threading.Thread(target=self._run, name="jaxllm-contexts", daemon=True)
         self._thread.start()
 
-    def put(self, name: str, job: Callable[[], None], taken: Callable[[], None] = lambda: None) -> None:
-        """Takes a job, as soon as there is room for it, and calls `taken` before the job runs."""
-        with self._changed:
-            while len(self._waiting) >= self._most:
-                self._changed.wait()
-            # Before there is a job: an interrupt must not leave one of which nobody was told.
-            self._changed.notify_all()
-            self._waiting.append((name, job))
-            taken()
+    def put(self, name: str, job: Callable[[], None], coming: Coming) -> None:
+        """Takes a job, as soon as there is room for it.
 
-    def busy(self, name: str) -> bool:
-        """Whether a job of a context waits or runs."""
-        with self._changed:
-            return self._has(name)
+        Args:
+          name: of the context that it writes.
+          job: called once.
+          coming: what the context will be.
+        """
+        while len(self._jobs) > self._most:
+            self._wake.put(None)
+            time.sleep(_LOOK_S)
+        self._jobs.append((name, job, coming))
+        self._wake.put(None)
+
+    def coming(self) -> dict[str, Coming]:
+        """What contexts will be whose jobs have not ended, by name."""
+        return {name: coming for name, _, coming in tuple(self._jobs)}
+
+    def busy(self, name: str = "") -> bool:
+        """Whether a job of a context waits or runs, or any at all."""
+        return any(each == name or not name for each, _, _ in tuple(self._jobs))
 
     def wait(self, name: str = "") -> None:
         """Waits until no job of a context waits or runs, or none at all. A job waits for none."""
         if self._thread is None or self.inside or self._process != os.getpid():
             return
-        with self._changed:
-            while self._has(name):
-                self._changed.wait()
+        while self.busy(name):
+            # Again: an interrupt may have come between a job and its signal.
+            self._wake.put(None)
+            time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Waits for all jobs, and ends the thread."""
         self.wait()
         if self._thread is None or self._process != os.getpid():
             return
-        with self._changed:
-            self._ending = True
-            self._changed.notify_all()
+        self._ending = True
+        self._wake.put(None)
         self._thread.join()
-
-    def _has(self, name: str) -> bool:
-        there = [each for each, _ in self._waiting]
-        if self._running is not None:
-            there.append(self._running)
-        return name in there if name else bool(there)
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                while not self._waiting and not self._ending:
-                    self._changed.wait()
-                if not self._waiting:
-                    return
-                self._running, job = self._waiting.popleft()
-                self._changed.notify_all()
-            try:
-                job()
-            except Exception as error:
-                _LOG.error("a write of the context %s failed: %s", self._running, one_line(error))
-            finally:
-                # Else what it wrote would stay in memory until the next one.
-                del job
-                with self._changed:
-                    self._running = None
-                    self._changed.notify_all()
+            self._wake.get()
+            while self._jobs:
+                name, job, coming = self._jobs[0]
+                try:
+                    job()
+                except Exception as error:
+                    _LOG.error("a write of the context %s failed: %s", name, one_line(error))
+                finally:
+                    # Else what it wrote would stay in memory until the next one.
+                    del job, coming
+                    self._jobs.popleft()
+            if self._ending:
+                return

@@ -135,8 +135,8 @@ class ContextTurns:
           free: whether no other call continues the context.
 
         Raises:
-          ContextGone: the app has no context of this name, or it is of another model, level or codec, or its
-            adapter is not loaded.
+          ContextGone: the app has no context of this name, or its tokens are of another tokenizer, or its
+            adapter is not loaded and the call names none.
           ConfigError: the call names another adapter, the prompt is no turn (see `conversation_turn_ids`),
             the context has fewer tokens than the call names, or the objective limits energy.
           ContextOverflow: context and turn are longer than the window.

@@ -29,7 +29,7 @@ class Held:
 def test_jobs_run_in_order_in_one_thread(queue):
     done = []
     for number in range(20):
-        queue.put("a" if number % 2 else "b", lambda number=number: done.append((number, queue.inside)))
+        queue.put("a" if number % 2 else "b", lambda number=number: done.append((number, queue.inside)), None)
     queue.wait()
     assert done == [(number, True) for number in range(20)]
     assert not queue.inside
@@ -37,11 +37,12 @@ def test_jobs_run_in_order_in_one_thread(queue):
 
 def test_nobody_waits_for_others(queue):
     held = Held()
-    queue.put("a", held)
+    queue.put("a", held, "coming")
     assert held.began.wait(30)
     queue.wait("b")
     assert queue.busy("a")
     assert not queue.busy("b")
+    assert queue.coming() == {"a": "coming"}
     waited = []
     other = threading.Thread(target=lambda: (queue.wait("a"), waited.append(held.free.is_set())))
     other.start()
@@ -52,12 +53,13 @@ def test_nobody_waits_for_others(queue):
 
 def test_too_many_wait_for_room(queue):
     held, taken = Held(), []
-    queue.put("a", held)
+    queue.put("a", held, None)
     assert held.began.wait(30)
 
     def more():
         for number in range(3):
-            queue.put("b", lambda: None, lambda number=number: taken.append(number))
+            queue.put("b", lambda: None, number)
+            taken.append(number)
 
     other = threading.Thread(target=more)
     other.start()
@@ -70,10 +72,17 @@ def test_too_many_wait_for_room(queue):
     assert taken == [0, 1, 2]
 
 
+def test_a_signal_that_an_interrupt_took_is_given_again(queue):
+    done = []
+    queue._jobs.append(("a", lambda: done.append(1), None))
+    queue.wait("a")
+    assert done == [1]
+
+
 def test_an_error_ends_one_job_alone(queue, caplog):
     done = []
-    queue.put("a", lambda: 1 / 0)
-    queue.put("a", lambda: done.append(queue.wait()))
+    queue.put("a", lambda: 1 / 0, None)
+    queue.put("a", lambda: done.append(queue.wait()), None)
     queue.wait("a")
     # A job waits for none: it would wait for itself.
     assert done == [None]
