@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.bundle.layout import contracted_axis
+from jaxllm.config import RopeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill import subgraphs
 from jaxllm.int8_prefill.calibration import channel_tops, largest_of, whole_steps
@@ -34,7 +35,11 @@ NORMED = dataclasses.replace(
     TINY, post_norms=True, qk_norm=True, activation="gelu_tanh", attention_softcap=20.0,
     attention_windows=(0, 8),
 )  # fmt: skip
-DECODERS = {"gated": TINY, "biased": BIASED, "normed": NORMED}
+GROWING = dataclasses.replace(
+    TINY, rope=RopeConfig(dim=16, original_window_tokens=4, query_growth=0.5), rope_layers=(True, False),
+    logit_scale=0.5,
+)  # fmt: skip
+DECODERS = {"gated": TINY, "biased": BIASED, "normed": NORMED, "growing": GROWING}
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, 40).astype(np.int32)
 
 

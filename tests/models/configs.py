@@ -33,6 +33,19 @@ CONFIGS = {
         PLAIN, experts=3, experts_per_token=1, expert_ffn_size=6, normalize_expert_weights=False,
         sparse_layers=(False, True), post_norms=True,
     ),
+    "norms-behind": dataclasses.replace(
+        PLAIN, pre_norms=False, post_norms=True, qk_norm=True, attention_windows=(3, 0),
+        rope_layers=(True, False),
+    ),
+    "growing": dataclasses.replace(
+        PLAIN, rope=RopeConfig(dim=6, original_window_tokens=2, query_growth=0.7, factors=(1.0, 1.0, 4.0)),
+        logit_scale=0.25,
+    ),
+    "parallel": dataclasses.replace(
+        PLAIN, parallel_blocks=True, head_bias=True, norm="layer", gated_ffn=False, activation="gelu_tanh",
+        qkv_bias=True, o_bias=True, ffn_bias=True, rope=RopeConfig(dim=4),
+    ),
+    "shared-expert": dataclasses.replace(PLAIN, experts=4, experts_per_token=2, shared_expert_size=7),
 }  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, V, (BATCH, PROMPT), dtype=np.int32)
 

@@ -28,6 +28,7 @@ DEEP = {
         cfg,
         layers=LAYERS,
         attention_windows=tuple(np.resize(cfg.attention_windows, LAYERS).tolist()),
+        rope_layers=cfg.rope_layers and tuple(np.resize(cfg.rope_layers, LAYERS).tolist()),
         sparse_layers=(*cfg.sparse_layers, True, True) if cfg.sparse_layers else (),
     )
     for name, cfg in CONFIGS.items()

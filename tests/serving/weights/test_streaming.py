@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import BudgetExceeded, BundleError, CheckpointError, ConfigError
+from jaxllm.models.rooms import room_refusal
 from jaxllm.sampling import Sampling
 from serving.engine import Engine
 from serving.request import GenerationConfig, Session
@@ -62,7 +63,13 @@ def test_every_architecture_streams(bundle_of, resident_of, name):
         layers=6,
         attention_windows=3 * cfg.attention_windows,
         sparse_layers=3 * cfg.sparse_layers,
+        rope_layers=3 * cfg.rope_layers,
     )
+    if room_refusal(cfg, "streamed weights"):
+        whole = resident_of("int8", cfg)
+        with pytest.raises(ConfigError, match="not streamed"):
+            open_streamed(bundle_of("int8", cfg), whole, 0.8)
+        return
     whole = resident_of("int8", cfg)
     streamed = open_streamed(bundle_of("int8", cfg), whole, 0.8)
     assert streamed.model.streamed.plan.slots == 2
