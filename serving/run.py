@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxllm.errors import JaxllmError
-from jaxllm.sampling import sampler_state
+from jaxllm.sampling_state import sampler_state
 from jaxllm.text.tokenizer import Tokenizer
 from serving.decoding import Decoding, pace
 from serving.guided.logprobs import TokenLogprob

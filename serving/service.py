@@ -38,7 +38,8 @@ from serving.planned_answer import PlannedAnswer, PlannedCall
 from serving.planning.known_profile import known_profile
 from serving.planning.objectives import Binding, Objective
 from serving.planning.planner import Plan, Planner
-from serving.planning.profile import DeviceProfile, choose_prefill
+from serving.planning.prefill_times import choose_prefill
+from serving.planning.profile import DeviceProfile
 from serving.planning.proposer import Proposer
 from serving.planning.reach import described, unmet
 from serving.planning.safety_margin import CONFIDENCE, SafetyMargin

@@ -66,7 +66,8 @@ def profile_command(
     from serving.int8_prefill.options import PrefillOptions
     from serving.int8_prefill.processors import prepare_processors
     from serving.options import EngineOptions
-    from serving.planning.profile import check_energy, load_profile, profile_path, save_profile
+    from serving.planning.engine_profile import profile_path
+    from serving.planning.profile import check_energy, load_profile, save_profile
     from serving.planning.profiling import measure
     from serving.planning.reach import described, unmet
     from serving.service import planner_of

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.program_folder.manifest import read_tokenizer
-from jaxllm.speculative.tree import TokenTree
+from jaxllm.speculative.token_tree import TokenTree
 from jaxllm.text.tokenizer import Tokenizer
 from serving.host.progress import Progress
 from serving.programs.executor import open_executor

@@ -7,16 +7,18 @@ import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.program_folder.manifest import Manifest, Signature
-from serving.buckets.compiled_folder import CompiledBucketFolder
 from serving.host.machine import memory_bytes
 from serving.host.progress import Progress
 from serving.host.user_cache import buckets_bytes
+
+if TYPE_CHECKING:
+    from serving.buckets.compiled_folder import CompiledBucketFolder
 
 
 class Executor(Protocol):
@@ -120,8 +122,11 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
     return LiteRtExecutor(manifest, folder, threads=threads)
 
 
-def kept_buckets() -> CompiledBucketFolder | None:
+def kept_buckets() -> "CompiledBucketFolder | None":
     """This user's folder of compiled buckets; None to keep none."""
+    # Here, because LiteRT's programs run without JAX.
+    from serving.buckets.compiled_folder import CompiledBucketFolder
+
     return CompiledBucketFolder.of_user(limit_bytes=buckets_bytes())
 
 
