@@ -101,7 +101,7 @@ def profile_command(
             }
         )
         return
-    _show(profile)
+    show_profile(profile)
     if missed:
         click.echo(f"no choice meets here: {described(missed, profile.tokens)}")
     click.echo(f"kept in {path}")
@@ -117,7 +117,8 @@ def _read_energy(path: Path) -> "Energy":
         raise ConfigError(f"{path}: prefill_joules and decode_joules are missing or malformed") from error
 
 
-def _show(profile: "DeviceProfile") -> None:
+def show_profile(profile: "DeviceProfile") -> None:
+    """Prints the times of a profile, a row for each level."""
     times = zip(profile.ttft_ms, profile.tpot_ms, strict=True)
     _print_pairs("time to first token, ms (time per token, ms)", profile, list(times))
     if profile.prefill is not None:

@@ -5,7 +5,7 @@
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Runs the programs of a manifest. Its caches are opaque: a result of `start`, `grow`, `run` or `keep` is
-    passed to `grow`, `run` or `keep`, once.
+    """Runs the programs of a manifest. Its caches are opaque: a result of `start`, `restored`, `grow`, `run`
+    or `keep` is passed to `grow`, `run` or `keep`, once.
 
     Attributes:
       lock: taken by the caller: one call at a time.
@@ -53,6 +53,14 @@ class Executor(Protocol):
 
     def grow(self, level: int, caches: Any, cache_tokens: int) -> Any:
         """Copies the sequence into caches of the next length, `cache_tokens`."""
+        ...
+
+    def rows(self, level: int, caches: Any, tokens: int) -> dict[str, np.ndarray]:
+        """Copies of the first `tokens` rows of each cache, `[1, K, tokens, H]`; the caches stay."""
+        ...
+
+    def restored(self, level: int, cache_tokens: int, rows: Mapping[str, np.ndarray]) -> Any:
+        """Caches of a level, of a length that it has programs for, that begin with `rows` (see `rows`)."""
         ...
 
     def run(

@@ -9,16 +9,17 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
+import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxllm.errors import ConfigError, ProgramError, one_line
-from jaxllm.program_folder.manifest import Manifest, Signature
+from jaxllm.program_folder.manifest import MANIFEST, Manifest, Signature
 from serving.host.machine import usable_cores
 from serving.host.progress import Progress
 from serving.host.user_cache import buckets_bytes, cache_folder
@@ -99,6 +100,11 @@ class LiteRtExecutor:
                 raise ProgramError(
                     f"{path}: LiteRT refuses it ({one_line(error)}; {one_line(said())}); export it again"
                 ) from error
+            if missing := _missing(manifest, self._model):
+                raise ProgramError(
+                    f"{path} lacks the signatures {', '.join(missing)}, which {folder / MANIFEST} names; "
+                    "copy both from one export"
+                )
             # The first buffer makes the runtime search for accelerators again: do it now.
             self._inputs_and_outputs(manifest.signatures[0])[0]["tokens"].write(
                 np.zeros((1, manifest.signatures[0].tokens), np.int32)
@@ -134,6 +140,23 @@ class LiteRtExecutor:
             whole[:, :, : caches.cache_tokens] = rows.reshape(1, heads, -1, width)
             longer.filled[name].write(whole)
         return longer
+
+    def rows(self, level: int, caches: Buffers, tokens: int) -> dict[str, np.ndarray]:
+        """See `Executor`."""
+        found = {}
+        for name, shape in self.manifest.cache_shapes(level, caches.cache_tokens).items():
+            whole = caches.filled[name].read(math.prod(shape), np.float32).reshape(shape)
+            found[name] = np.array(whole[:, :, :tokens])
+        return found
+
+    def restored(self, level: int, cache_tokens: int, rows: Mapping[str, np.ndarray]) -> Buffers:
+        """See `Executor`."""
+        buffers = self._caches(level, cache_tokens)
+        for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
+            whole = np.zeros(shape, np.float32)
+            whole[:, :, : rows[name].shape[2]] = rows[name]
+            buffers.filled[name].write(whole)
+        return buffers
 
     def run(
         self,
@@ -183,6 +206,12 @@ class LiteRtExecutor:
             outputs = {each: self._model.create_output_buffer_by_name(name, each) for each in results}
             self._buffers[name] = inputs, outputs
         return self._buffers[name]
+
+
+def _missing(manifest: Manifest, model: Any) -> list[str]:
+    """The signatures of a manifest that a model lacks."""
+    there = model.get_signature_list()
+    return [each.name for each in manifest.signatures if each.name not in there]
 
 
 def _close(model: Any) -> None:

@@ -34,9 +34,7 @@ class ProgramModel:
         """See `open_program`; `token_chooser` draws tokens, None makes one."""
         watch_for_forks()
         self.executor, self.tokenizer = executor, tokenizer
-        self._token_chooser = token_chooser or bucket_chooser(
-            executor.manifest.levels[WHOLE].cfg.vocab_size
-        )
+        self._token_chooser = token_chooser or bucket_chooser(executor.manifest.levels[WHOLE].cfg.vocab_size)
         self._runners: dict[int, ProgramRunner] = {}
         self.load_ms = self.build_ms = 0.0
 

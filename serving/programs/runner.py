@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -139,6 +139,16 @@ class ProgramRunner:
             if cache.capacity_tokens < length <= target:
                 caches = self.executor.grow(self.level, caches, length)
         return ProgramCache(caches, max(target, cache.capacity_tokens), cache.length)
+
+    def rows(self, cache: ProgramCache, tokens: int) -> dict[str, np.ndarray]:
+        """Copies of the first `tokens` rows of each of a cache's arrays, by name, `[1, K, tokens, H]`."""
+        return self.executor.rows(self.level, cache.caches, tokens)
+
+    def restored(self, rows: Mapping[str, np.ndarray], tokens: int) -> ProgramCache:
+        """A cache with room for `tokens` positions that begins with `rows` of an equal one (see `rows`)."""
+        length = self._length_for(tokens)
+        filled = next(iter(rows.values())).shape[2]
+        return ProgramCache(self.executor.restored(self.level, length, rows), length, filled)
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """See `Runner`; one chunk, because the programs to run depend on the cache."""
