@@ -1,16 +1,18 @@
 """Runs `python -m serving.device`."""
 
+from pathlib import Path
+
 from serving.entry import run_process
 
 
-def main() -> None:
-    """Entry point of the process."""
+def main(folder: Path | None = None) -> None:
+    """Entry point of the process; `folder` is that of the programs, None where an argument names it."""
 
     def command() -> None:
         # Imported where Ctrl-C is handled already.
         from serving.device import command
 
-        command.main()
+        command.main(folder=folder)
 
     run_process(command)
 

@@ -1,6 +1,8 @@
 """`python -m serving.device DIR [COMMAND]`: answers, chats and profiles with a folder of programs."""
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -225,9 +227,16 @@ def facts_command(choice: _Choice, as_json: bool) -> None:
         click.echo(f"{name:24}{value}")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point."""
-    run_command(device, "python -m serving.device", argv)
+def main(argv: Sequence[str] | None = None, *, folder: Path | None = None) -> None:
+    """Entry point; `folder` is that of the programs, None where an argument names it."""
+    if folder is None:
+        run_command(device, "python -m serving.device", argv)
+        return
+    assert device.callback is not None
+    command = copy.copy(device)
+    command.params = [each for each in device.params if each.name != "folder"]
+    command.callback = functools.partial(device.callback, folder=folder)
+    run_command(command, f"python {folder}", argv)
 
 
 def _shown(answer: Answer, *, as_json: bool) -> dict[str, Any]:

@@ -68,8 +68,10 @@ def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:
         order = np.argsort(-logits, kind="stable")
         last = np.searchsorted(np.cumsum(shares[order]), top_p)
         logits = np.where(logits >= logits[order[min(last, len(order) - 1)]], logits, -np.inf)
-    floor = logits.max() + np.log(np.float32(state.min_p))
-    return np.where(logits >= floor, logits, -np.inf).astype(np.float32)
+    if float(state.min_p) > 0:
+        floor = logits.max() + np.log(np.float32(state.min_p))
+        logits = np.where(logits >= floor, logits, -np.inf)
+    return logits.astype(np.float32)
 
 
 def gumbel_noise(seed: np.ndarray, drawn: int, count: int) -> np.ndarray:
@@ -90,7 +92,8 @@ def threefry(key: np.ndarray, high: np.ndarray, low: np.ndarray) -> tuple[np.nda
     Returns:
       Both words of each block.
     """
-    first, second = (np.uint32(each) for each in key)
+    # Arrays of one number, because those wrap around without a warning.
+    first, second = key[:1], key[1:]
     words = (first, second, first ^ second ^ _PARITY)
     high, low = high + words[0], low + words[1]
     for step in range(5):
