@@ -32,7 +32,7 @@ def main() -> None:
     sys.meta_path.insert(0, Absent())
     for name in ENTRIES:
         importlib.import_module(name)
-    seen, waiting, found = set(ENTRIES), list(ENTRIES), {}
+    seen, waiting, found = set[str](ENTRIES), list[str](ENTRIES), dict[str, str]()
     while waiting:
         name = waiting.pop()
         try:

@@ -49,8 +49,8 @@ _CALIBRATION_CHARACTERS = 1 << 20
     type=click.Choice(list(FORMATS)),
     default="stablehlo",
     show_default=True,
-    help="StableHLO for JAX, a TFLite model for LiteRT, the same with the loop that runs it where there is no "
-    "JAX, one LiteRT-LM file, or modules of IREE.",
+    help="StableHLO for JAX, a TFLite model for LiteRT, the same with the loop that runs it where there is "
+    "no JAX, one LiteRT-LM file, or modules of IREE.",
 )
 @click.option(
     "--precision",

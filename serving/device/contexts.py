@@ -105,8 +105,8 @@ class DeviceContexts:
           ConfigError: the level was not exported, or the app's name is not valid.
           BudgetExceeded: there is no room on storage.
         """
-        level = self.engine.runner_at(level).level
-        return DeviceContext(self, self.store.create(app, self._origins[level], pinned=pinned))
+        origin = self._origins[int(self.engine.runner_at(level).level)]
+        return DeviceContext(self, self.store.create(app, origin, pinned=pinned))
 
     def context(self, app: str, name: str) -> "DeviceContext":
         """Opens a context of an app.

@@ -23,7 +23,7 @@ def root_alone(root: int, room: int) -> TokenTree:
 
 def on_host(tree: TokenTree) -> TokenTree:
     """A copy of a tree in NumPy arrays."""
-    return TokenTree(**{each.name: np.array(getattr(tree, each.name)) for each in dataclasses.fields(tree)})
+    return _tree(**{each.name: np.array(getattr(tree, each.name)) for each in dataclasses.fields(tree)})
 
 
 def by_confidence(tree: TokenTree) -> np.ndarray:

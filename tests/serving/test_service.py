@@ -12,7 +12,7 @@ from jaxllm.errors import ConfigError, ContextGone, ContextOverflow, ObjectiveMi
 from jaxllm.tasks.example import TaskExample
 from serving.contexts.options import ContextOptions
 from serving.options import EngineOptions
-from serving.planning import profile as profiles
+from serving.planning import engine_profile as profiles
 from serving.planning.objectives import Latency
 from serving.planning.proposer import Proposal
 from serving.planning.safety_margin import MOST, START, SafetyMargin

@@ -36,7 +36,9 @@ def drawn_logits(seed: int, rows: int = 1) -> np.ndarray:
 def test_random_numbers_are_jax_s(seed, drawn):
     key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
     whole = jax.random.bits(
-        jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), drawn), (1, VOCAB), jnp.uint32
+        jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key), impl="threefry2x32"), drawn),
+        (1, VOCAB),
+        jnp.uint32,
     )
     folded = np.concatenate(host_sampling.threefry(key, np.zeros(1, np.uint32), np.array([drawn], np.uint32)))
     high, low = host_sampling.threefry(folded, np.zeros(VOCAB, np.uint32), np.arange(VOCAB, dtype=np.uint32))
