@@ -248,6 +248,6 @@ def test_a_service_says_which_objectives_its_device_cannot_meet(service, caplog)
 def test_opening_logs_what_cannot_be_met(service, path, caplog, monkeypatch):
     told = {SLOS[4]: service.profile.tokens}
     monkeypatch.setattr("serving.planned_service.unmet", lambda planner, objectives: told)
-    with caplog.at_level("INFO", logger="serving.planned_service"):
+    with caplog.at_level("INFO", logger="serving.service"):
         LLMService.open(path, options=OPTIONS)
     assert "no choice meets on this device: <20,60> for prompts of any length" in caplog.text
