@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,25 @@ class _Choice:
                 budget_bytes=budget_bytes,
                 progress=progress,
             )
+
+
+def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --contexts and --budget, passed to the command as `folder` and `budget_bytes`."""
+    budget = click.option(
+        "--budget",
+        "budget_bytes",
+        type=Size(),
+        default=_BUDGET,
+        help=f"Most bytes of contexts' chunks in memory.  [default: {_BUDGET}]",
+    )
+    place = click.option(
+        "--contexts",
+        "folder",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Keep contexts there.",
+    )
+    return place(budget(command))
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -152,12 +171,8 @@ def generate_command(
 @click.option("--slo", metavar="<TTFT,TPOT>", help="Shares of the whole model's times, in percent.")
 @click.option("--strict", is_flag=True, help="Refuse what no level answers in time.")
 @click.option("--app", default="device", help="The app that owns the context.  [default: device]")
-@click.option("--contexts", type=click.Path(path_type=Path), metavar="DIR", help="Keep contexts there.")
 @click.option("--context", "name", metavar="NAME", help="Go on in this context; `new` makes one.")
-@click.option(
-    "--budget", "budget_bytes", type=Size(), default=_BUDGET,
-    help=f"Most bytes of contexts' chunks in memory.  [default: {_BUDGET}]",
-)  # fmt: skip
+@_context_options
 @sampling_options
 @json_option
 @click.pass_obj
@@ -170,7 +185,7 @@ def call_command(
 ) -> None:
     """Answer a prompt by a plan, or in a context that outlives calls."""
     slo, strict, app = (options.pop(each) for each in ("slo", "strict", "app"))
-    folder, name, budget_bytes = (options.pop(each) for each in ("contexts", "name", "budget_bytes"))
+    folder, name, budget_bytes = (options.pop(each) for each in ("folder", "name", "budget_bytes"))
     config = generation_config(options)
     if (folder is None) != (name is None):
         raise click.UsageError("--contexts and --context go together")
@@ -210,6 +225,29 @@ def profile_command(choice: _Choice, as_json: bool) -> None:
         return
     show_profile(found)
     click.echo(f"kept in {path}")
+
+
+@device.command("serve")
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Listen there.  [default: 127.0.0.1]")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="[default: 8000; 0: a free one]")
+@_context_options
+@click.pass_obj
+def serve_command(choice: _Choice, host: str, port: int, folder: Path | None, budget_bytes: int) -> None:
+    """Serve the model to the apps of this device over HTTP."""
+    try:
+        # Here, because no other command takes these packages.
+        from serving.device.http import bound_to, own_identity, serve
+    except ImportError as error:
+        raise ConfigError(
+            f"{error.name} is not installed; pip install uvicorn starlette httptools"
+        ) from error
+    from serving.device.backend import DeviceBackend
+
+    identity = own_identity()
+    with bound_to(host, port, identity) as listening:
+        backend = DeviceBackend(choice.serve(folder, budget_bytes))
+        click.echo(f"listening on http://{host}:{listening.getsockname()[1]}", err=True)
+        serve(backend, listening, identity, (host,))
 
 
 @device.command("facts")

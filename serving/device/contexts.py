@@ -34,6 +34,7 @@ from serving.engine import Engine
 from serving.programs.model import ProgramModel
 from serving.request import GenerationConfig, Session
 from serving.run import Lifecycle, Run
+from serving.server.facts import ContextFacts
 
 CHUNK_TOKENS = 16
 _CODEC = "raw"
@@ -128,6 +129,31 @@ class DeviceContexts:
             raise ContextGone(f"the context {name} is of level {level}, which was not exported; delete it")
         record.origin.require(self._origins[level], name)
         return record
+
+    def pin(self, app: str, name: str, pinned: bool) -> Record:
+        """Keeps a context's chunks in memory once they are there, or lets them be evicted.
+
+        Raises:
+          ContextGone: see `record`.
+          BudgetExceeded: its chunks do not fit beside those of other pinned contexts.
+        """
+        record = dataclasses.replace(self.record(app, name), pinned=pinned)
+        if pinned:
+            self.memory.require(name, len(record.bits) * sum(record.origin.layer_bytes[RAW]))
+        record = self.store.commit(record)
+        self.memory.pin(name, pinned)
+        return record
+
+    def facts(self, record: Record) -> ContextFacts:
+        """What apps are told of a context."""
+        return ContextFacts(
+            name=record.name,
+            tokens=len(record.tokens),
+            level=record.origin.level,
+            pinned=record.pinned,
+            stored_bytes=sum(bits == RAW for bits in record.bits) * sum(record.origin.layer_bytes[RAW]),
+            created_s=record.created_s,
+        )
 
     def delete(self, name: str) -> None:
         """Deletes a context from memory and storage.
@@ -262,9 +288,18 @@ class DeviceContext:
         self._contexts, self.app, self.name = contexts, record.app, record.name
 
     @property
+    def record(self) -> Record:
+        """The stored record.
+
+        Raises:
+          ContextGone: see `DeviceContexts.record`.
+        """
+        return self._contexts.record(self.app, self.name)
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """All tokens of the context."""
-        return self._contexts.record(self.app, self.name).tokens
+        return self.record.tokens
 
     def generate(
         self,
