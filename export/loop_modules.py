@@ -6,6 +6,7 @@ python -m export.loop_modules -> {path in an archive: path of the source}, as JS
 import ast
 import importlib
 import importlib.abc
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -17,14 +18,18 @@ ROOTS = ("jaxllm", "serving")
 ENTRIES = ("serving.device.__main__", "jaxllm.text.child_worker")
 
 
+class NotOnDevice(ImportError):
+    """A device does not have the package."""
+
+
 class Absent(importlib.abc.MetaPathFinder):
     """Refuses the packages that a device does not have."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Raises ImportError for those packages; else others may find the module."""
+        """Raises NotOnDevice for those packages; else others may find the module."""
         del path, target
         if name.partition(".")[0] in ABSENT:
-            raise ImportError(f"{name} is not on a device")
+            raise NotOnDevice(f"{name} is not on a device")
 
 
 def main() -> None:
@@ -35,12 +40,8 @@ def main() -> None:
     seen, waiting, found = set[str](ENTRIES), list[str](ENTRIES), dict[str, str]()
     while waiting:
         name = waiting.pop()
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            # What a device does not have, imported where it is used.
+        if (path := path_of(name)) is None:
             continue
-        path = Path(str(module.__file__))
         inside = Path(*name.split("."))
         found[str(inside / path.name if path.stem == "__init__" else inside.with_suffix(".py"))] = str(path)
         parents = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
@@ -49,6 +50,22 @@ def main() -> None:
                 seen.add(each)
                 waiting.append(each)
     json.dump(found, sys.stdout)
+
+
+def path_of(name: str) -> Path | None:
+    """The source of a module; None if there is no such module, or a device cannot import it."""
+    try:
+        importlib.import_module(name)
+    except NotOnDevice:
+        return None
+    except ImportError:
+        # It may take a package that is missing here, and that a device may have.
+        pass
+    try:
+        spec = importlib.util.find_spec(name)
+    except ImportError:
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def imported(source: str) -> Iterator[str]:

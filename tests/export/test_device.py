@@ -1,6 +1,7 @@
 """The folder of a device: it answers as the live service does, without JAX and without these sources."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -9,7 +10,8 @@ import pytest
 
 from export.device import LOOP, loop_modules
 from jaxllm.config import WHOLE
-from jaxllm.program_folder.manifest import Manifest
+from jaxllm.errors import ProgramError
+from jaxllm.program_folder.manifest import MANIFEST, Manifest
 from serving.engine import Engine
 from serving.request import GenerationConfig
 from tests.export.conftest import PLAN
@@ -156,3 +158,22 @@ def test_the_loop_has_what_a_device_imports_where_it_is_used():
         modules
     )
     assert not any(b"\nimport jax\n" in text for text in modules.values())
+
+
+def test_a_missing_signature_is_named(folder, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "other")
+    facts = json.loads((other / MANIFEST).read_text())
+    more = {"kind": "verify", "tokens": 16, "level": WHOLE, "cache_tokens": 0, "file": FILE}
+    facts["signatures"].append(more)
+    (other / MANIFEST).write_text(json.dumps(facts))
+    with pytest.raises(ProgramError, match="lacks the signatures verify_16, which"):
+        Engine.open_program(other)
+
+
+def test_a_model_of_another_export(folder, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "other")
+    raw = bytearray((other / FILE).read_bytes())
+    raw[-1] ^= 1
+    (other / FILE).write_bytes(raw)
+    with pytest.raises(ProgramError, match="the checksum is wrong"):
+        Engine.open_program(other)

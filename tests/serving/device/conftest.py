@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("device")
     subject = read_subject(write_elastic(place / "tiny.jaxllm"), levels=(40,))
     plan = ExportPlan(
-        context_tokens=CONTEXT, chunk_tokens=CHUNKS, verify_tokens=(8,), cache_tokens=(32,), levels=(40,)
+        context_tokens=CONTEXT, chunk_tokens=CHUNKS, verify_tokens=(8,), cache_tokens=(), levels=(40,)
     )
     export_stablehlo(subject, place / "programs", plan, platforms=("cpu",))
     return place / "programs"
@@ -26,3 +26,10 @@ def engine(folder):
     from serving.device.opening import open_device
 
     return open_device(folder)
+
+
+@pytest.fixture(scope="session")
+def profile(engine):
+    from serving.planning.coarse_profile import measure_coarsely
+
+    return measure_coarsely(engine)

@@ -17,8 +17,8 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def service(engine, cache):
-    return DeviceService(engine, profiles.device_profile(engine))
+def service(engine, profile):
+    return DeviceService(engine, profile)
 
 
 def test_a_call_takes_the_level_that_is_in_time(service):

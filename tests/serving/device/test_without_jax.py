@@ -40,7 +40,11 @@ SHARED = {
     "device": (
         "serving.device.command", "serving.device.contexts", "serving.device.host_chooser",
         "serving.device.host_sampling", "serving.device.opening", "serving.device.profiles",
-        "serving.device.service",
+        "serving.device.service", "serving.device.jobs", "serving.device.backend",
+    ),
+    "front": (
+        "serving.server.calls", "serving.server.prompts", "serving.server.ticket",
+        "serving.server.objectives", "serving.server.identity", "serving.server.guard", "serving.server.api.app", "serving.device.http",
     ),
 }  # fmt: skip
 BLOCKER = """
