@@ -156,9 +156,7 @@ class DeviceBackend:
         if adapter:
             raise AdapterGone(f"there is no adapter {adapter!r:.80}: export the model with it")
         contexts = self._contexts()
-        return await self._soon(
-            lambda: contexts.facts(contexts.create(app, level=level, pinned=pinned).record)
-        )
+        return await self._soon(lambda: contexts.facts(contexts.create(app, level=level, pinned=pinned)))
 
     async def contexts(self, app: str) -> Sequence[ContextFacts]:
         """See `Backend`."""

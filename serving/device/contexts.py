@@ -14,9 +14,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,15 +23,12 @@ from jaxllm.kv.codecs import RAW
 from jaxllm.kv.eviction import find_policy
 from jaxllm.kv.recompute import LOST
 from jaxllm.program_folder.manifest import KEYS, VALUES
-from serving.answer import Answer
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.record import Origin, Record
 from serving.contexts.store import ContextStore
-from serving.contexts.turn_ids import turn_ids
 from serving.engine import Engine
 from serving.programs.model import ProgramModel
-from serving.request import GenerationConfig, Session
-from serving.run import Lifecycle, Run
+from serving.request import Session
 from serving.server.facts import ContextFacts
 
 CHUNK_TOKENS = 16
@@ -94,7 +89,7 @@ class DeviceContexts:
         """Releases the store for other processes."""
         self.store.close()
 
-    def create(self, app: str, *, level: int | None = None, pinned: bool = False) -> "DeviceContext":
+    def create(self, app: str, *, level: int | None = None, pinned: bool = False) -> Record:
         """Creates an empty context.
 
         Args:
@@ -107,15 +102,7 @@ class DeviceContexts:
           BudgetExceeded: there is no room on storage.
         """
         origin = self._origins[int(self.engine.runner_at(level).level)]
-        return DeviceContext(self, self.store.create(app, origin, pinned=pinned))
-
-    def context(self, app: str, name: str) -> "DeviceContext":
-        """Opens a context of an app.
-
-        Raises:
-          ContextGone: see `record`.
-        """
-        return DeviceContext(self, self.record(app, name))
+        return self.store.create(app, origin, pinned=pinned)
 
     def record(self, app: str, name: str) -> Record:
         """The record of an app's context.
@@ -210,18 +197,18 @@ class DeviceContexts:
         try:
             # Damage that was found while it was restored is in the store's record.
             record = self.store.record(record.name)
-            known, rows = len(record.bits), None
-            count = known
+            known, cached = len(record.bits), 0
+            fresh: dict[int, tuple[np.ndarray, ...]] = {}
             if session.cache is not None:
                 # The session's tokens are a beginning of the sequence.
-                count = max(known, min(len(session.tokens), len(sequence)) // CHUNK_TOKENS)
-                runner = self.engine.runner_at(record.origin.level)
-                rows = runner.rows(session.cache, CHUNK_TOKENS * count)
-            lost = {number for number, bits in enumerate(record.bits) if bits == LOST}
-            fresh = (
-                {} if rows is None else {n: _blobs(rows, n) for n in (*sorted(lost), *range(known, count))}
-            )
-            bits = tuple(LOST if n in lost and n not in fresh else RAW for n in range(count))
+                cached = min(len(session.tokens), len(sequence)) // CHUNK_TOKENS
+                lost = [number for number in range(min(known, cached)) if record.bits[number] == LOST]
+                if new := [*lost, *range(known, cached)]:
+                    runner = self.engine.runner_at(record.origin.level)
+                    rows = runner.rows(session.cache, CHUNK_TOKENS * cached)
+                    fresh = {number: _blobs(rows, number) for number in new}
+            count = max(known, cached)
+            bits = tuple(RAW if n in fresh else record.bits[n] for n in range(count))
             zeros = (0.0,) * count
             self.store.commit(
                 dataclasses.replace(record, tokens=tuple(sequence), bits=bits, mass=zeros, seen=zeros),
@@ -274,123 +261,6 @@ class DeviceContexts:
         tokens = list(record.tokens[: CHUNK_TOKENS * len(chunks)])
         session.cache, session.tokens = runner.restored(rows, len(tokens)), tokens
         session.weights_version = runner.weights_version
-
-
-class DeviceContext:
-    """A context of an app.
-
-    Attributes:
-      app: that owns it.
-      name: unique in the store; finds the context again after a restart.
-    """
-
-    def __init__(self, contexts: DeviceContexts, record: Record) -> None:
-        self._contexts, self.app, self.name = contexts, record.app, record.name
-
-    @property
-    def record(self) -> Record:
-        """The stored record.
-
-        Raises:
-          ContextGone: see `DeviceContexts.record`.
-        """
-        return self._contexts.record(self.app, self.name)
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """All tokens of the context."""
-        return self.record.tokens
-
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        instruction: str = "",
-        config: GenerationConfig | None = None,
-    ) -> "DeviceContextAnswer":
-        """Answers a prompt that follows the context's tokens.
-
-        Args:
-          prompt: the user's text; or token ids, which are taken as they are.
-          instruction: stands before everything; only in the first call.
-          config: length, stops and sampling of the answer.
-
-        Raises:
-          ContextGone: it was deleted, or is of other programs.
-          ConfigError: the prompt is empty or malformed, or an instruction comes after the first call.
-          ContextOverflow: the context and the prompt are longer than the programs' caches.
-        """
-        contexts = self._contexts
-        engine, record = contexts.engine, contexts.record(self.app, self.name)
-        if isinstance(prompt, str):
-            tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
-            prompt = turn_ids(tokenizer, record.tokens, prompt, instruction, now=datetime.now())
-        elif instruction:
-            raise ConfigError("an instruction comes with a prompt of text, not with token ids")
-        config = config or GenerationConfig()
-        request = engine.request([*record.tokens, *prompt], config, level=record.origin.level)
-        call = _ContextCall(contexts, record, most_tokens=len(request.prompt) + config.max_tokens)
-        return DeviceContextAnswer(engine.decoding(request), engine.tokenizer, request, call=call)
-
-    def delete(self) -> None:
-        """Removes it from memory and storage.
-
-        Raises:
-          ContextGone: it was deleted before.
-          ConfigError: it is answering.
-        """
-        self._contexts.delete(self._contexts.record(self.app, self.name).name)
-
-
-class DeviceContextAnswer(Answer):
-    """An answer in a context. When it has ended or was closed, its tokens are part of the context."""
-
-    def __init__(self, *args: Any, call: "_ContextCall", **more: Any) -> None:
-        """See `Answer`; `call` is its lifecycle."""
-        super().__init__(*args, lifecycle=call, **more)
-        self._call = call
-
-    @property
-    def restored(self) -> Restored:
-        """How the context was restored, once the answer has begun."""
-        return self._call.restored
-
-
-class _ContextCall(Lifecycle):
-    """Restores a context before an answer, and stores it afterwards."""
-
-    def __init__(self, contexts: DeviceContexts, record: Record, *, most_tokens: int) -> None:
-        self.restored, self._began = Restored(), False
-        self._contexts, self._record, self._most_tokens = contexts, record, most_tokens
-
-    def begin(self, run: Run) -> None:
-        """See `Lifecycle`."""
-        record = self._record
-        if self._contexts.record(record.app, record.name).tokens != record.tokens:
-            raise ConfigError(f"the context {record.name} went on since this answer was asked for; ask again")
-        self.restored = self._contexts.begin(record, run.session, most_tokens=self._most_tokens)
-        self._began = True
-
-    def finish(self, run: Run) -> None:
-        """See `Lifecycle`."""
-        if not self._began:
-            return
-        # First: a later interrupt leaves the call ended.
-        self._began = False
-        if run.tokens:
-            self._contexts.finish(self._record, run.session, run.sequence)
-        else:
-            self._contexts.end(self._record)
-
-    def failed(self, run: Run) -> None:
-        """See `Lifecycle`: keeps the tokens so far, if storage takes them; the error is raised in any
-        case."""
-        with contextlib.suppress(BudgetExceeded, CheckpointError, Unreadable):
-            self.finish(run)
-
-    def dropped(self, run: Run) -> None:
-        """See `Lifecycle`."""
-        self.failed(run)
 
 
 def _origin(engine: Engine[ProgramModel], level: int) -> Origin:

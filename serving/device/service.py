@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Self
 
 from jaxllm.errors import ConfigError
-from serving.device.contexts import DeviceContext, DeviceContexts
+from serving.device.context import DeviceContext
+from serving.device.contexts import DeviceContexts
 from serving.device.opening import open_device
 from serving.device.profiles import device_profile
 from serving.engine import Engine
@@ -86,12 +87,14 @@ class DeviceService(PlannedService):
 
     def new_context(self, app: str, *, level: int | None = None, pinned: bool = False) -> DeviceContext:
         """Creates a context of an app (see `DeviceContexts.create`)."""
-        return self._kept().create(app, level=level, pinned=pinned)
+        contexts = self._kept()
+        return DeviceContext(contexts, contexts.create(app, level=level, pinned=pinned))
 
     def context(self, app: str, name: str) -> DeviceContext:
         """Opens a context that an app created before, perhaps in another process (see
-        `DeviceContexts.context`)."""
-        return self._kept().context(app, name)
+        `DeviceContexts.record`)."""
+        contexts = self._kept()
+        return DeviceContext(contexts, contexts.record(app, name))
 
     def _kept(self) -> DeviceContexts:
         if self.contexts is None:

@@ -109,7 +109,7 @@ class LiteRtExecutor:
             self._inputs_and_outputs(manifest.signatures[0])[0]["tokens"].write(
                 np.zeros((1, manifest.signatures[0].tokens), np.int32)
             )
-        weakref.finalize(self, _close, self._model)
+        weakref.finalize(self, _close, self._model, self._buffers)
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
         """See `Executor`; LiteRT has all signatures ready, only their buffers are made."""
@@ -214,6 +214,9 @@ def _missing(manifest: Manifest, model: Any) -> list[str]:
     return [each.name for each in manifest.signatures if each.name not in there]
 
 
-def _close(model: Any) -> None:
+def _close(model: Any, buffers: dict[str, Any]) -> None:
+    # The runtime's environment, which model and buffers hold, tells of its end.
     with runtime_messages_kept():
+        buffers.clear()
         model.close()
+        vars(model).clear()

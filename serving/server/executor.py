@@ -45,8 +45,7 @@ from serving.step import fail, step
 Found = TypeVar("Found")
 _log = logging.getLogger(__name__)
 # In this time an app's past use of the engine counts half.
-_HALF_LIFE_MS = 10_000.0
-_IDLE_S = 0.5
+_HALF_LIFE_MS, _IDLE_S = 10_000.0, 0.5
 # The next dispatch takes all cores: so long the event loop has one to itself to send a first token.
 _FIRST_TOLD_S = 0.0005
 # A service that has failed is there again after about so long.

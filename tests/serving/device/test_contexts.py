@@ -5,6 +5,7 @@ import pytest
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
 from jaxllm.kv.codecs import RAW
 from serving.contexts.segment import SUFFIX
+from serving.device.context import DeviceContext
 from serving.device.contexts import CHUNK_TOKENS, DeviceContexts
 from serving.request import GenerationConfig, Session
 from tests.export.models import CFG
@@ -19,6 +20,14 @@ def contexts(engine, tmp_path):
     with_room = DeviceContexts(engine, tmp_path / "store", budget_bytes=1 << 20)
     yield with_room
     with_room.close()
+
+
+def created(contexts, app, **options):
+    return DeviceContext(contexts, contexts.create(app, **options))
+
+
+def opened(contexts, app, name):
+    return DeviceContext(contexts, contexts.record(app, name))
 
 
 def uninterrupted(engine, first, level=100):
@@ -36,7 +45,7 @@ def uninterrupted(engine, first, level=100):
 def test_three_contexts_in_a_budget_of_four_chunks(engine, tmp_path):
     wanted = [uninterrupted(engine, turn) for turn in TURNS]
     contexts = DeviceContexts(engine, tmp_path / "store", budget_bytes=4 * CHUNK_BYTES)
-    made = [contexts.create("app") for _ in TURNS]
+    made = [created(contexts, "app") for _ in TURNS]
     first = [each.generate(turn, config=CONFIG).result() for each, turn in zip(made, TURNS, strict=True)]
     assert [each.tokens for each in first] == [each[0] for each in wanted]
     assert contexts.memory.resident_bytes <= 4 * CHUNK_BYTES
@@ -48,13 +57,13 @@ def test_three_contexts_in_a_budget_of_four_chunks(engine, tmp_path):
 
 
 def test_a_restart_restores_to_the_bit(engine, contexts, tmp_path):
-    name = contexts.create("app").name
+    name = created(contexts, "app").name
     wanted = uninterrupted(engine, TURNS[1])
-    answer = contexts.context("app", name).generate(TURNS[1], config=CONFIG).result()
+    answer = opened(contexts, "app", name).generate(TURNS[1], config=CONFIG).result()
     rows = engine.runner.rows(answer.session.cache, CHUNK_TOKENS)
     contexts.close()
     again = DeviceContexts(engine, tmp_path / "store", budget_bytes=1 << 20)
-    answer = again.context("app", name).generate(TURNS[0][:5], config=CONFIG).result()
+    answer = opened(again, "app", name).generate(TURNS[0][:5], config=CONFIG).result()
     assert answer.tokens == wanted[1]
     assert (answer.restored.resident, answer.restored.read) == (0, CHUNK_TOKENS)
     # All tokens but those of the chunk; the last of the first answer was never fed.
@@ -65,8 +74,8 @@ def test_a_restart_restores_to_the_bit(engine, contexts, tmp_path):
 
 
 def test_a_damaged_chunk_is_computed_again(engine, contexts, tmp_path):
-    name = contexts.create("app").name
-    contexts.context("app", name).generate(TURNS[2], config=CONFIG).result()
+    name = created(contexts, "app").name
+    opened(contexts, "app", name).generate(TURNS[2], config=CONFIG).result()
     contexts.close()
     (segment,) = (tmp_path / "store").rglob(f"*{SUFFIX}")
     raw = bytearray(segment.read_bytes())
@@ -74,7 +83,7 @@ def test_a_damaged_chunk_is_computed_again(engine, contexts, tmp_path):
     raw[4096] ^= 255
     segment.write_bytes(raw)
     again = DeviceContexts(engine, tmp_path / "store", budget_bytes=1 << 20)
-    answer = again.context("app", name).generate(TURNS[0][:5], config=CONFIG).result()
+    answer = opened(again, "app", name).generate(TURNS[0][:5], config=CONFIG).result()
     assert answer.tokens == uninterrupted(engine, TURNS[2])[1]
     assert answer.restored.read == 0
     # The chunk is stored anew, beside the next.
@@ -83,13 +92,13 @@ def test_a_damaged_chunk_is_computed_again(engine, contexts, tmp_path):
 
 
 def test_a_level_of_its_own(engine, contexts):
-    context = contexts.create("app", level=40)
+    context = created(contexts, "app", level=40)
     found = [context.generate(turn, config=CONFIG).result().tokens for turn in (TURNS[0], TURNS[0][:5])]
     assert found == uninterrupted(engine, TURNS[0], level=40)
 
 
 def test_one_call_at_a_time(contexts):
-    one, other = contexts.create("app"), contexts.create("app")
+    one, other = created(contexts, "app"), created(contexts, "app")
     running = one.generate(TURNS[0], config=CONFIG)
     next(running)
     with pytest.raises(ConfigError, match="is answering"):
@@ -102,9 +111,9 @@ def test_one_call_at_a_time(contexts):
 
 
 def test_what_is_gone(contexts):
-    context = contexts.create("app")
+    context = created(contexts, "app")
     with pytest.raises(ContextGone):
-        contexts.context("other", context.name)
+        opened(contexts, "other", context.name)
     context.delete()
     with pytest.raises(ContextGone):
         context.generate([1, 2])
@@ -113,5 +122,5 @@ def test_what_is_gone(contexts):
 def test_a_budget_that_no_chunk_fits(engine, tmp_path):
     contexts = DeviceContexts(engine, tmp_path / "store", budget_bytes=CHUNK_BYTES - 1)
     with pytest.raises(BudgetExceeded):
-        contexts.create("app").generate(TURNS[0], config=CONFIG).result()
+        created(contexts, "app").generate(TURNS[0], config=CONFIG).result()
     contexts.close()

@@ -38,13 +38,14 @@ SHARED = {
         "serving.programs.executor", "serving.programs.litert", "serving.programs.packed",
     ),
     "device": (
-        "serving.device.command", "serving.device.contexts", "serving.device.host_chooser",
-        "serving.device.host_sampling", "serving.device.opening", "serving.device.profiles",
-        "serving.device.service", "serving.device.jobs", "serving.device.backend",
+        "serving.device.command", "serving.device.context", "serving.device.contexts",
+        "serving.device.host_chooser", "serving.device.host_sampling", "serving.device.opening",
+        "serving.device.profiles", "serving.device.service", "serving.device.jobs", "serving.device.backend",
     ),
     "front": (
         "serving.server.calls", "serving.server.prompts", "serving.server.ticket",
-        "serving.server.objectives", "serving.server.identity", "serving.server.guard", "serving.server.api.app", "serving.device.http",
+        "serving.server.objectives", "serving.server.identity", "serving.server.guard",
+        "serving.server.api.app", "serving.device.http",
     ),
 }  # fmt: skip
 BLOCKER = """
