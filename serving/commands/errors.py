@@ -26,7 +26,7 @@ def run_command(command: click.Command, name: str, argv: Sequence[str] | None = 
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     except (JaxllmError, OSError) as error:
-        if arguments[0] == "--debug":
+        if arguments[:1] == ["--debug"]:
             raise
         click.echo(f"error: {_one_line(error)}", err=True)
         sys.exit(1)

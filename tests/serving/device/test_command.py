@@ -80,3 +80,10 @@ def test_a_folder_of_its_own_needs_no_name(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.startswith(f"Usage: python {tmp_path}")
     assert "FOLDER" not in said.partition("\n")[0]
+
+
+def test_a_folder_that_is_none_is_told_without_arguments(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main([], folder=tmp_path)
+    assert ended.value.code == 1
+    assert "not a folder of programs" in capsys.readouterr().err
