@@ -57,6 +57,12 @@ for sampling in (Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=3, t
 drafted = open_device(folder, threads=1, drafts=drafts)
 out["drafted"] = [drafted.generate(each, config).tokens for each in prompts]
 out["verifications"] = drafted.speculation.counts.verifications
+for name, options in (
+    ("level", SpeculationOptions(drafter="level", level=40, pausing=False)),
+    ("folder", SpeculationOptions(model=folder, pausing=False)),
+):
+    by = open_device(folder, threads=1, drafts=options)
+    out[name] = [by.generate(each, config).tokens for each in prompts[:8]]
 out["new_buffers"] = len(set(executor._buffers) - ready)
 chunk_bytes = sum(
     8 * 16 * engine.cfg.units(layer).kv_heads * engine.cfg.head_dim for layer in range(engine.cfg.layers)
@@ -114,6 +120,7 @@ def test_twenty_prompts_token_for_token(said, live_engine):
         assert said["plain"][str(level)] == wanted
     assert said["drafted"] == said["plain"][str(WHOLE)]
     assert said["verifications"] > 0
+    assert said["level"] == said["folder"] == said["drafted"][:8]
 
 
 def test_nothing_of_jax_or_of_the_sources(said, folder):
