@@ -8,6 +8,7 @@ from jaxllm.errors import ConfigError
 _NEEDS = {
     "stablehlo": ("stablehlo", ("flatbuffers",)),
     "tflite": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert")),
+    "device": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert")),
     "litertlm": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert", "litert_lm_builder")),
     "iree": ("iree", ("flatbuffers", "iree.compiler", "iree.runtime")),
 }

@@ -11,7 +11,7 @@ stores these matrices by output, so that a level's part is no prefix.
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ def export_tflite(
     precision: Precision = "f32",
     ranges: Mapping[str, Ranges] | None = None,
     progress: Progress | None = None,
+    beside: Callable[[Path], None] | None = None,
 ) -> tuple[Manifest, Sharing]:
     """Writes a folder with one model of all signatures.
 
@@ -60,6 +61,7 @@ def export_tflite(
       precision: one of `PRECISIONS`.
       ranges: for w8a8, of activations (see `quantized.calibrate`).
       progress: called with ("export", signatures traced, signatures in all).
+      beside: writes further files into the folder, which the manifest lists; None for none.
 
     Returns:
       The manifest, and the bytes of the weights.
@@ -76,6 +78,8 @@ def export_tflite(
             subject, plan, signatures, precision=precision, ranges=ranges, progress=progress
         )
         (folder / FILE).write_bytes(model)
+        if beside is not None:
+            beside(folder)
         manifest = finish(
             folder,
             subject,

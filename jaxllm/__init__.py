@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from jaxllm.models.encoder.config import EncoderConfig
     from jaxllm.models.flax_front import DecoderLM, DualHeadEncoder, Encoder
     from jaxllm.models.tiny_lm import TlmConfig
-    from jaxllm.sampling import Sampling
+    from jaxllm.sampling_state import Sampling
     from jaxllm.text.prompts import Prompt
     from serving.answer import Answer
     from serving.contexts.answer import ContextAnswer
@@ -97,7 +97,7 @@ _HOMES = {
     "ProgramError": "jaxllm.errors",
     "Prompt": "jaxllm.text.prompts",
     "RopeConfig": "jaxllm.config",
-    "Sampling": "jaxllm.sampling",
+    "Sampling": "jaxllm.sampling_state",
     "Session": "serving.request",
     "Sliding": "serving.sliding",
     "Slo": "jaxllm.elastic.slo",

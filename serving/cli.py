@@ -1,16 +1,15 @@
-"""Runs the `jaxllm` command: lists all packages' commands, and turns errors into a line and an exit code.
+"""Runs the `jaxllm` command: lists all packages' commands.
 
 A command's module is imported when the command is used (`serving.commands.lazy`). Each package has the
 modules of its commands.
 """
 
-import sys
 from collections.abc import Sequence
 
 import click
 
 import jaxllm
-from jaxllm.errors import JaxllmError
+from serving.commands.errors import run_command
 from serving.commands.lazy import LazyGroup
 
 SECTIONS = {
@@ -106,28 +105,7 @@ def cli(debug: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point: errors become one line on stderr, exit 1 (usage errors: 2)."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        code = cli.main(arguments, prog_name="jaxllm", standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    except (JaxllmError, OSError) as error:
-        if arguments[0] == "--debug":
-            raise
-        click.echo(f"error: {_one_line(error)}", err=True)
-        sys.exit(1)
-
-
-def _one_line(error: JaxllmError | OSError) -> str:
-    if isinstance(error, JaxllmError):
-        return " ".join(str(error).split())
-    # Errors that users cause are JaxllmErrors; this is one of our own output, for example to a full disk.
-    where = "" if error.filename is None else f"{error.filename}: "
-    return f"{where}{error.strerror or error}"
+    run_command(cli, "jaxllm", argv)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxllm.sampling import SamplerState
+from jaxllm.sampling_state import SamplerState
 from serving.guided.logprobs import TokenLogprob
 from serving.runners.runner import Runner
 

@@ -15,7 +15,6 @@ from serving.decoding import Decoding, PlainDecoding
 from serving.guided.compiler import GrammarCompiler
 from serving.guided.decoding import GuidedDecoding
 from serving.host.progress import Progress
-from serving.options import EngineOptions
 from serving.request import GenerationConfig, Request, Session, start_ids
 from serving.runners.runner import Runner
 from serving.sliding import Sliding
@@ -23,6 +22,7 @@ from serving.speculation.options import SpeculationOptions
 
 if TYPE_CHECKING:
     from serving.loading import LoadedModel
+    from serving.options import EngineOptions
     from serving.programs.model import ProgramModel
     from serving.speculation.speculation import Speculation
 
@@ -97,7 +97,7 @@ class Engine(Generic[AnyModel]):
         model: str | Path | None = None,
         *,
         weights: WeightFormat | None = None,
-        options: EngineOptions | None = None,
+        options: "EngineOptions | None" = None,
         adapter: str | Path | None = None,
         level: int = WHOLE,
         speculation: SpeculationOptions | None = None,

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 INTERRUPTED = 130
@@ -24,16 +24,27 @@ _IMPORTING = "<frozen importlib._bootstrap>"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line (`serving.cli.main`); exits 130 after an interrupt, and prints nothing then."""
+    """Runs the command line (`serving.cli.main`; see `run_process`)."""
+
+    def command() -> None:
+        # Imported where Ctrl-C is handled already.
+        from serving import cli
+
+        cli.main(argv)
+
+    run_process(command)
+
+
+def run_process(command: Callable[[], None]) -> None:
+    """Runs what a process is for, and ends the process: exits 130 after an interrupt, and prints nothing
+    then."""
     # The parent process may have it ignore Ctrl-C (`nohup`, a shell's background).
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
         signal.signal(signal.SIGALRM, _interrupt)
         sys.unraisablehook = _dropped
     try:
-        from serving import cli
-
-        cli.main(argv)
+        command()
     except SystemExit as end:
         if end.code != INTERRUPTED:
             # The command has ended: an interrupt from here on would only disturb the exit.

@@ -2,21 +2,23 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 
 from jaxllm.config import require_decoder_alone
 from jaxllm.errors import ConfigError, ContextOverflow
-from jaxllm.kernels.chunk_table import ChunkTable
-from jaxllm.kv.cache import KVCache
-from jaxllm.sampling import Sampling
+from jaxllm.sampling_state import Sampling
 from jaxllm.text.tokenizer import MAX_TOKEN_ID, Tokenizer
 from serving.guided.grammar import Grammar
 from serving.guided.logprobs import require_top_logprobs
 from serving.runners.runner import Runner
 from serving.sliding import Sliding, kept_tokens
 from serving.text_stream import MAX_STOP_IDS
+
+if TYPE_CHECKING:
+    from jaxllm.kernels.chunk_table import ChunkTable
+    from jaxllm.kv.cache import KVCache
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -82,16 +84,19 @@ class Session:
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
-    cache: KVCache | None = None
+    cache: "KVCache | None" = None
     weights_version: tuple[int, int] | None = None
-    chunks: ChunkTable | None = None
+    chunks: "ChunkTable | None" = None
 
     @property
     def size_bytes(self) -> int:
         """Memory of its cache, with the room for tokens to come."""
+        # Here, because devices that run programs alone have no JAX.
+        import jax
+
         return sum(each.nbytes for each in jax.tree.leaves(self.cache))
 
-    def take(self) -> tuple[list[int], KVCache | None]:
+    def take(self) -> "tuple[list[int], KVCache | None]":
         """Empties the session, and returns its tokens and cache."""
         taken = self.tokens, self.cache
         self.tokens, self.cache = [], None

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxllm.config import require_decoder_alone
 from jaxllm.errors import JaxllmError
-from jaxllm.sampling import sampler_state
+from jaxllm.sampling_state import sampler_state
 from jaxllm.text.tokenizer import Tokenizer
 from serving.decoding import Decoding, pace
 from serving.guided.logprobs import TokenLogprob

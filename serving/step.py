@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxllm.errors import ContextGone, JaxllmError, NotFinite
-from jaxllm.sampling import NO_TOKEN
+from jaxllm.sampling_state import NO_TOKEN
 from serving.decoding import pace
 from serving.host.forked import require_not_forked
 from serving.request import common_prefix

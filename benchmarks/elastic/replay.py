@@ -11,8 +11,9 @@ import numpy as np
 
 from benchmarks.elastic.decisions import Asked
 from serving.host.progress import Progress
+from serving.planned_service import ANYTHING
 from serving.planning.objectives import Cost, meets
-from serving.service import ANYTHING, LLMService
+from serving.service import LLMService
 from serving.traces.trace import Outcome, replay
 
 # Requests before and after one whose median speed is taken.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FORMATS = {
     "stablehlo": ("f32", "bf16"),
     "tflite": ("f32", "int8", "w8a8"),
+    "device": ("f32", "int8", "w8a8"),
     "litertlm": ("f32", "int8", "w8a8"),
     "iree": ("f32",),
 }
@@ -48,15 +49,16 @@ _CALIBRATION_CHARACTERS = 1 << 20
     type=click.Choice(list(FORMATS)),
     default="stablehlo",
     show_default=True,
-    help="StableHLO for JAX, a TFLite model for LiteRT, one LiteRT-LM file, or modules of IREE.",
+    help="StableHLO for JAX, a TFLite model for LiteRT, the same with the loop that runs it where there is "
+    "no JAX, one LiteRT-LM file, or modules of IREE.",
 )
 @click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
     default="f32",
     show_default=True,
-    help="Width of weights and activations: stablehlo takes f32 and bf16; tflite and litertlm f32, int8 "
-    "(weights alone) and w8a8 (both); iree f32.",
+    help="Width of weights and activations: stablehlo takes f32 and bf16; tflite, device and litertlm f32, "
+    "int8 (weights alone) and w8a8 (both); iree f32.",
 )
 @click.option(
     "--calibration-text",
@@ -135,6 +137,7 @@ def export_command(
     Example:
       jaxllm export model.jaxllm --output programs
       jaxllm export model.jaxllm --output model.litertlm --format litertlm --precision int8
+      jaxllm export model.jaxllm --output device --format device --level 50
     """
     _check_usage(kind, precision, calibration_text, platforms, without_shadow=shapes["without_shadow"])
     # Here, so that --help and wrong usage do not wait for JAX.
@@ -222,17 +225,27 @@ def _export_tflite(
     calibration_text: Path | None,
     progress: "Progress",
 ) -> list[str]:
-    """Exports as tflite or litertlm; what there is to say of it."""
+    """Exports as tflite, device or litertlm; what there is to say of it."""
     from export.tflite import export_tflite, require_holdable
 
     # Before a text is read with it.
     require_holdable(subject.cfg)
     ranges = None if calibration_text is None else _ranges(subject, calibration_text)
-    if kind == "tflite":
+    if kind in ("tflite", "device"):
+        from export.device import write_loop
+
         manifest, sharing = export_tflite(
-            subject, output, plan, precision=precision, ranges=ranges, progress=progress
+            subject,
+            output,
+            plan,
+            precision=precision,
+            ranges=ranges,
+            progress=progress,
+            beside=write_loop if kind == "device" else None,
         )
         said = [_facts(output, manifest)]
+        if kind == "device":
+            said.append(f"run it with: python {output}")
     else:
         from export.litertlm import export_litertlm
 

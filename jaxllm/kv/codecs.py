@@ -17,27 +17,23 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jax
 
 # Bits of a stored value, best first; `RAW` stores the floats of the cache.
 RAW = 0
 WIDTHS = (8, 4, 2)
 
 Sharing = Literal["channel", "token"]
-
-# The smallest normal float16, and the relative error of rounding to float16. The range of a group is widened
-# by both: after rounding it still spans all values, and subnormal numbers, which processors may flush, do not
-# matter.
-_TINY = np.float32(2.0**-14)
-_ROUNDING = np.float32(2.0**-10)
-_MOST = np.float32(np.finfo(np.float16).max)
+# The axis of `[N, K, C, H]` along which values share a low and a scale.
+_AXES: Mapping[Sharing, int] = MappingProxyType({"channel": -2, "token": -1})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +67,7 @@ class ChunkShape:
     @property
     def raw_bytes(self) -> int:
         """Bytes of keys and values in the cache's dtype."""
-        return 2 * self.values * jnp.dtype(self.dtype).itemsize
+        return 2 * self.values * _itemsize(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +91,7 @@ class Codec:
             return shape.raw_bytes
         return sum(_part_bytes(shape, sharing, bits) for sharing in (self.keys, self.values))
 
-    def encode(self, keys: jax.Array, values: jax.Array, shape: ChunkShape, bits: int) -> jax.Array:
+    def encode(self, keys: "jax.Array", values: "jax.Array", shape: ChunkShape, bits: int) -> "jax.Array":
         """Encodes chunks as blobs.
 
         Args:
@@ -107,22 +103,33 @@ class Codec:
           uint8 `[N, blob_bytes]`. The error of a decoded value is at most half its scale, and the scale is at
           most 1.002·(highest - lowest + |lowest|/500)/(2^bits - 1) + 1/8192 over the values that share it.
         """
+        # Here, because devices that run programs alone have no JAX.
+        import jax.numpy as jnp
+
+        from jaxllm.kv.coding import bytes_of, encode_part
+
         _check_bits(bits)
         axes = Axes("encode", K=shape.heads, C=shape.tokens, H=shape.width)
         axes.check(jnp.floating, "N K C H", keys=keys, values=values)
         if bits == RAW:
-            parts = [_bytes_of(part.astype(shape.dtype)) for part in (keys, values)]
+            parts = [bytes_of(part.astype(shape.dtype)) for part in (keys, values)]
         else:
             parts = [
-                _encode_part(self._turned(keys), self.keys, bits),
-                _encode_part(self._turned(values), self.values, bits),
+                encode_part(self._turned(keys), _AXES[self.keys], bits),
+                encode_part(self._turned(values), _AXES[self.values], bits),
             ]
         return jnp.concatenate(parts, axis=-1)
 
-    def decode(self, blobs: jax.Array, shape: ChunkShape, bits: int) -> tuple[jax.Array, jax.Array]:
+    def decode(self, blobs: "jax.Array", shape: ChunkShape, bits: int) -> "tuple[jax.Array, jax.Array]":
         """Decodes blobs `[N, blob_bytes]` of `encode` to keys and values `[N, K, C, H]` in the cache's
         dtype."""
-        Axes("decode", bytes=self.blob_bytes(shape, bits)).check(jnp.uint8, "N bytes", blobs=blobs)
+        # Here, because devices that run programs alone have no JAX.
+        import jax
+        import jax.numpy as jnp
+
+        from jaxllm.kv.coding import decode_part
+
+        Axes("decode", bytes=self.blob_bytes(shape, bits)).check(np.uint8, "N bytes", blobs=blobs)
         if bits == RAW:
             rows = jax.lax.bitcast_convert_type(
                 blobs.reshape(len(blobs), 2, shape.heads, shape.tokens, shape.width, -1),
@@ -130,13 +137,14 @@ class Codec:
             )
             return rows[:, 0], rows[:, 1]
         split = _part_bytes(shape, self.keys, bits)
-        keys = _decode_part(blobs[:, :split], shape, self.keys, bits)
-        values = _decode_part(blobs[:, split:], shape, self.values, bits)
+        sizes = (shape.heads, shape.tokens, shape.width)
+        keys = decode_part(blobs[:, :split], sizes, _shared(shape, self.keys), bits)
+        values = decode_part(blobs[:, split:], sizes, _shared(shape, self.values), bits)
         return self._turned(keys).astype(shape.dtype), self._turned(values).astype(shape.dtype)
 
-    def _turned(self, rows: jax.Array) -> jax.Array:
+    def _turned(self, rows: "jax.Array") -> "jax.Array":
         """Keys or values in float32, Hadamard-transformed if `rotated`; the transform is its own inverse."""
-        wide = rows.astype(jnp.float32)
+        wide = rows.astype(np.float32)
         return wide @ hadamard(rows.shape[-1]) if self.rotated else wide
 
 
@@ -229,47 +237,6 @@ def _part_bytes(shape: ChunkShape, sharing: Sharing, bits: int) -> int:
     return shape.values * bits // 8 + 2 * 2 * math.prod(_shared(shape, sharing))
 
 
-def _encode_part(rows: jax.Array, sharing: Sharing, bits: int) -> jax.Array:
-    """Levels, lows and scales of keys or values `[N, K, C, H]`, concatenated as bytes."""
-    axis = -2 if sharing == "channel" else -1
-    most = np.float32(2**bits - 1)
-    rows = jnp.clip(rows, -_MOST, _MOST)
-    least, highest = rows.min(axis, keepdims=True), rows.max(axis, keepdims=True)
-    low = jnp.maximum(least - jnp.abs(least) * _ROUNDING - _TINY, -_MOST).astype(jnp.float16)
-    base = low.astype(jnp.float32)
-    scale = jnp.maximum((highest - base) / most * (1 + _ROUNDING), _TINY).astype(jnp.float16)
-    levels = jnp.clip(jnp.round((rows - base) / scale.astype(jnp.float32)), 0, most).astype(jnp.uint8)
-    return jnp.concatenate([_packed(levels, bits), _bytes_of(low), _bytes_of(scale)], axis=-1)
-
-
-def _decode_part(blobs: jax.Array, shape: ChunkShape, sharing: Sharing, bits: int) -> jax.Array:
-    """Keys or values `[N, K, C, H]` float32."""
-    size = shape.values * bits // 8
-    levels = _unpacked(blobs[:, :size].reshape(len(blobs), shape.heads, shape.tokens, -1), bits)
-    pairs = blobs[:, size:].reshape(len(blobs), 2, *_shared(shape, sharing), 2)
-    factors = jax.lax.bitcast_convert_type(pairs, jnp.float16).astype(jnp.float32)
-    return factors[:, 0] + factors[:, 1] * levels.astype(jnp.float32)
-
-
-def _packed(levels: jax.Array, bits: int) -> jax.Array:
-    """Levels `[N, K, C, H]` uint8 as bytes `[N, ...]`.
-
-    The lowest bits of a head's bytes are its first channels, the next bits the following channels, so that
-    unpacking reads contiguous streams without interleaving.
-    """
-    planes = jnp.split(levels, 8 // bits, axis=-1)
-    together = planes[0]
-    for index, plane in enumerate(planes[1:], start=1):
-        together = together | (plane << np.uint8(index * bits))
-    return together.reshape(len(levels), -1)
-
-
-def _unpacked(data: jax.Array, bits: int) -> jax.Array:
-    """Levels `[N, K, C, H]` uint8 of bytes `[N, K, C, H·bits/8]`."""
-    mask = np.uint8(2**bits - 1)
-    return jnp.concatenate([(data >> np.uint8(shift)) & mask for shift in range(0, 8, bits)], axis=-1)
-
-
-def _bytes_of(rows: jax.Array) -> jax.Array:
-    """The bytes `[N, ...]` of an array, in the machine's byte order."""
-    return jax.lax.bitcast_convert_type(rows, jnp.uint8).reshape(len(rows), -1)
+def _itemsize(dtype: str) -> int:
+    """Bytes of a number; NumPy alone does not know bfloat16."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

@@ -7,41 +7,14 @@ their confidences (max-min fairness, equations 1 and 2; see `missing_tokens`). I
 tokens a high probability, the branch divides.
 """
 
-import dataclasses
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.speculative.calibration import calibrated
+from jaxllm.speculative.growth import BRANCH_CONFIDENCE, Pacer
 from jaxllm.speculative.tree import TokenTree, add_nodes
-
-# A token at least this likely opens a branch of its own (section 3.2).
-BRANCH_CONFIDENCE = 0.3
-
-# The order in which branches grow: the most confident first; the one that lacks most tokens of its fair share
-# first, as published; or in the order of the nodes.
-Pacer = Literal["confidence", "fair", "order"]
-PACERS: tuple[Pacer, ...] = ("confidence", "fair", "order")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Growth:
-    """How a draft grows trees.
-
-    Attributes:
-      tips: branches that the draft runs on at a time.
-      branches: most children of a node.
-      threshold: see `grow`.
-      pacer: see `next_tips`.
-    """
-
-    tips: int
-    branches: int
-    threshold: float = BRANCH_CONFIDENCE
-    pacer: Pacer = "confidence"
 
 
 def next_tips(

@@ -21,7 +21,8 @@ from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from jaxllm.speculative.acceptance import choices
 from jaxllm.speculative.calibration import CELLS, RANKS
-from jaxllm.speculative.pacer import Growth, best_confidence, grow, next_tips
+from jaxllm.speculative.growth import Growth
+from jaxllm.speculative.pacer import best_confidence, grow, next_tips
 from jaxllm.speculative.tree import TokenTree, accepted_nodes, deepest, new_tree, path_to
 
 
@@ -179,7 +180,7 @@ def draft(
       cache: of the drafter.
       end: conditions that end drafting.
       cfg: the drafter.
-      growth: of the tree, see `pacer.Growth`.
+      growth: of the tree, see `growth.Growth`.
       dtype: of the activations.
 
     Returns:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Progress, SamplerState
-from jaxllm.speculative.pacer import Growth
+from jaxllm.speculative.growth import Growth
 from jaxllm.speculative.tree import TokenTree
 from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, settle, verify
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids, mass_by_node, shapes_of, tree_shapes

@@ -42,11 +42,26 @@ def chat_command(
     Example:
       jaxllm chat --system "You are brief."
     """
-    from serving.request import Session
-
     config = generation_config(options)
     with progress_bars() as progress:
         engine = choice.open(progress)
+    converse(engine, config, system)
+
+
+def converse(engine: "Engine", config: "GenerationConfig", system: str | None) -> None:
+    """Answers turns of standard input until it ends.
+
+    Args:
+      engine: of a model with a chat template.
+      config: of each answer.
+      system: stands before the conversation; None for nothing.
+
+    Raises:
+      ConfigError: the model has no chat template.
+    """
+    # Here, so that --help does not wait for its imports.
+    from serving.request import Session
+
     if not engine.tokenizer.has_chat_template:
         raise ConfigError(f"{engine.name} has no chat template; use `jaxllm generate` for a base model")
     click.echo(f"{engine.name}. {_HELP}", err=True)

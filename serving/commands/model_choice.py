@@ -158,8 +158,9 @@ def speculation(draft: str | None) -> "SpeculationOptions | None":
 
 def _choose_prefill(engine: "Engine") -> None:
     """Chooses the faster prefill mode for each prompt, by the profile of this device."""
-    from serving.planning.prefill_times import has_both_modes
-    from serving.planning.profile import choose_prefill, load_profile, profile_path
+    from serving.planning.engine_profile import profile_path
+    from serving.planning.prefill_times import choose_prefill, has_both_modes
+    from serving.planning.profile import load_profile
 
     profile = load_profile(profile_path(engine.model.bundle, engine.options))
     if profile is not None:

@@ -66,7 +66,8 @@ def profile_command(
     from serving.int8_prefill.options import PrefillOptions
     from serving.int8_prefill.processors import prepare_processors
     from serving.options import EngineOptions
-    from serving.planning.profile import check_energy, load_profile, profile_path, save_profile
+    from serving.planning.engine_profile import profile_path
+    from serving.planning.profile import check_energy, load_profile, save_profile
     from serving.planning.profiling import measure
     from serving.planning.reach import described, unmet
     from serving.service import planner_of
@@ -100,7 +101,7 @@ def profile_command(
             }
         )
         return
-    _show(profile)
+    show_profile(profile)
     if missed:
         click.echo(f"no choice meets here: {described(missed, profile.tokens)}")
     click.echo(f"kept in {path}")
@@ -116,7 +117,8 @@ def _read_energy(path: Path) -> "Energy":
         raise ConfigError(f"{path}: prefill_joules and decode_joules are missing or malformed") from error
 
 
-def _show(profile: "DeviceProfile") -> None:
+def show_profile(profile: "DeviceProfile") -> None:
+    """Prints the times of a profile, a row for each level."""
     times = zip(profile.ttft_ms, profile.tpot_ms, strict=True)
     _print_pairs("time to first token, ms (time per token, ms)", profile, list(times))
     if profile.prefill is not None:

@@ -229,7 +229,7 @@ def generation_config(options: dict[str, Any]) -> "GenerationConfig":
     Raises:
       ConfigError: a value is out of its domain.
     """
-    from jaxllm.sampling import Sampling
+    from jaxllm.sampling_state import Sampling
     from serving.request import GenerationConfig
 
     bias = tuple(_bias(pair) for pair in options.pop("logit_bias"))

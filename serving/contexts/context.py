@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from jaxllm.errors import ConfigError
-from jaxllm.sampling import Sampling
+from jaxllm.sampling_state import Sampling
 from serving.contexts.answer import ContextAnswer, ContextCall
 from serving.contexts.growth import slid_record
 from serving.contexts.manager import Contexts

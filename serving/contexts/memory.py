@@ -12,13 +12,16 @@ Eviction removes a chunk from memory only: it was written to storage when its ca
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxllm.errors import BudgetExceeded, ConfigError
-from jaxllm.kernels.chunk_table import ChunkTable
 from jaxllm.kv.eviction import POLICIES, Policy, Resident
 from serving.contexts.blobs import Blobs
+
+if TYPE_CHECKING:
+    from jaxllm.kernels.chunk_table import ChunkTable
 
 
 class ChunkMemory:
@@ -93,7 +96,7 @@ class ChunkMemory:
         self._arrivals += 1
         self._put(dataclasses.replace(resident, context=context, came=self._arrivals, used=self._uses))
 
-    def chunk_table(self, context: str, make: Callable[[list[Resident]], ChunkTable]) -> ChunkTable:
+    def chunk_table(self, context: str, make: "Callable[[list[Resident]], ChunkTable]") -> "ChunkTable":
         """The chunk table of a context whose chunks are all resident: the one made last, as long as none of
         them has changed."""
         if context not in self._chunk_tables:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.sampling import NO_TOKEN, SamplerState
+from jaxllm.sampling_state import NO_TOKEN, SamplerState
 from serving.guided.logprobs import TokenLogprob, token_logprob
 from serving.guided.matcher import Matcher
 from serving.runners.runner import Runner, prefill_prompt

@@ -4,8 +4,9 @@ from serving.engine import Engine
 from serving.host.progress import Progress
 from serving.loading import LoadedModel
 from serving.planning.coarse_profile import measure_coarsely
+from serving.planning.engine_profile import profile_path
 from serving.planning.prefill_times import has_both_modes
-from serving.planning.profile import DeviceProfile, load_profile, profile_path, save_profile
+from serving.planning.profile import DeviceProfile, load_profile, save_profile
 from serving.planning.profiling import measure
 
 

@@ -1,44 +1,32 @@
-"""Measures integer and float prefill, of an engine that has both."""
+"""Measures integer and float prefill, of an engine that has both, and chooses by what was measured."""
 
-import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import jax
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from serving.engine import Engine
 from serving.host.progress import Progress
-from serving.int8_prefill.modes import PrefillMode
+from serving.planning.profile import DeviceProfile, PrefillTimes
 from serving.runners.runner import prefill_in_chunks
 
-_MODES: tuple[PrefillMode, ...] = ("int8", "float")
+if TYPE_CHECKING:
+    from serving.int8_prefill.modes import PrefillMode
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefillTimes:
-    """Milliseconds of each level and prompt length of a device's profile.
-
-    Attributes:
-      integer_ms: of integer prefill; of levels that lose too much by it, that of float prefill.
-      float_ms: of float prefill.
-    """
-
-    integer_ms: tuple[tuple[float, ...], ...]
-    float_ms: tuple[tuple[float, ...], ...]
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "PrefillTimes":
-        """Reads the dict of its fields; raises TypeError if `data` is anything else."""
-        return cls(**{name: tuple(tuple(row) for row in rows) for name, rows in data.items()})
+_MODES: tuple["PrefillMode", ...] = ("int8", "float")
 
 
 def has_both_modes(engine: Engine) -> bool:
     """Whether an engine has both integer and float prefill at some level."""
     runners, modes = engine.model.runners, engine.model.runners.modes
     return modes is not None and any(map(modes.both, runners.levels))
+
+
+def choose_prefill(engine: Engine, profile: DeviceProfile) -> None:
+    """Lets an engine with integer and float prefill take the one that the profile says is faster."""
+    if engine.model.runners.modes is not None:
+        engine.model.runners.modes.choose_by(profile.integers_are_faster)
 
 
 def measure_prefill(
@@ -58,6 +46,9 @@ def measure_prefill(
       seed: of prompts and order.
       progress: called with ("profile", runs done, runs in all).
     """
+    # Here, because devices that run programs alone have no JAX.
+    import jax
+
     draw = random.Random(seed)
     cases: list[tuple[PrefillMode, int, int]] = [
         (mode, level, length) for mode in _MODES for level in engine.levels for length in lengths
@@ -80,7 +71,7 @@ def measure_prefill(
             if progress is not None:
                 progress("profile", (number + 1) * len(cases) + done + 1, (repeats + 1) * len(cases))
 
-    def medians(mode: PrefillMode) -> tuple[tuple[float, ...], ...]:
+    def medians(mode: "PrefillMode") -> tuple[tuple[float, ...], ...]:
         return tuple(
             tuple(
                 statistics.median(times[mode, level, length] or times["float", level, length])

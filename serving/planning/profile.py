@@ -1,4 +1,4 @@
-"""Profiles of a device: the times of a bundle's levels, measured once (`profiling.py`) and used by the
+"""Profiles of a device: the times of a model's levels, measured once (`profiling.py`) and used by the
 planner.
 
 A profile belongs to one bundle, one device and one set of engine options. It is kept in the user's cache
@@ -7,7 +7,6 @@ directory, because a bundle is one file for all devices and never changes.
 
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -17,19 +16,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from jaxllm.bundle import Bundle
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file
-from jaxllm.kernels import native
-from serving.buckets.store import compiled_options, environment_facts
-from serving.engine import Engine
-from serving.host.user_cache import cache_folder, make_private_folder, private_file
-from serving.options import EngineOptions
-from serving.planning.prefill_times import PrefillTimes
+from serving.host.user_cache import make_private_folder, private_file
 from serving.runners.chunks import prompt_cost
 
 _MAX_FILE_BYTES = 1 << 20
-_VERSION = 5
 _LARGEST = 1e12
 # Limits of a profile from a file: the time to plan grows with these numbers.
 _MOST_TOKENS, _MOST_LENGTHS, _MOST_SPREAD = 1 << 20, 1 << 10, 64
@@ -48,6 +40,24 @@ class Energy:
 
     prefill_joules: tuple[float, ...]
     decode_joules: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillTimes:
+    """Milliseconds of each level and prompt length of a device's profile.
+
+    Attributes:
+      integer_ms: of integer prefill; of levels that lose too much by it, that of float prefill.
+      float_ms: of float prefill.
+    """
+
+    integer_ms: tuple[tuple[float, ...], ...]
+    float_ms: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "PrefillTimes":
+        """Reads the dict of its fields; raises TypeError if `data` is anything else."""
+        return cls(**{name: tuple(tuple(row) for row in rows) for name, rows in data.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,26 +248,6 @@ def check_energy(energy: Energy, levels: int) -> None:
     """Raises ConfigError unless the energy has as many levels."""
     for name in ("prefill_joules", "decode_joules"):
         _require_times(name, (getattr(energy, name),), (1, levels))
-
-
-def choose_prefill(engine: Engine, profile: DeviceProfile) -> None:
-    """Lets an engine with integer and float prefill take the one that the profile says is faster."""
-    if engine.model.runners.modes is not None:
-        engine.model.runners.modes.choose_by(profile.integers_are_faster)
-
-
-def profile_path(bundle: Bundle, options: EngineOptions) -> Path:
-    """The path of the profile of a bundle on this device, with these resolved options."""
-    facts = {
-        "version": _VERSION,
-        "kernels": [native.kernels().name, native.threads()],
-        "environment": environment_facts(),
-        "options": compiled_options(options),
-        # The allowed loss changes no time.
-        "prefill": dataclasses.asdict(options.prefill) | {"most_loss": None},
-    }
-    key = hashlib.sha256(json.dumps([bundle.fingerprint, facts], sort_keys=True).encode()).hexdigest()[:32]
-    return cache_folder() / "profiles" / f"{key}.json"
 
 
 def save_profile(profile: DeviceProfile, path: Path) -> None:

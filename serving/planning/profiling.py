@@ -4,15 +4,15 @@ import dataclasses
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from serving.answer import Answer
 from serving.engine import Engine
 from serving.host.progress import Progress
-from serving.options import EngineOptions
-from serving.planning.prefill_times import PrefillTimes, has_both_modes, measure_prefill
-from serving.planning.profile import DeviceProfile, choose_prefill
+from serving.planning.prefill_times import choose_prefill, has_both_modes, measure_prefill
+from serving.planning.profile import DeviceProfile, PrefillTimes
 from serving.request import GenerationConfig
 from serving.step import step
 
@@ -180,7 +180,7 @@ def _monotonic(times: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...
     return tuple(map(tuple, monotonic(np.array(times)).tolist()))
 
 
-def _lengths(options: EngineOptions) -> tuple[int, ...]:
+def _lengths(options: Any) -> tuple[int, ...]:
     """The prompt lengths that are measured with resolved options."""
     room = options.context_tokens - ANSWER_TOKENS
     lengths = [each for each in LENGTHS if each <= room] or [max(1, room)]

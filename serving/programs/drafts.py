@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.program_folder.manifest import read_tokenizer
-from jaxllm.speculative.tree import TokenTree
+from jaxllm.speculative.token_tree import TokenTree
 from jaxllm.text.tokenizer import Tokenizer
 from serving.host.progress import Progress
 from serving.programs.executor import open_executor
@@ -69,7 +69,8 @@ def _drafter(
     if options.drafter == "ngram":
         return NgramDrafter(options.trees)
     if options.drafter == "level":
-        return ProgramDrafter(ProgramRunner(target.executor, options.level), options.trees)
+        runner = ProgramRunner(target.executor, options.level, target.token_chooser)
+        return ProgramDrafter(runner, options.trees)
     if options.drafter != "model" or options.model is None:
         raise ConfigError(
             f"there is no drafter {options.drafter!r} of programs; there are model, ngram, level"
@@ -81,7 +82,9 @@ def _drafter(
             f"{folder} has another tokenizer than the programs that it is to draft for; export a model that "
             "was trained on theirs"
         )
-    return ProgramDrafter(ProgramRunner(executor), options.trees)
+    # It draws nothing, so that any chooser will do.
+    runner = ProgramRunner(executor, token_chooser=target.token_chooser)
+    return ProgramDrafter(runner, options.trees)
 
 
 class ProgramDrafter:

@@ -5,23 +5,25 @@
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.program_folder.manifest import Manifest, Signature
-from serving.buckets.compiled_folder import CompiledBucketFolder
 from serving.host.machine import memory_bytes
 from serving.host.progress import Progress
 from serving.host.user_cache import buckets_bytes
 
+if TYPE_CHECKING:
+    from serving.buckets.compiled_folder import CompiledBucketFolder
+
 
 class Executor(Protocol):
-    """Runs the programs of a manifest. Its caches are opaque: a result of `start`, `grow`, `run` or `keep` is
-    passed to `grow`, `run` or `keep`, once.
+    """Runs the programs of a manifest. Its caches are opaque: a result of `start`, `restored`, `grow`, `run`
+    or `keep` is passed to `grow`, `run` or `keep`, once.
 
     Attributes:
       lock: taken by the caller: one call at a time.
@@ -51,6 +53,14 @@ class Executor(Protocol):
 
     def grow(self, level: int, caches: Any, cache_tokens: int) -> Any:
         """Copies the sequence into caches of the next length, `cache_tokens`."""
+        ...
+
+    def rows(self, level: int, caches: Any, tokens: int) -> dict[str, np.ndarray]:
+        """Copies of the first `tokens` rows of each cache, `[1, K, tokens, H]`; the caches stay."""
+        ...
+
+    def restored(self, level: int, cache_tokens: int, rows: Mapping[str, np.ndarray]) -> Any:
+        """Caches of a level, of a length that it has programs for, that begin with `rows` (see `rows`)."""
         ...
 
     def run(
@@ -120,8 +130,11 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
     return LiteRtExecutor(manifest, folder, threads=threads)
 
 
-def kept_buckets() -> CompiledBucketFolder | None:
+def kept_buckets() -> "CompiledBucketFolder | None":
     """This user's folder of compiled buckets; None to keep none."""
+    # Here, because LiteRT's programs run without JAX.
+    from serving.buckets.compiled_folder import CompiledBucketFolder
+
     return CompiledBucketFolder.of_user(limit_bytes=buckets_bytes())
 
 

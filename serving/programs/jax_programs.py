@@ -86,6 +86,21 @@ class JaxPrograms:
         short = next(iter(caches.values())).shape[2]
         return self._ready(self._grow_bucket(level, short, cache_tokens))(caches)
 
+    def rows(self, level: int, caches: Caches, tokens: int) -> dict[str, np.ndarray]:
+        """See `Executor`."""
+        del level
+        # Cut on the host: slicing a device's array would compile a computation.
+        return {name: np.array(np.asarray(each)[:, :, :tokens]) for name, each in caches.items()}
+
+    def restored(self, level: int, cache_tokens: int, rows: Mapping[str, np.ndarray]) -> Caches:
+        """See `Executor`."""
+        found = {}
+        for name, each in self._cache_shapes(level, cache_tokens).items():
+            whole = np.zeros(each.shape, each.dtype)
+            whole[:, :, : rows[name].shape[2]] = rows[name]
+            found[name] = jax.device_put(whole)
+        return found
+
     def run(
         self,
         signature: Signature,

@@ -9,16 +9,17 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
+import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxllm.errors import ConfigError, ProgramError, one_line
-from jaxllm.program_folder.manifest import Manifest, Signature
+from jaxllm.program_folder.manifest import MANIFEST, Manifest, Signature
 from serving.host.machine import usable_cores
 from serving.host.progress import Progress
 from serving.host.user_cache import buckets_bytes, cache_folder
@@ -99,11 +100,16 @@ class LiteRtExecutor:
                 raise ProgramError(
                     f"{path}: LiteRT refuses it ({one_line(error)}; {one_line(said())}); export it again"
                 ) from error
+            if missing := _missing(manifest, self._model):
+                raise ProgramError(
+                    f"{path} lacks the signatures {', '.join(missing)}, which {folder / MANIFEST} names; "
+                    "copy both from one export"
+                )
             # The first buffer makes the runtime search for accelerators again: do it now.
             self._inputs_and_outputs(manifest.signatures[0])[0]["tokens"].write(
                 np.zeros((1, manifest.signatures[0].tokens), np.int32)
             )
-        weakref.finalize(self, _close, self._model)
+        weakref.finalize(self, _close, self._model, self._buffers)
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
         """See `Executor`; LiteRT has all signatures ready, only their buffers are made."""
@@ -134,6 +140,23 @@ class LiteRtExecutor:
             whole[:, :, : caches.cache_tokens] = rows.reshape(1, heads, -1, width)
             longer.filled[name].write(whole)
         return longer
+
+    def rows(self, level: int, caches: Buffers, tokens: int) -> dict[str, np.ndarray]:
+        """See `Executor`."""
+        found = {}
+        for name, shape in self.manifest.cache_shapes(level, caches.cache_tokens).items():
+            whole = caches.filled[name].read(math.prod(shape), np.float32).reshape(shape)
+            found[name] = np.array(whole[:, :, :tokens])
+        return found
+
+    def restored(self, level: int, cache_tokens: int, rows: Mapping[str, np.ndarray]) -> Buffers:
+        """See `Executor`."""
+        buffers = self._caches(level, cache_tokens)
+        for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
+            whole = np.zeros(shape, np.float32)
+            whole[:, :, : rows[name].shape[2]] = rows[name]
+            buffers.filled[name].write(whole)
+        return buffers
 
     def run(
         self,
@@ -185,6 +208,15 @@ class LiteRtExecutor:
         return self._buffers[name]
 
 
-def _close(model: Any) -> None:
+def _missing(manifest: Manifest, model: Any) -> list[str]:
+    """The signatures of a manifest that a model lacks."""
+    there = model.get_signature_list()
+    return [each.name for each in manifest.signatures if each.name not in there]
+
+
+def _close(model: Any, buffers: dict[str, Any]) -> None:
+    # The runtime's environment, which model and buffers hold, tells of its end.
     with runtime_messages_kept():
+        buffers.clear()
         model.close()
+        vars(model).clear()

@@ -13,7 +13,7 @@ from serving.host.progress import Progress
 from serving.programs.drafts import make_drafts
 from serving.programs.executor import Executor, kept_buckets, open_executor
 from serving.programs.runner import ProgramRunner
-from serving.programs.token_chooser import TokenChooser
+from serving.programs.token_chooser import TokenChooser, bucket_chooser
 from serving.speculation.options import SpeculationOptions
 from serving.speculation.speculation import Speculation
 
@@ -34,7 +34,7 @@ class ProgramModel:
         """See `open_program`; `token_chooser` draws tokens, None makes one."""
         watch_for_forks()
         self.executor, self.tokenizer = executor, tokenizer
-        self._token_chooser = token_chooser or TokenChooser(executor.manifest.levels[WHOLE].cfg.vocab_size)
+        self._token_chooser = token_chooser or bucket_chooser(executor.manifest.levels[WHOLE].cfg.vocab_size)
         self._runners: dict[int, ProgramRunner] = {}
         self.load_ms = self.build_ms = 0.0
 
@@ -102,12 +102,15 @@ class ProgramModel:
         """Does nothing."""
 
 
-def open_program(folder: Path, *, threads: int = 0) -> ProgramModel:
+def open_program(
+    folder: Path, *, threads: int = 0, token_chooser: TokenChooser | None = None
+) -> ProgramModel:
     """Opens a folder that `jaxllm export` wrote.
 
     Args:
       folder: the folder.
       threads: of LiteRT; 0 for all cores of this process.
+      token_chooser: draws tokens that are not the likeliest; None compiles buckets, which are kept on disk.
 
     Raises:
       ProgramError: it is not a program folder, corrupt, or of other weights.
@@ -117,7 +120,11 @@ def open_program(folder: Path, *, threads: int = 0) -> ProgramModel:
     began = time.perf_counter()
     executor = open_executor(folder, threads=threads)
     tokenizer = Tokenizer(read_tokenizer(executor.manifest, folder))
-    token_chooser = TokenChooser(executor.manifest.levels[WHOLE].cfg.vocab_size, kept_buckets())
+    if token_chooser is None:
+        # Here, because LiteRT's programs run without JAX.
+        from serving.programs.bucket_chooser import BucketChooser
+
+        token_chooser = BucketChooser(executor.manifest.levels[WHOLE].cfg.vocab_size, kept_buckets())
     model = ProgramModel(executor, tokenizer, token_chooser)
     model.load_ms = 1000 * (time.perf_counter() - began)
     return model

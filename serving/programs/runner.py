@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,11 @@ import numpy as np
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.program_folder.manifest import Manifest, Signature
-from jaxllm.sampling import NO_TOKEN, SamplerState
-from jaxllm.speculative.tree import TokenTree
+from jaxllm.sampling_state import NO_TOKEN, SamplerState
+from jaxllm.speculative.token_tree import TokenTree
 from serving.host.forked import require_not_forked
 from serving.programs.executor import Executor
-from serving.programs.token_chooser import TokenChooser
+from serving.programs.token_chooser import TokenChooser, bucket_chooser
 from serving.runners.chunks import padded, plan_chunks
 from serving.runners.runner import PrefillChunk
 from serving.runners.verdict import Verdict
@@ -29,9 +29,17 @@ _PADDING = -1
 
 @dataclasses.dataclass(frozen=True)
 class ProgramOptions:
-    """Options of programs that answers need (see `serving.runners.runner.Window`)."""
+    """Options of programs that answers and profiles need.
+
+    Attributes:
+      context_tokens: most tokens of prompt and answer together (see `serving.runners.runner.Window`).
+      chunk_tokens: prefill chunk lengths over the longest caches, ascending.
+      exact_chunks: False: a program computes its whole chunk, padding included.
+    """
 
     context_tokens: int
+    chunk_tokens: tuple[int, ...]
+    exact_chunks: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +86,13 @@ class ProgramRunner:
             )
         self.executor, self.level = executor, level
         self.cfg: ModelConfig = manifest.levels[level].cfg
-        self.options = ProgramOptions(manifest.context_tokens)
+        self.options = ProgramOptions(
+            manifest.context_tokens, manifest.chunk_tokens(level, manifest.context_tokens)
+        )
         self.weights_version = (level, 0)
         # Cached, because every token needs them.
         self._lengths = manifest.cache_tokens(level)
-        self.token_chooser = token_chooser or TokenChooser(self.cfg.vocab_size)
+        self.token_chooser = token_chooser or bucket_chooser(self.cfg.vocab_size)
         self._program = functools.cache(functools.partial(_program, manifest, level))
 
     @property
@@ -133,6 +143,16 @@ class ProgramRunner:
     def read_source(self, cache: ProgramCache, tokens: Sequence[int]) -> ProgramCache:
         """See `Runner`."""
         raise ConfigError("sources are read by models with an encoder, which are not exported")
+
+    def rows(self, cache: ProgramCache, tokens: int) -> dict[str, np.ndarray]:
+        """Copies of the first `tokens` rows of each of a cache's arrays, by name, `[1, K, tokens, H]`."""
+        return self.executor.rows(self.level, cache.caches, tokens)
+
+    def restored(self, rows: Mapping[str, np.ndarray], tokens: int) -> ProgramCache:
+        """A cache with room for `tokens` positions that begins with `rows` of an equal one (see `rows`)."""
+        length = self._length_for(tokens)
+        filled = next(iter(rows.values())).shape[2]
+        return ProgramCache(self.executor.restored(self.level, length, rows), length, filled)
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """See `Runner`; one chunk, because the programs to run depend on the cache."""

@@ -1,48 +1,34 @@
-"""Draws tokens from the logits of programs, by buckets that are compiled ahead and kept on disk."""
+"""Defines the protocol of what draws tokens from the logits of programs.
+
+`bucket_chooser.py` draws them by compiled buckets, `serving/device/host_chooser.py` by NumPy.
+"""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
-import jax
-import numpy as np
-
-from jaxllm.sampling import SamplerState
-from jaxllm.speculative.tree import TokenTree
-from serving.buckets.bucket_table import BucketTable
-from serving.buckets.compiled_folder import CompiledBucketFolder
-from serving.buckets.exported import ChoiceBucket
-from serving.buckets.store import BucketStore
+from jaxllm.sampling_state import SamplerState
+from jaxllm.speculative.token_tree import TokenTree
 
 
-class TokenChooser:
-    """Draws tokens of a vocabulary.
-
-    Args:
-      vocab_size: V.
-      folder: keeps compiled buckets; None keeps none.
-    """
-
-    def __init__(self, vocab_size: int, folder: CompiledBucketFolder | None = None) -> None:
-        self._vocab_size = vocab_size
-        self._buckets = BucketTable(None, None if folder is None else BucketStore.of_programs(folder))
+class TokenChooser(Protocol):
+    """Draws tokens of a vocabulary of V."""
 
     def prepare(self, trees: Iterable[int] = ()) -> None:
-        """Gets the buckets ready that draw the next token, and the tokens of trees of these sizes."""
-        self._buckets.fill(self._bucket(nodes) for nodes in (0, *trees))
+        """Gets ready to draw the next token, and the tokens of trees of these sizes."""
+        ...
 
-    def next_token(self, logits: Any, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
-        """See `jaxllm.sampling.sample`; logits are `[1, V]`."""
-        return self._ready(0)(np.asarray(logits), sampler)
+    def next_token(self, logits: Any, sampler: SamplerState) -> tuple[Any, SamplerState]:
+        """The token `[1]` after logits `[1, V]`, and the next state (see `jaxllm.sampling.sample`)."""
+        ...
 
-    def of_tree(self, tree: TokenTree, logits: Any, sampler: SamplerState) -> jax.Array:
-        """See `jaxllm.speculative.acceptance.choices`."""
-        return self._ready(tree.room)(tree, np.asarray(logits), sampler)
+    def of_tree(self, tree: TokenTree, logits: Any, sampler: SamplerState) -> Any:
+        """The tokens `[M]` after each node (see `jaxllm.speculative.acceptance.choices`)."""
+        ...
 
-    def _ready(self, nodes: int) -> Any:
-        bucket = self._bucket(nodes)
-        if not self._buckets.is_ready(bucket):
-            self._buckets.fill([bucket])
-        return self._buckets.get(bucket)
 
-    def _bucket(self, nodes: int) -> ChoiceBucket:
-        return ChoiceBucket(nodes=nodes, vocab_tokens=self._vocab_size)
+def bucket_chooser(vocab_size: int) -> TokenChooser:
+    """A chooser by compiled buckets that are not kept on disk."""
+    # Here, because LiteRT's programs run without JAX.
+    from serving.programs.bucket_chooser import BucketChooser
+
+    return BucketChooser(vocab_size)

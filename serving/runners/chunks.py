@@ -2,10 +2,12 @@
 
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxllm.kv.positions import TokenPositions
+if TYPE_CHECKING:
+    from jaxllm.kv.positions import TokenPositions
 
 # Fixed cost of a chunk, in tokens of prefill: on a CPU each chunk reads all weights once, which takes about
 # as long as computing this many rows.
@@ -29,9 +31,12 @@ def padded(tokens: Sequence[int], length: int) -> tuple[np.ndarray, int]:
 
 def placed_chunks(
     tokens: Sequence[int], lengths: Sequence[int], at: int
-) -> list[tuple[np.ndarray, TokenPositions]]:
+) -> "list[tuple[np.ndarray, TokenPositions]]":
     """Tokens that begin at position `at`, in chunks of `lengths`: rows `[T]` int32, padded, and their
     positions."""
+    # Here, because devices that run programs alone have no JAX.
+    from jaxllm.kv.positions import TokenPositions
+
     found, position = [], 0
     for length in lengths:
         row, valid = padded(tokens[position : position + length], length)

@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.sampling import SamplerState
-from jaxllm.speculative.tree import TokenTree
+from jaxllm.sampling_state import SamplerState
+from jaxllm.speculative.token_tree import TokenTree
 from serving.runners.verdict import Verdict
 
 

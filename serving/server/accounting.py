@@ -8,11 +8,11 @@ from jaxllm.errors import JaxllmError
 from jaxllm.text.tokenizer import Tokenizer
 from serving.server.backend import EngineBackend
 from serving.server.calls import Call, Conversation, Ended, Event, Piece, Refused, Started, Ticket
-from serving.server.job import prompt_ids_of
 from serving.server.limits import Admission, AppLimits, Limiter, Limits
 from serving.server.logs import CallRecord, current_request
 from serving.server.metrics import Metrics
 from serving.server.objectives import Bindings
+from serving.server.prompts import prompt_ids_of
 
 
 class AccountedBackend(EngineBackend):

@@ -16,8 +16,8 @@ from serving.server.context_turns import ContextTurns
 from serving.server.engine_figures import storage_figures
 from serving.server.executor import Executor
 from serving.server.facts import AdapterFacts, ContextFacts, ModelFacts
-from serving.server.job import prompt_ids_of
 from serving.server.objectives import Bindings
+from serving.server.prompts import prompt_ids_of
 from serving.server.ticket import EngineTicket
 from serving.weights.adapters import LoadedAdapter
 

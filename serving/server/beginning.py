@@ -1,6 +1,5 @@
 """Begins calls: plans those with an objective, takes the turns of those in contexts, and makes their runs."""
 
-import dataclasses
 import functools
 import time
 from collections.abc import Mapping
@@ -11,22 +10,12 @@ from jaxllm.errors import ObjectiveMissed
 from serving.planned_answer import PlannedCall
 from serving.planning.planner import IDLE, Load, Plan
 from serving.run import Lifecycle, Run
-from serving.server.calls import Call, Refused
+from serving.server.calls import Refused
 from serving.server.context_turns import ContextTurns
 from serving.server.job import Job
 from serving.server.prefix_sessions import PrefixSessions
 from serving.server.scheduler import Queue, SchedulerOptions, expected_load
 from serving.service import LLMService
-
-
-def guided(call: Call) -> Call:
-    """The call with its grammar and log-probabilities in its config, where the engine reads them."""
-    config = call.config
-    if call.grammar is not None:
-        config = dataclasses.replace(config, grammar=call.grammar)
-    if call.top_logprobs is not None:
-        config = dataclasses.replace(config, top_logprobs=call.top_logprobs)
-    return dataclasses.replace(call, config=config)
 
 
 def load_of(job: Job, queue: Queue, options: SchedulerOptions) -> Load:

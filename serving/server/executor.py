@@ -20,14 +20,15 @@ from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.text.droppable import PromptTokens
 from serving.planning.objectives import Cost, whole_cost
 from serving.server.adapters import Adapters
-from serving.server.beginning import begin, begin_turn, guided, load_of
+from serving.server.beginning import begin, begin_turn, load_of
 from serving.server.calls import Call, Refused
 from serving.server.context_turns import ContextTurns
 from serving.server.dispatches import DispatchObserver, IdleWork, NoWork, dispatch_of
 from serving.server.engine_work import EngineWork
-from serving.server.job import Job, prompt_of, require_free
+from serving.server.job import Job, require_free
 from serving.server.logs import named
 from serving.server.memory import ServiceMemory
+from serving.server.prompts import guided, prompt_of
 from serving.server.scheduler import (
     Queue,
     SchedulerOptions,
@@ -44,8 +45,7 @@ from serving.step import fail, step
 Found = TypeVar("Found")
 _log = logging.getLogger(__name__)
 # In this time an app's past use of the engine counts half.
-_HALF_LIFE_MS = 10_000.0
-_IDLE_S = 0.5
+_HALF_LIFE_MS, _IDLE_S = 10_000.0, 0.5
 # The next dispatch takes all cores: so long the event loop has one to itself to send a first token.
 _FIRST_TOLD_S = 0.0005
 # A service that has failed is there again after about so long.

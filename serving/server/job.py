@@ -1,81 +1,19 @@
 """Holds one accepted call in the engine's thread: its prompt, its run, its deadlines and its events."""
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable
-from datetime import datetime
 
-from jaxllm.elastic.slo import Slo
-from jaxllm.errors import ConfigError
-from jaxllm.text.droppable import PromptTokens, conversation_tokens, prompt_tokens
-from jaxllm.text.prompts import Prompt
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text.droppable import PromptTokens
 from serving.contexts.answer import ContextCall
-from serving.planning.objectives import Cost, EndToEnd, Latency, Objective
+from serving.planning.objectives import Cost
 from serving.planning.planner import Plan
 from serving.run import Run
-from serving.server.calls import Call, ContextBusy, Conversation, Ended, Piece, Started
+from serving.server.calls import Call, ContextBusy, Ended, Piece, Started
 from serving.server.context_turns import ContextTurn
+from serving.server.prompts import time_limits
 from serving.server.scheduler import SchedulerOptions, Work
 from serving.server.ticket import EngineTicket
-
-
-@dataclasses.dataclass(frozen=True)
-class TimeLimits:
-    """Times that an objective allows.
-
-    Attributes:
-      ttft_ms, tpot_ms: to the first token, and per further token; infinity where they are not limited.
-    """
-
-    ttft_ms: float = math.inf
-    tpot_ms: float = math.inf
-
-
-def time_limits(objective: Objective | None, whole: Cost) -> TimeLimits:
-    """The times that an objective allows an answer whose whole cost is known; a limit of the whole answer is
-    shared out as the whole model's times are."""
-    match objective:
-        case Slo():
-            return TimeLimits(*objective.limits(whole.ttft_ms, whole.tpot_ms))
-        case Latency():
-            return TimeLimits(objective.ttft_ms, objective.tpot_ms)
-        case EndToEnd():
-            share = objective.total_ms / max(whole.total_ms, 1e-6)
-            return TimeLimits(share * whole.ttft_ms, share * whole.tpot_ms)
-    return TimeLimits()
-
-
-def prompt_of(tokenizer: Tokenizer, call: Call) -> PromptTokens:
-    """A call's prompt, rendered and encoded. Words may be dropped where the call allows it.
-
-    Raises:
-      ConfigError: it is empty or malformed, or has tools that the template does not know.
-      ContextOverflow: it is longer than the tokenizer is limited to.
-    """
-    if call.shorten and isinstance(call.prompt, Conversation):
-        return conversation_tokens(
-            tokenizer, call.prompt.messages, tools=call.prompt.tools, now=datetime.now()
-        )
-    if call.shorten and isinstance(call.prompt, str) and call.prompt:
-        return prompt_tokens(tokenizer, Prompt(user=call.prompt, form="text"))
-    return PromptTokens.of_ids(prompt_ids_of(tokenizer, call.prompt))
-
-
-def prompt_ids_of(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, ...]) -> tuple[int, ...]:
-    """The token ids of a prompt.
-
-    Raises:
-      ConfigError, ContextOverflow: see `prompt_of`.
-    """
-    if isinstance(prompt, tuple):
-        return prompt
-    if isinstance(prompt, str):
-        if not prompt:
-            raise ConfigError("the prompt is empty; give it at least one character")
-        return tuple(tokenizer.encode(prompt))
-    return tuple(tokenizer.encode_chat(list(prompt.messages), tools=prompt.tools, now=datetime.now()))
 
 
 class Job:

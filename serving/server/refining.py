@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import TypedDict
 
 from jaxllm.errors import JaxllmError
-from serving.planning.profile import DeviceProfile, profile_path, save_profile
+from serving.planning.engine_profile import profile_path
+from serving.planning.profile import DeviceProfile, save_profile
 from serving.planning.profiling import Measurement
 from serving.service import LLMService
 

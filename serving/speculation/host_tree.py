@@ -2,10 +2,9 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 
-from jaxllm.speculative.tree import TokenTree
+from jaxllm.speculative.token_tree import TokenTree
 
 
 def root_alone(root: int, room: int) -> TokenTree:
@@ -24,7 +23,7 @@ def root_alone(root: int, room: int) -> TokenTree:
 
 def on_host(tree: TokenTree) -> TokenTree:
     """A copy of a tree in NumPy arrays."""
-    return jax.tree.map(np.array, tree)
+    return _tree(**{each.name: np.array(getattr(tree, each.name)) for each in dataclasses.fields(tree)})
 
 
 def by_confidence(tree: TokenTree) -> np.ndarray:

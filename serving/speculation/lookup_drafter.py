@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.speculative.tree import TokenTree
+from jaxllm.speculative.token_tree import TokenTree
 from serving.host.progress import Progress
 from serving.speculation.drafter import Drafter, DrafterMemory, Growing
 from serving.speculation.host_tree import united

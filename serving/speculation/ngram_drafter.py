@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.speculative.tree import TokenTree
+from jaxllm.speculative.token_tree import TokenTree
 from serving.host.progress import Progress
 from serving.speculation.drafter import Growing
 from serving.speculation.host_tree import grown, root_alone

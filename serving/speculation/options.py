@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from jaxllm.errors import ConfigError
 from jaxllm.speculative.fallback import LEAST, MOST, START
-from jaxllm.speculative.pacer import BRANCH_CONFIDENCE, PACERS, Growth, Pacer
+from jaxllm.speculative.growth import BRANCH_CONFIDENCE, PACERS, Growth, Pacer
 
 _MOST_NODES = 256
 

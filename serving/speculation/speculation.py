@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.sampling import NO_TOKEN, SamplerState
+from jaxllm.sampling_state import NO_TOKEN, SamplerState
 from jaxllm.speculative.fallback import LEAST, MOST, Fallback
-from jaxllm.speculative.tree import TokenTree
+from jaxllm.speculative.token_tree import TokenTree
 from jaxllm.speculative.tree_size import PassTimes, verified_nodes, worth
 from serving.runners.runner import Runner
 from serving.runners.verdict import Verdict

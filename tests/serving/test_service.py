@@ -12,7 +12,7 @@ from jaxllm.errors import ConfigError, ContextGone, ContextOverflow, ObjectiveMi
 from jaxllm.tasks.example import TaskExample
 from serving.contexts.options import ContextOptions
 from serving.options import EngineOptions
-from serving.planning import profile as profiles
+from serving.planning import engine_profile as profiles
 from serving.planning.objectives import Latency
 from serving.planning.proposer import Proposal
 from serving.planning.safety_margin import MOST, START, SafetyMargin
@@ -247,7 +247,7 @@ def test_a_service_says_which_objectives_its_device_cannot_meet(service, caplog)
 
 def test_opening_logs_what_cannot_be_met(service, path, caplog, monkeypatch):
     told = {SLOS[4]: service.profile.tokens}
-    monkeypatch.setattr("serving.service.unmet", lambda planner, objectives: told)
+    monkeypatch.setattr("serving.planned_service.unmet", lambda planner, objectives: told)
     with caplog.at_level("INFO", logger="serving.service"):
         LLMService.open(path, options=OPTIONS)
     assert "no choice meets on this device: <20,60> for prompts of any length" in caplog.text

@@ -12,7 +12,7 @@ import pytest
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.sampling import Sampling, sample, sampler_state
-from jaxllm.speculative.pacer import Growth
+from jaxllm.speculative.growth import Growth
 from jaxllm.speculative.tree import new_tree
 from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, read_nodes, verify
 from serving.speculation.host_tree import by_confidence, some_nodes

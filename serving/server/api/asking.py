@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from jaxllm.errors import ConfigError
-from jaxllm.sampling import Sampling
+from jaxllm.sampling_state import Sampling
 from serving.planning.objectives import Objective
 from serving.request import GenerationConfig
 from serving.server.api.errors import ApiError

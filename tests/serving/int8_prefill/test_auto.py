@@ -14,7 +14,8 @@ from serving.engine import Engine
 from serving.int8_prefill.options import PrefillOptions
 from serving.options import EngineOptions
 from serving.planning import profiling
-from serving.planning.profile import DeviceProfile, choose_prefill, load_profile, save_profile
+from serving.planning.prefill_times import choose_prefill
+from serving.planning.profile import DeviceProfile, load_profile, save_profile
 from serving.runners.runner import prefill_in_chunks, prefill_prompt
 from serving.service import LLMService
 from tests.tiny import TINY, WINDOW_TOKENS

@@ -7,8 +7,9 @@ from serving.options import EngineOptions
 from serving.planning import coarse_profile
 from serving.planning import known_profile as known
 from serving.planning.coarse_profile import measure_coarsely
+from serving.planning.engine_profile import profile_path
 from serving.planning.known_profile import known_profile
-from serving.planning.profile import load_profile, profile_path
+from serving.planning.profile import load_profile
 from tests.tiny import TINY, write_tiny_bundle
 
 

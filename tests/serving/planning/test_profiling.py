@@ -6,7 +6,7 @@ from jaxllm.bundle.elastic import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from serving.engine import Engine
 from serving.options import EngineOptions
-from serving.planning.profile import profile_path
+from serving.planning.engine_profile import profile_path
 from serving.planning.profiling import measure, measure_together, monotonic
 from tests.tiny import TINY, write_tiny_bundle
 

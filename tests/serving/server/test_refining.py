@@ -12,8 +12,9 @@ from jaxllm.elastic.slo import Slo
 from jaxllm.errors import JaxllmError
 from serving.engine import Engine
 from serving.planning.coarse_profile import measure_coarsely
+from serving.planning.engine_profile import profile_path
 from serving.planning.planner import Planner
-from serving.planning.profile import load_profile, profile_path
+from serving.planning.profile import load_profile
 from serving.planning.safety_margin import SafetyMargin
 from serving.server import refining
 from serving.server.calls import Call

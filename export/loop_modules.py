@@ -1,0 +1,94 @@
+"""Finds the modules that a device needs, in a process in which JAX cannot be imported.
+
+python -m export.loop_modules -> {path in an archive: path of the source}, as JSON
+"""
+
+import ast
+import importlib
+import importlib.abc
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ABSENT = ("jax", "jaxlib", "flax", "optax", "orbax", "chex")
+ROOTS = ("jaxllm", "serving")
+# What is imported first; and a module that runs in a process of its own.
+ENTRIES = ("serving.device.__main__", "jaxllm.text.child_worker")
+
+
+class NotOnDevice(ImportError):
+    """A device does not have the package."""
+
+
+class Absent(importlib.abc.MetaPathFinder):
+    """Refuses the packages that a device does not have."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Raises NotOnDevice for those packages; else others may find the module."""
+        del path, target
+        if name.partition(".")[0] in ABSENT:
+            raise NotOnDevice(f"{name} is not on a device")
+
+
+def main() -> None:
+    """Prints the modules."""
+    sys.meta_path.insert(0, Absent())
+    for name in ENTRIES:
+        importlib.import_module(name)
+    seen, waiting, found = set[str](ENTRIES), list[str](ENTRIES), dict[str, str]()
+    while waiting:
+        name = waiting.pop()
+        if (path := path_of(name)) is None:
+            continue
+        inside = Path(*name.split("."))
+        found[str(inside / path.name if path.stem == "__init__" else inside.with_suffix(".py"))] = str(path)
+        parents = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
+        for each in [*parents, *imported(path.read_text(encoding="utf-8"))]:
+            if each not in seen:
+                seen.add(each)
+                waiting.append(each)
+    json.dump(found, sys.stdout)
+
+
+def path_of(name: str) -> Path | None:
+    """The source of a module; None if there is no such module, or a device cannot import it."""
+    try:
+        importlib.import_module(name)
+    except NotOnDevice:
+        return None
+    except ImportError:
+        # It may take a package that is missing here, and that a device may have.
+        pass
+    try:
+        spec = importlib.util.find_spec(name)
+    except ImportError:
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+def imported(source: str) -> Iterator[str]:
+    """Modules of `ROOTS` that a source imports at run time, wherever the import stands."""
+    for node in _run_time(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name.partition(".")[0] in ROOTS)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ROOTS:
+            yield str(node.module)
+            # A name may be a module of the package; one that is none is not found, and left out.
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+
+
+def _run_time(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes, without what only type checkers read."""
+    for each in ast.iter_child_nodes(node):
+        typing = (
+            isinstance(each, ast.If) and isinstance(each.test, ast.Name) and each.test.id == "TYPE_CHECKING"
+        )
+        if not typing:
+            yield each
+            yield from _run_time(each)
+
+
+if __name__ == "__main__":
+    main()

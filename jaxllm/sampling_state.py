@@ -1,0 +1,190 @@
+"""Options of sampling, and the state of an answer's draws as arrays of the host.
+
+`Sampling` has a request's options; `SamplerState` has them as arrays, so that one bucket serves every
+request. This module imports no JAX, so that a device without it shares them; `jaxllm.sampling`, which chooses
+tokens by them in compiled steps, registers the state with JAX.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxllm.axes import Axes
+from jaxllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jax
+
+MAX_LOGIT_BIASES = 1024
+MAX_BIAS = 1e6
+# Stands for a token where the logits allow none to be chosen.
+NO_TOKEN = -1
+# Processors may flush smaller floats to 0.
+_LEAST_TOP_P = float(np.finfo(np.float32).tiny)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Sampling options of a request. The default is greedy.
+
+    Attributes:
+      temperature: 0 is greedy; otherwise logits are divided by it.
+      top_k: keep the k most likely tokens; 0 keeps all.
+      top_p: keep the fewest most likely tokens whose probabilities reach it; 1 keeps all.
+      min_p: drop tokens less likely than `min_p` times the most likely one.
+      repetition_penalty: above 1 makes tokens of the prompt and the answer less likely (CTRL).
+      presence_penalty: subtracted from the logits of tokens that are in the answer already.
+      frequency_penalty: subtracted once for each occurrence of the token in the answer.
+      logit_bias: (token id, added value) pairs; -inf forbids the token.
+      seed: of the draw; the same seed gives the same answer. None lets the engine choose one.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, 0, 100, "0 (greedy) to 100")
+        if not isinstance(self.top_k, int) or not 0 <= self.top_k < 1 << 31:
+            raise ConfigError(f"top_k must be a whole number from 0 (off) up, got {self.top_k!r}")
+        _check("top_p", self.top_p, 0, 1, "above 0 and at most 1 (off)")
+        if self.top_p < _LEAST_TOP_P:
+            raise ConfigError(
+                f"top_p must be above 0, at least {_LEAST_TOP_P:.2g}, got {self.top_p!r}; for the most "
+                "likely token use temperature 0"
+            )
+        _check("min_p", self.min_p, 0, 1, "0 (off) to 1")
+        _check("repetition_penalty", self.repetition_penalty, 0.01, 100, "0.01 to 100 (1 is off)")
+        _check("presence_penalty", self.presence_penalty, -100, 100, "-100 to 100 (0 is off)")
+        _check("frequency_penalty", self.frequency_penalty, -100, 100, "-100 to 100 (0 is off)")
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise ConfigError(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIASES}")
+        for token, value in self.logit_bias:
+            if not isinstance(token, int) or token < 0:
+                raise ConfigError(f"logit_bias takes (token id, number) pairs, got {(token, value)}")
+            if value != -math.inf:
+                # With an infinite logit there is no finite distribution to draw from.
+                allowed = f"{-MAX_BIAS:g} to {MAX_BIAS:g}, or -inf to forbid the token"
+                _check(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS, allowed)
+        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 1 << 64):
+            raise ConfigError(f"seed must be a whole number in [0, 2**64), got {self.seed!r}")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether any logit changes before a token is chosen."""
+        neutral = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
+        return not neutral or bool(self.logit_bias)
+
+
+def _check(name: str, value: float, low: float, high: float, allowed: str) -> None:
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not valid:
+        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
+
+
+# Counts and number of tokens drawn (see `SamplerState`).
+Progress = tuple["jax.Array", "jax.Array"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerState:
+    """A request's sampling options as arrays, and the counts of its penalties.
+
+    The key of a draw is a function of `seed` and `drawn`, so that neither the chunks of the prompt nor the
+    number of tokens per dispatch change an answer.
+
+    Attributes:
+      temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: `[]` float32.
+      top_k: `[]` int32.
+      penalized: `[]` bool, whether any penalty or bias changes a logit.
+      bias: `[V]` float32.
+      in_prompt: `[B, V]` bool, whether the prompt has each token; or one row for the whole batch.
+      counts: `[B, V]` int32, how often the answer has each token.
+      seed: `[2]` uint32.
+      drawn: `[]` int32, number of tokens drawn so far.
+    """
+
+    temperature: "jax.Array"
+    top_k: "jax.Array"
+    top_p: "jax.Array"
+    min_p: "jax.Array"
+    repetition_penalty: "jax.Array"
+    presence_penalty: "jax.Array"
+    frequency_penalty: "jax.Array"
+    penalized: "jax.Array"
+    bias: "jax.Array"
+    in_prompt: "jax.Array"
+    counts: "jax.Array"
+    seed: "jax.Array"
+    drawn: "jax.Array"
+
+    @property
+    def fixed(self) -> "SamplerState":
+        """What no draw changes: without `counts` and `drawn`."""
+        return dataclasses.replace(self, counts=None, drawn=None)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def progress(self) -> Progress:
+        """What each draw changes."""
+        return self.counts, self.drawn
+
+    def after(self, progress: Progress) -> "SamplerState":
+        """With another progress."""
+        counts, drawn = progress
+        return dataclasses.replace(self, counts=counts, drawn=drawn)
+
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes the state is traced."""
+        axes.check(np.float32, "V", bias=self.bias)
+        axes.check(np.bool_, "* V", in_prompt=self.in_prompt)
+        axes.check(np.int32, "B V", counts=self.counts)
+        axes.check(np.uint32, "2", seed=self.seed)
+        axes.check(np.float32, "", temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
+        axes.check(np.float32, "", repetition_penalty=self.repetition_penalty)
+        axes.check(np.float32, "", presence_penalty=self.presence_penalty)
+        axes.check(np.float32, "", frequency_penalty=self.frequency_penalty)
+        axes.check(np.bool_, "", penalized=self.penalized)
+        axes.check(np.int32, "", top_k=self.top_k, drawn=self.drawn)
+
+
+def sampler_state(sampling: Sampling, prompt: Sequence[int], vocab_size: int, seed: int) -> SamplerState:
+    """The state at the start of an answer to `prompt` (batch 1), made on the host.
+
+    Raises:
+      ConfigError: a bias names a token outside the vocabulary, or biases forbid every token.
+    """
+    bias = np.zeros(vocab_size, np.float32)
+    for token, value in sampling.logit_bias:
+        if token >= vocab_size:
+            raise ConfigError(f"logit_bias names token {token}; the vocabulary has {vocab_size}")
+        bias[token] += value
+    if sampling.logit_bias and np.isneginf(bias).all():
+        raise ConfigError("logit_bias forbids every token of the vocabulary; leave at least one")
+    in_prompt = np.zeros((1, vocab_size), np.bool_)
+    in_prompt[0, np.asarray(prompt, np.int64)] = True
+    host: dict[str, Any] = dict(
+        temperature=np.float32(sampling.temperature),
+        top_k=np.int32(min(sampling.top_k, vocab_size)),
+        top_p=np.float32(sampling.top_p),
+        min_p=np.float32(sampling.min_p),
+        repetition_penalty=np.float32(sampling.repetition_penalty),
+        presence_penalty=np.float32(sampling.presence_penalty),
+        frequency_penalty=np.float32(sampling.frequency_penalty),
+        penalized=np.bool_(sampling.penalizes),
+        bias=bias,
+        in_prompt=in_prompt,
+        counts=np.zeros((1, vocab_size), np.int32),
+        seed=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
+        drawn=np.int32(0),
+    )
+    # Host arrays: they are passed to the bucket, and nothing is dispatched here.
+    return SamplerState(**host)

@@ -1,0 +1,40 @@
+"""Runs a command, and turns its errors into a line and an exit code."""
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from jaxllm.errors import JaxllmError
+
+
+def run_command(command: click.Command, name: str, argv: Sequence[str] | None = None) -> None:
+    """Runs a command, and exits: errors become one line on stderr, exit 1 (usage errors: 2).
+
+    Args:
+      command: takes --debug before everything else.
+      name: of the program, in its usage.
+      argv: its arguments; None for those of the process.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = command.main(arguments, prog_name=name, standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except (JaxllmError, OSError) as error:
+        if arguments[:1] == ["--debug"]:
+            raise
+        click.echo(f"error: {_one_line(error)}", err=True)
+        sys.exit(1)
+
+
+def _one_line(error: JaxllmError | OSError) -> str:
+    if isinstance(error, JaxllmError):
+        return " ".join(str(error).split())
+    # Errors that users cause are JaxllmErrors; this is one of our own output, for example to a full disk.
+    where = "" if error.filename is None else f"{error.filename}: "
+    return f"{where}{error.strerror or error}"

@@ -1,0 +1,131 @@
+"""A context of an app over exported programs, and its answers."""
+
+import contextlib
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, Unreadable
+from serving.answer import Answer
+from serving.contexts.record import Record
+from serving.contexts.turn_ids import turn_ids
+from serving.device.contexts import DeviceContexts, Restored
+from serving.request import GenerationConfig
+from serving.run import Lifecycle, Run
+
+
+class DeviceContext:
+    """A context of an app.
+
+    Attributes:
+      app: that owns it.
+      name: unique in the store; finds the context again after a restart.
+    """
+
+    def __init__(self, contexts: DeviceContexts, record: Record) -> None:
+        self._contexts, self.app, self.name = contexts, record.app, record.name
+
+    @property
+    def record(self) -> Record:
+        """The stored record.
+
+        Raises:
+          ContextGone: see `DeviceContexts.record`.
+        """
+        return self._contexts.record(self.app, self.name)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens of the context."""
+        return self.record.tokens
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        instruction: str = "",
+        config: GenerationConfig | None = None,
+    ) -> "DeviceContextAnswer":
+        """Answers a prompt that follows the context's tokens.
+
+        Args:
+          prompt: the user's text; or token ids, which are taken as they are.
+          instruction: stands before everything; only in the first call.
+          config: length, stops and sampling of the answer.
+
+        Raises:
+          ContextGone: it was deleted, or is of other programs.
+          ConfigError: the prompt is empty or malformed, or an instruction comes after the first call.
+          ContextOverflow: the context and the prompt are longer than the programs' caches.
+        """
+        contexts = self._contexts
+        engine, record = contexts.engine, contexts.record(self.app, self.name)
+        if isinstance(prompt, str):
+            tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
+            prompt = turn_ids(tokenizer, record.tokens, prompt, instruction, now=datetime.now())
+        elif instruction:
+            raise ConfigError("an instruction comes with a prompt of text, not with token ids")
+        config = config or GenerationConfig()
+        request = engine.request([*record.tokens, *prompt], config, level=record.origin.level)
+        call = _ContextCall(contexts, record, most_tokens=len(request.prompt) + config.max_tokens)
+        return DeviceContextAnswer(engine.decoding(request), engine.tokenizer, request, call=call)
+
+    def delete(self) -> None:
+        """Removes it from memory and storage.
+
+        Raises:
+          ContextGone: it was deleted before.
+          ConfigError: it is answering.
+        """
+        self._contexts.delete(self._contexts.record(self.app, self.name).name)
+
+
+class DeviceContextAnswer(Answer):
+    """An answer in a context. When it has ended or was closed, its tokens are part of the context."""
+
+    def __init__(self, *args: Any, call: "_ContextCall", **more: Any) -> None:
+        """See `Answer`; `call` is its lifecycle."""
+        super().__init__(*args, lifecycle=call, **more)
+        self._call = call
+
+    @property
+    def restored(self) -> Restored:
+        """How the context was restored, once the answer has begun."""
+        return self._call.restored
+
+
+class _ContextCall(Lifecycle):
+    """Restores a context before an answer, and stores it afterwards."""
+
+    def __init__(self, contexts: DeviceContexts, record: Record, *, most_tokens: int) -> None:
+        self.restored, self._began = Restored(), False
+        self._contexts, self._record, self._most_tokens = contexts, record, most_tokens
+
+    def begin(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        record = self._record
+        if self._contexts.record(record.app, record.name).tokens != record.tokens:
+            raise ConfigError(f"the context {record.name} went on since this answer was asked for; ask again")
+        self.restored = self._contexts.begin(record, run.session, most_tokens=self._most_tokens)
+        self._began = True
+
+    def finish(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        if not self._began:
+            return
+        # First: a later interrupt leaves the call ended.
+        self._began = False
+        if run.tokens:
+            self._contexts.finish(self._record, run.session, run.sequence)
+        else:
+            self._contexts.end(self._record)
+
+    def failed(self, run: Run) -> None:
+        """See `Lifecycle`: keeps the tokens so far, if storage takes them; the error is raised in any
+        case."""
+        with contextlib.suppress(BudgetExceeded, CheckpointError, Unreadable):
+            self.finish(run)
+
+    def dropped(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        self.failed(run)

@@ -1,0 +1,291 @@
+"""Keeps contexts of apps over exported programs: in the store of the live service, in raw chunks.
+
+    begin     the chunks of the context, from memory or from storage, become the beginning of a cache
+    finish    the rows of new whole chunks go to storage and to memory, which stays within its budget
+
+Programs give no attention density, so chunks are the floats of the cache (`codecs.RAW`), and a restored
+context is the cache that was stored, to the bit. Tokens after the last whole chunk, and those from the first
+chunk on that storage lost, are computed again from the record's tokens. A chunk may leave memory at any time,
+because it is on storage when its call has ended.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, Unreadable
+from jaxllm.kv.codecs import RAW
+from jaxllm.kv.eviction import find_policy
+from jaxllm.kv.recompute import LOST
+from jaxllm.program_folder.manifest import KEYS, VALUES
+from serving.contexts.memory import ChunkMemory
+from serving.contexts.record import Origin, Record
+from serving.contexts.store import ContextStore
+from serving.engine import Engine
+from serving.programs.model import ProgramModel
+from serving.request import Session
+from serving.server.facts import ContextFacts
+
+CHUNK_TOKENS = 16
+_CODEC = "raw"
+
+
+@dataclasses.dataclass
+class Restored:
+    """How a context was restored for a call: numbers of its tokens.
+
+    Attributes:
+      resident: whose chunks were in memory.
+      read: whose chunks were read from storage.
+      computed: that are computed again, before those of the prompt.
+    """
+
+    resident: int = 0
+    read: int = 0
+    computed: int = 0
+
+
+class DeviceContexts:
+    """The contexts of all apps. Not thread-safe; one call at a time.
+
+    Attributes:
+      store: of the contexts on storage.
+      memory: of the chunks in memory.
+    """
+
+    def __init__(
+        self,
+        engine: Engine[ProgramModel],
+        folder: Path,
+        *,
+        budget_bytes: int,
+        policy: str = "lctru",
+        quota_bytes: int = 0,
+    ) -> None:
+        """Opens the store.
+
+        Args:
+          engine: that answers.
+          folder: of the store, made if missing; for one process at a time.
+          budget_bytes: most bytes of all chunks in memory; the cache of the running context comes on top.
+          policy: what leaves memory first, by its name in `jaxllm.kv.eviction.POLICIES`.
+          quota_bytes: most bytes of all files of the store; 0 for no limit.
+
+        Raises:
+          ConfigError: the store is in use or cannot be made, or an argument is out of its domain.
+        """
+        self.engine = engine
+        self.memory = ChunkMemory(budget_bytes, find_policy(policy))
+        self.store = ContextStore(folder, quota_bytes=quota_bytes)
+        self._origins = {level: _origin(engine, level) for level in engine.levels}
+        self.running = ""
+
+    def close(self) -> None:
+        """Releases the store for other processes."""
+        self.store.close()
+
+    def create(self, app: str, *, level: int | None = None, pinned: bool = False) -> Record:
+        """Creates an empty context.
+
+        Args:
+          app: that owns it; no other app can open it.
+          level: the sub-model that answers in it, in percent; None for the engine's own.
+          pinned: whether its chunks never leave memory for those of another context.
+
+        Raises:
+          ConfigError: the level was not exported, or the app's name is not valid.
+          BudgetExceeded: there is no room on storage.
+        """
+        origin = self._origins[int(self.engine.runner_at(level).level)]
+        return self.store.create(app, origin, pinned=pinned)
+
+    def record(self, app: str, name: str) -> Record:
+        """The record of an app's context.
+
+        Raises:
+          ContextGone: the app has no context of this name, or it is of other programs or another level.
+        """
+        record = self.store.record(name, app)
+        level = record.origin.level
+        if level not in self._origins:
+            raise ContextGone(f"the context {name} is of level {level}, which was not exported; delete it")
+        record.origin.require(self._origins[level], name)
+        return record
+
+    def pin(self, app: str, name: str, pinned: bool) -> Record:
+        """Keeps a context's chunks in memory once they are there, or lets them be evicted.
+
+        Raises:
+          ContextGone: see `record`.
+          BudgetExceeded: its chunks do not fit beside those of other pinned contexts.
+        """
+        record = dataclasses.replace(self.record(app, name), pinned=pinned)
+        if pinned:
+            self.memory.require(name, len(record.bits) * sum(record.origin.layer_bytes[RAW]))
+        record = self.store.commit(record)
+        self.memory.pin(name, pinned)
+        return record
+
+    def facts(self, record: Record) -> ContextFacts:
+        """What apps are told of a context."""
+        return ContextFacts(
+            name=record.name,
+            tokens=len(record.tokens),
+            level=record.origin.level,
+            pinned=record.pinned,
+            stored_bytes=sum(bits == RAW for bits in record.bits) * sum(record.origin.layer_bytes[RAW]),
+            created_s=record.created_s,
+        )
+
+    def delete(self, name: str) -> None:
+        """Deletes a context from memory and storage.
+
+        Raises:
+          ContextGone: there is no such context.
+          ConfigError: it is answering.
+        """
+        if name == self.running:
+            raise ConfigError(f"the context {name} is answering; close its answer first")
+        # Memory first: chunks in memory must never outlive those on storage.
+        self.memory.forget(name)
+        self.store.delete(name)
+
+    def begin(self, record: Record, session: Session, *, most_tokens: int) -> Restored:
+        """Restores a context into a session, and locks its chunks.
+
+        Raises:
+          ConfigError: another call runs in a context.
+          BudgetExceeded: the context's chunks could not fit into memory, whatever is evicted.
+        """
+        if self.running:
+            raise ConfigError(f"the context {self.running} is answering; one call at a time runs in contexts")
+        chunk_bytes, name = sum(record.origin.layer_bytes[RAW]), record.name
+        most = min(most_tokens, self.engine.options.context_tokens) // CHUNK_TOKENS
+        self.memory.pin(name, record.pinned)
+        self.memory.require(name, most * chunk_bytes)
+        faults = self.memory.claim(name, len(record.bits), pinned=record.pinned)
+        self.running = name
+        try:
+            read = self._read(record, faults)
+            resident = {number: each.blobs for number, each in self.memory.chunks(name).items()}
+            there = {**resident, **read}
+            # A cache has no gaps: what follows the first lost chunk is computed again, too.
+            count = next((each for each in range(len(record.bits)) if each not in there), len(record.bits))
+            self._fill(record, session, [there[each] for each in range(count)])
+        except BaseException:
+            self.end(record)
+            raise
+        found = len([each for each in range(count) if each in read])
+        return Restored(
+            resident=CHUNK_TOKENS * (count - found),
+            read=CHUNK_TOKENS * found,
+            computed=len(record.tokens) - CHUNK_TOKENS * count,
+        )
+
+    def finish(self, record: Record, session: Session, sequence: Sequence[int]) -> None:
+        """Stores a context when its call has ended, and unlocks it. Where an error took the cache, the tokens
+        are stored with the chunks of before.
+
+        Raises:
+          BudgetExceeded, CheckpointError: see `ContextStore.commit`.
+        """
+        try:
+            # Damage that was found while it was restored is in the store's record.
+            record = self.store.record(record.name)
+            known, cached = len(record.bits), 0
+            fresh: dict[int, tuple[np.ndarray, ...]] = {}
+            if session.cache is not None:
+                # The session's tokens are a beginning of the sequence.
+                cached = min(len(session.tokens), len(sequence)) // CHUNK_TOKENS
+                lost = [number for number in range(min(known, cached)) if record.bits[number] == LOST]
+                if new := [*lost, *range(known, cached)]:
+                    runner = self.engine.runner_at(record.origin.level)
+                    rows = runner.rows(session.cache, CHUNK_TOKENS * cached)
+                    fresh = {number: _blobs(rows, number) for number in new}
+            count = max(known, cached)
+            bits = tuple(RAW if n in fresh else record.bits[n] for n in range(count))
+            zeros = (0.0,) * count
+            self.store.commit(
+                dataclasses.replace(record, tokens=tuple(sequence), bits=bits, mass=zeros, seen=zeros),
+                {number: (RAW, blobs) for number, blobs in fresh.items()},
+            )
+            for number, blobs in fresh.items():
+                # Chunks that do not fit beside pinned ones stay on storage only.
+                with contextlib.suppress(BudgetExceeded):
+                    self.memory.load(record.name, number, RAW, blobs)
+        finally:
+            self.end(record)
+
+    def end(self, record: Record) -> None:
+        """Unlocks a context whose call has ended."""
+        self.running = ""
+        self.memory.release(record.name)
+
+    def _read(self, record: Record, faults: Sequence[int]) -> dict[int, tuple[np.ndarray, ...]]:
+        """The missing chunks that storage has whole; those that fit are in memory from here on."""
+        try:
+            found = self._blobs_of(record, faults)
+        except (CheckpointError, Unreadable):
+            # Damaged chunks are marked as lost, and their tokens are computed again.
+            record = self.store.repair(record.name)
+            found = self._blobs_of(record, faults)
+        for number, blobs in found.items():
+            with contextlib.suppress(BudgetExceeded):
+                self.memory.load(record.name, number, RAW, blobs)
+        return found
+
+    def _blobs_of(self, record: Record, faults: Sequence[int]) -> dict[int, tuple[np.ndarray, ...]]:
+        stored = [each for each in faults if record.bits[each] != LOST and record.files[each]]
+        if not stored:
+            return {}
+        opened = self.store.open(record.name, stored)
+        layers = [opened.read(layer, stored) for layer in range(opened.layers)]
+        return {number: tuple(layer[place] for layer in layers) for place, number in enumerate(stored)}
+
+    def _fill(self, record: Record, session: Session, chunks: Sequence[Sequence[np.ndarray]]) -> None:
+        if not chunks:
+            return
+        runner = self.engine.runner_at(record.origin.level)
+        rows: dict[str, np.ndarray] = {}
+        for layer, heads in enumerate(record.origin.heads):
+            shape = (2, heads, CHUNK_TOKENS, record.origin.head_width)
+            sides = np.concatenate(
+                [each[layer].view(record.origin.dtype).reshape(shape) for each in chunks], axis=2
+            )
+            rows[KEYS.format(layer)], rows[VALUES.format(layer)] = sides[:1], sides[1:]
+        tokens = list(record.tokens[: CHUNK_TOKENS * len(chunks)])
+        session.cache, session.tokens = runner.restored(rows, len(tokens)), tokens
+        session.weights_version = runner.weights_version
+
+
+def _origin(engine: Engine[ProgramModel], level: int) -> Origin:
+    """The origin of caches of a level: of these very programs, because others round differently."""
+    manifest, cfg = engine.model.executor.manifest, engine.runner_at(level).cfg
+    files = {name: each.xxh3_128 for name, each in sorted(manifest.files.items())}
+    facts = json.dumps([manifest.model, manifest.format, manifest.precision, files])
+    return Origin(
+        model=hashlib.sha256(facts.encode()).hexdigest(),
+        level=level,
+        adapter="",
+        codec=_CODEC,
+        chunk_tokens=CHUNK_TOKENS,
+        dtype=manifest.cache_dtype,
+        heads=tuple(cfg.units(layer).kv_heads for layer in range(cfg.layers)),
+        head_width=cfg.head_dim,
+    )
+
+
+def _blobs(rows: dict[str, np.ndarray], chunk: int) -> tuple[np.ndarray, ...]:
+    """A chunk's raw blob of each layer: its keys, then its values."""
+    part = slice(chunk * CHUNK_TOKENS, (chunk + 1) * CHUNK_TOKENS)
+    return tuple(
+        np.concatenate([rows[side.format(layer)][0, :, part] for side in (KEYS, VALUES)])
+        .reshape(-1)
+        .view(np.uint8)
+        for layer in range(len(rows) // 2)
+    )

@@ -1,0 +1,102 @@
+"""Serves the programs of a folder to the apps of a device, as `serving.service.LLMService` serves a bundle.
+
+service = DeviceService.open(Path("programs"))
+service.bind("mail", Slo.parse("<40,70>"))
+for piece in service.call("Is this a complaint? ...", app="mail"): ...
+"""
+
+import contextlib
+from pathlib import Path
+from typing import Self
+
+from jaxllm.errors import ConfigError
+from serving.device.context import DeviceContext
+from serving.device.contexts import DeviceContexts
+from serving.device.opening import open_device
+from serving.device.profiles import device_profile
+from serving.engine import Engine
+from serving.host.progress import Progress
+from serving.planned_service import PlannedService
+from serving.planning.planner import Planner
+from serving.planning.profile import DeviceProfile
+from serving.planning.safety_margin import CONFIDENCE, SafetyMargin
+from serving.programs.model import ProgramModel
+from serving.speculation.options import SpeculationOptions
+
+
+class DeviceService(PlannedService):
+    """Answers the calls of all apps over exported programs. Not thread-safe: one call at a time.
+
+    Attributes:
+      contexts: of all apps; None where the service keeps none.
+    """
+
+    def __init__(
+        self,
+        engine: Engine[ProgramModel],
+        profile: DeviceProfile,
+        *,
+        confidence: float = CONFIDENCE,
+        contexts: DeviceContexts | None = None,
+    ) -> None:
+        """See `open`; levels are planned by the profile, and prompts stay whole: no program has a tiny LM."""
+        planner = Planner(profile, engine.levels, safety_margin=SafetyMargin(confidence))
+        super().__init__(engine, profile, planner)
+        self.contexts = contexts
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        threads: int = 0,
+        memory_bytes: int = 0,
+        drafts: SpeculationOptions | None = None,
+        contexts: Path | None = None,
+        budget_bytes: int = 256 << 20,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Opens a folder of programs; measures a coarse profile of this device where there is none.
+
+        Args:
+          folder, threads, memory_bytes, drafts: see `open_device`.
+          contexts: folder of contexts that outlive calls; None for no contexts.
+          budget_bytes: most bytes of contexts' chunks in memory.
+          progress: called with (stage, done, total).
+
+        Raises:
+          JaxllmError: see `open_device`, `DeviceContexts`.
+        """
+        engine = open_device(folder, threads=threads, memory_bytes=memory_bytes, drafts=drafts)
+        profile = device_profile(engine, threads=threads, progress=progress)
+        with contextlib.ExitStack() as opened:
+            kept = None
+            if contexts is not None:
+                kept = DeviceContexts(engine, contexts, budget_bytes=budget_bytes)
+                opened.callback(kept.close)
+            service = cls(engine, profile, contexts=kept)
+            service.rehearse()
+            opened.pop_all()
+        return service
+
+    def close(self) -> None:
+        """Closes the contexts, which releases their store, and the engine."""
+        if self.contexts is not None:
+            self.contexts.close()
+        self.engine.close()
+
+    def new_context(self, app: str, *, level: int | None = None, pinned: bool = False) -> DeviceContext:
+        """Creates a context of an app (see `DeviceContexts.create`)."""
+        contexts = self._kept()
+        return DeviceContext(contexts, contexts.create(app, level=level, pinned=pinned))
+
+    def context(self, app: str, name: str) -> DeviceContext:
+        """Opens a context that an app created before, perhaps in another process (see
+        `DeviceContexts.record`)."""
+        contexts = self._kept()
+        return DeviceContext(contexts, contexts.record(app, name))
+
+    def _kept(self) -> DeviceContexts:
+        if self.contexts is None:
+            raise ConfigError("this service keeps no contexts; open it with a folder for them")
+        return self.contexts
