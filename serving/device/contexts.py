@@ -114,7 +114,10 @@ class DeviceContexts:
         level = record.origin.level
         if level not in self._origins:
             raise ContextGone(f"the context {name} is of level {level}, which was not exported; delete it")
-        record.origin.require(self._origins[level], name)
+        if differing := record.origin.differing(self._origins[level]):
+            raise ContextGone(
+                f"the context {name} is of other programs: {', '.join(differing)} differ; run those, or delete it"
+            )
         return record
 
     def pin(self, app: str, name: str, pinned: bool) -> Record:
