@@ -116,7 +116,8 @@ class DeviceContexts:
             raise ContextGone(f"the context {name} is of level {level}, which was not exported; delete it")
         if differing := record.origin.differing(self._origins[level]):
             raise ContextGone(
-                f"the context {name} is of other programs: {', '.join(differing)} differ; run those, or delete it"
+                f"the context {name} is of other programs ({', '.join(differing)} differ); run those, or "
+                "delete it"
             )
         return record
 
