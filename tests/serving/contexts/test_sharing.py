@@ -113,6 +113,7 @@ def test_chunks_of_fewer_bits_change_no_answer(kept):
     contexts._delays[100] = READ
     for each in mine:
         say(found(contexts, each), [1])
+    own = [sum(each.size_bytes for each in contexts.memory.chunks(context.name).values()) for context in mine]
     assert contexts.memory.resident_bytes < sum(own)
     assert contexts.store.verify() == []
 
