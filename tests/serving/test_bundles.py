@@ -113,11 +113,18 @@ def test_nothing_there(tmp_path: Path, cache: Path, name: str) -> None:
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"GGUF" + bytes(500)])
+@pytest.mark.parametrize("content", [b"", b"{}", b"GGML" + bytes(500)])
 def test_some_other_file(tmp_path: Path, cache: Path, content: bytes) -> None:
     (tmp_path / "model.gguf").write_bytes(content)
     with pytest.raises(BundleError, match="not a jaxllm bundle"):
         open_model(tmp_path / "model.gguf")
+
+
+def test_a_damaged_gguf_file(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(500))
+    with pytest.raises(CheckpointError, match="has version 0"):
+        open_model(tmp_path / "model.gguf")
+    assert not list(cache.rglob("*.jaxllm"))
 
 
 # The cache.
