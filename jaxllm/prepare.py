@@ -85,9 +85,9 @@ def prepare(
                 progress("prepare", done, total)
 
     apart = bool(np.any(expert_bits))
-    if apart and folder.is_file():
+    if apart and (folder.is_file() or quantization_of(folder) is not None):
         raise CheckpointError(
-            f"{folder}: experts of a GGUF file are laid apart in a second step: prepare it without "
+            f"{folder}: experts of quantized checkpoints are laid apart in a second step: prepare it without "
             "--expert-bits, then the bundle with them"
         )
     widths = np.broadcast_to(expert_bits, (sum(map(cfg.is_sparse, range(cfg.layers))), cfg.experts))

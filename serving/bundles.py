@@ -98,11 +98,12 @@ def _assets() -> Path:
 def _open_prepared(source: Path, weights: WeightFormat | None, progress: Progress | None) -> Bundle:
     """The bundle of a Hugging Face folder or a GGUF file, from the cache or made now."""
     # Imported here, because opening a bundle does not need it.
+    from jaxllm.checkpoints.huggingface import quantization_of
     from jaxllm.prepare import prepare, weight_format_of
 
-    if source.is_dir():
+    if source.is_dir() and quantization_of(source) is None:
         weights = weights or weight_format_of(source)
-    # Of a GGUF file each tensor's own width is a choice by itself.
+    # Of quantized weights each tensor's own width is a choice by itself.
     place = cache_folder() / "bundles" / _digest([str(source.resolve())]) / (weights or "own")
     cached = place / f"{_content_key(source)}{SUFFIX}"
     try:

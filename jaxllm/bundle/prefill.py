@@ -33,6 +33,15 @@ def prefill_parts(calibration: PrefillCalibration, facts: Mapping[str, Any] | No
     return {_PART: Part(told, arrays)}
 
 
+def has_channel_scales(bundle: Bundle) -> bool:
+    """Whether all matrices of layers are of 8 bits with one scale per channel, which integer prefill
+    multiplies; those of GGUF files and quantized folders have groups."""
+    matrices = [
+        each for name, each in bundle.layout.tensors.items() if name.startswith("layers.") and each.bits
+    ]
+    return bool(matrices) and not any(each.group for each in matrices)
+
+
 def prefill_facts(bundle: Bundle) -> dict[str, Any]:
     """Facts about a bundle's integer prefill; empty if it has none."""
     part = bundle.layout.parts.get(_PART)

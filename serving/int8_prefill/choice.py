@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.prefill import prefill_facts, read_prefill
+from jaxllm.bundle.prefill import has_channel_scales, prefill_facts, read_prefill
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import PrefillCalibration
 from jaxllm.int8_prefill.subgraphs import require_integer_prefill
@@ -74,6 +74,11 @@ def _problem(bundle: Bundle, *, streamed: bool) -> str:
         return (
             f"integer prefill multiplies 8-bit weights, and {bundle.path} has {bundle.layout.weights}; "
             "prepare it with --weights int8"
+        )
+    if not has_channel_scales(bundle):
+        return (
+            f"integer prefill multiplies weights with one scale per channel, and {bundle.path} has groups; "
+            "prepare the float weights with --weights int8"
         )
     if not prefill_facts(bundle):
         return (

@@ -8,6 +8,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.prefill import has_channel_scales
 from jaxllm.checkpoints.gguf_config import read_gguf_config
 from jaxllm.checkpoints.gguf_file import is_gguf, read_gguf
 from jaxllm.checkpoints.gguf_model import read_gguf_params
@@ -15,7 +17,7 @@ from jaxllm.checkpoints.gguf_tokenizer import read_gguf_tokenizer
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
 from jaxllm.prepare import prepare
 from tests.checkpoints.gguf_files import config_keys, gguf_tensors, tokenizer_keys, write_file
-from tests.tiny import TINY, random_params
+from tests.tiny import TINY, random_params, write_tiny_bundle
 
 # Beside the file's own size, for objects that any file costs.
 _ALLOWANCE_BYTES = 64 << 10
@@ -283,3 +285,15 @@ def test_some_mutations(tmp_path, parts):
 @pytest.mark.slow
 def test_five_thousand_mutations(tmp_path, parts):
     assert check_mutations(tmp_path, parts, 5000, first=1000) > 2500
+
+
+def test_groups_have_no_integer_prefill(tmp_path, parts):
+    path = write_file(tmp_path / "m.gguf", "llama", *parts, "Q8_0")
+    prepare(path, tmp_path / "groups.jaxllm")
+    prepare(path, tmp_path / "wide.jaxllm", weights="f32")
+    write_tiny_bundle(tmp_path / "channels.jaxllm", weights="int8")
+    found = {}
+    for name in ("groups", "wide", "channels"):
+        with Bundle.open(tmp_path / f"{name}.jaxllm") as bundle:
+            found[name] = has_channel_scales(bundle)
+    assert found == {"groups": False, "wide": False, "channels": True}

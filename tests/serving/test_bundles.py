@@ -113,11 +113,18 @@ def test_nothing_there(tmp_path: Path, cache: Path, name: str) -> None:
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"GGUF" + bytes(500)])
+@pytest.mark.parametrize("content", [b"", b"{}", b"GGML" + bytes(500)])
 def test_some_other_file(tmp_path: Path, cache: Path, content: bytes) -> None:
     (tmp_path / "model.gguf").write_bytes(content)
     with pytest.raises(BundleError, match="not a jaxllm bundle"):
         open_model(tmp_path / "model.gguf")
+
+
+def test_a_damaged_gguf_file(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(500))
+    with pytest.raises(CheckpointError, match="has version 0"):
+        open_model(tmp_path / "model.gguf")
+    assert not list(cache.rglob("*.jaxllm"))
 
 
 # The cache.
@@ -371,3 +378,27 @@ def test_a_tokenizer_alone_makes_another_bundle(folder: Path, cache: Path) -> No
 def test_a_width_that_the_packaged_model_lacks_is_refused():
     with pytest.raises(CheckpointError, match="holds int8 weights, not f32"):
         open_model(None, weights="f32")
+
+
+def test_a_gguf_file_is_prepared_once(tmp_path: Path, cache: Path) -> None:
+    pytest.importorskip("gguf")
+    from tests.checkpoints.gguf_files import config_keys, gguf_tensors, tokenizer_keys, write_file
+
+    params = random_params(TINY)
+    keys = {**config_keys(TINY), **tokenizer_keys(tmp_path, TINY.vocab_size)}
+    path = tmp_path / "m.gguf"
+
+    def write(kind: str) -> None:
+        write_file(path, "llama", keys, gguf_tensors(TINY, params), kind)
+
+    write("Q8_0")
+    with open_model(path) as bundle:
+        assert (bundle.layout.name, bundle.layout.weights) == ("m", "int8")
+    before = entries(cache)
+    open_model(path).close()
+    assert entries(cache) == before
+    with open_model(path, weights="f32") as bundle:
+        assert bundle.layout.weights == "f32"
+    write("Q4_0")
+    with open_model(path) as bundle:
+        assert bundle.layout.weights == "int4"

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from jaxllm.bundle import Bundle, rewrite_bundle
 from jaxllm.bundle.elastic import read_ladder, read_recovery
-from jaxllm.bundle.prefill import prefill_parts
+from jaxllm.bundle.prefill import has_channel_scales, prefill_parts
 from jaxllm.config import WHOLE, ModelConfig, require_decoder_alone
 from jaxllm.elastic.ladder import sub_config
 from jaxllm.elastic.submodel import shared_sub_model
@@ -162,6 +162,11 @@ def _calibrated(
         raise ConfigError(
             f"integer prefill multiplies 8-bit weights, and {bundle.path} has {bundle.layout.weights}; give "
             "the Hugging Face folder, or a bundle made with --weights int8"
+        )
+    if not has_channel_scales(bundle):
+        raise ConfigError(
+            f"integer prefill multiplies weights with one scale per channel, and {bundle.path} has groups; "
+            "prepare the float weights with --weights int8"
         )
     rows, held_out = _texts(bundle, recipe, texts)
     stored = bundle.load()

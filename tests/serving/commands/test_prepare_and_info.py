@@ -88,3 +88,28 @@ def test_info_describes_the_packaged_model(
     assert answer(run("info", "--json"))["model"] == "tiny"
     monkeypatch.setattr(serving.bundles, "default_bundle", lambda: tmp_path / "default.jaxllm")
     failed(run("info"), "default.jaxllm", "No such file")
+
+
+def test_info_of_a_folder(run: Run, folder: Path) -> None:
+    facts = answer(run("info", folder, "--json"))
+    assert (facts["family"], facts["stored"], facts["weights"]) == (CFG.model_type, "floats", "f32")
+    assert facts["parameters"] == parameter_count(CFG)
+    assert facts["rooms"]["levels"] == "yes"
+    assert "no mixture" in facts["rooms"]["experts apart"]
+    assert facts["memory_bytes"]["f32"]["weights"] == 4 * parameter_count(CFG)
+    assert facts["memory_bytes"]["int4"]["weights"] < facts["memory_bytes"]["int8"]["weights"]
+    assert "rooms: levels" in succeeded(run("info", folder))
+    failed(run("info", folder, "--verify"), "no checksums")
+
+
+def test_info_and_prepare_of_a_gguf_file(run: Run, tmp_path: Path) -> None:
+    from tests.checkpoints.gguf_files import config_keys, gguf_tensors, tokenizer_keys, write_file
+
+    keys = {**config_keys(CFG), **tokenizer_keys(tmp_path, CFG.vocab_size)}
+    path = write_file(tmp_path / "m.gguf", "llama", keys, gguf_tensors(CFG, PARAMS), "Q8_0")
+    facts = answer(run("info", path, "--json"))
+    assert (facts["family"], facts["weights"]) == ("llama", "int8")
+    assert "Q8_0" in facts["stored"]
+    assert "int8 weights" in succeeded(run("prepare", path, "-o", tmp_path / "m.jaxllm"))
+    path.write_bytes(path.read_bytes()[:5000])
+    failed(run("prepare", path, "-o", tmp_path / "other.jaxllm"), "truncated")
