@@ -60,8 +60,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         special=special,
         eos_ids=tuple(dict.fromkeys(eos_ids)),
         bos_id=bos_ids[0] if bos_ids else None,
-        start_ids=_start_ids(folder, models, bos_ids),
-        source_prefix=next((each["prefix"] for each in models if isinstance(each.get("prefix"), str)), ""),
+        **_source_facts(folder, models, bos_ids),
     )
 
 
@@ -180,16 +179,19 @@ def _ids(folder: Path, model: Mapping[str, Any], key: str) -> Iterator[int]:
             yield id_
 
 
-def _start_ids(folder: Path, models: Sequence[Mapping[str, Any]], bos_ids: Sequence[int]) -> tuple[int, ...]:
-    """The tokens that the decoder of an encoder-decoder begins with; none for other models."""
+def _source_facts(
+    folder: Path, models: Sequence[Mapping[str, Any]], bos_ids: Sequence[int]
+) -> dict[str, Any]:
+    """The start tokens of an encoder-decoder, and the prefix of its sources; nothing for other models."""
     if not any(model.get("is_encoder_decoder") for model in models):
-        return ()
-    found = []
+        return {}
+    found: list[int] = []
     for key in ("decoder_start_token_id", "forced_bos_token_id"):
         ids = [id_ for model in models for id_ in _ids(folder, model, key)]
         # The first of them, as transformers takes generation_config.json before config.json.
         found += ids[:1] or (list(bos_ids[:1]) if key == "decoder_start_token_id" else [])
-    return tuple(found)
+    prefix = next((each["prefix"] for each in models if isinstance(each.get("prefix"), str)), "")
+    return {"start_ids": tuple(found), "source_prefix": prefix}
 
 
 def _named_id(tokenizer: AnyTokenizer, token: str | None) -> list[int]:

@@ -44,6 +44,37 @@ def test_a_lone_tokenizer(tmp_path: Path) -> None:
     assert files == TokenizerFiles(tokenizer_json=TEXT)
 
 
+def test_what_the_decoder_of_an_encoder_decoder_begins_with(tmp_path: Path) -> None:
+    config = {
+        "is_encoder_decoder": True,
+        "decoder_start_token_id": 7,
+        "forced_bos_token_id": 3,
+        "prefix": "do: ",
+    }
+    found = read_tokenizer(
+        write(
+            tmp_path,
+            tokenizer__json=TEXT,
+            config__json=config,
+            generation_config__json={"decoder_start_token_id": 2},
+        )
+    )
+    assert (found.start_ids, found.source_prefix) == ((2, 3), "do: ")
+    assert TokenizerFiles.from_json(found.to_json()) == found
+
+
+def test_a_decoder_alone_begins_with_its_prompt(tmp_path: Path) -> None:
+    config = {"is_encoder_decoder": False, "decoder_start_token_id": 7, "prefix": "do: "}
+    found = read_tokenizer(write(tmp_path, tokenizer__json=TEXT, config__json=config))
+    assert (found.start_ids, found.source_prefix) == ((), "")
+    assert "start_ids" not in found.to_json()
+
+
+def test_a_start_token_that_is_named_by_no_config_is_the_first_of_texts(tmp_path: Path) -> None:
+    config = {"is_encoder_decoder": True, "bos_token_id": 5}
+    assert read_tokenizer(write(tmp_path, tokenizer__json=TEXT, config__json=config)).start_ids == (5,)
+
+
 def test_a_whole_folder(tmp_path: Path) -> None:
     write(
         tmp_path,
