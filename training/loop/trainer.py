@@ -138,7 +138,7 @@ class Trainer:
             donate_argnums=0,
             out_shardings=(self._shardings, (copied, copied, copied)),
         )
-        self._compiled: jax.stages.Compiled | None = None
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
         self.compile_s = 0.0
         self._sums = jax.jit(self._source_sums, static_argnums=3, out_shardings=(copied, copied))
 
@@ -165,11 +165,13 @@ class Trainer:
         """
         with jax.set_mesh(self.mesh):
             rows = place_rows(batch, self.mesh, self.settings.accumulate)
-            if self._compiled is None:
+            # Batches of some jobs differ in their shapes.
+            shapes = tuple(leaf.shape for leaf in jax.tree.leaves(rows))
+            if shapes not in self._compiled:
                 started = time.perf_counter()
-                self._compiled = self._step.lower(state, self._frozen, rows).compile()
-                self.compile_s = time.perf_counter() - started
-            return self._compiled(state, self._frozen, rows)
+                self._compiled[shapes] = self._step.lower(state, self._frozen, rows).compile()
+                self.compile_s += time.perf_counter() - started
+            return self._compiled[shapes](state, self._frozen, rows)
 
     def lower(self, frozen: Any, batch: Any, platform: str | None = None) -> jax.stages.Lowered:
         """The step, lowered by shapes alone, for this process's platform or another.

@@ -6,8 +6,10 @@ import json
 import pytest
 
 from jaxllm.config import ModelConfig, RopeConfig
-from tests.training.jobs import SMOKE, train
+from tests.training.jobs import SMOKE, held_out_of, one_device, train
 from training.loop.hardware import known_device, peak_memory_bytes, step_flops_per_token
+from training.loop.trainer import Trainer
+from training.pretrain.job import pretrain_job
 
 CFG = ModelConfig(
     model_type="llama", vocab_size=10, hidden_size=4, layers=2, heads=2, kv_heads=1, head_dim=2,
@@ -44,3 +46,14 @@ def test_records_have_memory_and_no_time_of_compiling(tmp_path):
     assert first.utilization is None
     assert 0 < first.peak_memory_bytes <= peak_memory_bytes()
     assert json.dumps(dataclasses.asdict(last))
+
+
+@pytest.mark.usefixtures("quick_compilations")
+def test_batches_may_differ_in_their_shapes():
+    trainer = Trainer(pretrain_job(SMOKE), SMOKE, one_device())
+    state, seen = trainer.initial(), []
+    for batch in (4, 8, 4):
+        rows = next(iter(held_out_of(dataclasses.replace(SMOKE, batch=batch))()))
+        state, _ = trainer.step(state, rows)
+        seen.append(trainer.compile_s)
+    assert seen[0] < seen[1] == seen[2]
