@@ -384,14 +384,9 @@ def test_a_gguf_file_is_prepared_once(tmp_path: Path, cache: Path) -> None:
     pytest.importorskip("gguf")
     from tests.checkpoints.gguf_files import config_keys, gguf_tensors, tokenizer_keys, write_file
 
-    params = random_params(TINY)
     keys = {**config_keys(TINY), **tokenizer_keys(tmp_path, TINY.vocab_size)}
-    path = tmp_path / "m.gguf"
-
-    def write(kind: str) -> None:
-        write_file(path, "llama", keys, gguf_tensors(TINY, params), kind)
-
-    write("Q8_0")
+    path, tensors = tmp_path / "m.gguf", gguf_tensors(TINY, random_params(TINY))
+    write_file(path, "llama", keys, tensors, "Q8_0")
     with open_model(path) as bundle:
         assert (bundle.layout.name, bundle.layout.weights) == ("m", "int8")
     before = entries(cache)
@@ -399,6 +394,6 @@ def test_a_gguf_file_is_prepared_once(tmp_path: Path, cache: Path) -> None:
     assert entries(cache) == before
     with open_model(path, weights="f32") as bundle:
         assert bundle.layout.weights == "f32"
-    write("Q4_0")
+    write_file(path, "llama", keys, tensors, "Q4_0")
     with open_model(path) as bundle:
         assert bundle.layout.weights == "int4"
