@@ -152,7 +152,8 @@ def test_nothing_is_computed_that_can_be_read(kept):
 def test_room_is_made_as_an_answer_grows_and_not_when_it_ends(kept):
     """Nor for more than it comes to: what it might have said evicts nobody."""
     size = kept()._chunk_io[100].chunk_bytes(RAW)
-    contexts = kept(budget_bytes=(TIGHT + 2) * size)
+    # What both begin with would take its room once.
+    contexts = kept(budget_bytes=(TIGHT + 2) * size, share_beginnings=False)
     mine = [new(contexts) for _ in range(2)]
     for context in mine:
         say(context, TURNS[0][0] + TURNS[0][0])
