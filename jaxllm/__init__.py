@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jaxllm.bundle.writer import write_bundle
     from jaxllm.client.async_client import AsyncClient
     from jaxllm.client.client import Client
-    from jaxllm.config import ModelConfig, RopeConfig
+    from jaxllm.config import ModelConfig
     from jaxllm.elastic.slo import Slo
     from jaxllm.errors import (
         BucketMissing,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from jaxllm.models.encoder.config import EncoderConfig
     from jaxllm.models.flax_front import DecoderLM, DualHeadEncoder, Encoder
     from jaxllm.models.tiny_lm import TlmConfig
+    from jaxllm.rope_config import RopeConfig
     from jaxllm.sampling_state import Sampling
     from jaxllm.text.prompts import Prompt
     from serving.answer import Answer
@@ -96,7 +97,7 @@ _HOMES = {
     "PrefillOptions": "serving.int8_prefill.options",
     "ProgramError": "jaxllm.errors",
     "Prompt": "jaxllm.text.prompts",
-    "RopeConfig": "jaxllm.config",
+    "RopeConfig": "jaxllm.rope_config",
     "Sampling": "jaxllm.sampling_state",
     "Session": "serving.request",
     "Sliding": "serving.sliding",

@@ -27,7 +27,10 @@ SECTIONS = {
             "serving.commands.serve:serve_command",
             "Serve a model to the apps of this device.",
         ),
-        "info": ("serving.commands.info:info_command", "Describe a bundle and this device."),
+        "info": (
+            "serving.commands.info:info_command",
+            "Describe a bundle and this device, or what could become one.",
+        ),
         "profile": (
             "serving.commands.profile:profile_command",
             "Measure the speed of every level of a model, for the service to plan with.",

@@ -38,7 +38,7 @@ class _InfoCommand(EngineCommand):
 )
 @json_option
 def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool) -> None:
-    """Describe a bundle and this device; or a folder or GGUF file that could become a bundle.
+    """Describe a bundle and this device, or what could become one.
 
     Reads BUNDLE, a file or a packaged model's name (default: default), and writes a line for each fact: its
     size and shape, its levels and experts, and the kernels that run it here. Of a Hugging Face folder or a

@@ -61,7 +61,7 @@ def flip(path: Path) -> None:
 BUNDLE_DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "truncated": ("truncated", cut),
     "with a wrong checksum": ("is corrupt (checksum", flip),
-    "of another kind": ("not a jaxllm bundle", lambda path: path.write_bytes(b"GGUF" + bytes(1000))),
+    "of another kind": ("not a jaxllm bundle", lambda path: path.write_bytes(b"GGML" + bytes(1000))),
     "empty": ("not a jaxllm bundle", lambda path: path.write_bytes(b"")),
     "missing": ("o such file", lambda path: path.unlink()),
 }
