@@ -43,7 +43,7 @@ SECTIONS = {
     "Prepare and train models": {
         "prepare": (
             "serving.commands.prepare:prepare_command",
-            "Write a Hugging Face folder as one bundle file.",
+            "Write a Hugging Face folder or a GGUF file as one bundle file.",
         ),
         "elasticize": (
             "training.commands.elasticize:elasticize_command",
