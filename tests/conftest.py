@@ -12,6 +12,8 @@ from pathlib import Path
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Most graphs take longer to compile well than to run: a third of the suite. See `shipped_compilations`.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Hundreds of processes that tests start would each compile this project's sources again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -65,20 +67,23 @@ def shared_compilations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 
 @pytest.fixture(scope="module")
-def quick_compilations(shared_compilations: None) -> Iterator[None]:
-    """Compiles with little optimization, in processes that tests start as well: for tests of a few steps of
-    training, whose graphs take longer to compile than to run. Where a graph runs often, this is slower."""
+def shipped_compilations(shared_compilations: None) -> Iterator[None]:
+    """Compiles as users do, with every optimization, in processes that tests start as well: for tests of what
+    an optimizer may change (answers to the bit), and of graphs that run for long."""
     import jax
 
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(name.upper(), "1")
-        jax.config.update(name, True)
+        patch.setenv(name.upper(), "0")
+        jax.config.update(name, False)
+        # What earlier tests left in memory is not optimized.
+        jax.clear_caches()
         try:
             yield
         finally:
             jax.config.update(name, before)
+            jax.clear_caches()
 
 
 @pytest.fixture(scope="module")

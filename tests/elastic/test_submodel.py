@@ -30,7 +30,6 @@ from tests.kernels.switching import fall_back
 from tests.quick_jit import jit
 
 LADDER = Ladder(anchors=(1,))
-pytestmark = pytest.mark.usefixtures("quick_compilations")
 
 
 @functools.partial(jit, static_argnames=("cfg", "differentiable", "kernels"))

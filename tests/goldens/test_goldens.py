@@ -8,6 +8,8 @@ import pytest
 from tests.goldens.cases import CASES, Models, reason_to_skip
 from tests.goldens.record import read_golden, recorded_names
 
+pytestmark = pytest.mark.usefixtures("shipped_compilations")
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:

@@ -15,7 +15,6 @@ from jaxllm.models.parameters import init_params
 from jaxllm.models.scanned_layers import REMATS, is_stacked, scan_runs, stack_name, stacked, unstacked
 from tests.models.configs import CONFIGS, PLAIN
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
 FIVE = dataclasses.replace(PLAIN, layers=5, attention_windows=())
 ALTERNATING = dataclasses.replace(FIVE, attention_windows=(3, 0, 3, 0, 3))
 SPARSE = dataclasses.replace(CONFIGS["experts"], layers=4, attention_windows=(), sparse_layers=())

@@ -11,6 +11,8 @@ from tests import tiny_hf
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("shipped_compilations")
+
 SEPARATOR = "<|endoftext|>"
 BATCH = 16
 

@@ -17,7 +17,7 @@ from tests.elastic.models import MODELS, in_blocks, scaled_params
 from tests.kernels.switching import needs_native
 from tests.speculative.test_tree import tree_of, walk
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.usefixtures("shipped_compilations")]
 # So many rows make 4-bit products of prompts widen their weights; the tree begins inside a block of keys.
 ROOM, PROMPT = 24, np.random.default_rng(0).integers(0, 64, (1, 23)).astype(np.int32)
 PARENTS = [0, 0, 1, 1, 3, 2, 6, 6, 5, 9, 9, 4, 12, 12, 10, 15, 16, 17, 18]

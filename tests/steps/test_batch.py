@@ -25,7 +25,7 @@ from tests.kernels.drawing import placed
 from tests.kernels.switching import needs_native
 from tests.quick_jit import jit
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.usefixtures("shipped_compilations")]
 V, CAPACITY, BLOCK, STOPS = LLAMA.vocab_size, 32, 6, 4
 LENGTHS = (5, 1, 11, 7, 3, 12, 2, 9)
 SAMPLINGS = (

@@ -18,6 +18,7 @@ from tests.serving.speculation.test_speculative import CFG, OPTIONS, TREES, shar
 from tests.tiny import write_tiny_bundle
 
 pytestmark = [
+    pytest.mark.usefixtures("shipped_compilations"),
     pytest.mark.slow,
     pytest.mark.skipif(not native.kernels().native, reason="planes are read by native kernels"),
 ]

@@ -15,8 +15,6 @@ from training.elastic.job import joint_job
 from training.loop.losses import distillation_losses, next_token_losses, outputs_of
 from training.loop.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 LADDER = Ladder(levels=(30, 50, 70, 100), anchors=())
 RECIPE = dataclasses.replace(SMOKE, model=dataclasses.replace(SMOKE.model, layers=2, attention_windows=()))
 

@@ -17,7 +17,6 @@ from training.lora.recipe import LoraRecipe
 from training.lora.run import dry_run_lora
 from training.pretrain.run import dry_run_pretrain
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
 LORA = LoraRecipe(steps=10, batch=2, row_tokens=64, peak_learning_rate=1e-3, sources=(Source(text="a.txt"),))
 
 

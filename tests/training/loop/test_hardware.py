@@ -3,8 +3,6 @@
 import dataclasses
 import json
 
-import pytest
-
 from jaxllm.config import ModelConfig, RopeConfig
 from tests.training.jobs import SMOKE, held_out_of, one_device, train
 from training.loop.hardware import known_device, peak_memory_bytes, step_flops_per_token
@@ -36,7 +34,6 @@ def test_devices_are_known_by_their_kinds():
     assert known_device("NVIDIA H100 80GB HBM3") is not None
 
 
-@pytest.mark.usefixtures("quick_compilations")
 def test_records_have_memory_and_no_time_of_compiling(tmp_path):
     seen = []
     train(dataclasses.replace(SMOKE, steps=4, checkpoint_steps=4, log_steps=2), tmp_path, seen.append)
@@ -48,7 +45,6 @@ def test_records_have_memory_and_no_time_of_compiling(tmp_path):
     assert json.dumps(dataclasses.asdict(last))
 
 
-@pytest.mark.usefixtures("quick_compilations")
 def test_batches_may_differ_in_their_shapes():
     trainer = Trainer(pretrain_job(SMOKE), SMOKE, one_device())
     state, seen = trainer.initial(), []

@@ -14,8 +14,6 @@ from jaxllm.errors import ConfigError
 from tests.training.jobs import SMOKE, train
 from training.loop.parallel import AXES, MeshShape, make_mesh, require_divisible, spec_of, start_process_group
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 RECIPE = dataclasses.replace(SMOKE, batch=8, steps=5, checkpoint_steps=5, log_steps=1)
 
 # One process: a mesh over 8 devices of this machine. Several: 2 devices each, and a group.

@@ -9,7 +9,6 @@ import pytest
 from tests.training.jobs import SMOKE, assert_same_bits, train
 from training.loop.trainer import Preempted
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
 RECIPE = dataclasses.replace(SMOKE, steps=6, checkpoint_steps=4, log_steps=1)
 
 

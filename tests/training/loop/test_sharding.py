@@ -85,7 +85,6 @@ def output_of(script, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilations")
 def test_losses_are_equal_on_any_mesh_and_across_a_resume_on_another(tmp_path):
     found = output_of(LOSSES, tmp_path)
     first = np.array(found[MESHES[0]])

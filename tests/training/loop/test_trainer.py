@@ -27,8 +27,6 @@ from training.loop.optimizer import decays, learning_rate, make_optimizer, matri
 from training.loop.trainer import Trainer
 from training.pretrain.job import pretrain_job
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 
 def initial_state(recipe):
     return Trainer(pretrain_job(recipe), recipe, one_device()).initial()

@@ -20,8 +20,6 @@ from training.lora.job import lora_job
 from training.lora.recipe import LoraRecipe, load_lora_recipe, lora_recipe_names
 from training.lora.run import train_lora
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 RECIPE = LoraRecipe(
     steps=40,
     batch=2,

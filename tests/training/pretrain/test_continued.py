@@ -20,8 +20,6 @@ from training.data.sources import Source
 from training.loop.losses import next_token_losses, outputs_of
 from training.pretrain.continued import train_on
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

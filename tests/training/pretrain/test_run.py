@@ -22,8 +22,6 @@ from training.loop.trainer import Trainer
 from training.pretrain.job import pretrain_job
 from training.pretrain.run import PretrainTexts, export_best, pretrain
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 QUIET = Console(quiet=True)
 
 
