@@ -61,6 +61,10 @@ SECTIONS = {
             "export.commands.export:export_command",
             "Export a model as programs that run without our model code.",
         ),
+        "seq2seq": (
+            "training.commands.seq2seq:seq2seq_command",
+            "Train a small encoder-decoder from scratch, into a Hugging Face folder.",
+        ),
         "pretrain": (
             "training.commands.pretrain:pretrain_command",
             "Train a small model from scratch, into a Hugging Face folder.",
