@@ -46,8 +46,9 @@ def seq2seq_command(
 ) -> None:
     """Train a small encoder-decoder from scratch, into a Hugging Face folder.
 
-    Reads pairs of texts, such as sentences and their translations, from the files that the recipe names. Writes
-    the run into RUN (checkpoints, metrics, a summary) and the best checkpoint as RUN/hf, whose path it prints.
+    Reads pairs of texts, such as sentences and their translations, from the files that the recipe names.
+    Writes the run into RUN (checkpoints, metrics, a summary) and the best checkpoint as RUN/hf, whose path it
+    prints.
 
     \b
     Example:

@@ -100,7 +100,8 @@ class PairRows:
             for first in range(0, len(own), count):
                 yield self._filled(own[first : first + count], length)
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019: as many orders as a run needs, of one object of the run.
+    # An object lives as long as its run, so a cache of its own keeps nothing alive.
+    @functools.lru_cache(maxsize=2)  # noqa: B019
     def _order(self, epoch: int) -> list[tuple[np.ndarray, int]]:
         generator = np.random.default_rng([self.seed, epoch])
         batches: list[tuple[np.ndarray, int]] = []

@@ -17,7 +17,7 @@ from jaxllm.experts.routing import Routing, route
 from jaxllm.models.encoder_decoder import encoder_params, relative_buckets
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
-from jaxllm.nn.layers import MASKED, activate, attention
+from jaxllm.nn.layers import MASKED, activate
 from jaxllm.nn.linear import FeedForward, embed, from_units, to_units
 from jaxllm.nn.norms import normalize
 
@@ -25,8 +25,8 @@ from jaxllm.nn.norms import normalize
 Drop = Callable[[jax.Array, int], jax.Array]
 # Keys and values `[B, K, S, H]`.
 KeysValues = tuple[jax.Array, jax.Array]
-# Places of dropout in a layer.
-_PLACES = 4
+# Places of dropout in a layer, and the first place of the decoder.
+_PLACES, _DECODER = 4, 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,21 @@ class Encoded:
 
     hidden: jax.Array
     tokens: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """What the decoder's layers share.
+
+    Attributes:
+      bias: what is added to scores of its own tokens, `[K, T, S]` float32.
+      sources: keys and values of the sources in each layer.
+      mask: what is added to scores of the sources, `[B, 1, 1, S]` float32.
+    """
+
+    bias: jax.Array
+    sources: list[KeysValues]
+    mask: jax.Array
 
 
 def no_drop(x: jax.Array, place: int) -> jax.Array:
@@ -119,33 +134,107 @@ def decode_rows(
 ) -> tuple[jax.Array, list[Routing]]:
     """The decoder over whole targets `[B, T]` int32: hidden states `[B, T, D]` after the final norm, and the
     routing of each layer with experts. For the other arguments see `encode_rows`."""
-    count = tokens.shape[1]
-    positions = jnp.arange(count, dtype=jnp.int32)
-    causal = jnp.where(positions[None, :] <= positions[:, None], np.float32(0), np.float32(MASKED))
-    bias = _relative(params, positions, positions, cfg, both_ways=False) + causal[None, :, None, :]
-    mask = _padding(encoded.tokens, encoded.hidden.shape[1])
-    # After the encoder's places.
-    offset = 1000
-    x = drop(embed(tokens, params["embed.tokens"], dtype), offset)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    side = Side(
+        bias=_causal(params, positions, positions, cfg),
+        sources=source_keys_values(params, encoded, cfg=cfg),
+        mask=_padding(encoded.tokens, encoded.hidden.shape[1]),
+    )
+
+    def keys_values(layer: int, weights: LayerParams, normed: jax.Array) -> KeysValues:
+        del layer
+        return _keys_values(weights, "attn", normed)
+
+    return _decoded(params, embed(tokens, params["embed.tokens"], dtype), side, keys_values, cfg, drop)
+
+
+def decode_next(
+    params: Params,
+    tokens: jax.Array,
+    position: jax.Array,
+    past: list[KeysValues],
+    sources: list[KeysValues],
+    read_tokens: jax.Array,
+    *,
+    cfg: ModelConfig,
+) -> tuple[jax.Array, list[KeysValues]]:
+    """The decoder over one more token of each row.
+
+    Args:
+      params: of the model.
+      tokens: `[B]` int32.
+      position: int32 scalar, how many tokens each row has had.
+      past: of each layer, with room for all tokens of an answer.
+      sources: see `source_keys_values`.
+      read_tokens: `[B]` int32, how many tokens of each source are real.
+      cfg: the model.
+
+    Returns:
+      Hidden states `[B, D]` after the final norm, and `past` with the new token.
+    """
+    grown: list[KeysValues] = []
+
+    def keys_values(layer: int, weights: LayerParams, normed: jax.Array) -> KeysValues:
+        new = _keys_values(weights, "attn", normed)
+        keys, values = (
+            jax.lax.dynamic_update_slice_in_dim(old, each, position, axis=2)
+            for old, each in zip(past[layer], new, strict=True)
+        )
+        grown.append((keys, values))
+        return keys, values
+
+    room = jnp.arange(past[0][0].shape[2], dtype=jnp.int32)
+    side = Side(
+        bias=_causal(params, position[None], room, cfg),
+        sources=sources,
+        mask=_padding(read_tokens, sources[0][0].shape[2]),
+    )
+    x = embed(tokens[:, None], params["embed.tokens"], jnp.dtype(jnp.float32))
+    hidden, _ = _decoded(params, x, side, keys_values, cfg, no_drop)
+    return hidden[:, 0], grown
+
+
+def source_keys_values(params: Params, encoded: Encoded, *, cfg: ModelConfig) -> list[KeysValues]:
+    """The keys and values of the sources in each layer of the decoder."""
+    return [
+        _keys_values(LayerParams(params, f"layers.{layer}."), "cross", encoded.hidden)
+        for layer in range(cfg.layers)
+    ]
+
+
+def _decoded(
+    params: Params,
+    x: jax.Array,
+    side: Side,
+    keys_values: Callable[[int, LayerParams, jax.Array], KeysValues],
+    cfg: ModelConfig,
+    drop: Drop,
+) -> tuple[jax.Array, list[Routing]]:
+    """The decoder over embedded tokens `[B, T, D]`, where `keys_values` gives those of a layer's tokens."""
+    x = drop(x, _DECODER)
     routings: list[Routing] = []
     for layer in range(cfg.layers):
-        weights, first = LayerParams(params, f"layers.{layer}."), offset + 1 + layer * _PLACES
+        weights, first = LayerParams(params, f"layers.{layer}."), _DECODER + 1 + layer * _PLACES
         normed = normalize(x, weights.norm("attn_norm", cfg))
-        x = x + drop(_attended(weights, "attn", normed, _keys_values(weights, "attn", normed), bias), first)
-        normed, source = (
-            normalize(x, weights.norm("cross_norm", cfg)),
-            _keys_values(weights, "cross", encoded.hidden),
-        )
-        x = x + drop(_attended(weights, "cross", normed, source, mask), first + 1)
+        kept = keys_values(layer, weights, normed)
+        x = x + drop(_attended(weights, "attn", normed, kept, side.bias), first)
+        normed = normalize(x, weights.norm("cross_norm", cfg))
+        x = x + drop(_attended(weights, "cross", normed, side.sources[layer], side.mask), first + 1)
         x = x + drop(_fed_forward(weights, x, cfg, layer, routings, drop, first + 2), first + 3)
     final = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
-    return drop(final, offset + 1 + cfg.layers * _PLACES), routings
+    return drop(final, _DECODER + 1 + cfg.layers * _PLACES), routings
+
+
+def _causal(params: Params, queries: jax.Array, keys: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """What is added to scores of the decoder's own tokens, `[K, T, S]` float32."""
+    hidden = jnp.where(keys[None, :] <= queries[:, None], np.float32(0), np.float32(MASKED))
+    return _relative(params, queries, keys, cfg, both_ways=False) + hidden
 
 
 def _relative(
     params: Params, queries: jax.Array, keys: jax.Array, cfg: ModelConfig, *, both_ways: bool
 ) -> jax.Array:
-    """What relative positions add to scores, `[K, T, 1, S]` float32."""
+    """What relative positions add to scores, `[K, T, S]` float32."""
     number = relative_buckets(
         keys[None, :] - queries[:, None],
         buckets=cfg.relative_buckets,
@@ -156,13 +245,13 @@ def _relative(
     assert biases is not None
     # A product, whose gradient is a product too: that of an indexed table is a slow scatter.
     chosen = jax.nn.one_hot(number, cfg.relative_buckets, dtype=jnp.float32)
-    return jnp.einsum("tsb,bk->kts", chosen, biases.astype(jnp.float32))[:, :, None, :]
+    return jnp.einsum("tsb,bk->kts", chosen, biases.astype(jnp.float32))
 
 
 def _padding(valid: jax.Array, count: int) -> jax.Array:
-    """What hides padding from scores, `[B, 1, 1, 1, S]` float32."""
+    """What hides padding from scores, `[B, 1, 1, S]` float32."""
     real = jnp.arange(count, dtype=jnp.int32)[None, :] < valid[:, None]
-    return jnp.where(real, np.float32(0), np.float32(MASKED))[:, None, None, None, :]
+    return jnp.where(real, np.float32(0), np.float32(MASKED))[:, None, None, :]
 
 
 def _keys_values(weights: LayerParams, name: str, x: jax.Array) -> KeysValues:
@@ -174,15 +263,10 @@ def _attended(
     weights: LayerParams, name: str, normed: jax.Array, kept: KeysValues, bias: jax.Array
 ) -> jax.Array:
     """The output `[B, T, D]` of an attention, with `bias` added to its scores, which T5 does not scale."""
-    queries = to_units(normed, weights[f"{name}.q"])
-    out = attention(queries[:, :, :, None], *kept, jnp.broadcast_to(bias, _scores(queries, kept)), scale=1.0)
-    return from_units(out.reshape(queries.shape), weights[f"{name}.o"])
-
-
-def _scores(queries: jax.Array, kept: KeysValues) -> tuple[int, ...]:
-    """The shape `[B, K, T, 1, S]` of scores."""
-    batch, new, heads, _ = queries.shape
-    return (batch, heads, new, 1, kept[0].shape[2])
+    queries, (keys, values) = to_units(normed, weights[f"{name}.q"]), kept
+    scores = jnp.einsum("btkh,bksh->bkts", queries, keys, preferred_element_type=jnp.float32)
+    shares = jax.nn.softmax(scores + bias, axis=-1).astype(values.dtype)
+    return from_units(jnp.einsum("bkts,bksh->btkh", shares, values), weights[f"{name}.o"])
 
 
 def _fed_forward(

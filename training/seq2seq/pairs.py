@@ -106,7 +106,9 @@ def pair_tokenizer(pairs: TextPairs, recipe: Seq2SeqRecipe) -> Tokenizer:
     return tokenizer
 
 
-def encoded_rows(pairs: TextPairs, tokenizer: Tokenizer, recipe: Seq2SeqRecipe, rows_multiple: int) -> PairRows:
+def encoded_rows(
+    pairs: TextPairs, tokenizer: Tokenizer, recipe: Seq2SeqRecipe, rows_multiple: int
+) -> PairRows:
     """Encodes pairs, each source behind its prefix, and puts them into rows.
 
     Args:

@@ -78,7 +78,9 @@ class Seq2SeqRecipe(TrainSettings):
         if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
             raise ConfigError(f"lengths must be ascending numbers, got {self.lengths}")
         if self.lengths[-1] != self.row_tokens:
-            raise ConfigError(f"the last of lengths must be row_tokens, {self.row_tokens}; got {self.lengths}")
+            raise ConfigError(
+                f"the last of lengths must be row_tokens, {self.row_tokens}; got {self.lengths}"
+            )
         capacity = max(self.cfg.expert_capacity, self.cfg.encoder.expert_capacity if self.cfg.encoder else 0)
         if 0 < capacity < self.row_tokens:
             raise ConfigError(

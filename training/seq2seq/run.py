@@ -1,7 +1,7 @@
 """Trains an encoder-decoder from pairs to a Hugging Face folder: tokenizer, rows, loop, export.
 
-A run's folder holds `recipe.json`, `tokenizer.json`, `checkpoints/`, `metrics.jsonl`, and at the end `hf/` and
-`summary.json`. Calling `train_seq2seq` again on the same folder resumes. Models of one family share a
+A run's folder holds `recipe.json`, `tokenizer.json`, `checkpoints/`, `metrics.jsonl`, and at the end `hf/`
+and `summary.json`. Calling `train_seq2seq` again on the same folder resumes. Models of one family share a
 tokenizer (`tokenizer=`); a smaller one may learn from a larger (`teacher=`).
 """
 
@@ -107,8 +107,8 @@ def train_seq2seq(
 
 
 def export_best_seq2seq(run_dir: Path) -> Path:
-    """Writes the checkpoint with the lowest held-out loss so far as a folder, `run_dir/hf`; also while the run
-    goes on in another process.
+    """Writes the checkpoint with the lowest held-out loss so far as a folder, `run_dir/hf`; also while the
+    run goes on in another process.
 
     Raises:
       CheckpointError: `run_dir` holds no run, or no checkpoint yet.
@@ -123,8 +123,8 @@ def export_best_seq2seq(run_dir: Path) -> Path:
 
 
 def write_seq2seq(folder: Path, recipe: Seq2SeqRecipe, tokenizer: Tokenizer, params: Any) -> None:
-    """Writes a Hugging Face folder: config with the prefix of each task, weights, tokenizer, generation config
-    with start and end tokens and the first task's prefix."""
+    """Writes a Hugging Face folder: config with the prefix of each task, weights, tokenizer, and a generation
+    config with start and end tokens and the first task's prefix."""
     end, start = (token_id(tokenizer, name) for name in (END_OF_TEXT, PAD))
     ids = {"eos_token_id": end, "pad_token_id": start, "decoder_start_token_id": start}
     tasks = {each.name: {"prefix": f"{each.prefix} "} for each in recipe.sources}
