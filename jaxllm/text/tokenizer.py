@@ -1,8 +1,8 @@
 """Encodes text as token ids, and decodes them.
 
 `TokenizerFiles` (`tokenizer_files.py`) has all data of a tokenizer as plain strings, which a bundle stores;
-`Tokenizer` is made from it. Hugging Face folders are read by `jaxllm/checkpoints/tokenizer_folder.py`, messages are rendered by
-`chat_template.py`.
+`Tokenizer` is made from it. Hugging Face folders are read by `jaxllm/checkpoints/tokenizer_folder.py`,
+messages are rendered by `chat_template.py`.
 """
 
 import contextlib

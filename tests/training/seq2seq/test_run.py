@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer as Library
 
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.errors import ConfigError
@@ -64,12 +65,13 @@ def test_the_folder_says_how_to_ask(run):
     files = read_tokenizer(run / "hf")
     translator = Translator.read(run / "hf")
     assert files.source_prefix == "number to word: "
-    assert files.start_ids == (translator.tokenizer.token_id("<|pad|>"),)
+    assert files.start_ids == (Library.from_file(str(run / "tokenizer.json")).token_to_id("<|pad|>"),)
     ids = translator.tokenizer.encode("number to word: 12")
     # The prefix is one token, and what follows is read as a text of its own, with its end.
     assert translator.tokenizer.decode(ids[1:]) == "12"
     assert [*ids[:1], *translator.tokenizer.encode("12")] == ids
     assert ids[-1] == files.eos_ids[0]
+    assert files.source_text("word to number: one") == "word to number: one"
     assert export_best_seq2seq(run) == run / "hf"
 
 
@@ -99,7 +101,7 @@ def test_a_draft_learns_from_a_teacher_of_the_same_tokens(run, data, tmp_path):
 def test_bleu_is_sacrebleus():
     # 4 of 5, 3 of 4, 2 of 3 and 1 of 2 n-grams match, and lengths are equal.
     assert bleu(["a b c d e"], ["a b c d f"]) == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 / 2) ** 0.25)
-    assert bleu(["the same ."], ["the same ."]) == pytest.approx(100)
+    assert bleu(["it is the same ."], ["it is the same ."]) == pytest.approx(100)
     with pytest.raises(ConfigError, match="a reference for each"):
         bleu(["a"], [])
 
