@@ -15,7 +15,7 @@ STORY = "story"
 TRANSLATOR = "translate"
 TRANSLATED = (
     "Zwei Kinder spielen mit einem kleinen Hund im Park.",
-    "translate English to German: A woman in a red jacket is reading a newspaper on a bench.",
+    "translate English to German: A woman in a red jacket is sitting on a bench.",
 )
 
 

@@ -243,7 +243,7 @@ def _relative(
     )
     biases = LayerParams(params, "").vector("relative_positions")
     assert biases is not None
-    # A product, whose gradient is a product too: that of an indexed table is a slow scatter.
+    # A product, whose gradient is a product too: that of a lookup is a slow scatter.
     chosen = jax.nn.one_hot(number, cfg.relative_buckets, dtype=jnp.float32)
     return jnp.einsum("tsb,bk->kts", chosen, biases.astype(jnp.float32))
 

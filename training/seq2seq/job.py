@@ -89,7 +89,7 @@ def target_logits(
     return decoder.logits(params, hidden, cfg=cfg), [*routings, *others]
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float = 0.0) -> jax.Array:
+def cross_entropy(logits: jax.Array, targets: jax.Array | np.ndarray, smoothing: float = 0.0) -> jax.Array:
     """Cross entropy in nats `[B, T]` float32 of targets, of which `smoothing` is spread over all tokens
     (arXiv 1512.00567, section 7)."""
     targets = jnp.asarray(targets)

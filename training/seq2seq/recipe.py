@@ -71,7 +71,7 @@ class Seq2SeqRecipe(TrainSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.model, dict) or self.model.get("model_type") not in FAMILIES:
-            raise ConfigError(f"the recipe's model must be a table whose model_type is one of {FAMILIES}")
+            raise ConfigError(f"the recipe's model needs a model_type of {', '.join(FAMILIES)}")
         self.require_window(self.cfg.window_tokens)
         for length in self.lengths:
             require_int("each of lengths", length, 1)

@@ -115,7 +115,7 @@ def test_packaged_recipes_can_be_read_back(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"model_type": "bart"}}, "model_type is one of"),
+        ({"model": {"model_type": "bart"}}, "needs a model_type of t5"),
         ({"lengths": (32, 16)}, "ascending"),
         ({"lengths": (16, 24)}, "must be row_tokens"),
         ({"model": {**SWITCH, "expert_capacity": 8}}, "expert_capacity"),
