@@ -36,8 +36,11 @@ class PairSource:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, str) or not value.strip():
-                raise ConfigError(f"the {field.name} of a source of pairs must be text, got {value!r:.80}")
+            if not isinstance(value, str) or not value or value != value.strip():
+                raise ConfigError(
+                    f"the {field.name} of a source of pairs must be text without spaces around it, got "
+                    f"{value!r:.80}"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,17 @@ import json
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer as Library
 
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.errors import ConfigError
+from jaxllm.models.parameters import param_specs
+from serving.cli import cli
 from tests.training.seq2seq.tiny import SWITCH, tiny_recipe
 from tests.training.tiny_runs import ONE, QUIET
+from training.loop.optimizer import matrices
 from training.seq2seq.batches import PairRows
 from training.seq2seq.recipe import Seq2SeqRecipe, load_seq2seq_recipe, seq2seq_recipe_names
 from training.seq2seq.run import export_best_seq2seq, train_seq2seq
@@ -126,6 +130,21 @@ def test_packaged_recipes_can_be_read_back(name):
 def test_bad_recipes_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         tiny_recipe(**changes)
+
+
+def test_muon_takes_the_matrices_of_both_sides():
+    shapes = param_specs(tiny_recipe(SWITCH).cfg)
+    arrays = {name: np.zeros(spec.shape) for name, spec in shapes.items()}
+    seen = {name for name, sides in matrices(arrays).items() if sides is not None}
+    assert seen == {name for name in shapes if name.endswith((".q", ".k", ".v", ".o", ".up", ".down"))}
+
+
+def test_two_files_become_bleu(run, data, tmp_path):
+    words = ["seq2seq-eval", run / "hf", "--source", data / "one.txt", "--reference", data / "two.txt"]
+    options = ["--prefix", "number to word:", "-o", tmp_path / "said.txt"]
+    result = CliRunner().invoke(cli, [str(word) for word in [*words, *options]], catch_exceptions=False)
+    assert json.loads(result.stdout)["lines"] == 60
+    assert len((tmp_path / "said.txt").read_text(encoding="utf-8").splitlines()) == 60
 
 
 def test_files_of_different_lengths_are_refused(data, tmp_path):
