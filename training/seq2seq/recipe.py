@@ -94,7 +94,7 @@ class Seq2SeqRecipe(TrainSettings):
             raise ConfigError("the recipe names no sources of pairs; give at least one")
         require_float("held_out_share", self.held_out_share, above=0, below=1)
         for name in ("dropout", "label_smoothing"):
-            require_float(name, getattr(self, name), least=0, below=1)
+            require_float(name, getattr(self, name), least=0, most=0.9)
         require_float("teacher_share", self.teacher_share, least=0, most=1)
         for name in ("balance_weight", "router_z_weight"):
             require_float(name, getattr(self, name), least=0)
