@@ -61,13 +61,21 @@ SECTIONS = {
             "export.commands.export:export_command",
             "Export a model as programs that run without our model code.",
         ),
+        "seq2seq": (
+            "training.commands.seq2seq:seq2seq_command",
+            "Train a small encoder-decoder from scratch, into a Hugging Face folder.",
+        ),
+        "seq2seq-eval": (
+            "training.commands.seq2seq_eval:seq2seq_eval_command",
+            "Translate a file by an encoder-decoder, and print BLEU.",
+        ),
         "pretrain": (
             "training.commands.pretrain:pretrain_command",
             "Train a small model from scratch, into a Hugging Face folder.",
         ),
         "export-run": (
             "training.commands.export_run:export_run_command",
-            "Write the best checkpoint of a pretraining run as a Hugging Face folder.",
+            "Write the best checkpoint of a run as a Hugging Face folder.",
         ),
         "lora": (
             "training.commands.lora:lora_command",

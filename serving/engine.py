@@ -343,7 +343,7 @@ class Engine(Generic[AnyModel]):
             if not prompt:
                 raise ConfigError("the prompt is empty; give it at least one character")
             prompt = self.tokenizer.limited(runner.options.context_tokens).encode(
-                self.tokenizer.files.source_prefix + prompt
+                self.tokenizer.files.source_text(prompt)
             )
         config, source = config or GenerationConfig(), None
         if runner.cfg.encoder is not None:

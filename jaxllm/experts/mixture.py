@@ -277,14 +277,15 @@ def run_stored(
 def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward) -> jax.Array:
     """The visits `[P, D]`, given normed tokens `x` `[M, D]`."""
 
-    def of_tiles(weight: Weight | None) -> jax.Array:
-        assert weight is not None
+    def of_tiles(weight: Weight) -> jax.Array:
         return jnp.asarray(dequantize(weight, x.dtype))[tiles.expert]
 
     rows = x[tiles.token]
-    gate = jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.gate))
-    up = jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.up))
-    out = jnp.einsum("ntf,nfd->ntd", activate(gate, experts.activation) * up, of_tiles(experts.down))
+    first = jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.up if experts.gate is None else experts.gate))
+    hidden = activate(first, experts.activation)
+    if experts.gate is not None:
+        hidden = hidden * jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.up))
+    out = jnp.einsum("ntf,nfd->ntd", hidden, of_tiles(experts.down))
     places = jnp.arange(tiles.place.size, dtype=jnp.int32)
     tile = jnp.maximum(jnp.searchsorted(tiles.start, places, side="right") - 1, 0)
     row = jnp.minimum(places - tiles.start[tile], np.int32(tiles.token.shape[1] - 1))

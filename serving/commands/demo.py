@@ -3,13 +3,14 @@
 import statistics
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from serving.commands.answer_facts import answer_facts
 from serving.commands.console import print_json, progress_bars
-from serving.commands.demo_prompts import STORY, DemoPrompt, demo_prompts
+from serving.commands.demo_prompts import STORY, TRANSLATED, TRANSLATOR, DemoPrompt, demo_prompts
 from serving.commands.lazy import EngineCommand
 from serving.commands.model_choice import ModelChoice
 from serving.commands.shared_options import json_option, model_options
@@ -36,7 +37,8 @@ def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
     """Ask a model a few questions of each task, and show its answers and its speed.
 
     The questions are in the package. Writes answers to standard output as they come, with whether they are
-    right. `jaxllm eval tasks` measures a model on whole data sets.
+    right; then, without --model, two translations by the packaged encoder-decoder. `jaxllm eval tasks`
+    measures a model on whole data sets.
 
     \b
     Example:
@@ -60,10 +62,11 @@ def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
         )
     answers = _ask(engine, prompts, max_tokens, aloud=not as_json)
     totals = _totals(answers)
-    if as_json:
-        print_json({**facts, "answers": answers, **totals})
-    else:
+    if not as_json:
         _say_totals(totals)
+    translations = _translations(max_tokens, aloud=not as_json) if choice.model is None else []
+    if as_json:
+        print_json({**facts, "answers": answers, "translations": translations, **totals})
 
 
 def _ask(
@@ -89,7 +92,7 @@ def _ask(
             sampling=story_sampling if story else Sampling(),
         )
         generation = engine.stream(prompt_ids(engine.tokenizer, prompt.example, now=datetime.now()), config)
-        _tell(prompt, generation, aloud=aloud)
+        _tell(prompt.example.user, generation, aloud=aloud)
         right = is_right(prompt.example, generation.text) if prompt.judged else None
         answer = {
             "task": task,
@@ -104,11 +107,34 @@ def _ask(
     return answers
 
 
-def _tell(prompt: DemoPrompt, generation: "Answer", *, aloud: bool) -> None:
-    """Runs an answer to its end, printing it as it comes."""
+def _translations(max_tokens: int, *, aloud: bool) -> list[dict[str, Any]]:
+    """Translates the demo's sentences, printing as they come where `aloud`; returns their facts for JSON.
+    There are none where the package has no encoder-decoder."""
+    from serving.bundles import packaged_models
+    from serving.request import GenerationConfig
+
+    if TRANSLATOR not in packaged_models():
+        return []
+    with progress_bars() as progress:
+        engine = ModelChoice(model=Path(TRANSLATOR)).open(progress)
+    if aloud:
+        click.secho(f"\n{TRANSLATOR}: German to English, and English to German", bold=True)
+    answers = []
+    for text in TRANSLATED:
+        generation = engine.stream(text, GenerationConfig(max_tokens=max_tokens))
+        _tell(text, generation, aloud=aloud)
+        answer = {"prompt": text, "right_answer": None, "right": None, **answer_facts(generation)}
+        answers.append(answer)
+        if aloud:
+            _say_facts(answer)
+    return answers
+
+
+def _tell(text: str, generation: "Answer", *, aloud: bool) -> None:
+    """Runs an answer to its end, printing it as it comes, behind what was asked."""
     if aloud:
         click.echo()
-        click.echo("\n".join(f"  {line}" for line in prompt.example.user.splitlines()))
+        click.echo("\n".join(f"  {line}" for line in text.splitlines()))
         click.secho("  > ", nl=False, fg="cyan")
     for piece in generation:
         if aloud:

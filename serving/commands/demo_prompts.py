@@ -11,6 +11,12 @@ from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.free_text import SHORTEN, TELL
 
 STORY = "story"
+# The packaged encoder-decoder, and what it translates: the first by the task that it takes unasked.
+TRANSLATOR = "translate"
+TRANSLATED = (
+    "Zwei Kinder spielen mit einem kleinen Hund im Park.",
+    "translate English to German: A woman in a red jacket is sitting on a bench.",
+)
 
 
 @dataclasses.dataclass(frozen=True)

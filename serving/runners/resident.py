@@ -15,7 +15,7 @@ from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
 from jaxllm.steps.model import BlockEnd
 from jaxllm.steps.trees import DraftEnd
-from jaxllm.text.tokenizer import MAX_START_TOKENS
+from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import StartBucket

@@ -50,6 +50,7 @@ def test_what_the_decoder_of_an_encoder_decoder_begins_with(tmp_path: Path) -> N
         "decoder_start_token_id": 7,
         "forced_bos_token_id": 3,
         "prefix": "do: ",
+        "task_specific_params": {"doing": {"prefix": "do: "}, "undoing": {"prefix": "undo: "}, "other": {}},
     }
     found = read_tokenizer(
         write(
@@ -60,6 +61,8 @@ def test_what_the_decoder_of_an_encoder_decoder_begins_with(tmp_path: Path) -> N
         )
     )
     assert (found.start_ids, found.source_prefix) == ((2, 3), "do: ")
+    # A source that names its task has its prefix already.
+    assert [found.source_text(each) for each in ("this", "undo: this")] == ["do: this", "undo: this"]
     assert TokenizerFiles.from_json(found.to_json()) == found
 
 

@@ -32,6 +32,8 @@ def test_files_survive_json() -> None:
         ({"eos_ids": ["2"]}, "eos_ids must be token ids"),
         ({"bos_id": 1 << 31}, "bos_id must be null or a token id"),
         ({"bos_id": 1.0}, "bos_id must be null or a token id"),
+        ({"task_prefixes": "do:"}, "task_prefixes must be texts"),
+        ({"task_prefixes": [""]}, "task_prefixes must be texts"),
         ({"surprise": 1}, "malformed tokenizer: .*surprise"),
     ],
 )

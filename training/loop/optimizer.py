@@ -6,6 +6,7 @@ from typing import Any
 import optax
 import optax.contrib
 
+from jaxllm.models.parameters import ENCODER
 from jaxllm.models.scanned_layers import STACKS
 from training.settings import TrainSettings
 
@@ -58,7 +59,7 @@ def matrices(params: Any) -> dict[str, Any]:
 def _as_matrix(name: str, rank: int) -> Any:
     # Embeddings are read by rows, and a router's rows compete: neither is a map whose spectrum matters.
     stack = int(name.startswith(STACKS))
-    in_layer = stack or name.startswith("layers.")
+    in_layer = stack or name.removeprefix(ENCODER).startswith("layers.")
     if rank - stack < 2 or not in_layer or name.endswith((".router", "bias")):
         return None
     # Leading axes of layers and experts are neither side: each has a matrix of its own.

@@ -1,5 +1,6 @@
 """`jaxllm demo`: its questions and its verdicts."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,11 @@ import pytest
 import serving.bundles
 from jaxllm.models.parameters import parameter_count
 from jaxllm.tasks import TASKS
-from serving.commands.demo_prompts import STORY, demo_prompts
+from serving.commands import demo
+from serving.commands.demo_prompts import STORY, TRANSLATED, TRANSLATOR, demo_prompts
 from tests.serving.commands.outcome import Run, answer, succeeded
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
+from tests.tiny_encdec import ENCODER, TINY_T5, write_bundle
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,9 @@ def test_prompts_are_from_no_data_set(data_dir: Path) -> None:
 @pytest.mark.slow
 def test_demo(run: Run, roomy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving.bundles, "default_bundle", lambda: roomy)
+    monkeypatch.setattr(serving.bundles, "packaged_models", lambda: [])
     got = answer(run("demo", "-n", 3, "--json"))
+    assert got["translations"] == []
     assert (got["model"], got["weights"]) == ("tiny", "f32")
     assert got["parameters"] == parameter_count(TINY)
     assert got["load_ms"] > 0
@@ -58,3 +63,14 @@ def test_demo(run: Run, roomy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < each["completion_tokens"] <= 3
         assert each["prompt"].splitlines()[0] in out
     assert f"{got['right']} of 15 right" in out
+
+
+@pytest.mark.slow
+def test_translations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = dataclasses.replace(ENCODER, window_tokens=256)
+    cfg = dataclasses.replace(TINY_T5, encoder=encoder, window_tokens=256)
+    write_bundle(tmp_path / f"{TRANSLATOR}.jaxllm", cfg=cfg)
+    monkeypatch.setattr(serving.bundles, "_assets", lambda: tmp_path)
+    answers = demo._translations(3, aloud=True)
+    assert [each["prompt"] for each in answers] == list(TRANSLATED)
+    assert all(0 < each["completion_tokens"] <= 3 for each in answers)

@@ -123,5 +123,22 @@ def test_elasticize(called: Called) -> None:
     )
 
 
-def test_export_run(called: Called) -> None:
-    assert called("training.pretrain.run:export_best", "export-run", "run")["arguments"] == (Path("run"),)
+@pytest.mark.parametrize(
+    ("learns_from", "target"),
+    [
+        ("documents", "training.pretrain.run:export_best"),
+        ("pairs", "training.seq2seq.run:export_best_seq2seq"),
+    ],
+)
+def test_export_run(called: Called, monkeypatch: pytest.MonkeyPatch, learns_from: str, target: str) -> None:
+    monkeypatch.setattr("training.loop.run_files.read_identity", lambda run_dir: {learns_from: ""})
+    assert called(target, "export-run", "run")["arguments"] == (Path("run"),)
+
+
+def test_seq2seq(called: Called) -> None:
+    words = ("seq2seq", "--recipe", "translate-draft", "--run", "run", "--data", "data", "--teacher", "hf")
+    seen = called("training.seq2seq.run:train_seq2seq", *words, "--steps", 7, "--mesh", "data=2")
+    recipe, run = seen["arguments"]
+    assert (recipe.steps, recipe.cfg.hidden_size, run) == (7, 128, Path("run"))
+    assert (seen["data"], seen["teacher"], seen["tokenizer"]) == (Path("data"), Path("hf"), None)
+    assert seen["mesh_shape"].data == 2

@@ -1,0 +1,111 @@
+"""All data of a tokenizer, as a bundle stores it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.errors import CheckpointError, one_line
+from jaxllm.text.library_tokenizer import MAX_TOKEN_ID
+
+# Tokens that the decoder of an encoder-decoder begins with, at most.
+MAX_START_TOKENS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """A tokenizer as plain data: what a bundle stores.
+
+    Fields:
+      tokenizer_json: the text of a `tokenizer.json` of the `tokenizers` library.
+      chat_template: the Jinja source of the chat template, or None.
+      special: names that the chat template may use (`bos_token`, `eos_token`, `pad_token`, ...) -> their
+        tokens.
+      eos_ids: every token that ends an answer, the main one first; empty when none does.
+      bos_id: the token that begins a text, or None.
+      start_ids: tokens that the decoder of an encoder-decoder begins with: its start token, and a first token
+        that is forced, if there is one. At most `MAX_START_TOKENS`.
+      source_prefix: text in front of each source, which names the task (T5).
+      task_prefixes: such texts of all tasks that the model was trained on, without the space at their end; a
+        source that begins with one gets no `source_prefix`.
+
+    Raises:
+      CheckpointError: a field is of the wrong type.
+    """
+
+    tokenizer_json: str
+    chat_template: str | None = None
+    special: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    start_ids: tuple[int, ...] = ()
+    source_prefix: str = ""
+    task_prefixes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        template, special, ids = self.chat_template, self.special, self.eos_ids
+        _require("tokenizer_json", isinstance(self.tokenizer_json, str), "text", self.tokenizer_json)
+        _require("chat_template", template is None or isinstance(template, str), "text or null", template)
+        named = isinstance(special, Mapping) and all(
+            isinstance(text, str) for item in special.items() for text in item
+        )
+        _require("special", named, "a map from names to tokens", special)
+        valid = isinstance(ids, tuple) and all(map(_is_token_id, ids))
+        _require("eos_ids", valid, f"token ids in [0, {MAX_TOKEN_ID}]", ids)
+        valid = self.bos_id is None or _is_token_id(self.bos_id)
+        _require("bos_id", valid, f"null or a token id in [0, {MAX_TOKEN_ID}]", self.bos_id)
+        ids, prefix = self.start_ids, self.source_prefix
+        valid = isinstance(ids, tuple) and len(ids) <= MAX_START_TOKENS and all(map(_is_token_id, ids))
+        _require("start_ids", valid, f"at most {MAX_START_TOKENS} token ids", ids)
+        _require("source_prefix", isinstance(prefix, str), "text", prefix)
+        tasks = self.task_prefixes
+        valid = isinstance(tasks, tuple) and all(isinstance(each, str) and each for each in tasks)
+        _require("task_prefixes", valid, "texts that are not empty", tasks)
+
+    def source_text(self, text: str) -> str:
+        """The source that a user's text stands for: with the prefix of a task."""
+        return text if text.startswith(self.task_prefixes) else self.source_prefix + text
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that `from_json` reads back."""
+        data = {
+            "tokenizer_json": self.tokenizer_json,
+            "chat_template": self.chat_template,
+            "special": dict(self.special),
+            "eos_ids": list(self.eos_ids),
+            "bos_id": self.bos_id,
+        }
+        # Bundles of decoders alone say nothing of sources.
+        own = {
+            "start_ids": list(self.start_ids),
+            "source_prefix": self.source_prefix,
+            "task_prefixes": list(self.task_prefixes),
+        }
+        return {**data, **{name: value for name, value in own.items() if value}}
+
+    @classmethod
+    def from_json(cls, data: Any) -> "TokenizerFiles":
+        """The data that `to_json` gave as a dict.
+
+        Raises:
+          CheckpointError: a key is unknown or missing, or a value is of the wrong type.
+        """
+        _require("the tokenizer", isinstance(data, dict), "a JSON object", data)
+        fields = dict(data)
+        for name in ("eos_ids", "start_ids", "task_prefixes"):
+            if isinstance(fields.get(name), list):
+                fields[name] = tuple(fields[name])
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise CheckpointError(
+                f"malformed tokenizer: {one_line(error)}; prepare the bundle again"
+            ) from error
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN_ID
+
+
+def _require(name: str, condition: bool, allowed: str, value: Any) -> None:
+    if not condition:
+        raise CheckpointError(f"{name} must be {allowed}, got {value!r:.80}; prepare the model again")

@@ -1,0 +1,154 @@
+"""A whole tiny run: it learns, resumes with the same parameters, and translates what it has learnt."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer as Library
+
+from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+from jaxllm.errors import ConfigError
+from jaxllm.models.parameters import param_specs
+from serving.cli import cli
+from tests.training.seq2seq.tiny import SWITCH, tiny_recipe
+from tests.training.tiny_runs import ONE, QUIET
+from training.loop.optimizer import matrices
+from training.seq2seq.batches import PairRows
+from training.seq2seq.recipe import Seq2SeqRecipe, load_seq2seq_recipe, seq2seq_recipe_names
+from training.seq2seq.run import export_best_seq2seq, train_seq2seq
+from training.seq2seq.translation import Translator, bleu
+
+WORDS = ["nought", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pairs")
+    numbers = [str(n) for n in range(100, 160)]
+    words = [" ".join(WORDS[int(digit)] for digit in number) for number in numbers]
+    for name, lines in (("one", numbers), ("two", words)):
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train_seq2seq(tiny_recipe(), folder, data=data, mesh_shape=ONE, console=QUIET)
+    return folder
+
+
+def test_the_loss_falls_and_is_reported_by_direction(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["held_out_loss"] < lines[0]["loss"]
+    assert set(lines[-1]["held_out_by_source"]) == {"there", "back"}
+    assert json.loads((run / "summary.json").read_text())["best_step"] == 4
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_parameters(run, data, tmp_path, monkeypatch):
+    real = PairRows.batch_at
+
+    def stopped(rows, step):
+        if step == 3:
+            raise KeyboardInterrupt
+        return real(rows, step)
+
+    arguments = {"data": data, "mesh_shape": ONE, "console": QUIET}
+    monkeypatch.setattr(PairRows, "batch_at", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train_seq2seq(tiny_recipe(), tmp_path, **arguments)
+    monkeypatch.setattr(PairRows, "batch_at", real)
+    resumed = load_file(train_seq2seq(tiny_recipe(), tmp_path, **arguments) / "model.safetensors")
+    for name, value in load_file(run / "hf" / "model.safetensors").items():
+        np.testing.assert_array_equal(value, resumed[name], err_msg=name)
+
+
+def test_the_folder_says_how_to_ask(run):
+    files = read_tokenizer(run / "hf")
+    translator = Translator.read(run / "hf")
+    assert files.source_prefix == "number to word: "
+    assert files.start_ids == (Library.from_file(str(run / "tokenizer.json")).token_to_id("<|pad|>"),)
+    ids = translator.tokenizer.encode("number to word: 12")
+    # The prefix is one token, and what follows is read as a text of its own, with its end.
+    assert translator.tokenizer.decode(ids[1:]) == "12"
+    assert [*ids[:1], *translator.tokenizer.encode("12")] == ids
+    assert ids[-1] == files.eos_ids[0]
+    assert files.source_text("word to number: one") == "word to number: one"
+    assert export_best_seq2seq(run) == run / "hf"
+
+
+def test_greedy_answers_are_the_likeliest_tokens_one_by_one(run):
+    translator = Translator.read(run / "hf")
+    sources = translator.encode([f"number to word: {n}" for n in (123, 7, 45)])
+    answers = translator.translate(sources, most_tokens=6)
+    assert all(1 <= len(answer) <= 6 for answer in answers)
+    assert translator.agreement(sources, answers) == 1.0
+
+
+def test_a_draft_learns_from_a_teacher_of_the_same_tokens(run, data, tmp_path):
+    recipe = tiny_recipe(SWITCH, teacher_share=0.5, steps=2, dropout=0.0)
+    with pytest.raises(ConfigError, match="--teacher"):
+        train_seq2seq(recipe, tmp_path / "a", data=data, mesh_shape=ONE, console=QUIET)
+    folder = train_seq2seq(
+        recipe, tmp_path / "b", data=data, tokenizer=run / "tokenizer.json", teacher=run / "hf",
+        mesh_shape=ONE, console=QUIET,
+    )  # fmt: skip
+    metrics = (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(metrics[-1])["penalty"] > 0
+    translator = Translator.read(folder)
+    sources = translator.encode(["number to word: 12"])
+    assert 0 <= translator.agreement(sources, Translator.read(run / "hf").translate(sources, 6)) <= 1
+
+
+def test_bleu_is_sacrebleus():
+    # 4 of 5, 3 of 4, 2 of 3 and 1 of 2 n-grams match, and lengths are equal.
+    assert bleu(["a b c d e"], ["a b c d f"]) == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 / 2) ** 0.25)
+    assert bleu(["it is the same ."], ["it is the same ."]) == pytest.approx(100)
+    with pytest.raises(ConfigError, match="a reference for each"):
+        bleu(["a"], [])
+
+
+@pytest.mark.parametrize("name", seq2seq_recipe_names())
+def test_packaged_recipes_can_be_read_back(name):
+    recipe = load_seq2seq_recipe(name)
+    assert Seq2SeqRecipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"model_type": "bart"}}, "needs a model_type of t5"),
+        ({"lengths": (32, 16)}, "ascending"),
+        ({"lengths": (16, 24)}, "must be row_tokens"),
+        ({"model": {**SWITCH, "expert_capacity": 8}}, "expert_capacity"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"sources": ()}, "no sources"),
+    ],
+)
+def test_bad_recipes_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        tiny_recipe(**changes)
+
+
+def test_muon_takes_the_matrices_of_both_sides():
+    shapes = param_specs(tiny_recipe(SWITCH).cfg)
+    arrays = {name: np.zeros(spec.shape) for name, spec in shapes.items()}
+    seen = {name for name, sides in matrices(arrays).items() if sides is not None}
+    assert seen == {name for name in shapes if name.endswith((".q", ".k", ".v", ".o", ".up", ".down"))}
+
+
+def test_two_files_become_bleu(run, data, tmp_path):
+    words = ["seq2seq-eval", run / "hf", "--source", data / "one.txt", "--reference", data / "two.txt"]
+    options = ["--prefix", "number to word:", "-o", tmp_path / "said.txt"]
+    result = CliRunner().invoke(cli, [str(word) for word in [*words, *options]], catch_exceptions=False)
+    assert json.loads(result.stdout)["lines"] == 60
+    assert len((tmp_path / "said.txt").read_text(encoding="utf-8").splitlines()) == 60
+
+
+def test_files_of_different_lengths_are_refused(data, tmp_path):
+    (tmp_path / "one.txt").write_text("1\n2\n")
+    (tmp_path / "two.txt").write_text("one\n")
+    with pytest.raises(ConfigError, match="must be a pair"):
+        train_seq2seq(tiny_recipe(), tmp_path / "run", data=tmp_path, mesh_shape=ONE, console=QUIET)

@@ -1,0 +1,67 @@
+"""`jaxllm seq2seq`: trains a small encoder-decoder on pairs of texts."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import click
+
+from training.commands.shared_options import (
+    data_option,
+    device_options,
+    recipe_option,
+    run_option,
+    set_devices,
+    steps_option,
+    tensorboard_option,
+)
+
+
+@click.command("seq2seq")
+@run_option
+@recipe_option("translate")
+@data_option
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A tokenizer.json of another such run, to share its tokens.  [default: train one]",
+)
+@click.option(
+    "--teacher",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A Hugging Face folder of the same tokenizer to distil, for a recipe with a teacher_share.",
+)
+@steps_option("the run")
+@tensorboard_option
+@device_options
+def seq2seq_command(
+    run_dir: Path,
+    recipe_name: str,
+    steps: int | None,
+    mesh: str | None,
+    devices: int | None,
+    **options: Any,
+) -> None:
+    """Train a small encoder-decoder from scratch, into a Hugging Face folder.
+
+    Reads pairs of texts, such as sentences and their translations, from the files that the recipe names.
+    Writes the run into RUN (checkpoints, metrics, a summary) and the best checkpoint as RUN/hf, whose path it
+    prints.
+
+    \b
+    Example:
+      jaxllm seq2seq --data DIR --run runs/translate
+      jaxllm seq2seq --recipe translate-draft --data DIR --run runs/draft \\
+        --tokenizer runs/translate/tokenizer.json --teacher runs/translate/hf
+    """
+    # Here, so that --help and wrong usage do not wait for JAX and orbax.
+    from training.loop.parallel import MeshShape
+    from training.seq2seq.recipe import load_seq2seq_recipe
+    from training.seq2seq.run import train_seq2seq
+
+    recipe = load_seq2seq_recipe(recipe_name)
+    recipe = recipe if steps is None else dataclasses.replace(recipe, steps=steps)
+    set_devices(devices)
+    click.echo(train_seq2seq(recipe, run_dir, mesh_shape=MeshShape.parse(mesh or ""), **options))

@@ -1,0 +1,295 @@
+"""An encoder-decoder over batches of pairs: each row has a source and a target of its own length.
+
+The model is that of `jaxllm.models.encoder_decoder`, which serves one source; here all rows run at once, all
+of a target at once, with dropout, and experts can be differentiated.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.experts.mixture import mixture
+from jaxllm.experts.routing import Routing, route
+from jaxllm.models.encoder_decoder import encoder_params, relative_buckets
+from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.parameters import Params
+from jaxllm.nn.layers import MASKED, activate
+from jaxllm.nn.linear import FeedForward, embed, from_units, to_units
+from jaxllm.nn.norms import normalize
+
+# Adds dropout at a place of the model, by its number.
+Drop = Callable[[jax.Array, int], jax.Array]
+# Keys and values `[B, K, S, H]`.
+KeysValues = tuple[jax.Array, jax.Array]
+# Places of dropout in a layer, and the first place of the decoder.
+_PLACES, _DECODER = 4, 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """What the decoder attends to.
+
+    Attributes:
+      hidden: `[B, S, D]`.
+      tokens: `[B]` int32, how many of them are real.
+    """
+
+    hidden: jax.Array
+    tokens: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """What the decoder's layers share.
+
+    Attributes:
+      bias: what is added to scores of its own tokens, `[K, T, S]` float32.
+      sources: keys and values of the sources in each layer.
+      mask: what is added to scores of the sources, `[B, 1, 1, S]` float32.
+    """
+
+    bias: jax.Array
+    sources: list[KeysValues]
+    mask: jax.Array
+
+
+def no_drop(x: jax.Array, place: int) -> jax.Array:
+    """Leaves everything as it is."""
+    del place
+    return x
+
+
+def dropout(key: jax.Array, share: float) -> Drop:
+    """Sets a share of all numbers to zero (in steps of 1/256), and scales the others up.
+
+    Args:
+      key: of all places.
+      share: in [0, 1).
+    """
+    lost = round(share * 256)
+    factor = np.float32(256 / (256 - lost))
+    # Drawing random bits is no small part of a step on a CPU: so a byte for each number, taken from whole
+    # words, and of XLA's own generator.
+    own = jax.random.wrap_key_data(jax.random.bits(key, (4,), jnp.uint32), impl="rbg")
+    shifts = np.arange(0, 32, 8, dtype=np.uint32)
+
+    def drop(x: jax.Array, place: int) -> jax.Array:
+        words = jax.random.bits(jax.random.fold_in(own, place), (*x.shape[:-1], -(-x.shape[-1] // 4)))
+        drawn = (words[..., None] >> shifts) & np.uint32(255)
+        kept = drawn.reshape(*words.shape[:-1], -1)[..., : x.shape[-1]] >= np.uint32(lost)
+        return x * jnp.where(kept, factor, np.float32(0)).astype(x.dtype)
+
+    return drop if lost else no_drop
+
+
+def encode_rows(
+    params: Params,
+    tokens: jax.Array,
+    valid: jax.Array,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype = jnp.float32,
+    drop: Drop = no_drop,
+) -> tuple[Encoded, list[Routing]]:
+    """What the encoder says of a source in each row.
+
+    Args:
+      params: of the model.
+      tokens: `[B, S]` int32.
+      valid: `[B]` int32, how many of each row's tokens are real, at least 1.
+      cfg: the model.
+      dtype: of the activations.
+      drop: where training drops.
+
+    Returns:
+      Hidden states, undefined for padding; and the routing of each layer with experts.
+    """
+    assert cfg.encoder is not None
+    own, side = encoder_params(params), cfg.encoder
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    bias = _relative(own, positions, positions, side, both_ways=True) + _padding(valid, tokens.shape[1])
+    x = drop(embed(tokens, own["embed.tokens"], dtype), 0)
+    routings: list[Routing] = []
+    for layer in range(side.layers):
+        weights, first = LayerParams(own, f"layers.{layer}."), 1 + layer * _PLACES
+        normed = normalize(x, weights.norm("attn_norm", side))
+        x = x + drop(_attended(weights, "attn", normed, _keys_values(weights, "attn", normed), bias), first)
+        x = x + drop(_fed_forward(weights, x, side, layer, routings, drop, first + 2), first + 3)
+    ended = drop(normalize(x, LayerParams(own, "").norm("final_norm", side)), 1 + side.layers * _PLACES)
+    return Encoded(ended, valid), routings
+
+
+def decode_rows(
+    params: Params,
+    tokens: jax.Array,
+    encoded: Encoded,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype = jnp.float32,
+    drop: Drop = no_drop,
+) -> tuple[jax.Array, list[Routing]]:
+    """The decoder over whole targets `[B, T]` int32: hidden states `[B, T, D]` after the final norm, and the
+    routing of each layer with experts. For the other arguments see `encode_rows`."""
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    side = Side(
+        bias=_causal(params, positions, positions, cfg),
+        sources=source_keys_values(params, encoded, cfg=cfg),
+        mask=_padding(encoded.tokens, encoded.hidden.shape[1]),
+    )
+
+    def keys_values(layer: int, weights: LayerParams, normed: jax.Array) -> KeysValues:
+        del layer
+        return _keys_values(weights, "attn", normed)
+
+    return _decoded(params, embed(tokens, params["embed.tokens"], dtype), side, keys_values, cfg, drop)
+
+
+def decode_next(
+    params: Params,
+    tokens: jax.Array,
+    position: jax.Array,
+    past: list[KeysValues],
+    sources: list[KeysValues],
+    read_tokens: jax.Array,
+    *,
+    cfg: ModelConfig,
+) -> tuple[jax.Array, list[KeysValues]]:
+    """The decoder over one more token of each row.
+
+    Args:
+      params: of the model.
+      tokens: `[B]` int32.
+      position: int32 scalar, how many tokens each row has had.
+      past: of each layer, with room for all tokens of an answer.
+      sources: see `source_keys_values`.
+      read_tokens: `[B]` int32, how many tokens of each source are real.
+      cfg: the model.
+
+    Returns:
+      Hidden states `[B, D]` after the final norm, and `past` with the new token.
+    """
+    grown: list[KeysValues] = []
+
+    def keys_values(layer: int, weights: LayerParams, normed: jax.Array) -> KeysValues:
+        new = _keys_values(weights, "attn", normed)
+        keys, values = (
+            jax.lax.dynamic_update_slice_in_dim(old, each, position, axis=2)
+            for old, each in zip(past[layer], new, strict=True)
+        )
+        grown.append((keys, values))
+        return keys, values
+
+    room = jnp.arange(past[0][0].shape[2], dtype=jnp.int32)
+    side = Side(
+        bias=_causal(params, position[None], room, cfg),
+        sources=sources,
+        mask=_padding(read_tokens, sources[0][0].shape[2]),
+    )
+    x = embed(tokens[:, None], params["embed.tokens"], jnp.dtype(jnp.float32))
+    hidden, _ = _decoded(params, x, side, keys_values, cfg, no_drop)
+    return hidden[:, 0], grown
+
+
+def source_keys_values(params: Params, encoded: Encoded, *, cfg: ModelConfig) -> list[KeysValues]:
+    """The keys and values of the sources in each layer of the decoder."""
+    return [
+        _keys_values(LayerParams(params, f"layers.{layer}."), "cross", encoded.hidden)
+        for layer in range(cfg.layers)
+    ]
+
+
+def _decoded(
+    params: Params,
+    x: jax.Array,
+    side: Side,
+    keys_values: Callable[[int, LayerParams, jax.Array], KeysValues],
+    cfg: ModelConfig,
+    drop: Drop,
+) -> tuple[jax.Array, list[Routing]]:
+    """The decoder over embedded tokens `[B, T, D]`, where `keys_values` gives those of a layer's tokens."""
+    x = drop(x, _DECODER)
+    routings: list[Routing] = []
+    for layer in range(cfg.layers):
+        weights, first = LayerParams(params, f"layers.{layer}."), _DECODER + 1 + layer * _PLACES
+        normed = normalize(x, weights.norm("attn_norm", cfg))
+        kept = keys_values(layer, weights, normed)
+        x = x + drop(_attended(weights, "attn", normed, kept, side.bias), first)
+        normed = normalize(x, weights.norm("cross_norm", cfg))
+        x = x + drop(_attended(weights, "cross", normed, side.sources[layer], side.mask), first + 1)
+        x = x + drop(_fed_forward(weights, x, cfg, layer, routings, drop, first + 2), first + 3)
+    final = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
+    return drop(final, _DECODER + 1 + cfg.layers * _PLACES), routings
+
+
+def _causal(params: Params, queries: jax.Array, keys: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """What is added to scores of the decoder's own tokens, `[K, T, S]` float32."""
+    hidden = jnp.where(keys[None, :] <= queries[:, None], np.float32(0), np.float32(MASKED))
+    return _relative(params, queries, keys, cfg, both_ways=False) + hidden
+
+
+def _relative(
+    params: Params, queries: jax.Array, keys: jax.Array, cfg: ModelConfig, *, both_ways: bool
+) -> jax.Array:
+    """What relative positions add to scores, `[K, T, S]` float32."""
+    number = relative_buckets(
+        keys[None, :] - queries[:, None],
+        buckets=cfg.relative_buckets,
+        most=cfg.relative_distance,
+        both_ways=both_ways,
+    )
+    biases = LayerParams(params, "").vector("relative_positions")
+    assert biases is not None
+    # A product, whose gradient is a product too: that of a lookup is a slow scatter.
+    chosen = jax.nn.one_hot(number, cfg.relative_buckets, dtype=jnp.float32)
+    return jnp.einsum("tsb,bk->kts", chosen, biases.astype(jnp.float32))
+
+
+def _padding(valid: jax.Array, count: int) -> jax.Array:
+    """What hides padding from scores, `[B, 1, 1, S]` float32."""
+    real = jnp.arange(count, dtype=jnp.int32)[None, :] < valid[:, None]
+    return jnp.where(real, np.float32(0), np.float32(MASKED))[:, None, None, :]
+
+
+def _keys_values(weights: LayerParams, name: str, x: jax.Array) -> KeysValues:
+    keys, values = (to_units(x, weights[f"{name}.{part}"]).transpose(0, 2, 1, 3) for part in "kv")
+    return keys, values
+
+
+def _attended(
+    weights: LayerParams, name: str, normed: jax.Array, kept: KeysValues, bias: jax.Array
+) -> jax.Array:
+    """The output `[B, T, D]` of an attention, with `bias` added to its scores, which T5 does not scale."""
+    queries, (keys, values) = to_units(normed, weights[f"{name}.q"]), kept
+    scores = jnp.einsum("btkh,bksh->bkts", queries, keys, preferred_element_type=jnp.float32)
+    shares = jax.nn.softmax(scores + bias, axis=-1).astype(values.dtype)
+    return from_units(jnp.einsum("bkts,bksh->btkh", shares, values), weights[f"{name}.o"])
+
+
+def _fed_forward(
+    weights: LayerParams,
+    x: jax.Array,
+    cfg: ModelConfig,
+    layer: int,
+    routings: list[Routing],
+    drop: Drop,
+    place: int,
+) -> jax.Array:
+    """The output `[B, T, D]` of a feed-forward block, or of experts, whose routing is added to `routings`."""
+    norm = weights.norm("ffn_norm", cfg)
+    if cfg.is_sparse(layer):
+        routing = route(
+            x, weights["router"], experts_per_token=1, normalize=False, norm=norm, differentiable=True
+        )
+        routings.append(routing)
+        block = FeedForward(weights["experts.up"], weights["experts.down"], activation=cfg.activation)
+        return mixture(x, norm, routing, block, differentiable=True)
+    normed = normalize(x, norm)
+    hidden = to_units(normed, weights["ffn.gate" if cfg.gated_ffn else "ffn.up"])
+    hidden = activate(hidden, cfg.activation)
+    if cfg.gated_ffn:
+        hidden = hidden * to_units(normed, weights["ffn.up"])
+    return from_units(drop(hidden, place), weights["ffn.down"])

@@ -1,0 +1,136 @@
+"""Reads pairs of texts, splits them, trains their tokenizer, and encodes them."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, processors
+
+from jaxllm.errors import ConfigError
+from jaxllm.tasks.example import held_out
+from training.data.tokenizer import END_OF_TEXT, PAD, token_id, train_tokenizer
+from training.seq2seq.batches import PairRows
+from training.seq2seq.recipe import PairSource, Seq2SeqRecipe
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TextPairs:
+    """Pairs of texts.
+
+    Attributes:
+      texts: source and target of each.
+      of: for each pair, the number of its source of data.
+    """
+
+    texts: Sequence[tuple[str, str]]
+    of: Sequence[int]
+
+    def digest(self) -> str:
+        """Names their content."""
+        return hashlib.blake2b(repr((self.texts, self.of)).encode(), digest_size=16).hexdigest()
+
+    def split(self, share: float) -> "tuple[TextPairs, TextPairs]":
+        """What is trained on, and the share that is held out. A pair's texts alone decide, in whichever
+        direction: a sentence is never on both sides with its translation."""
+        sides: list[list[int]] = [[], []]
+        for place, texts in enumerate(self.texts):
+            sides[held_out("\0".join(sorted(texts)), share)].append(place)
+        taken, kept = (
+            TextPairs([self.texts[each] for each in side], [self.of[each] for each in side]) for side in sides
+        )
+        if not taken.texts or not kept.texts:
+            raise ConfigError(
+                f"of {len(self.texts)} pairs {len(kept.texts)} are held out by a held_out_share of {share}: "
+                "give more pairs, or another share"
+            )
+        return taken, kept
+
+
+def read_pairs(sources: Sequence[PairSource], data: Path | None) -> TextPairs:
+    """The pairs of all sources, in order; a pair with an empty side is left out.
+
+    Args:
+      sources: whose paths are relative to `data`.
+      data: a folder; the working directory by default.
+
+    Raises:
+      ConfigError: a file cannot be read, or two files have not as many lines.
+    """
+    texts: list[tuple[str, str]] = []
+    of: list[int] = []
+    for number, source in enumerate(sources):
+        read, wanted = (read_lines(Path(data or ".") / each) for each in (source.source, source.target))
+        if len(read) != len(wanted):
+            raise ConfigError(
+                f"{source.source} has {len(read):,} lines and {source.target} {len(wanted):,}: lines of the "
+                "same number must be a pair"
+            )
+        pairs = [pair for pair in zip(read, wanted, strict=True) if all(pair)]
+        texts += pairs
+        of += [number] * len(pairs)
+    return TextPairs(texts, of)
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 file, stripped.
+
+    Raises:
+      ConfigError: it cannot be read as UTF-8.
+    """
+    try:
+        return [line.strip() for line in path.read_text(encoding="utf-8").split("\n")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path} as UTF-8 text: {error}") from error
+
+
+def pair_tokenizer(pairs: TextPairs, recipe: Seq2SeqRecipe) -> Tokenizer:
+    """Trains the tokenizer of both sides.
+
+    The prefix of each task is a token, so that a source grows by one token; and every text ends in
+    `<|endoftext|>`, as T5's do.
+
+    Raises:
+      ConfigError: the texts are too few for the vocabulary.
+    """
+    prefixes = sorted({source.prefix for source in recipe.sources})
+    texts = (text for pair in pairs.texts for text in pair)
+    tokenizer = train_tokenizer(texts, recipe.cfg.vocab_size - len(prefixes))
+    # What follows a prefix is read as what begins a text.
+    tokenizer.add_tokens([AddedToken(each, rstrip=True, normalized=False) for each in prefixes])
+    end = token_id(tokenizer, END_OF_TEXT)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, end)]
+    )
+    return tokenizer
+
+
+def encoded_rows(
+    pairs: TextPairs, tokenizer: Tokenizer, recipe: Seq2SeqRecipe, rows_multiple: int
+) -> PairRows:
+    """Encodes pairs, each source behind its prefix, and puts them into rows.
+
+    Args:
+      pairs: the texts.
+      tokenizer: of `pair_tokenizer`.
+      recipe: of the run.
+      rows_multiple: the rows of every batch are a multiple of it.
+    """
+    prefixes = [source.prefix for source in recipe.sources]
+    read = (f"{prefixes[of]} {text[0]}" for of, text in zip(pairs.of, pairs.texts, strict=True))
+    sides = [list(encoded(tokenizer, texts)) for texts in (read, (text for _, text in pairs.texts))]
+    return PairRows(
+        pairs=list(zip(*sides, strict=True)),
+        of=np.asarray(pairs.of, np.int32),
+        lengths=recipe.lengths,
+        batch_tokens=recipe.batch * recipe.row_tokens,
+        rows_multiple=rows_multiple,
+        start_id=token_id(tokenizer, PAD),
+        seed=recipe.seed,
+    )
+
+
+def encoded(tokenizer: Tokenizer, texts) -> Iterator[list[int]]:
+    """The tokens of each text, with its end."""
+    return (each.ids for each in tokenizer.encode_batch_fast(list(texts)))

@@ -1,0 +1,177 @@
+"""Trains an encoder-decoder from pairs to a Hugging Face folder: tokenizer, rows, loop, export.
+
+A run's folder holds `recipe.json`, `tokenizer.json`, `checkpoints/`, `metrics.jsonl`, and at the end `hf/`
+and `summary.json`. Calling `train_seq2seq` again on the same folder resumes. Models of one family share a
+tokenizer (`tokenizer=`); a smaller one may learn from a larger (`teacher=`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from jaxllm.checkpoints import huggingface, tokenizer_folder
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files.input_files import read_text
+from jaxllm.models import parameters
+from jaxllm.text.library_tokenizer import parse_tokenizer_json
+from jaxllm.text.tokenizer import TokenizerFiles
+from training.data.tokenizer import END_OF_TEXT, PAD, token_id
+from training.loop.checkpoints import read_best
+from training.loop.fitting import fit
+from training.loop.parallel import MeshShape, make_mesh
+from training.loop.run_files import CHECKPOINTS, claimed, read_identity, write_json, write_text
+from training.loop.trainer import Trainer
+from training.seq2seq.job import Seq2SeqTeacher, seq2seq_job
+from training.seq2seq.pairs import encoded_rows, pair_tokenizer, read_pairs
+from training.seq2seq.recipe import Seq2SeqRecipe
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def train_seq2seq(
+    recipe: Seq2SeqRecipe,
+    run_dir: Path,
+    *,
+    data: Path | None = None,
+    tokenizer: Path | None = None,
+    teacher: Path | None = None,
+    mesh_shape: MeshShape | None = None,
+    tensorboard: bool = False,
+    console: Console | None = None,
+) -> Path:
+    """Trains a model from nothing, or resumes the run in `run_dir`, and exports the best.
+
+    Args:
+      recipe: the run. Resuming, only how long it trains and what it logs may differ from the run's own.
+      run_dir: the run's folder, made if missing.
+      data: the folder that the recipe's sources are in.
+      tokenizer: a `tokenizer.json` of another such run to take; None trains one.
+      teacher: a Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
+      mesh_shape: devices; all of them along `data` by default.
+      tensorboard: also write TensorBoard's events.
+      console: where progress goes; the terminal's error stream by default.
+
+    Returns:
+      The Hugging Face folder, `run_dir/hf`.
+
+    Raises:
+      ConfigError: the pairs or the recipe are unusable, or `run_dir` belongs to another run.
+    """
+    run_dir, console = Path(run_dir), console or Console(stderr=True)
+    if jax.process_count() > 1:
+        raise ConfigError("encoder-decoders are trained by one process; start it without --coordinator")
+    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    job = seq2seq_job(recipe, _read_teacher(recipe, teacher))
+    pairs = read_pairs(recipe.sources, data)
+    taken, kept = pairs.split(recipe.held_out_share)
+    with claimed(run_dir, recipe, pairs=pairs.digest()) as resuming:
+        if resuming:
+            vocabulary = _read_tokenizer(run_dir / TOKENIZER_FILE)
+        elif tokenizer is not None:
+            vocabulary = _read_tokenizer(tokenizer)
+        else:
+            vocabulary = pair_tokenizer(taken, recipe)
+        _require_vocabulary(vocabulary, recipe)
+        write_text(run_dir / TOKENIZER_FILE, vocabulary.to_str(pretty=True))
+    multiple = recipe.accumulate * mesh.shape["data"] * mesh.shape["fsdp"]
+    rows, held_out = (encoded_rows(each, vocabulary, recipe, multiple) for each in (taken, kept))
+    trainer = Trainer(job, recipe, mesh)
+    epoch = rows.batches_per_epoch
+    console.print(
+        f"{parameters.parameter_count(recipe.cfg):,} parameters on {mesh.size} devices; {len(rows.pairs):,} "
+        f"pairs to train on, {len(held_out.pairs):,} held out; {recipe.steps:,} steps of about "
+        f"{recipe.batch * recipe.row_tokens:,} tokens on each side, {100 * rows.padding_share:.0f} % of them "
+        f"padding; {recipe.steps / epoch:.1f} epochs of {epoch:,} steps",
+        soft_wrap=True,
+    )
+    names = [source.name for source in recipe.sources]
+    best = fit(trainer, rows.batch_at, held_out.held_out, run_dir, console, names, tensorboard=tensorboard)
+    write_seq2seq(run_dir / "hf", recipe, vocabulary, trainer.whole(best.params))
+    _, by_source = trainer.evaluate(best.params, held_out.held_out())
+    summary: dict[str, Any] = {
+        "parameters": parameters.parameter_count(recipe.cfg),
+        "best_step": best.step,
+        "epochs": round(best.step / epoch, 2),
+        "pairs": {"training": len(rows.pairs), "held_out": len(held_out.pairs)},
+        "held_out_nats_per_token": {
+            "all": best.loss,
+            **{names[source]: loss for source, loss in by_source.items()},
+        },
+    }
+    write_json(run_dir / "summary.json", summary)
+    console.print_json(data=summary)
+    return run_dir / "hf"
+
+
+def export_best_seq2seq(run_dir: Path) -> Path:
+    """Writes the checkpoint with the lowest held-out loss so far as a folder, `run_dir/hf`; also while the
+    run goes on in another process.
+
+    Raises:
+      CheckpointError: `run_dir` holds no run, or no checkpoint yet.
+    """
+    run_dir = Path(run_dir)
+    recipe = Seq2SeqRecipe.from_json(read_identity(run_dir)["recipe"])
+    trainer = Trainer(seq2seq_job(recipe), recipe, make_mesh(MeshShape(data=1), 1))
+    best, _, _ = read_best(run_dir / CHECKPOINTS, trainer.abstract())
+    vocabulary = _read_tokenizer(run_dir / TOKENIZER_FILE)
+    write_seq2seq(run_dir / "hf", recipe, vocabulary, trainer.whole(best.params))
+    return run_dir / "hf"
+
+
+def write_seq2seq(folder: Path, recipe: Seq2SeqRecipe, tokenizer: Tokenizer, params: Any) -> None:
+    """Writes a Hugging Face folder: config with the prefix of each task, weights, tokenizer, and a generation
+    config with start and end tokens and the first task's prefix."""
+    end, start = (token_id(tokenizer, name) for name in (END_OF_TEXT, PAD))
+    ids = {"eos_token_id": end, "pad_token_id": start, "decoder_start_token_id": start}
+    tasks = {each.name: {"prefix": f"{each.prefix} "} for each in recipe.sources}
+    extra = {**ids, "task_specific_params": tasks}
+    huggingface.write_folder(folder, recipe.cfg, params, extra_config=extra)
+    tokenizer_folder.write_tokenizer(
+        folder,
+        TokenizerFiles(
+            tokenizer_json=tokenizer.to_str(pretty=True),
+            special={"eos_token": END_OF_TEXT, "pad_token": PAD},
+            eos_ids=(end,),
+        ),
+    )
+    # Not a key of transformers, but where its pipelines look for the prefix of a task.
+    write_json(Path(folder) / "generation_config.json", {**ids, "prefix": f"{recipe.sources[0].prefix} "})
+
+
+def _read_teacher(recipe: Seq2SeqRecipe, folder: Path | None) -> Seq2SeqTeacher | None:
+    if (folder is not None) != (recipe.teacher_share > 0):
+        raise ConfigError(
+            f"the recipe's teacher_share is {recipe.teacher_share}: "
+            + ("say with --teacher whom to learn from" if folder is None else "it takes no --teacher")
+        )
+    if folder is None:
+        return None
+    teacher = Seq2SeqTeacher.read(folder)
+    if teacher.cfg.vocab_size != recipe.cfg.vocab_size:
+        raise ConfigError(
+            f"the teacher has {teacher.cfg.vocab_size} tokens, the recipe's model {recipe.cfg.vocab_size}; "
+            "train both with one tokenizer"
+        )
+    return teacher
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return parse_tokenizer_json(read_text(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read the tokenizer {path}: {error}") from error
+
+
+def _require_vocabulary(tokenizer: Tokenizer, recipe: Seq2SeqRecipe) -> None:
+    """Raises ConfigError unless a tokenizer has the recipe's size, and a token for each prefix."""
+    if tokenizer.get_vocab_size() != recipe.cfg.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.get_vocab_size()} tokens, but the recipe's model has "
+            f"{recipe.cfg.vocab_size}"
+        )
+    for name in (END_OF_TEXT, PAD, *(source.prefix for source in recipe.sources)):
+        token_id(tokenizer, name)

@@ -1,0 +1,169 @@
+"""Translates texts greedily, in batches, and judges them: BLEU, and how often a draft says the same.
+
+The arithmetic is float32 whatever the weights are stored as; what serves a model is measured by its benches.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.bundle import Bundle
+from jaxllm.checkpoints import huggingface
+from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models import decoder
+from jaxllm.quant import dequantize
+from jaxllm.text.tokenizer import Tokenizer
+from training.seq2seq.batches import PairRows
+from training.seq2seq.forward import KeysValues, decode_next, encode_rows, source_keys_values
+from training.seq2seq.job import target_logits
+from training.seq2seq.recipe import FAMILIES
+
+# Lengths of rows: few, because each is compiled.
+_LENGTHS = (32, 64, 128)
+_BATCH_TOKENS = 4096
+# Tokens so far, the last token of each row, whether it has ended, keys and values, and what was said.
+_State = tuple[jax.Array, jax.Array, jax.Array, list[KeysValues], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Translator:
+    """A trained model.
+
+    Attributes:
+      cfg: of the model.
+      params: float32.
+      tokenizer: of the model.
+    """
+
+    cfg: ModelConfig
+    params: Mapping[str, jax.Array]
+    tokenizer: Tokenizer
+
+    @classmethod
+    def read(cls, model: Path) -> "Translator":
+        """Reads a Hugging Face folder, or a bundle at the width of its weights.
+
+        Raises:
+          CheckpointError: there is no such model.
+          ConfigError: it is of a family that is not trained here.
+        """
+        if Path(model).is_dir():
+            cfg = huggingface.read_config(model)
+            params = {name: jnp.asarray(each) for name, each in huggingface.read_params(model, cfg)}
+            files = read_tokenizer(model)
+        else:
+            bundle = Bundle.open(model)
+            cfg, files = bundle.cfg, bundle.tokenizer_files()
+            float32 = jnp.dtype(jnp.float32)
+            params = {
+                name: jnp.array(dequantize(each, float32), float32) for name, each in bundle.load().items()
+            }
+        if cfg.model_type not in FAMILIES:
+            raise ConfigError(f"{model} is of {cfg.model_type}; here {', '.join(FAMILIES)} are judged")
+        if not files.start_ids:
+            raise ConfigError(f"{model} does not say which token its decoder begins with")
+        return cls(cfg, params, Tokenizer(files))
+
+    @property
+    def start_id(self) -> int:
+        """The token that the decoder begins with."""
+        return self.tokenizer.files.start_ids[0]
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, with its end."""
+        return [list(self.tokenizer.encode(text)) for text in texts]
+
+    def translate(self, sources: Sequence[Sequence[int]], most_tokens: int = 100) -> list[list[int]]:
+        """The greedy answer to each source, with its end where it comes within `most_tokens`."""
+        answers: list[list[int]] = [[] for _ in sources]
+        ends, greedy = set(self.tokenizer.eos_ids), jax.jit(functools.partial(self._greedy, most_tokens))
+        for places, read, read_tokens in _source_rows(sources, self.start_id):
+            tokens = np.asarray(greedy(self.params, read, read_tokens))
+            for place, row in zip(places, tokens.tolist(), strict=False):
+                stop = next((at for at, token in enumerate(row) if token in ends), most_tokens - 1)
+                answers[place] = row[: stop + 1]
+        return answers
+
+    def agreement(self, sources: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> float:
+        """The share of the tokens of another model's answers that this model says after those before it."""
+        rows = PairRows(
+            list(zip(sources, answers, strict=True)), np.zeros(len(sources), np.int32), _LENGTHS,
+            batch_tokens=_BATCH_TOKENS, rows_multiple=1, start_id=self.start_id, seed=0,
+        )  # fmt: skip
+        logits = jax.jit(lambda params, batch: target_logits(params, batch, cfg=self.cfg)[0].argmax(-1))
+        same, count = 0.0, 0.0
+        for batch in rows.held_out():
+            said = np.asarray(logits(self.params, batch))
+            same += float(((said == batch.targets) * batch.weights).sum())
+            count += float(batch.weights.sum())
+        return same / count
+
+    def _greedy(
+        self, most_tokens: int, params: Mapping[str, jax.Array], read: jax.Array, read_tokens: jax.Array
+    ) -> jax.Array:
+        """`[B, most_tokens]` int32; undefined after a row's end."""
+        cfg, rows = self.cfg, read.shape[0]
+        encoded, _ = encode_rows(params, read, read_tokens, cfg=cfg)
+        sources = source_keys_values(params, encoded, cfg=cfg)
+        empty = jnp.zeros((rows, cfg.kv_heads, most_tokens, cfg.head_dim), jnp.float32)
+        ends = np.asarray(self.tokenizer.eos_ids, np.int32)
+
+        def going_on(state: _State) -> jax.Array:
+            position, _, ended, _, _ = state
+            return (position < most_tokens) & ~jnp.all(ended)
+
+        def more(state: _State) -> _State:
+            position, last, ended, past, said = state
+            hidden, past = decode_next(params, last, position, past, sources, read_tokens, cfg=cfg)
+            token = decoder.logits(params, hidden, cfg=cfg).argmax(-1).astype(jnp.int32)
+            said = jax.lax.dynamic_update_slice_in_dim(said, token[:, None], position, axis=1)
+            ended = ended | (token[:, None] == ends).any(-1)
+            return position + 1, token, ended, past, said
+
+        start = jnp.full(rows, self.start_id, jnp.int32)
+        begun = (
+            jnp.zeros((), jnp.int32), start, jnp.zeros(rows, bool), [(empty, empty)] * cfg.layers,
+            jnp.zeros((rows, most_tokens), jnp.int32),
+        )  # fmt: skip
+        return jax.lax.while_loop(going_on, more, begun)[-1]
+
+
+def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
+    """BLEU of a corpus, from 0 to 100, by `sacrebleu` with its defaults: one reference per text, cased, 13a
+    tokens (arXiv 1804.08771).
+
+    Raises:
+      ConfigError: `sacrebleu` is not installed, or there are not as many references as texts.
+    """
+    try:
+        import sacrebleu
+    except ImportError as error:
+        raise ConfigError("BLEU needs sacrebleu: pip install 'jaxllm[eval]'") from error
+    if len(texts) != len(references) or not texts:
+        raise ConfigError(f"BLEU takes a reference for each text, got {len(references)} for {len(texts)}")
+    return float(sacrebleu.corpus_bleu(list(texts), [list(references)]).score)
+
+
+def _source_rows(
+    sources: Sequence[Sequence[int]], padding_id: int
+) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
+    """Batches of sources of one length: their places, tokens `[B, S]` and numbers of real tokens `[B]`."""
+    lengths = np.array([len(each) for each in sources])
+    if lengths.max() > _LENGTHS[-1]:
+        raise ConfigError(f"a source has {lengths.max()} tokens; at most {_LENGTHS[-1]} are read here")
+    of = np.searchsorted(_LENGTHS, lengths)
+    for number, length in enumerate(_LENGTHS):
+        own, count = np.flatnonzero(of == number), _BATCH_TOKENS // length
+        for first in range(0, len(own), count):
+            places = own[first : first + count].tolist()
+            read, read_tokens = np.full((count, length), padding_id, np.int32), np.ones(count, np.int32)
+            for row, place in enumerate(places):
+                read[row, : lengths[place]], read_tokens[row] = sources[place], lengths[place]
+            yield places, read, read_tokens
