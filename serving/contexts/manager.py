@@ -74,7 +74,8 @@ class Contexts(ContextRegistry):
           prompt_tokens: tokens of the context and the prompt together.
           most_tokens: most tokens of the context when the call ends; no room is made for them yet.
           base: the record after sliding, where the context slides before the call; None for all of it.
-          prompt: tokens of the context and the prompt; a context's first may begin as another context does.
+          prompt: tokens of the context and the prompt: what is not in the context may be computed while it is
+            restored, and a context's first may begin as another context does.
 
         Returns:
           The call, which ends with `finish` or `abandon`, or when its last strong reference is gone.
@@ -96,7 +97,7 @@ class Contexts(ContextRegistry):
             self._require_share(record, size)
         self.memory.pin(name, record.pinned)
         self.memory.require(name, size)
-        turn = Turn(record=record, base=base or record, session=session, most_bytes=size)
+        turn = Turn(record=record, base=base or record, session=session, most_bytes=size, sequence=prompt)
         self._claims.begin(turn)
         try:
             self.memory.claim(name, len(turn.base.bits), pinned=record.pinned)

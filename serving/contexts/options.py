@@ -29,6 +29,8 @@ class ContextOptions:
         nothing either. The others are for comparisons: "at-eviction": when chunks leave memory; "never":
         evicted chunks are computed again.
       recompute: compute some of the missing chunks while others are read, where that is faster.
+      overlap_prompt: compute the first tokens of a new prompt while chunks are read, layer by layer, where
+        all weights are in memory and the prompt is prefilled in floats.
       pinned_share: share of the budget for pinned contexts of all apps together; the rest is for the running
         context.
       app_pinned_share: share of the budget for pinned contexts of one app.
@@ -54,6 +56,7 @@ class ContextOptions:
     policy: str = "lctru"
     writing: Writing = "background"
     recompute: bool = True
+    overlap_prompt: bool = True
     pinned_share: float = 0.75
     app_pinned_share: float = 0.5
     contexts_per_app: int = 0

@@ -51,7 +51,7 @@ class Shelf:
 
 def brought_back(chunk_io, shelf, *, resident=(), lost=(), delays=READ):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return restore(
+        back = restore(
             chunk_io,
             chunk_io.runner.start(len(TOKENS)),
             tokens=TOKENS,
@@ -61,6 +61,7 @@ def brought_back(chunk_io, shelf, *, resident=(), lost=(), delays=READ):
             delays=delays,
             pool=pool,
         )
+    return back.cache, back.read, back.how
 
 
 @pytest.mark.parametrize(

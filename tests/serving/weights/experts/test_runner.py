@@ -183,12 +183,12 @@ def test_contexts_come_back(bundle_of, resident_of, tmp_path):
         chunk: each for chunk, each in chunk_io.encode(cache, {0: RAW, 1: RAW, 2: RAW}).items() if chunk != 1
     }
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        back, _, how = restore(
+        back = restore(
             chunk_io, streamed.runner.start(len(tokens)), tokens=tokens, bits=[RAW, LOST, RAW],
             resident=stored, read=lambda layer, chunks: [], delays=READ, pool=pool,
         )  # fmt: skip
-    assert how.computed == (1,)
-    for got, expected in zip([*back.keys, *back.values], rows, strict=True):
+    assert back.how.computed == (1,)
+    for got, expected in zip([*back.cache.keys, *back.cache.values], rows, strict=True):
         np.testing.assert_allclose(np.asarray(got)[..., :48, :], expected, atol=2e-5)
     streamed.close()
 
