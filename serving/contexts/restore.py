@@ -7,6 +7,7 @@ layer as soon as it is restored. Where neither is computed, one dispatch decodes
 
 import concurrent.futures
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -39,7 +40,8 @@ class Restoration:
         tokens were computed again by this one's.
       shared: number of its chunks that were taken from another context, which begins with the same tokens.
       cached: whether the context ran last and its cache was still there: nothing had to be restored.
-      fed_tokens: tokens of the prompt that were computed meanwhile; their time is part of `took_ms`.
+      fed_tokens: tokens of the prompt that were computed meanwhile.
+      fed_ms: the part of `took_ms` after the last chunk had been read, where tokens were fed; else 0.
     """
 
     resident: int = 0
@@ -51,6 +53,7 @@ class Restoration:
     moved: tuple[str, ...] = ()
     shared: int = 0
     fed_tokens: int = 0
+    fed_ms: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +110,14 @@ def restore(
         # Later passes compute what new tokens attend to; where nothing is read, one dispatch of all layers
         # is faster.
         new = None
-    coming = [pool.submit(read, layer, plan.read) for layer in range(chunk_io.layers) if plan.read]
+    ends: list[float] = []
+
+    def timed(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
+        blobs = read(layer, chunks)
+        ends.append(time.perf_counter())
+        return blobs
+
+    coming = [pool.submit(timed, layer, plan.read) for layer in range(chunk_io.layers) if plan.read]
     arriving, table, fed = _arriving(plan.read, bits, coming), None, None
     length = len(bits) * chunk_io.chunk_tokens
     in_place: dict[int, Stored] = {}
@@ -141,6 +151,7 @@ def restore(
         computed=tuple(sorted([*plan.computed, *(chunk for each in later for chunk in each)])),
         expected_ms=plan.expected_ms,
         fed_tokens=count,
+        fed_ms=1000 * (time.perf_counter() - max(ends)) if count else 0.0,
     )
     cache = dataclasses.replace(cache, length=np.int32(length + count))  # pyright: ignore
     return Restored(cache, arrived, how, table, fed)
