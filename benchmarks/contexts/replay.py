@@ -27,8 +27,8 @@ class Switches:
 
     Attributes:
       restorations: of each switch, how the context was restored.
-      ttft_ms: of each switch, the time to the first token: to restore the context, and to compute the new turn
-        and the context's tokens that are in no whole chunk.
+      ttft_ms: of each switch, the time to the first token: to restore the context, and to compute the new
+        turn and the context's tokens that are in no whole chunk.
       finish_ms: of each call, the time to keep the context after it (see `ContextAnswer`).
       caching: how storage was read; empty where it was not.
     """

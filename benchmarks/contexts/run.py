@@ -274,9 +274,8 @@ def _variant_rows(
     what: str, cell: Cell, found: dict[str, Switches], tell: Callable[[str], None]
 ) -> list[Row]:
     for name, each in found.items():
-        tell(
-            f"{cell.name}: {name} {each.mean_ms:.1f} ms, {each.mean_ttft_ms:.1f} ms to the first token; {each.note}"
-        )
+        times = f"{each.mean_ms:.1f} ms, {each.mean_ttft_ms:.1f} ms to the first token"
+        tell(f"{cell.name}: {name} {times}; {each.note}")
     return switch_rows(f"{what}: {cell.name}", found, cell.device)
 
 
