@@ -17,8 +17,8 @@ idea alone. The baselines, by their names in LLMS (arXiv 2403.11805, section 4):
 
 A switch is timed from the call until its first token: chunks of others are evicted, and written if they were
 not written ahead, missing chunks are restored into the cache, and the new prompt is computed, with the
-context's tokens that are in no whole chunk. The part until the context can be fed the prompt is reported, too; of ours
-until all chunks have been read, where the prompt is computed meanwhile. A call to the context
+context's tokens that are in no whole chunk. The part until the context can be fed the prompt is reported,
+too; of ours until all chunks have been read, where the prompt is computed meanwhile. A call to the context
 that was called last is no switch. Contexts are computed once, and stored and kept by each system.
 """
 
