@@ -92,6 +92,12 @@ class IdleContexts:
         self._widened: set[str] = set()
         self._looked_s, self._on_battery = -_POWER_S, False
 
+    def begin(self) -> None:
+        """Learns in which order the store's contexts were last called."""
+        there = [each for each in self._contexts.store.records() if each.tokens]
+        for each in sorted(there, key=lambda each: each.used):
+            self._predictor.called(each.name, None)
+
     def called(self, name: str) -> None:
         """Learns of a call."""
         self._predictor.called(name, self._hour())

@@ -40,6 +40,7 @@ class Contexts(ContextRegistry):
         """See `ContextRegistry`."""
         self._idle = IdleContexts(self)
         super().__init__(engine, options)
+        self._idle.begin()
 
     def forgotten(self, name: str) -> None:
         """See `ContextRegistry`."""
@@ -203,6 +204,8 @@ class Contexts(ContextRegistry):
             return 0
         # They are on storage.
         self.memory.drop(name, wanted)
+        # Of the last call's cache the memory alone: its values may be those of narrow chunks.
+        self._last = ("", self._last[1])
         session, count = Session(), len(record.bits) * chunk_io.chunk_tokens
         turn = self.begin(
             record.app, name, session, prompt_tokens=count, most_tokens=count, base=record.lose(set(wanted))

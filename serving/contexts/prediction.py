@@ -6,8 +6,9 @@ and to how often each is called.
     F(next)              = share of calls
 
 n, h and calls are counts that age: a row is halved when it is full, so that habits may change. Rows that have
-seen little say little: S calls' worth comes from the next estimate. Nothing is written to storage: when apps
-are used is their users' own business, and a service learns it again in a day.
+seen little say little: S calls' worth comes from the next estimate. Of equals the one called last comes
+first. Nothing is written to storage: when apps are used is their users' own business. A service begins with
+the order in which the store's contexts were last used.
 """
 
 import collections
@@ -30,7 +31,8 @@ class _Row:
 
     def add(self, name: str) -> list[str]:
         """Counts one call; returns what was dropped."""
-        self.counts[name] = self.counts.get(name, 0.0) + 1
+        # The last one counted stands last.
+        self.counts[name] = self.counts.pop(name, 0.0) + 1
         before = set(self.counts)
         if sum(self.counts.values()) > _FULL:
             halved = {each: count / 2 for each, count in self.counts.items()}
@@ -76,16 +78,17 @@ class CallPredictor:
         rows = [self._calls, *self._after.values(), *self._at.values()]
         return sum(len(row.counts) for row in rows)
 
-    def called(self, name: str, hour: int) -> None:
+    def called(self, name: str, hour: int | None) -> None:
         """Learns of a call.
 
         Args:
           name: of its context.
-          hour: of the day, 0 to 23.
+          hour: of the day, 0 to 23; None if it is not known.
         """
         for gone in self._calls.add(name):
             self._forget_row(gone)
-        self._at[hour % _HOURS].add(name)
+        if hour is not None:
+            self._at[hour % _HOURS].add(name)
         if self._last:
             self._after.setdefault(self._last, _Row(self._most_followers)).add(name)
         self._last = name
@@ -103,7 +106,8 @@ class CallPredictor:
             found = row.smoothed(found)
         if (row := self._after.get(self._last)) is not None:
             found = row.smoothed(found)
-        return dict(sorted(found.items(), key=lambda each: -each[1]))
+        newest_first = dict(reversed(found.items()))
+        return dict(sorted(newest_first.items(), key=lambda each: -each[1]))
 
     def calls(self, name: str) -> float:
         """How often a context was called, of late more than long ago."""

@@ -56,11 +56,13 @@ class Seen:
       tokens: of each context, by its number, after the calls that had ended.
       names: of the contexts.
       operations: of all calls, where it was not killed.
+      took_s: for all calls.
     """
 
     names: list[str] = dataclasses.field(default_factory=list)
     tokens: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     operations: int = 0
+    took_s: float = 0.0
 
 
 def write_until_killed(root: Path, at: int | None, after_s: float | None = None) -> Seen:
@@ -77,14 +79,14 @@ def write_until_killed(root: Path, at: int | None, after_s: float | None = None)
     child = server.Process(target=_write, args=(theirs, root, at))
     child.start()
     theirs.close()
-    seen = Seen()
+    seen, began = Seen(), 0.0
     while True:
         try:
             what, *rest = ours.recv()
         except EOFError:
             break
         if what == "made":
-            seen.names = rest
+            seen.names, began = rest, time.monotonic()
             if after_s is not None and child.pid is not None:
                 time.sleep(after_s)
                 with contextlib.suppress(ProcessLookupError):
@@ -92,7 +94,7 @@ def write_until_killed(root: Path, at: int | None, after_s: float | None = None)
         elif what == "ended":
             seen.tokens[rest[0]] = rest[1]
         else:
-            seen.operations = rest[0]
+            seen.operations, seen.took_s = rest[0], time.monotonic() - began
     ours.close()
     child.join()
     ended = child.exitcode == 0 and seen.operations

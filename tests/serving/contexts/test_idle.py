@@ -67,6 +67,18 @@ def test_only_free_memory_is_taken(kept):
     assert contexts.memory.evicted == 0
 
 
+def test_a_service_begins_with_what_was_used_last(kept):
+    contexts = kept(share_beginnings=False)
+    first, second, third = cycled(contexts)
+    size = contexts._chunk_io[100].chunk_bytes(RAW)
+    held = len(third.record.bits)
+    say(second, [4], 1)
+    contexts = kept(idle_work="always", budget_bytes=held * size)
+    assert worked(contexts)
+    assert contexts.memory.contexts() == [second.name]
+    assert contexts.memory.chunks(first.name) == {}
+
+
 @pytest.mark.parametrize(
     ("when", "battery", "works"),
     [("always", True, True), ("on-mains", True, False), ("on-mains", False, True), ("never", False, False)],
