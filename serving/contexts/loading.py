@@ -18,7 +18,7 @@ from serving.contexts.layer_pass import NewTokens
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.options import ContextOptions
 from serving.contexts.record import Record
-from serving.contexts.restore import Restoration, Restored, restore
+from serving.contexts.restore import Reader, Restoration, Restored, restore
 from serving.contexts.sharing import share_resident
 from serving.contexts.store import ContextStore
 from serving.contexts.turn import Turn
@@ -108,9 +108,8 @@ class ChunkLoader:
                     tokens=base.tokens,
                     bits=base.bits,
                     resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
-                    read=self._store.open(source, wanted).read if wanted else _nothing,
+                    reader=Reader(self._store.open(source, wanted).read if wanted else _nothing, self._pool),
                     delays=self._delays[runner.level] if self._recompute else None,
-                    pool=self._pool,
                     new=self._new_tokens(turn, chunk_io),
                 )
             except CheckpointError:
@@ -129,9 +128,9 @@ class ChunkLoader:
         """Gives a restored context to a call's session, and to memory what was read."""
         name, base, session, cache = turn.record.name, turn.base, turn.session, back.cache
         self.load(chunk_io, name, back.read)
-        if back.table is not None:
-            table = back.table
-            session.chunks = self._memory.chunk_table(name, lambda _: table)
+        if back.chunk_table is not None:
+            made = back.chunk_table
+            session.chunks = self._memory.chunk_table(name, lambda _: made)
         elif chunk_io.coded and base.bits and not back.how.computed:
             if back.read:
                 # Else one read's memory would stay as long as the chunk table.

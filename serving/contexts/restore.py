@@ -57,6 +57,19 @@ class Restoration:
 
 
 @dataclasses.dataclass(frozen=True)
+class Reader:
+    """Reads the chunks of a context from storage.
+
+    Attributes:
+      read: called in `pool`.
+      pool: threads that read.
+    """
+
+    read: Read
+    pool: concurrent.futures.Executor
+
+
+@dataclasses.dataclass(frozen=True)
 class Restored:
     """A restored context.
 
@@ -64,14 +77,14 @@ class Restored:
       cache: its length is that of the chunks, and of the tokens that were fed.
       read: the chunks that were read.
       how: it was restored.
-      table: of the chunks that the cache attends to where they lie, if it was made before they were read.
+      chunk_table: of the chunks that the cache attends to, if it was made before they were read.
       fed: what was fed of the call; None for nothing.
     """
 
     cache: KVCache
     read: dict[int, Stored]
     how: Restoration
-    table: ChunkTable | None = None
+    chunk_table: ChunkTable | None = None
     fed: Fed | None = None
 
 
@@ -82,9 +95,8 @@ def restore(
     tokens: Sequence[int],
     bits: Sequence[int],
     resident: Mapping[int, Stored],
-    read: Read,
+    reader: Reader,
     delays: Delays | None,
-    pool: concurrent.futures.Executor,
     new: NewTokens | None = None,
 ) -> Restored:
     """Puts all whole chunks of a context into a cache. Where answers attend to chunks where they lie, and
@@ -96,9 +108,8 @@ def restore(
       tokens: of the context, at least those of all chunks.
       bits: the stored width of each chunk, or `LOST`.
       resident: the chunks in memory, by number.
-      read: reads chunks from storage; called in `pool`.
+      reader: of the other chunks.
       delays: of this device; None computes only lost chunks.
-      pool: threads that read.
       new: tokens of the call, of which the first chunk is fed if chunks are read; None feeds nothing.
 
     Raises:
@@ -113,20 +124,20 @@ def restore(
     ends: list[float] = []
 
     def timed(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
-        blobs = read(layer, chunks)
+        blobs = reader.read(layer, chunks)
         ends.append(time.perf_counter())
         return blobs
 
-    coming = [pool.submit(timed, layer, plan.read) for layer in range(chunk_io.layers) if plan.read]
-    arriving, table, fed = _arriving(plan.read, bits, coming), None, None
+    coming = [reader.pool.submit(timed, layer, plan.read) for layer in range(chunk_io.layers) if plan.read]
+    arriving, in_front, fed = _arriving(plan.read, bits, coming), None, None
     length = len(bits) * chunk_io.chunk_tokens
     in_place: dict[int, Stored] = {}
     try:
         if new is not None and chunk_io.coded and not plan.computed:
             memory = InPlace(chunk_io, {chunk: bits[chunk] for chunk in plan.read})
             in_place, arriving = memory.chunks, memory.filled(arriving)
-            table = chunk_io.chunk_table([each for _, each in sorted({**resident, **in_place}.items())])
-            cache = chunk_io.behind(cache, table, len(bits))
+            in_front = chunk_io.chunk_table([each for _, each in sorted({**resident, **in_place}.items())])
+            cache = chunk_io.behind(cache, in_front, len(bits))
         else:
             arriving = _beside(resident, arriving)
         if plan.computed or new is not None:
@@ -154,7 +165,7 @@ def restore(
         fed_ms=1000 * (time.perf_counter() - max(ends)) if count else 0.0,
     )
     cache = dataclasses.replace(cache, length=np.int32(length + count))  # pyright: ignore
-    return Restored(cache, arrived, how, table, fed)
+    return Restored(cache, arrived, how, in_front, fed)
 
 
 def _plan(

@@ -161,4 +161,4 @@ def decoded(contexts, context):
 
 def test_options_are_checked(tmp_path):
     with pytest.raises(ConfigError, match="idle_work"):
-        ContextOptions(folder=tmp_path, idle_work="sometimes")
+        ContextOptions(folder=tmp_path, idle_work="sometimes")  # pyright: ignore[reportArgumentType]

@@ -15,7 +15,7 @@ from jaxllm.sampling import Sampling
 from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
-from serving.contexts.restore import restore
+from serving.contexts.restore import Reader, restore
 from serving.engine import Engine
 from serving.request import GenerationConfig, Session
 from serving.runners.layerwise import LayerwiseRunner
@@ -185,7 +185,7 @@ def test_contexts_come_back(bundle_of, resident_of, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         back = restore(
             chunk_io, streamed.runner.start(len(tokens)), tokens=tokens, bits=[RAW, LOST, RAW],
-            resident=stored, read=lambda layer, chunks: [], delays=READ, pool=pool,
+            resident=stored, reader=Reader(lambda layer, chunks: [], pool), delays=READ,
         )  # fmt: skip
     assert back.how.computed == (1,)
     for got, expected in zip([*back.cache.keys, *back.cache.values], rows, strict=True):
