@@ -18,7 +18,7 @@ from serving.contexts.store import ContextStore
 from tests.serving.contexts.killed_writes import ORIGIN, check, write_until_killed
 from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, found, new, say
 
-# Kills of a process that writes; a thousand take some minutes.
+# Kills of a process that writes; a thousand take twelve minutes on two busy cores.
 KILLS = int(os.environ.get("JAXLLM_TEST_WRITE_KILLS", "8"))
 
 
@@ -197,6 +197,7 @@ def test_older_widths_are_credited_before_a_quota_refuses(tmp_path, whose):
             make_room(store, *more)
 
 
+@pytest.mark.timeout(7200)
 def test_a_kill_at_any_moment_loses_nothing_that_ended(tmp_path):
     whole, draw, killed = write_until_killed(tmp_path / "whole", None), random.Random(0), 0
     for number in range(KILLS):
