@@ -39,5 +39,6 @@ def test_kills_lose_at_most_what_was_running(lane, kills, tmp_path):
             seed=seed, after_s=after_s, cache=tmp_path / "cache",
         )  # fmt: skip
     assert known.tokens
-    assert known.deeds > 2 * kills
+    # Idle work is none.
+    assert known.deeds > kills
     print(f"{kills} kills, {known.deeds} deeds, {known.checked} answers compared")
