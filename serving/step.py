@@ -1,6 +1,7 @@
 """Moves requests from stage to stage; this module alone has the order of the stages.
 
-  begin     the request's context is restored into its session (`serving.contexts`)
+  begin     the request's context is restored into its session, perhaps with the prompt's first chunk
+            (`serving.contexts`)
   prefill   the prompt's tokens that the session lacks are fed, chunk by chunk
   decode    further tokens: a block, or a tree of drafts and its verification (`serving.speculation`)
   finish    the context is stored (`serving.contexts`)
