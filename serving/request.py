@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from jaxllm.sampling_state import Sampling
 from jaxllm.text.tokenizer import MAX_TOKEN_ID, Tokenizer
 from serving.guided.grammar import Grammar
 from serving.guided.logprobs import require_top_logprobs
-from serving.runners.runner import Runner
+from serving.runners.runner import PrefillChunk, Runner
 from serving.sliding import Sliding, kept_tokens
 from serving.text_stream import MAX_STOP_IDS
 
@@ -69,6 +69,23 @@ class GenerationConfig:
         return np.array(ids + [-1] * (MAX_STOP_IDS - len(ids)), np.int32)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fed:
+    """The first chunk of a prompt, computed while the session was restored.
+
+    Attributes:
+      first: position of its first token.
+      chunk: that was fed.
+      rest: the prompt's other chunks.
+      logits: after it, where there are no others.
+    """
+
+    first: int
+    chunk: PrefillChunk
+    rest: Sequence[PrefillChunk]
+    logits: Any
+
+
 @dataclasses.dataclass
 class Session:
     """A conversation's cache, in memory between answers.
@@ -81,12 +98,14 @@ class Session:
       cache: None for an empty session.
       weights_version: `Runner.weights_version` of the weights that computed the cache.
       chunks: chunk table of those that the cache attends to where they lie; open as long as a session has it.
+      fed: the first chunk of the next request, if the cache has it already.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     cache: "KVCache | None" = None
     weights_version: tuple[int, int] | None = None
     chunks: "ChunkTable | None" = None
+    fed: Fed | None = None
 
     @property
     def size_bytes(self) -> int:

@@ -23,8 +23,8 @@ DispatchKind = Literal["prefill", "decode", "verify", "finish"]
 
 @dataclasses.dataclass
 class Timings:
-    """Times of one answer in milliseconds from its first step on, without the restore of a context, and
-    without pauses between its steps (see `Run.resume`)."""
+    """Times of one answer in milliseconds from its first step on, without the restore of a context and
+    what of the prompt was computed meanwhile, and without pauses between its steps (see `Run.resume`)."""
 
     ttft_ms: float = 0.0
     total_ms: float = 0.0

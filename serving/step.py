@@ -1,6 +1,7 @@
 """Moves requests from stage to stage; this module alone has the order of the stages.
 
-  begin     the request's context is restored into its session (`serving.contexts`)
+  begin     the request's context is restored into its session, perhaps with the prompt's first chunk
+            (`serving.contexts`)
   prefill   the prompt's tokens that the session lacks are fed, chunk by chunk
   decode    further tokens: a block, or a tree of drafts and its verification (`serving.speculation`)
   finish    the context is stored (`serving.contexts`)
@@ -12,6 +13,7 @@ Steps of other requests may come between any two of a request. Who has an object
 import collections
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,10 +21,13 @@ from jaxllm.errors import ContextGone, JaxllmError, NotFinite
 from jaxllm.sampling_state import NO_TOKEN
 from serving.decoding import pace
 from serving.host.forked import require_not_forked
-from serving.request import common_prefix
+from serving.request import Fed, common_prefix
 from serving.run import Dispatched, Run
 from serving.runners.runner import BatchRow, DecodedRow
 from serving.sliding import Sliding, kept_tokens, slid
+
+if TYPE_CHECKING:
+    from jaxllm.kv.cache import KVCache
 
 
 def step(*running: Run) -> Run:
@@ -96,13 +101,18 @@ def after_dispatch(run: Run, tokens: int) -> None:
 
 
 def _begin(run: Run) -> None:
-    """Cuts the tokens that the session lacks into chunks, and feeds the first."""
+    """Cuts the tokens that the session lacks into chunks, and feeds the first, unless that was done while the
+    session was restored."""
     run.began_s = time.perf_counter()
     session, runner, prompt = run.session, run.runner, run.sequence
     cached, cache = session.take()
+    fed, session.fed = session.fed, None
     if session.weights_version != runner.weights_version:
         # Keys and values of other weights are of no use, and those of another level have other shapes.
-        cached, cache, session.weights_version = [], None, runner.weights_version
+        cached, cache, fed, session.weights_version = [], None, None, runner.weights_version
+    if fed is not None and cache is not None:
+        _go_on(run, fed, cached, cache)
+        return
     # The last token is always fed: the answer begins with its logits.
     run.reused_tokens = min(common_prefix(cached, prompt), len(prompt) - 1)
     room = run.decoding.cache_tokens(len(prompt))
@@ -114,6 +124,17 @@ def _begin(run: Run) -> None:
     run.prefill_mode = run.chunks[0].mode
     run.stage = "prefill"
     _prefill(run)
+
+
+def _go_on(run: Run, fed: Fed, cached: list[int], cache: "KVCache") -> None:
+    """Begins a run whose first chunk is in the cache."""
+    room = run.decoding.cache_tokens(len(run.sequence))
+    run.session.cache, run.session.tokens = run.runner.make_room(cache, room), cached
+    run.reused_tokens, run.chunks = fed.first, collections.deque(fed.rest)
+    run.prefill_mode, run.dispatched = fed.chunk.mode, Dispatched("prefill", fed.chunk)
+    run.stage = "prefill"
+    if not fed.rest:
+        _draw_first(run, fed.logits)
 
 
 def _prefill(run: Run) -> None:
@@ -132,6 +153,11 @@ def _prefill(run: Run) -> None:
     if run.slid is not None:
         run.sequence, run.slid, run.stage = run.slid, None, "decode"
         return
+    _draw_first(run, logits)
+
+
+def _draw_first(run: Run, logits: Any) -> None:
+    """Draws the first token, from the logits after the prompt."""
     token, run.sampler = run.decoding.first(logits, run.sampler)
     # The transfer waits for the device: only now could a user see the token.
     first = _finite(run, [int(np.asarray(token)[0])])

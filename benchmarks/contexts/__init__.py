@@ -11,11 +11,14 @@ idea alone. The baselines, by their names in LLMS (arXiv 2403.11805, section 4):
 - VLLM-SQ: the same with all pages at 8 bits.
 - jaxllm-no-compression, -no-pipeline, -no-lifecycle: ours without one of its three techniques: all chunks at
   8 bits; missing chunks only read; least recently used chunks first, written when they leave.
+- jaxllm-no-overlap: ours, whose prompts are computed when all chunks have been read, as those of baselines.
 
 `jaxllm-decoded`: chunks are decoded into a cache before they are attended to.
 
-A switch is timed from the call until the context can be fed the new prompt: chunks of others are evicted, and
-written if they were not written ahead, and missing chunks are restored into the cache. A call to the context
+A switch is timed from the call until its first token: chunks of others are evicted, and written if they were
+not written ahead, missing chunks are restored into the cache, and the new prompt is computed, with the
+context's tokens that are in no whole chunk. The part until the context can be fed the prompt is reported,
+too; of ours until all chunks have been read, where the prompt is computed meanwhile. A call to the context
 that was called last is no switch. Contexts are computed once, and stored and kept by each system.
 """
 

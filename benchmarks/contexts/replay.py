@@ -27,18 +27,27 @@ class Switches:
 
     Attributes:
       restorations: of each switch, how the context was restored.
+      ttft_ms: of each switch, the time to the first token: to restore the context, and to compute the new
+        turn and the context's tokens that are in no whole chunk.
       finish_ms: of each call, the time to keep the context after it (see `ContextAnswer`).
       caching: how storage was read; empty where it was not.
     """
 
     restorations: Sequence[Restoration]
+    ttft_ms: Sequence[float]
     finish_ms: Sequence[float]
     caching: str
 
     @property
     def mean_ms(self) -> float:
-        """Of a switch."""
-        return float(np.mean([each.took_ms for each in self.restorations]))
+        """Of a switch, until its context was there: all of it in a cache, or read while the prompt was
+        computed."""
+        return float(np.mean(self._switch_ms))
+
+    @property
+    def mean_ttft_ms(self) -> float:
+        """Of a switch, until the first token."""
+        return float(np.mean(self.ttft_ms))
 
     @property
     def mean_finish_ms(self) -> float:
@@ -48,14 +57,17 @@ class Switches:
     @property
     def note(self) -> str:
         """The sources of chunks, and the spread of times."""
-        found = self.restorations
-        times = [each.took_ms for each in found]
+        found, times = self.restorations, self._switch_ms
         parts = [(len(each.read), len(each.computed), each.resident) for each in found]
         read, computed, resident = np.mean(parts, axis=0)
         return (
             f"{len(found)} switches, median {np.median(times):.1f} ms, slowest {max(times):.0f} ms; chunks: "
             f"{resident:.0f} in memory, {read:.0f} read, {computed:.0f} computed"
         )
+
+    @property
+    def _switch_ms(self) -> list[float]:
+        return [each.took_ms - each.fed_ms for each in self.restorations]
 
 
 def replay(
@@ -81,7 +93,7 @@ def replay(
       folder: a store is made in it, and removed.
       seed: of the prompts' tokens.
     """
-    draw, restorations, finish_ms = np.random.default_rng(seed), [], []
+    draw, restorations, ttft_ms, finish_ms = np.random.default_rng(seed), [], [], []
     with _kept(system, engine, budget_bytes, device, folder) as contexts:
         made = histories.keep(contexts)
         for number, call in enumerate(trace):
@@ -92,10 +104,11 @@ def replay(
                 finish_ms.append(answer.finish_ms)
                 if not answer.restoration.cached:
                     restorations.append(answer.restoration)
+                    ttft_ms.append(answer.ttft_ms)
         caching = ""
         for context in made:
             caching = contexts.store.open(context.name).caching or caching
-    return Switches(restorations, finish_ms, caching)
+    return Switches(restorations, ttft_ms, finish_ms, caching)
 
 
 @contextmanager

@@ -12,19 +12,25 @@ LIMITS_MS = (10.0, 25.0)
 
 
 def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> list[Row]:
-    """Mean switching latency of every system, and the mean time to keep a context after a call, ours against
-    each other."""
+    """Mean switching latency of every system, the mean time to the first token after a switch, and the mean
+    time to keep a context after a call, ours against each other."""
     notes = {}
     for name, each in found.items():
         how = device.note or {"direct": "read by O_DIRECT", "buffered": "read through the page cache"}.get(
             each.caching, "nothing on storage"
         )
         notes[name] = f"{each.note}; {how}"
+    first = "restores the context, and computes the new turn and the tokens that are in no whole chunk"
     kept = "makes room for the call's tokens, encodes and stores them; every system flushes them"
     return [
         *compared(
             {name: each.mean_ms for name, each in found.items()},
             ours=OURS, case=case, metric="switch_ms", unit="ms", notes=notes, lower_is_better=True,
+        ),
+        *compared(
+            {name: each.mean_ttft_ms for name, each in found.items()},
+            ours=OURS, case=case, metric="ttft_ms", unit="ms", notes=dict.fromkeys(found, first),
+            lower_is_better=True,
         ),
         *compared(
             {name: each.mean_finish_ms for name, each in found.items()},

@@ -242,8 +242,8 @@ def _switching_rows(bench: Bench, budget: int, tell: Callable[[str], None]) -> l
         for system in SYSTEMS:
             found[cell][system.name] = each = bench.switches(system, cell)
             tell(
-                f"{cell.name}: {system.name} {each.mean_ms:.1f} ms and {each.mean_finish_ms:.1f} ms to keep; "
-                f"{each.note}"
+                f"{cell.name}: {system.name} {each.mean_ms:.1f} ms, {each.mean_ttft_ms:.1f} ms to the first "
+                f"token and {each.mean_finish_ms:.1f} ms to keep; {each.note}"
             )
         rows += switch_rows(cell.name, found[cell], cell.device)
     for device, pattern in dict.fromkeys((cell.device, cell.pattern) for cell in found):
@@ -274,7 +274,8 @@ def _variant_rows(
     what: str, cell: Cell, found: dict[str, Switches], tell: Callable[[str], None]
 ) -> list[Row]:
     for name, each in found.items():
-        tell(f"{cell.name}: {name} {each.mean_ms:.1f} ms; {each.note}")
+        times = f"{each.mean_ms:.1f} ms, {each.mean_ttft_ms:.1f} ms to the first token"
+        tell(f"{cell.name}: {name} {times}; {each.note}")
     return switch_rows(f"{what}: {cell.name}", found, cell.device)
 
 

@@ -16,7 +16,7 @@ class System:
     Attributes:
       name: as rows have it.
       codec: of `EngineOptions.kv_codec`.
-      ratio, policy, writing, recompute: see `ContextOptions`.
+      ratio, policy, writing, recompute, overlap_prompt: see `ContextOptions`.
     """
 
     name: str
@@ -25,6 +25,7 @@ class System:
     policy: str = "lctru"
     writing: Writing = "ahead"
     recompute: bool = True
+    overlap_prompt: bool = False
 
     def options(self, folder: Path, budget_bytes: int, storage: Storage) -> ContextOptions:
         """Options of the manager in a folder, with a budget, on storage."""
@@ -35,13 +36,14 @@ class System:
             policy=self.policy,
             writing=self.writing,
             recompute=self.recompute,
+            overlap_prompt=self.overlap_prompt,
             # No baseline shares anything: a ratio shows the switch alone.
             share_beginnings=False,
             storage=storage,
         )
 
 
-_OURS = System(name=OURS)
+_OURS = System(name=OURS, overlap_prompt=True)
 SYSTEMS = (
     _OURS,
     System(name="LMK", codec="raw", policy="whole-contexts", writing="never", recompute=False),
@@ -49,9 +51,10 @@ SYSTEMS = (
     System(name="VLLM-S", codec="raw", policy="lru", writing="at-eviction", recompute=False),
     System(name="VLLM-SQ", ratio=1.0, policy="lru", writing="at-eviction", recompute=False),
 )
-# Without each of the three techniques in turn.
+# Without each of the three techniques in turn, and without computing prompts while chunks are read.
 ABLATIONS = (
     dataclasses.replace(_OURS, name=f"{OURS}-no-compression", ratio=1.0),
     dataclasses.replace(_OURS, name=f"{OURS}-no-pipeline", recompute=False),
     dataclasses.replace(_OURS, name=f"{OURS}-no-lifecycle", policy="lru", writing="at-eviction"),
+    dataclasses.replace(_OURS, name=f"{OURS}-no-overlap", overlap_prompt=False),
 )

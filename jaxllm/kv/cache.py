@@ -146,7 +146,8 @@ class KVCache:
         values = tuple(past.values if at == stack else each for at, each in enumerate(self.values))
         coded = self.coded
         if coded is not None and past.coded is not None:
-            coded = dataclasses.replace(coded, mass=past.coded.mass)
+            # All of it: a dispatch to which a layer's past is donated takes what it has of the chunks, too.
+            coded = dataclasses.replace(past.coded, layer=coded.layer)
         return dataclasses.replace(self, keys=keys, values=values, coded=coded)
 
     def check(self, axes: Axes) -> None:

@@ -82,6 +82,7 @@ def plan_restore(
     buckets: Sequence[int],
     layers: int,
     exact: bool = False,
+    beside_ms: float = 0.0,
 ) -> Restore:
     """Divides missing chunks for the earliest end of the restore.
 
@@ -93,6 +94,7 @@ def plan_restore(
       buckets: numbers of chunks that buckets exist for, ascending; empty if none can be recomputed.
       layers: of the model (L).
       exact: whether a bucket computes the given chunks alone, else always as many as it takes.
+      beside_ms: what else is computed of each layer when it is restored, as of a prompt.
 
     Raises:
       ConfigError: more chunks are lost than the largest bucket can recompute.
@@ -116,7 +118,7 @@ def plan_restore(
 
     def took(count: int) -> float:
         computed = count if exact else bucket_of[count]
-        read_ms, compute_ms = read_delay.ms(left[count]), compute_delay.ms(computed)
+        read_ms, compute_ms = read_delay.ms(left[count]), compute_delay.ms(computed) + beside_ms
         # The first read and the last recompute overlap with nothing.
         return read_ms + (layers - 1) * max(read_ms, compute_ms) + compute_ms
 

@@ -282,6 +282,50 @@ def restore_layer(
     return x, past
 
 
+def prefill_restored(
+    params: Params,
+    x: jax.Array,
+    at: TokenPositions,
+    past: Past,
+    mass: jax.Array | None,
+    chunks: LayerChunks,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, Past, jax.Array | None]:
+    """Runs new tokens through one layer of a context as soon as the layer is restored: loads its stored
+    chunks into the cache, then does what `one_layer` does.
+
+    Args:
+      params: of the layer, and the counts of used units, if any.
+      x: `[1, T, D]`, the layer's input for the new tokens; donated.
+      at: their positions, behind those of the chunks.
+      past: the layer's keys and values, perhaps with some chunks already, or in front of it; donated.
+      mass: see `KVCache`; donated.
+      chunks: the stored ones to load.
+      cfg: the model.
+      layer: its index.
+
+    Returns:
+      The next layer's input, keys and values, and the mass.
+    """
+    rows = _loaded_layer(params, past, chunks, layer)
+    past = dataclasses.replace(past, keys=rows.keys, values=rows.values)
+    return one_layer(params, x, at, past, mass, cfg=cfg, layer=layer)
+
+
+def last_logits(params: Params, x: jax.Array, row: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+    """Logits `[1, V]` float32 after one token of the last layer's output.
+
+    Args:
+      params: of the final norm and the head.
+      x: `[1, T, D]`, the last layer's output.
+      row: `[1]` int32, the token's index among the T.
+      cfg: the model.
+    """
+    return logits(params, final_rows(params, x, row, cfg=cfg), cfg=cfg)
+
+
 def one_layer(
     params: Params,
     x: jax.Array,

@@ -1,4 +1,4 @@
-"""Buckets of stored contexts: loading chunks, restoring a layer, encoding chunks."""
+"""Buckets of stored contexts: loading chunks, restoring a layer, perhaps with new tokens, encoding chunks."""
 
 import dataclasses
 import functools
@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.kv.chunks import LayerChunks, chunk_shapes, encode_chunks, reads_addresses
-from jaxllm.steps.layers import load_cache, restore_layer
+from jaxllm.steps.layers import last_logits, load_cache, prefill_restored, restore_layer
 from serving.buckets.bucket import Bucket, ModelShapes, ids, position_shapes
-from serving.buckets.parts import layer_shapes
+from serving.buckets.parts import head_params, layer_shapes
 from serving.options import EngineOptions
 
 # Chunks that are encoded in one dispatch.
@@ -68,6 +68,52 @@ class RestoreBucket(Bucket):
             model.past(layer, self.cache_tokens),
             layer_chunk_shapes(model, layer, self.cache_tokens),
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillRestoredBucket(Bucket):
+    """Loads the stored chunks of one layer and runs new tokens through it (see
+    `steps.layers.prefill_restored`).
+
+    Attributes:
+      tokens: new ones, padding included.
+      cache_tokens: length of the cache.
+      layer: the first of the layers that share the bucket.
+    """
+
+    tokens: int
+    cache_tokens: int
+    layer: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(layer's params, x, positions, keys and values, mass, chunks) -> x, keys and values, mass."""
+        layer = self.layer
+        step = functools.partial(prefill_restored, cfg=model.cfg, layer=layer)
+        return model.jitted_part(step, 1, 3, 4).lower(
+            layer_shapes(model.params, layer),
+            model.hidden(self.tokens),
+            position_shapes(self.tokens),
+            model.past(layer, self.cache_tokens),
+            model.cache(self.cache_tokens).mass,
+            layer_chunk_shapes(model, layer, self.cache_tokens),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LastLogitsBucket(Bucket):
+    """Logits after one of the tokens that went through all layers (see `steps.layers.last_logits`). All
+    levels share it.
+
+    Attributes:
+      tokens: that went through the layers, padding included.
+    """
+
+    tokens: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(norm and head, x, row) -> logits."""
+        step = jax.jit(functools.partial(last_logits, cfg=model.cfg))
+        return step.lower(head_params(model.params, model.cfg), model.hidden(self.tokens), ids(1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

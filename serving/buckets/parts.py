@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.layer_stack import STACK, LayerStack
-from jaxllm.models.parameters import Params
+from jaxllm.models.parameters import Params, head_name
 from jaxllm.models.stacked_layers import StackedLayers
 from jaxllm.quant import PANEL, BlockedArray, QArray, Weight, blocked_shapes
 from serving.buckets.bucket import shapes_of
@@ -69,6 +69,12 @@ def embedding_params(params: Params) -> dict[str, Any]:
 def norm_params(params: Params) -> dict[str, Any]:
     """The norm after the last layer."""
     return {name: each for name, each in params.items() if name.startswith("final_norm.")}
+
+
+def head_params(params: Params, cfg: ModelConfig) -> dict[str, Any]:
+    """The norm after the last layer, and the head with its bias."""
+    names = {head_name(cfg), "head_bias"}
+    return norm_params(params) | {name: each for name, each in params.items() if name in names}
 
 
 def row_step(weight: Weight) -> int:

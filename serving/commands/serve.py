@@ -46,6 +46,12 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     help="Encrypt contexts on storage by keys in this folder, one of each app.  [default: no encryption]",
 )
 @click.option(
+    "--idle-work",
+    type=click.Choice(["on-mains", "always", "never"]),
+    help="When to read the context that is likely called next, and to widen chunks, while nothing is asked.  "
+    "[default: on-mains]",
+)
+@click.option(
     "--attend-coded",
     is_flag=True,
     default=None,

@@ -116,6 +116,12 @@ class ContextAnswer(Answer):
         return self._call.restoration
 
     @property
+    def ttft_ms(self) -> float:
+        """Time from the call's first step to its first token: to restore the context and to compute the
+        prompt and the context's tokens that are in no whole chunk."""
+        return self.restoration.took_ms + self.timings.ttft_ms
+
+    @property
     def finish_ms(self) -> float:
         """Time to store the context (see `ContextCall`)."""
         return self._call.finish_ms

@@ -19,7 +19,12 @@ from serving.buckets.context import ENCODED_CHUNKS, source_shape
 from serving.contexts.blobs import Blobs, Stored
 from serving.contexts.record import Origin
 from serving.engine import Engine
+from serving.runners.chunks import placed_chunks
 from serving.runners.level_runner import LevelRunner
+from serving.runners.runner import PrefillChunk
+
+# Width and blob of some chunks in one layer, by number.
+LayerBlobs = Mapping[int, tuple[int, np.ndarray]]
 
 
 class ChunkIO:
@@ -142,7 +147,7 @@ class ChunkIO:
         x: jax.Array,
         at: TokenPositions,
         cache: KVCache,
-        chunks: Mapping[int, tuple[int, np.ndarray]],
+        chunks: LayerBlobs,
     ) -> tuple[jax.Array, KVCache]:
         """Loads some chunks of one layer, and computes others (see `steps.restore_layer`).
 
@@ -159,11 +164,42 @@ class ChunkIO:
         Raises:
           CheckpointError: a blob's size is not that of its width.
         """
-        bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
-        source = self._source(cache, layer, chunks)
-        stored = LayerChunks(source, bits, self._form)
-        x, past = self.runner.restore_layer(layer, x, at, cache.past(layer), stored)
+        x, past = self.runner.restore_layer(
+            layer, x, at, cache.past(layer), self._layer_chunks(cache, layer, chunks)
+        )
         return x, cache.with_past(layer, past)
+
+    def feeds(self, chunk: PrefillChunk) -> bool:
+        """Whether `prefill_layer` can feed a chunk of a prompt."""
+        return self.runner.restored_prefill is not None and chunk.mode == "float"
+
+    def prefill_layer(
+        self, layer: int, x: jax.Array, at: TokenPositions, cache: KVCache, chunks: LayerBlobs
+    ) -> tuple[jax.Array, KVCache]:
+        """Loads some chunks of one layer, and runs new tokens through it, which count attention.
+
+        Args:
+          layer: its index.
+          x: the layer's input `[1, T, D]` for the new tokens; donated.
+          at: their positions, consecutive.
+          cache: donated.
+          chunks: to load (see `restore_layer`).
+
+        Returns:
+          The next layer's input, and the cache.
+
+        Raises:
+          CheckpointError: a blob's size is not that of its width.
+        """
+        prefill = self.runner.restored_prefill
+        assert prefill is not None
+        stored = self._layer_chunks(cache, layer, chunks)
+        x, past, mass = prefill.layer(layer, x, at, cache.past(layer), cache.mass, stored)
+        return x, dataclasses.replace(cache.with_past(layer, past), mass=mass)
+
+    def _layer_chunks(self, cache: KVCache, layer: int, chunks: LayerBlobs) -> LayerChunks:
+        bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
+        return LayerChunks(self._source(cache, layer, chunks), bits, self._form)
 
     def encode(
         self, cache: KVCache, chunks: Mapping[int, int], stored: Mapping[int, Stored] | None = None
@@ -218,6 +254,14 @@ class ChunkIO:
                 x = self.embed([0] * self.chunk_tokens, at)
                 for layer in range(self.layers):
                     x, cache = self.restore_layer(layer, x, at, cache, {})
+            prefill = self.runner.restored_prefill
+            if prefill is not None:
+                for length in options.chunk_tokens:
+                    ((ids, at),) = placed_chunks([0], [length], 0)
+                    x = self.runner.begin_layers(ids, at)
+                    for layer in range(self.layers):
+                        x, cache = self.prefill_layer(layer, x, at, cache, {})
+                    jax.block_until_ready(prefill.logits(x, 0))
             jax.block_until_ready(cache.keys)
 
     def _bits(self, cache: KVCache, widths: Mapping[int, int]) -> np.ndarray:
@@ -235,16 +279,16 @@ class ChunkIO:
             found = np.stack([blobs.extents for blobs in each])
             wanted = np.array([self.layer_bytes[bits] for bits, _ in chunks.values()])
             for layer in np.flatnonzero((found[..., 2] != wanted).any(0)).tolist():
-                _require_sizes(layer, list(chunks), found[:, layer, 2].tolist(), wanted[:, layer].tolist())
+                require_sizes(layer, list(chunks), found[:, layer, 2].tolist(), wanted[:, layer].tolist())
             extents[:, list(chunks)] = found.swapaxes(0, 1)
         return extents
 
-    def _source(self, cache: KVCache, layer: int, chunks: Mapping[int, tuple[int, np.ndarray]]) -> np.ndarray:
+    def _source(self, cache: KVCache, layer: int, chunks: LayerBlobs) -> np.ndarray:
         shape, dtype = source_shape(self._cfg, self.runner.options, layer, cache.capacity_tokens)
         source = np.zeros(shape, dtype)
         blobs = Blobs(blob for _, blob in chunks.values())
         wanted = [self.layer_bytes[bits][layer] for bits, _ in chunks.values()]
-        _require_sizes(layer, list(chunks), [blob.size for blob in blobs], wanted)
+        require_sizes(layer, list(chunks), [blob.size for blob in blobs], wanted)
         if self._by_address:
             if chunks:
                 source[list(chunks)] = blobs.extents
@@ -269,7 +313,12 @@ def origin_of(engine: Engine, chunks: ChunkIO) -> Origin:
     )
 
 
-def _require_sizes(layer: int, chunks: Sequence[int], found: Sequence[int], wanted: Sequence[int]) -> None:
+def require_sizes(layer: int, chunks: Sequence[int], found: Sequence[int], wanted: Sequence[int]) -> None:
+    """Checks the sizes of chunks' blobs in a layer.
+
+    Raises:
+      CheckpointError: one is not that of its width.
+    """
     for chunk, size, right in zip(chunks, found, wanted, strict=True):
         if size != right:
             raise CheckpointError(

@@ -16,6 +16,34 @@ from serving.request import Session, common_prefix
 from serving.sliding import slid
 
 
+def widened_bits(record: Record, chunk_io: ChunkIO, options: ContextOptions, most: int) -> dict[int, int]:
+    """The chunks of a context whose attention asks for more bits than they are stored at, the densest first,
+    and the bits that they would be given if they were new.
+
+    Args:
+      record: of the context.
+      chunk_io: of its level.
+      options: limit the bytes of chunks.
+      most: chunks.
+    """
+    if chunk_io.widths == (RAW,) or not record.bits:
+        return {}
+    density = np.asarray(record.mass) / np.maximum(record.seen, 1)
+    wanted = allocate(density, options.ratio, newest=options.newest_chunks).tolist()
+    room = most_bytes(chunk_io, options, len(record.bits))
+    room -= sum(chunk_io.chunk_bytes(bits) for bits in record.bits if bits != LOST)
+    found: dict[int, int] = {}
+    for n in np.argsort(-density, kind="stable").tolist():
+        bits = record.bits[n]
+        if len(found) == most or bits == LOST or wanted[n] <= bits:
+            continue
+        room -= chunk_io.chunk_bytes(wanted[n]) - chunk_io.chunk_bytes(bits)
+        if room < 0:
+            break
+        found[n] = wanted[n]
+    return found
+
+
 def sink_record(
     before: Record, chunk_io: ChunkIO, *, mass: np.ndarray, first: int, cached_tokens: int
 ) -> Record:

@@ -14,10 +14,11 @@ from jaxllm.kv.recompute import LOST
 from serving.contexts.blobs import Stored
 from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.delays import Delays
+from serving.contexts.layer_pass import NewTokens
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.options import ContextOptions
 from serving.contexts.record import Record
-from serving.contexts.restore import Restoration, restore
+from serving.contexts.restore import Reader, Restoration, Restored, restore
 from serving.contexts.sharing import share_resident
 from serving.contexts.store import ContextStore
 from serving.contexts.turn import Turn
@@ -45,6 +46,7 @@ class ChunkLoader:
     ) -> None:
         self._store, self._memory, self._delays = store, memory, delays
         self._recompute, self._share = options.recompute, options.share_beginnings
+        self._overlap = options.overlap_prompt
         self._pool = concurrent.futures.ThreadPoolExecutor(_READERS)
 
     def close(self, *, wait: bool = True) -> None:
@@ -87,7 +89,7 @@ class ChunkLoader:
         Raises:
           CheckpointError: chunks can neither be read nor recorded as lost.
         """
-        name, runner, session = turn.record.name, chunk_io.runner, turn.session
+        name, runner = turn.record.name, chunk_io.runner
         source = turn.source or name
         if chunk_io.coded:
             cache = chunk_io.behind(cache, None, 0)
@@ -100,15 +102,15 @@ class ChunkLoader:
                 resident = self._resident(name, base)
                 wanted -= set(resident)
             try:
-                cache, read, how = restore(
+                back = restore(
                     chunk_io,
                     runner.start(tokens) if attempt else cache,
                     tokens=base.tokens,
                     bits=base.bits,
                     resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
-                    read=self._store.open(source, wanted).read if wanted else _nothing,
+                    reader=Reader(self._store.open(source, wanted).read if wanted else _nothing, self._pool),
                     delays=self._delays[runner.level] if self._recompute else None,
-                    pool=self._pool,
+                    new=self._new_tokens(turn, chunk_io),
                 )
             except CheckpointError:
                 if attempt:
@@ -118,17 +120,39 @@ class ChunkLoader:
                 turn.record = self._store.record(name)
                 turn.base = base.lose({n for n, bits in enumerate(there.bits) if bits == LOST})
                 continue
-            self.load(chunk_io, name, read)
-            if chunk_io.coded and base.bits and not how.computed:
-                if read:
-                    # Else one read's memory would stay as long as the chunk table.
-                    self._memory.own(name)
-                session.chunks = self.chunk_table(chunk_io, name)
-                cache = chunk_io.behind(cache, session.chunks, len(base.bits))
-            session.cache, session.weights_version = cache, runner.weights_version
-            session.tokens = list(base.tokens[: len(base.bits) * chunk_io.chunk_tokens])
-            return how
+            self._take(turn, chunk_io, back)
+            return back.how
         raise AssertionError("either of two attempts returns or raises")
+
+    def _take(self, turn: Turn, chunk_io: ChunkIO, back: Restored) -> None:
+        """Gives a restored context to a call's session, and to memory what was read."""
+        name, base, session, cache = turn.record.name, turn.base, turn.session, back.cache
+        self.load(chunk_io, name, back.read)
+        if back.chunk_table is not None:
+            made = back.chunk_table
+            session.chunks = self._memory.chunk_table(name, lambda _: made)
+        elif chunk_io.coded and base.bits and not back.how.computed:
+            if back.read:
+                # Else one read's memory would stay as long as the chunk table.
+                self._memory.own(name)
+            session.chunks = self.chunk_table(chunk_io, name)
+            cache = chunk_io.behind(cache, session.chunks, len(base.bits))
+        session.cache, session.weights_version = cache, chunk_io.runner.weights_version
+        session.tokens = list(base.tokens[: len(base.bits) * chunk_io.chunk_tokens])
+        if back.fed is not None:
+            session.tokens += turn.sequence[len(session.tokens) :][: back.how.fed_tokens]
+            session.fed = back.fed
+
+    def _new_tokens(self, turn: Turn, chunk_io: ChunkIO) -> NewTokens | None:
+        """The tokens of a call behind the chunks of its context; None where they are not fed before these
+        are restored."""
+        base, sequence = turn.base, turn.sequence
+        count = len(base.bits) * chunk_io.chunk_tokens
+        if not self._overlap or len(sequence) <= count or tuple(sequence[:count]) != base.tokens[:count]:
+            return None
+        new = sequence[count:]
+        chunks = chunk_io.runner.prefill_chunks(len(new))
+        return NewTokens(tokens=new, chunks=chunks) if chunk_io.feeds(chunks[0]) else None
 
     def _resident(self, name: str, base: Record) -> dict[int, Resident]:
         return {n: each for n, each in self._memory.chunks(name).items() if n < len(base.bits)}

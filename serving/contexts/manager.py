@@ -15,22 +15,36 @@ store's record is the one that memory knows (`_let_go`), which the next call che
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kv.codecs import RAW
 from serving.contexts.blobs import Stored
-from serving.contexts.growth import ended_record, most_bytes, position_mass, sink_record
+from serving.contexts.chunk_io import ChunkIO
+from serving.contexts.growth import ended_record, most_bytes, position_mass, sink_record, widened_bits
+from serving.contexts.idle import IdleContexts, IdleFigures
+from serving.contexts.options import ContextOptions
 from serving.contexts.record import Record
 from serving.contexts.registry import ContextRegistry
 from serving.contexts.sharing import alike, shared_beginning
 from serving.contexts.store import Linked
 from serving.contexts.turn import Turn
+from serving.engine import Engine
 from serving.request import Session
 
 
 class Contexts(ContextRegistry):
     """The contexts of all apps (see `ContextRegistry`), and calls in them, one at a time in each."""
+
+    def __init__(self, engine: Engine, options: ContextOptions) -> None:
+        """See `ContextRegistry`."""
+        self._idle = IdleContexts(self)
+        super().__init__(engine, options)
+        self._idle.begin()
+
+    def forgotten(self, name: str) -> None:
+        """See `ContextRegistry`."""
+        self._idle.deleted(name)
 
     def leaving(self, session: Session, first: int) -> None:
         """Prepares the context that answers for dropping its middle: its first chunk stays, with the
@@ -74,7 +88,8 @@ class Contexts(ContextRegistry):
           prompt_tokens: tokens of the context and the prompt together.
           most_tokens: most tokens of the context when the call ends; no room is made for them yet.
           base: the record after sliding, where the context slides before the call; None for all of it.
-          prompt: tokens of the context and the prompt; a context's first may begin as another context does.
+          prompt: tokens of the context and the prompt: what is not in the context may be computed while it is
+            restored, and a context's first may begin as another context does.
 
         Returns:
           The call, which ends with `finish` or `abandon`, or when its last strong reference is gone.
@@ -92,11 +107,13 @@ class Contexts(ContextRegistry):
             record = self.at_level(app, name, record.origin.level)
             base = base and base.moved(record.origin)
         size = self.chunk_bytes(record, most_tokens)
+        if prompt:
+            self._idle.called(name)
         if record.pinned:
             self._require_share(record, size)
         self.memory.pin(name, record.pinned)
         self.memory.require(name, size)
-        turn = Turn(record=record, base=base or record, session=session, most_bytes=size)
+        turn = Turn(record=record, base=base or record, session=session, most_bytes=size, sequence=prompt)
         self._claims.begin(turn)
         try:
             self.memory.claim(name, len(turn.base.bits), pinned=record.pinned)
@@ -142,6 +159,69 @@ class Contexts(ContextRegistry):
             return self._kept(turn, tokens, first)
         finally:
             self.abandon(turn)
+
+    def idle(self) -> bool:
+        """Does a short piece of work for calls to come (see `serving.contexts.idle`), for whoever has time
+        while nothing runs.
+
+        Returns:
+          Whether it did any: then there may be more.
+        """
+        return not self._claims.running() and self._idle.step()
+
+    @property
+    def idle_figures(self) -> IdleFigures:
+        """What `idle` did so far."""
+        return self._idle.figures
+
+    def take_idle(self, chunk_io: ChunkIO, name: str, chunks: Mapping[int, Stored]) -> None:
+        """Takes stored chunks of a context into free memory. Nobody has asked for them: they leave first."""
+        self._loader.load(chunk_io, name, chunks)
+        there = self.memory.chunks(name)
+        for n in chunks:
+            there[n].used = 0
+
+    def widen(self, record: Record, *, most: int) -> int:
+        """Computes chunks of a context again that are stored at fewer bits than they would be given now, and
+        stores them at these. Evicts nothing.
+
+        Args:
+          record: of the context, which does not run and is of this model.
+          most: chunks.
+
+        Returns:
+          How many were widened.
+
+        Raises:
+          BudgetExceeded, CheckpointError: see `begin` and `finish`.
+        """
+        name, chunk_io, written = record.name, self._chunk_io[record.origin.level], self.options.writing
+        wanted = widened_bits(record, chunk_io, self.options, most)
+        own = sum(each.size_bytes for each in self.memory.chunks(name).values())
+        more = self.chunk_bytes(record) - own
+        full = self.memory.resident_bytes + more > self.memory.budget_bytes
+        if not wanted or full or written not in ("background", "ahead"):
+            return 0
+        # They are on storage.
+        self.memory.drop(name, wanted)
+        # Of the last call's cache the memory alone: its values may be those of narrow chunks.
+        self._last = ("", self._last[1])
+        session, count = Session(), len(record.bits) * chunk_io.chunk_tokens
+        turn = self.begin(
+            record.app, name, session, prompt_tokens=count, most_tokens=count, base=record.lose(set(wanted))
+        )
+        try:
+            if session.cache is None:
+                return 0
+            coded = chunk_io.encode(session.cache, wanted)
+            bits = tuple(wanted.get(n, each) for n, each in enumerate(record.bits))
+            kept = self._writer.keep(dataclasses.replace(record, bits=bits), set(wanted), coded, {})
+            self._loader.load(chunk_io, name, coded)
+            self._claims.changed(turn, kept)
+            self._last = (name, session)
+        finally:
+            self.abandon(turn)
+        return len(wanted)
 
     def abandon(self, turn: Turn) -> None:
         """Unlocks a context whose call has ended, without storing anything."""

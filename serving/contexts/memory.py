@@ -246,6 +246,11 @@ class ChunkMemory:
         for chunk in [chunk for chunk in self._chunks.get(context, {}) if chunk >= count]:
             self._drop(context, chunk)
 
+    def drop(self, context: str, chunks: Iterable[int]) -> None:
+        """Drops some chunks of a context, which are on storage."""
+        for chunk in chunks:
+            self._drop(context, chunk)
+
     def forget(self, context: str) -> None:
         """Drops all chunks of a context, its lock and its pin."""
         self.cut(context, 0)

@@ -114,6 +114,10 @@ class OpenStore:
         """Waits until what `commit_later` took of a context is written, or of all."""
         self._queue.wait(name)
 
+    def writing(self, name: str) -> bool:
+        """Whether what `commit_later` took of a context is not written yet."""
+        return self._queue.busy(name)
+
     def open(self, name: str, chunks: Iterable[int] | None = None) -> StoredContext:
         """Opens a context's segments to be read, until the next call of the store.
 

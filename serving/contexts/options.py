@@ -9,6 +9,7 @@ from jaxllm.kv.eviction import find_policy
 from jaxllm.kv.tolerance import RATIOS
 from serving.host.direct_io import Storage
 
+IdleWhen = Literal["on-mains", "always", "never"]
 Writing = Literal["background", "ahead", "at-eviction", "never"]
 
 
@@ -29,6 +30,11 @@ class ContextOptions:
         nothing either. The others are for comparisons: "at-eviction": when chunks leave memory; "never":
         evicted chunks are computed again.
       recompute: compute some of the missing chunks while others are read, where that is faster.
+      overlap_prompt: compute the first tokens of a new prompt while chunks are read, layer by layer, where
+        all weights are in memory and the prompt is prefilled in floats.
+      idle_work: when `Contexts.idle` works, which a service calls while nothing runs: "on-mains" (not while
+        a battery is emptied), "always", or "never". It prefetches the context that is likely called next, and
+        computes chunks again that should have more bits by now (see `serving.contexts.idle`).
       pinned_share: share of the budget for pinned contexts of all apps together; the rest is for the running
         context.
       app_pinned_share: share of the budget for pinned contexts of one app.
@@ -54,6 +60,8 @@ class ContextOptions:
     policy: str = "lctru"
     writing: Writing = "background"
     recompute: bool = True
+    overlap_prompt: bool = True
+    idle_work: IdleWhen = "on-mains"
     pinned_share: float = 0.75
     app_pinned_share: float = 0.5
     contexts_per_app: int = 0
@@ -82,5 +90,7 @@ class ContextOptions:
             raise ConfigError("share_across_apps takes share_beginnings; leave out one of the two")
         if self.writing not in get_args(Writing):
             raise ConfigError(f"writing must be among {get_args(Writing)}, got {self.writing!r:.80}")
+        if self.idle_work not in get_args(IdleWhen):
+            raise ConfigError(f"idle_work must be among {get_args(IdleWhen)}, got {self.idle_work!r:.80}")
         # Checks the name.
         find_policy(self.policy)

@@ -218,6 +218,10 @@ class ContextRegistry:
         self._forget_cache(name)
         return self.store.commit(record.moved(origin))
 
+    def chunk_io(self, level: int) -> ChunkIO:
+        """What chunks of a level that is served are read and written by."""
+        return self._chunk_io[level]
+
     def chunk_bytes(self, record: Record, tokens: int | None = None, level: int | None = None) -> int:
         """The most bytes of a context's chunks in memory, perhaps with other tokens or at another level; 0
         where that is not served."""
@@ -271,6 +275,10 @@ class ContextRegistry:
         self._forget_cache(name)
         self.store.delete(name)
         self.pending_errors.forget(name)
+        self.forgotten(name)
+
+    def forgotten(self, name: str) -> None:
+        """Called when a context has been deleted."""
 
     def _let_go(self, claimed: Record) -> None:
         """Unlocks a context whose call has ended, and drops its chunks from memory where an interrupt or an

@@ -1,23 +1,26 @@
 """Restores a context: reads the next layer's chunks while this layer's are computed (LLMS, section 3.3).
 
 Chunks in memory are decoded in place. A plan divides the missing ones into those that are read and those that
-are computed from their tokens, layer by layer, at their positions. Where nothing is computed, one dispatch
-decodes all layers.
+are computed from their tokens, layer by layer, at their positions. The new prompt's tokens go through each
+layer as soon as it is restored. Where neither is computed, one dispatch decodes all layers.
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 
+from jaxllm.kernels.chunk_table import ChunkTable
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.recompute import LOST, Restore, plan_restore
 from serving.contexts.blobs import Stored
-from serving.contexts.chunk_io import ChunkIO
+from serving.contexts.chunk_io import ChunkIO, LayerBlobs
 from serving.contexts.delays import Delays
+from serving.contexts.layer_pass import Arriving, InPlace, NewTokens, layer_pass
+from serving.request import Fed
 
 # A layer and chunks to read -> their blobs.
 Read = Callable[[int, Sequence[int]], list[np.ndarray]]
@@ -37,6 +40,8 @@ class Restoration:
         tokens were computed again by this one's.
       shared: number of its chunks that were taken from another context, which begins with the same tokens.
       cached: whether the context ran last and its cache was still there: nothing had to be restored.
+      fed_tokens: tokens of the prompt that were computed meanwhile.
+      fed_ms: the part of `took_ms` after the last chunk had been read, where tokens were fed; else 0.
     """
 
     resident: int = 0
@@ -47,6 +52,40 @@ class Restoration:
     cached: bool = False
     moved: tuple[str, ...] = ()
     shared: int = 0
+    fed_tokens: int = 0
+    fed_ms: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Reads the chunks of a context from storage.
+
+    Attributes:
+      read: called in `pool`.
+      pool: threads that read.
+    """
+
+    read: Read
+    pool: concurrent.futures.Executor
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A restored context.
+
+    Attributes:
+      cache: its length is that of the chunks, and of the tokens that were fed.
+      read: the chunks that were read.
+      how: it was restored.
+      chunk_table: of the chunks that the cache attends to, if it was made before they were read.
+      fed: what was fed of the call; None for nothing.
+    """
+
+    cache: KVCache
+    read: dict[int, Stored]
+    how: Restoration
+    chunk_table: ChunkTable | None = None
+    fed: Fed | None = None
 
 
 def restore(
@@ -56,61 +95,81 @@ def restore(
     tokens: Sequence[int],
     bits: Sequence[int],
     resident: Mapping[int, Stored],
-    read: Read,
+    reader: Reader,
     delays: Delays | None,
-    pool: concurrent.futures.Executor,
-) -> tuple[KVCache, dict[int, Stored], Restoration]:
+    new: NewTokens | None = None,
+) -> Restored:
     """Puts all whole chunks of a context into a cache. Where answers attend to chunks where they lie, and
-    nothing is computed, they are only read.
+    nothing of the context is computed, they are only read.
 
     Args:
       chunk_io: of the context's level.
-      cache: has room for them; donated.
+      cache: has room for them, and for what is fed; donated.
       tokens: of the context, at least those of all chunks.
       bits: the stored width of each chunk, or `LOST`.
       resident: the chunks in memory, by number.
-      read: reads chunks from storage; called in `pool`.
+      reader: of the other chunks.
       delays: of this device; None computes only lost chunks.
-      pool: threads that read.
-
-    Returns:
-      The cache, whose length is that of the chunks; the chunks that were read; how the context was restored.
+      new: tokens of the call, of which the first chunk is fed if chunks are read; None feeds nothing.
 
     Raises:
       CheckpointError: a chunk on storage is not what was written. The cache is then donated and lost.
     """
     missing = {chunk: width for chunk, width in enumerate(bits) if chunk not in resident}
-    plan, later = _plan(chunk_io, missing, delays)
-    coming = [pool.submit(read, layer, plan.read) for layer in range(chunk_io.layers) if plan.read]
+    plan, later = _plan(chunk_io, missing, delays, new)
+    if later or not plan.read:
+        # Later passes compute what new tokens attend to; where nothing is read, one dispatch of all layers
+        # is faster.
+        new = None
+    ends: list[float] = []
+
+    def timed(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
+        blobs = reader.read(layer, chunks)
+        ends.append(time.perf_counter())
+        return blobs
+
+    coming = [reader.pool.submit(timed, layer, plan.read) for layer in range(chunk_io.layers) if plan.read]
+    arriving, in_front, fed = _arriving(plan.read, bits, coming), None, None
+    length = len(bits) * chunk_io.chunk_tokens
+    in_place: dict[int, Stored] = {}
     try:
-        if plan.computed:
-            there = _arriving(plan.read, bits, coming)
-            cache = _pass(chunk_io, cache, tokens, plan, resident, there)
+        if new is not None and chunk_io.coded and not plan.computed:
+            memory = InPlace(chunk_io, {chunk: bits[chunk] for chunk in plan.read})
+            in_place, arriving = memory.chunks, memory.filled(arriving)
+            in_front = chunk_io.chunk_table([each for _, each in sorted({**resident, **in_place}.items())])
+            cache = chunk_io.behind(cache, in_front, len(bits))
+        else:
+            arriving = _beside(resident, arriving)
+        if plan.computed or new is not None:
+            cache, fed = layer_pass(chunk_io, cache, tokens, plan, arriving, new, first=length)
         elif not chunk_io.coded:
             cache = chunk_io.load(cache, {**resident, **_arrived(plan.read, bits, coming)})
         for computed in later:
             bucket = _bucket(chunk_io, len(computed))
             further = Restore(read=(), computed=computed, bucket=bucket, expected_ms=0.0)
-            cache = _pass(chunk_io, cache, tokens, further, {}, lambda _: {})
-        arrived = _arrived(plan.read, bits, coming)
+            cache, _ = layer_pass(chunk_io, cache, tokens, further, lambda _: {})
+        arrived = in_place or _arrived(plan.read, bits, coming)
     finally:
         for each in coming:
             each.cancel()
         concurrent.futures.wait(coming)
     # Until now buckets may read blobs in place.
     jax.block_until_ready((cache.keys, cache.values))
+    count = 0 if new is None else len(new.fed)
     how = Restoration(
         resident=len(resident),
         read=plan.read,
         computed=tuple(sorted([*plan.computed, *(chunk for each in later for chunk in each)])),
         expected_ms=plan.expected_ms,
+        fed_tokens=count,
+        fed_ms=1000 * (time.perf_counter() - max(ends)) if count else 0.0,
     )
-    length = np.int32(len(bits) * chunk_io.chunk_tokens)
-    return dataclasses.replace(cache, length=length), arrived, how
+    cache = dataclasses.replace(cache, length=np.int32(length + count))  # pyright: ignore
+    return Restored(cache, arrived, how, in_front, fed)
 
 
 def _plan(
-    chunk_io: ChunkIO, missing: Mapping[int, int], delays: Delays | None
+    chunk_io: ChunkIO, missing: Mapping[int, int], delays: Delays | None, new: NewTokens | None
 ) -> tuple[Restore, list[tuple[int, ...]]]:
     """The first pass, which reads and computes, and the chunks that each further pass computes."""
     lost = sorted(chunk for chunk, width in missing.items() if width == LOST)
@@ -134,42 +193,33 @@ def _plan(
         buckets=counts,
         layers=chunk_io.layers,
         exact=chunk_io.runner.options.exact_chunks,
+        beside_ms=0.0 if new is None else delays.compute.ms(_fed_chunks(chunk_io, new)),
     )
     return plan, []
 
 
-def _pass(
-    chunk_io: ChunkIO,
-    cache: KVCache,
-    tokens: Sequence[int],
-    plan: Restore,
-    resident: Mapping[int, Stored],
-    arriving: Callable[[int], dict[int, tuple[int, np.ndarray]]],
-) -> KVCache:
-    """Restores the layers one by one, each as soon as its chunks have been read."""
-    at = chunk_io.positions(plan.computed, plan.bucket)
-    # Another thread's answer must not evict the weights of layers meanwhile.
-    with chunk_io.runner.lock:
-        x = chunk_io.embed(tokens, at)
-        try:
-            for layer in range(chunk_io.layers):
-                there = {chunk: (width, blobs[layer]) for chunk, (width, blobs) in resident.items()}
-                there |= arriving(layer)
-                x, cache = chunk_io.restore_layer(layer, x, at, cache, there)
-        except BaseException:
-            # Buckets that were dispatched still read blobs in place, and the blobs end with this call.
-            with contextlib.suppress(Exception):
-                jax.block_until_ready(x)
-            raise
-    return cache
+def _fed_chunks(chunk_io: ChunkIO, new: NewTokens) -> int:
+    """How many chunks of a context take as long to compute as the tokens that are fed."""
+    exact = chunk_io.runner.options.exact_chunks
+    return -(-(len(new.fed) if exact else new.chunks[0].tokens) // chunk_io.chunk_tokens)
+
+
+def _beside(resident: Mapping[int, Stored], arriving: Arriving) -> Arriving:
+    """Chunks in memory beside those that arrive."""
+
+    def of(layer: int) -> LayerBlobs:
+        there = {chunk: (width, blobs[layer]) for chunk, (width, blobs) in resident.items()}
+        return {**there, **arriving(layer)}
+
+    return of
 
 
 def _arriving(
     chunks: Sequence[int], bits: Sequence[int], coming: Sequence[concurrent.futures.Future]
-) -> Callable[[int], dict[int, tuple[int, np.ndarray]]]:
+) -> Arriving:
     """A function that waits for a layer's blobs, and gives each chunk's width and blob."""
 
-    def of(layer: int) -> dict[int, tuple[int, np.ndarray]]:
+    def of(layer: int) -> LayerBlobs:
         blobs = coming[layer].result() if coming else []
         return {chunk: (bits[chunk], blob) for chunk, blob in zip(chunks, blobs, strict=True)}
 

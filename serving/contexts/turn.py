@@ -1,7 +1,7 @@
 """The state of one call in a context, from its restore until it is stored or abandoned."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from serving.contexts.record import Record
 from serving.contexts.restore import Restoration
@@ -21,6 +21,7 @@ class Turn:
       counted_from: the position from which the cache counts attention, where that is not the first token that
         the call fed.
       over: whether the call has ended.
+      sequence: tokens that the call begins with, of the context and its prompt; empty where they come later.
       source: the context that has the chunks of `base`; empty for its own.
       most_bytes: that chunks of the context may come to take in memory.
       stop: gives a function that ends the answer and keeps its tokens; None where the caller of `begin` does
@@ -34,5 +35,6 @@ class Turn:
     counted_from: int | None = None
     over: bool = False
     most_bytes: int = 0
+    sequence: Sequence[int] = ()
     source: str = ""
     stop: Callable[[], Callable[[], object] | None] = lambda: None

@@ -32,6 +32,7 @@ from serving.weights.model_level import ModelLevel
 
 if TYPE_CHECKING:
     from serving.runners.int8_prefill import Int8Prefill
+    from serving.runners.restored_prefill import RestoredPrefill
     from serving.runners.scorer import Scorer
 
 
@@ -83,6 +84,12 @@ class LevelRunner(abc.ABC):
     def batch(self) -> BatchRunner | None:
         """Decodes several answers together; None if they are decoded one by one, as where weights are
         streamed: the buckets of single layers and experts take one sequence."""
+        return None
+
+    @property
+    def restored_prefill(self) -> "RestoredPrefill | None":
+        """Prefills a chunk of a prompt layer by layer, as its context is restored; None where weights are not
+        all in memory: they come from the storage that chunks come from."""
         return None
 
     @property

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -30,6 +30,7 @@ from serving.int8_prefill.modes import PrefillMode
 from serving.runners.batch import Batch
 from serving.runners.chunks import padded, plan_chunks
 from serving.runners.level_runner import LevelRunner
+from serving.runners.restored_prefill import RestoredPrefill
 from serving.runners.runner import BatchRunner, PrefillChunk, chunks_of
 from serving.runners.verdict import Verdict
 from serving.speculation.options import TreeShape
@@ -64,6 +65,17 @@ class ResidentRunner(LevelRunner):
         answering = self._answer_buckets(self.options.cache_tokens)
         together = [] if self._batch is None else self._batch.all_buckets()
         return [*answering, *together, *self.grow_buckets(), *self.context_buckets()]
+
+    def context_buckets(self) -> list[Bucket]:
+        """See `LevelRunner`."""
+        restored = self.restored_prefill
+        beside = [] if restored is None else restored.all_buckets()
+        return list(dict.fromkeys([*super().context_buckets(), *beside]))
+
+    @property
+    def restored_prefill(self) -> RestoredPrefill | None:
+        """See `LevelRunner`."""
+        return RestoredPrefill(self) if self.options.kv_codec and self.cfg.encoder is None else None
 
     def _answer_buckets(self, caches: Sequence[int]) -> list[Bucket]:
         """The buckets of any request in caches of these lengths."""
@@ -242,9 +254,13 @@ class ResidentRunner(LevelRunner):
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
         """See `ContextRunner`."""
-        self._sort_parameters()
         bucket = self.restore_bucket(len(at.positions), past.capacity_tokens, layer)
-        return self.buckets.get(bucket)(self._layers[layer], x, at, past, chunks)
+        return self.buckets.get(bucket)(self.layer_params(layer), x, at, past, chunks)
+
+    def layer_params(self, layer: int) -> dict[str, Any]:
+        """The parameters of a layer, as buckets of a layer take them."""
+        self._sort_parameters()
+        return self._layers[layer]
 
     def _embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         self._sort_parameters()

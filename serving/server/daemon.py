@@ -36,6 +36,7 @@ from serving.server.executor import Executor
 from serving.server.feed import Feed
 from serving.server.guard import Guard
 from serving.server.identity import Identity, IdentityOptions
+from serving.server.idle_contexts import ContextIdleWork, InOrder
 from serving.server.keys import KeyFile, default_keys_file
 from serving.server.logs import stop_logs, write_logs
 from serving.server.memory import ServiceMemory
@@ -226,6 +227,8 @@ class Daemon:
             app_bytes=lambda app: self.backend.limits_of(app).prefix_bytes,
         )
         refinement = ProfileRefinement(service, functools.partial(_use_profile, service, contexts))
+        # Contexts first: a call may come for the next one at any moment.
+        works = [refinement] if service.contexts is None else [ContextIdleWork(service.contexts), refinement]
         executor = Executor(
             service,
             scheduler,
@@ -234,7 +237,7 @@ class Daemon:
             contexts=contexts,
             adapters=adapters,
             observer=self.backend.metrics,
-            idle_work=refinement,
+            idle_work=InOrder(*works),
         )
         executor.start()
         self.backend.opened(executor, self._options.model_name, profile=refinement.facts)

@@ -68,6 +68,8 @@ class ServerOptions:
       context_keys: folder of keys, one of each app, by which contexts are encrypted on storage; None for no
         encryption.
       attend_coded: answers in contexts attend to stored chunks where they lie (see `EngineOptions`).
+      idle_work: when contexts are worked for while nothing runs (see `ContextOptions.idle_work`); empty for
+        its default.
       share_across_apps: contexts may take the beginnings of other apps' contexts (see `ContextOptions`).
       adapter: low-rank adapters that calls may name: name -> folder in PEFT's layout.
       adapters: folder in which lie those that operators may load while the service runs; None for no others.
@@ -100,6 +102,7 @@ class ServerOptions:
     context_budget: int = 0
     follow_pressure: bool = False
     context_keys: Path | None = None
+    idle_work: str = ""
     share_across_apps: bool = False
     attend_coded: bool = False
     batch_rows: tuple[int, ...] = BATCH_ROWS
@@ -126,6 +129,7 @@ class ServerOptions:
             "model": str,
             "http": str,
             "draft": str,
+            "idle_work": str,
             **dict.fromkeys(("remote", "follow_pressure", "share_across_apps", "attend_coded"), bool),
         }.items():
             if not isinstance(value := getattr(self, name), kind):
@@ -206,7 +210,7 @@ class ServerOptions:
         Raises:
           ConfigError: there are options of contexts, and no folder for them.
         """
-        for name in ("context_budget", "context_keys", "share_across_apps", "attend_coded"):
+        for name in ("context_budget", "context_keys", "idle_work", "share_across_apps", "attend_coded"):
             if getattr(self, name) and self.contexts is None:
                 raise ConfigError(f"{name} needs a folder for contexts: give the option contexts, too")
         if self.contexts is None:
@@ -219,6 +223,7 @@ class ServerOptions:
             app_quota_bytes=limits["app_quota_bytes"],
             encryption=self.context_keys,
             share_across_apps=self.share_across_apps,
+            idle_work=self.idle_work or ContextOptions.idle_work,  # pyright: ignore[reportArgumentType]: checked
         )
 
     def memory_options(self) -> MemoryOptions:

@@ -26,6 +26,16 @@ def test_both_end_together():
     assert plan.expected_ms == pytest.approx(4 + 99 * 4 + 4)
 
 
+def test_a_prompt_takes_part_of_the_time():
+    """Of eight chunks two are computed beside tokens that take as long as four: six are read meanwhile."""
+    plan = plan_restore(
+        dict.fromkeys(range(8), 8), BYTES, read_delay=Delay(fixed_ms=0, per_unit_ms=1 / 800),
+        compute_delay=Delay(fixed_ms=0, per_unit_ms=1), buckets=(8,), layers=100, exact=True, beside_ms=4.0,
+    )  # fmt: skip
+    assert plan.computed == (0, 1)
+    assert plan.expected_ms == pytest.approx(6 + 99 * 6 + 6)
+
+
 def test_the_widest_are_computed():
     plan = plan_restore({0: 2, 1: 8, 2: 4, 3: 8, 4: 2}, BYTES, **FAST, buckets=(1,), layers=10)
     assert plan.computed == (1,)

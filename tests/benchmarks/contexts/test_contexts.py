@@ -28,7 +28,7 @@ DATA = Path(__file__).parents[4] / "shared" / "data"
 
 def switches(*times_ms, caching="direct"):
     restorations = [Restoration(resident=3, read=(4,), took_ms=each) for each in times_ms]
-    return Switches(restorations, [5.0, 7.0], caching)
+    return Switches(restorations, [each + 20 for each in times_ms], [5.0, 7.0], caching)
 
 
 def test_a_mean_switch_and_how_it_was_read():
@@ -36,11 +36,15 @@ def test_a_mean_switch_and_how_it_was_read():
     assert [(row.metric, row.system, row.value, row.baseline, row.ratio) for row in rows] == [
         ("switch_ms", OURS, 2.0, "LMK", 20.0),
         ("switch_ms", "LMK", 40.0, None, None),
+        ("ttft_ms", OURS, 22.0, "LMK", 60 / 22),
+        ("ttft_ms", "LMK", 60.0, None, None),
         ("finish_ms", OURS, 6.0, "LMK", 1.0),
         ("finish_ms", "LMK", 6.0, None, None),
     ]
     assert "3 in memory, 1 read, 0 computed; read by O_DIRECT" in (rows[0].note or "")
     assert "nothing on storage" in (rows[1].note or "")
+    fed = Restoration(read=(4,), took_ms=30.0, fed_tokens=9, fed_ms=20.0)
+    assert Switches([fed], [31.0], [5.0], "").mean_ms == 10.0
     (row, *_) = switch_rows("a case", {OURS: switches(1.0)}, DEVICES["emmc"])
     assert "emulated: reads 250 MB/s and 11,000 IOPS, writes 125 MB/s" in (row.note or "")
 
@@ -63,17 +67,18 @@ def test_most_contexts_are_those_before_the_first_that_are_too_many():
 def test_each_system_lacks_what_it_is_named_for():
     ours, *others = SYSTEMS
     assert (ours.ratio, ours.policy, ours.writing, ours.recompute) == (0.5, "lctru", "ahead", True)
-    assert not any(other.recompute or other.policy == "lctru" for other in others)
+    assert ours.overlap_prompt
+    assert not any(other.overlap_prompt or other.recompute or other.policy == "lctru" for other in others)
     assert [other.writing for other in others] == ["never", *["at-eviction"] * 3]
     changed = [
         {
             name
-            for name in ("ratio", "policy", "writing", "recompute")
+            for name in ("ratio", "policy", "writing", "recompute", "overlap_prompt")
             if getattr(each, name) != getattr(ours, name)
         }
         for each in ABLATIONS
     ]
-    assert changed == [{"ratio"}, {"recompute"}, {"policy", "writing"}]
+    assert changed == [{"ratio"}, {"recompute"}, {"policy", "writing"}, {"overlap_prompt"}]
 
 
 @pytest.mark.alone

@@ -154,7 +154,7 @@ def _live(said: Connection, root: Path, bundle: Path, options: EngineOptions, se
     try:
         draw = random.Random(seed)
         engine = Engine.open(bundle, options=options)
-        contexts = Contexts(engine, ContextOptions(folder=root, budget_bytes=1 << 18))
+        contexts = Contexts(engine, ContextOptions(folder=root, budget_bytes=1 << 18, idle_work="always"))
         said.send(("open",))
         while True:
             _act(said, contexts, draw)
@@ -169,12 +169,19 @@ def _act(said: Connection, contexts: Contexts, draw: random.Random) -> None:
     elif len(records) > _MOST_CONTEXTS:
         deed = "delete"
     else:
-        deeds = ["say", "check", "slide", "stream", "pin", "new", "delete"]
-        deed = draw.choices(deeds, [10, 3, 2, 2, 2, 2, 1])[0]
+        deeds = ["say", "check", "slide", "stream", "pin", "new", "delete", "idle"]
+        # What comes back is exact with chunks as they are alone.
+        exact = contexts.engine.options.kv_codec == "raw"
+        deed = draw.choices(deeds, [10, 3 * exact, 2, 2, 2, 2, 1, 4])[0]
     if deed == "new":
         said.send(("begin", deed, None))
         made = contexts.create(draw.choice(_APPS))
         said.send(("end", made.name, made.tokens))
+        return
+    if deed == "idle":
+        # No context has other tokens afterwards, wherever it is killed.
+        while contexts.idle():
+            pass
         return
     record = draw.choice(records)
     context = Context(contexts, record)

@@ -1,9 +1,12 @@
-"""A store that writes in the background, in a process that is killed at its k-th file operation."""
+"""A store that writes in the background, in a process that is killed at its k-th file operation, or at some
+moment."""
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
 import signal
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -53,36 +56,49 @@ class Seen:
       tokens: of each context, by its number, after the calls that had ended.
       names: of the contexts.
       operations: of all calls, where it was not killed.
+      took_s: for all calls.
     """
 
     names: list[str] = dataclasses.field(default_factory=list)
     tokens: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     operations: int = 0
+    took_s: float = 0.0
 
 
-def write_until_killed(root: Path, at: int | None) -> Seen:
-    """Runs all calls in a process that is killed at an operation; None for none."""
+def write_until_killed(root: Path, at: int | None, after_s: float | None = None) -> Seen:
+    """Runs all calls in a process that is killed.
+
+    Args:
+      root: of the store.
+      at: number of the file operation at which it is killed; None for none.
+      after_s: time from its first call to its kill, if it runs so long; None for none.
+    """
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([__name__])
     ours, theirs = server.Pipe(duplex=False)
     child = server.Process(target=_write, args=(theirs, root, at))
     child.start()
     theirs.close()
-    seen = Seen()
+    seen, began = Seen(), 0.0
     while True:
         try:
             what, *rest = ours.recv()
         except EOFError:
             break
         if what == "made":
-            seen.names = rest
+            seen.names, began = rest, time.monotonic()
+            if after_s is not None and child.pid is not None:
+                time.sleep(after_s)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
         elif what == "ended":
             seen.tokens[rest[0]] = rest[1]
         else:
-            seen.operations = rest[0]
+            seen.operations, seen.took_s = rest[0], time.monotonic() - began
     ours.close()
     child.join()
-    assert child.exitcode == (0 if seen.operations else -signal.SIGKILL)
+    ended = child.exitcode == 0 and seen.operations
+    assert ended or (child.exitcode == -signal.SIGKILL and (at is not None or after_s is not None))
     return seen
 
 

@@ -1,6 +1,9 @@
 """Chunks that are written after a call: the answer does not wait, who needs them does, errors are told."""
 
 import dataclasses
+import os
+import random
+import shutil
 import threading
 
 import numpy as np
@@ -14,6 +17,9 @@ from serving.contexts.record_file import find_record
 from serving.contexts.store import ContextStore
 from tests.serving.contexts.killed_writes import ORIGIN, check, write_until_killed
 from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, found, new, say
+
+# Kills of a process that writes; a thousand take twelve minutes on two busy cores.
+KILLS = int(os.environ.get("JAXLLM_TEST_WRITE_KILLS", "8"))
 
 
 class Device:
@@ -189,6 +195,18 @@ def test_older_widths_are_credited_before_a_quota_refuses(tmp_path, whose):
         more = grown(record, (8,) * 40), chunks((8,) * 40, range(40))
         with pytest.raises(BudgetExceeded, match="do not fit"):
             make_room(store, *more)
+
+
+@pytest.mark.timeout(7200)
+def test_a_kill_at_any_moment_loses_nothing_that_ended(tmp_path):
+    whole, draw, killed = write_until_killed(tmp_path / "whole", None), random.Random(0), 0
+    for number in range(KILLS):
+        root = tmp_path / str(number)
+        seen = write_until_killed(root, None, draw.uniform(0, whole.took_s))
+        killed += not seen.operations
+        check(root, seen)
+        shutil.rmtree(root)
+    print(f"{KILLS} kills, {killed} of them before the last call had ended")
 
 
 def test_a_kill_at_any_file_operation_loses_nothing_that_ended(tmp_path):

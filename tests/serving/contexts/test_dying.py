@@ -1,5 +1,6 @@
 """kill -9 at random moments: nothing older is lost, and the store always opens."""
 
+import dataclasses
 import os
 import random
 
@@ -28,13 +29,16 @@ OPTIONS = EngineOptions(
 )
 def test_kills_lose_at_most_what_was_running(lane, kills, tmp_path):
     """What ended before a kill is there after it, and goes on token for token."""
+    # In one lane chunks are stored at fewer bits, and widened while nothing runs.
+    options = dataclasses.replace(OPTIONS, kv_codec="kivi" if lane == LANES - 1 else "raw")
     bundle, draw, known = write_tiny_bundle(tmp_path / "tiny.jaxllm"), random.Random(lane), Known()
     for seed in range(lane * kills, (lane + 1) * kills):
         after_s = draw.uniform(0.0, 0.4)
         live_and_die(
-            known, tmp_path / "store", bundle, OPTIONS,
+            known, tmp_path / "store", bundle, options,
             seed=seed, after_s=after_s, cache=tmp_path / "cache",
         )  # fmt: skip
     assert known.tokens
-    assert known.deeds > 2 * kills
+    # Idle work is none.
+    assert known.deeds > kills
     print(f"{kills} kills, {known.deeds} deeds, {known.checked} answers compared")

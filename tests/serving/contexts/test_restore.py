@@ -11,7 +11,7 @@ from jaxllm.kv.codecs import RAW
 from jaxllm.kv.recompute import LOST, Delay
 from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.delays import Delays, measure_compute, measure_read
-from serving.contexts.restore import restore
+from serving.contexts.restore import Reader, restore
 from serving.host.direct_io import Storage
 from serving.runners.runner import prefill_prompt
 
@@ -51,16 +51,16 @@ class Shelf:
 
 def brought_back(chunk_io, shelf, *, resident=(), lost=(), delays=READ):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return restore(
+        back = restore(
             chunk_io,
             chunk_io.runner.start(len(TOKENS)),
             tokens=TOKENS,
             bits=[LOST if chunk in lost else RAW for chunk in range(7)],
             resident={chunk: shelf.stored[chunk] for chunk in resident},
-            read=shelf.read,
+            reader=Reader(shelf.read, pool),
             delays=delays,
-            pool=pool,
         )
+    return back.cache, back.read, back.how
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jaxllm.sampling import Sampling
 from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
-from serving.contexts.restore import restore
+from serving.contexts.restore import Reader, restore
 from serving.engine import Engine
 from serving.request import GenerationConfig, Session
 from serving.runners.layerwise import LayerwiseRunner
@@ -183,12 +183,12 @@ def test_contexts_come_back(bundle_of, resident_of, tmp_path):
         chunk: each for chunk, each in chunk_io.encode(cache, {0: RAW, 1: RAW, 2: RAW}).items() if chunk != 1
     }
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        back, _, how = restore(
+        back = restore(
             chunk_io, streamed.runner.start(len(tokens)), tokens=tokens, bits=[RAW, LOST, RAW],
-            resident=stored, read=lambda layer, chunks: [], delays=READ, pool=pool,
+            resident=stored, reader=Reader(lambda layer, chunks: [], pool), delays=READ,
         )  # fmt: skip
-    assert how.computed == (1,)
-    for got, expected in zip([*back.keys, *back.values], rows, strict=True):
+    assert back.how.computed == (1,)
+    for got, expected in zip([*back.cache.keys, *back.cache.values], rows, strict=True):
         np.testing.assert_allclose(np.asarray(got)[..., :48, :], expected, atol=2e-5)
     streamed.close()
 
