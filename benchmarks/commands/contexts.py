@@ -62,13 +62,13 @@ def contexts_command(
       jaxllm bench contexts
       jaxllm bench contexts --shape 110m --only switching --contexts 8 --device emmc
     """
-    from benchmarks.contexts import quality, run
+    from benchmarks.contexts import density, quality, run
     from benchmarks.contexts.figures import draw
     from benchmarks.measuring.storage import named_devices
     from jaxllm.kernels import native
 
     if subject.shape is not None:
-        parts = parts_without(parts, ("quality",), "random weights have none")
+        parts = parts_without(parts, ("quality", "density"), "random weights have none")
     if not native.kernels().native:
         parts = parts_without(parts, ("resident",), "no native kernels run here")
     plan = run.Plan.quick() if report.quick else run.Plan()
@@ -90,4 +90,7 @@ def contexts_command(
             rows += run.run(path, weights, plan, progress, tell)
         if "quality" in parts:
             rows += quality.quality_rows(path, data, sizes, progress)
+        if "density" in parts:
+            measured = density.DensityPlan.quick() if report.quick else density.DensityPlan()
+            rows += density.density_rows(path, data, measured, progress)
     report.emit("contexts", rows, draw)

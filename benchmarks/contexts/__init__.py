@@ -27,4 +27,5 @@ PARTS = {
     "resident": "contexts whose chunks are all in memory: attended to where they lie, or decoded first",
     "answering": "speed of answers in a context and without one",
     "quality": "perplexity, accuracy and recall of compressed contexts",
+    "density": "the same for widths by density, and flat and shuffled ones in equal bytes",
 }

@@ -61,7 +61,7 @@ class Plan:
     @property
     def timed(self) -> bool:
         """Whether anything is timed."""
-        return set(self.parts) != {"quality"}
+        return not set(self.parts) <= {"quality", "density"}
 
     @classmethod
     def quick(cls) -> "Plan":

@@ -77,8 +77,8 @@ def allocate(
       density: `[N]` of the chunks, oldest first.
       budget_bytes: of all chunks together.
       sizes: bits -> bytes of a chunk, scales included.
-      newest: this many of the last chunks stay at 8 bits, as far as the budget allows: too few queries have
-        attended to them to estimate their density.
+      newest: this many of the last chunks count as the densest: too few queries have attended to them to
+        estimate their density. None is wider than they are, unless they may not be.
       kept: bits -> share of information kept, more for more bits.
       most: `[N]`, the most bits that each chunk may have; bytes that this saves go to the other chunks, the
         densest first.
@@ -112,8 +112,7 @@ def allocate(
         + kept[4] * (worth[wide + middle] - worth[wide])
         + kept[2] * (worth[count] - worth[wide + middle])
     )
-    allowed = wide >= min(newest, wide[-1])
-    chosen = int(np.argmax(np.where(allowed, information, -np.inf)))
+    chosen = int(np.argmax(information))
     bits = np.full(count, 2)
     bits[order[: wide[chosen] + middle[chosen]]] = 4
     bits[order[: wide[chosen]]] = 8

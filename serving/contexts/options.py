@@ -22,7 +22,8 @@ class ContextOptions:
         and a scale per channel of 16 tokens; above 0 and at most 1. The codec and the length of chunks decide
         how low it may be: 0.4 for "channel" in chunks of 16 tokens, where 4 bits take 0.6, and 0.25 in
         chunks of 64. Ignored by a codec with one width.
-      newest_chunks: so many of a context's last chunks stay at the highest width, as far as the ratio allows.
+      newest_chunks: so many of a context's last chunks count as its densest: too few tokens have attended to
+        them to tell.
       policy: what leaves memory first, by its name in `eviction.POLICIES`.
       writing: when chunks are written to storage. "background": after a call, in a thread of its own; its
         tokens are written before its answer ends, but reach the device with the chunks, so that a kill loses

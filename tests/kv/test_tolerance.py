@@ -63,11 +63,11 @@ def test_no_other_choice_keeps_more(density, share, sizes):
     assert information(density, bits) >= max(information(density, each) for each in possible) - 1e-12
 
 
-def test_the_newest_stay_at_the_highest_width():
+def test_the_newest_count_as_the_densest():
     density = np.array([0.9, 0.8, 0.7, 0.1, 0.0])
-    # Twelve quarters: two chunks at 8 bits, and one of the others at 4.
-    assert allocate(density, 12, sizes=QUARTERS, newest=2).tolist() == [4, 2, 2, 8, 8]
-    # Six are too few for one chunk at 8 bits beside four at 2.
+    # Twelve quarters: all at 4 bits, and one of the newest at 8.
+    assert allocate(density, 12, sizes=QUARTERS, newest=2).tolist() == [4, 4, 4, 8, 4]
+    # Six are one chunk at 4 bits beside four at 2.
     assert allocate(density, 6, sizes=QUARTERS, newest=1).tolist() == [2, 2, 2, 2, 4]
 
 

@@ -215,11 +215,8 @@ def test_widths_follow_the_ratio_and_never_rise(kept):
         # What is in memory is what is stored.
         resident = contexts.memory.chunks(context.name)
         assert [resident[n].bits for n in sorted(resident)] == list(record.bits)
-        size = sum(each.size_bytes for each in resident.values())
-        assert (
-            size
-            == share_of(contexts, record.bits) * len(record.bits) * contexts._chunk_io[100].reference_bytes
-        )
+        wanted = share_of(contexts, record.bits) * contexts._chunk_io[100].reference_bytes
+        assert sum(each.size_bytes for each in resident.values()) == pytest.approx(wanted * len(record.bits))
         before = record.bits
     assert len(set(before)) > 1
 
