@@ -3,12 +3,14 @@
 import dataclasses
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.contexts.flushes import FlushClock
 from benchmarks.contexts.histories import Histories, random_tokens
 from benchmarks.contexts.systems import System
 from benchmarks.measuring.storage import Device
@@ -28,11 +30,13 @@ class Switches:
     Attributes:
       restorations: of each switch, how the context was restored.
       finish_ms: of each call, the time to keep the context after it (see `ContextAnswer`).
+      flush_ms: of each call, the part of its switch and of `finish_ms` that flushes to storage took.
       caching: how storage was read; empty where it was not.
     """
 
     restorations: Sequence[Restoration]
     finish_ms: Sequence[float]
+    flush_ms: Sequence[float]
     caching: str
 
     @property
@@ -44,6 +48,11 @@ class Switches:
     def mean_finish_ms(self) -> float:
         """Of a call."""
         return float(np.mean(self.finish_ms))
+
+    @property
+    def mean_flush_ms(self) -> float:
+        """Of a call."""
+        return float(np.mean(self.flush_ms))
 
     @property
     def note(self) -> str:
@@ -68,8 +77,10 @@ def replay(
     device: Device,
     folder: Path,
     seed: int = 0,
+    interval_s: float = 0.0,
 ) -> Switches:
-    """Makes the calls of a trace one after another.
+    """Makes the calls of a trace one after another. Contexts that outgrow the window slide (see
+    `Context.generate`).
 
     Args:
       system: keeps the contexts.
@@ -80,22 +91,34 @@ def replay(
       device: whose storage chunks are on.
       folder: a store is made in it, and removed.
       seed: of the prompts' tokens.
+      interval_s: mean time from the end of a call to the next one, whose times are in proportion to the
+        trace's; 0 for no wait.
     """
-    draw, restorations, finish_ms = np.random.default_rng(seed), [], []
-    with _kept(system, engine, budget_bytes, device, folder) as contexts:
+    draw, restorations, finish_ms, flush_ms = np.random.default_rng(seed), [], [], []
+    waits = np.diff([call.time_s for call in trace], prepend=trace[0].time_s)
+    waits *= interval_s / max(float(waits.mean()), 1e-9)
+    with (
+        _kept(system, engine, budget_bytes, device, folder) as contexts,
+        FlushClock().running() as flushes,
+    ):
         made = histories.keep(contexts)
-        for number, call in enumerate(trace):
+        for number, (call, wait_s) in enumerate(zip(trace, waits.tolist(), strict=True)):
             prompt = random_tokens(engine, call.prompt_tokens, draw)
             context = made[call.context]
-            answer = context.generate(prompt, max_tokens=call.answer_tokens, ignore_eos=True).result()
+            time.sleep(wait_s)
+            flushes.reset()
+            answer = context.generate(
+                prompt, max_tokens=call.answer_tokens, ignore_eos=True, slide=True
+            ).result()
             if number >= _UNCOUNTED:
                 finish_ms.append(answer.finish_ms)
+                flush_ms.append(flushes.reset())
                 if not answer.restoration.cached:
                     restorations.append(answer.restoration)
         caching = ""
         for context in made:
             caching = contexts.store.open(context.name).caching or caching
-    return Switches(restorations, finish_ms, caching)
+    return Switches(restorations, finish_ms, flush_ms, caching)
 
 
 @contextmanager
