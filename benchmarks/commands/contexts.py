@@ -41,6 +41,11 @@ PATTERNS = ("random", "markov", "gaussian")
     multiple=True,
     help="Order in which contexts are called. Repeatable.  [default: random; with --full all]",
 )
+@click.option(
+    "--calls",
+    type=click.IntRange(min=4),
+    help="Calls of each trace, over 72 hours: 864 are one in five minutes.  [default: 10; with --full 30]",
+)
 @device_option(PHONES)
 @parts_option(PARTS)
 @report_options
@@ -49,6 +54,7 @@ def contexts_command(
     data: Path | None,
     counts: tuple[int, ...],
     patterns: tuple[str, ...],
+    calls: int | None,
     devices: tuple[str, ...],
     parts: tuple[str, ...],
     report: Reporting,
@@ -78,6 +84,7 @@ def contexts_command(
         contexts=chosen,
         fitting=min(plan.fitting, chosen[-1]),
         patterns=patterns or plan.patterns,
+        calls=calls or plan.calls,
         devices=named_devices(devices) or plan.devices,
         parts=parts,
     )

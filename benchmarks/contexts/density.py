@@ -79,7 +79,7 @@ class DensityPlan:
         Setting("token", 16, outliers=True),
     )
     ratios: tuple[float, ...] = (1.0, 0.5, 0.375, 0.25)
-    texts: int = 96
+    texts: int = 64
     context_share: float = 0.75
     seed: int = 0
 
@@ -139,7 +139,7 @@ def _setting_rows(
         if progress is not None:
             progress(f"density, {setting.name}", number + 1, len(texts))
     left_out = ", ".join(f"{each:g}" for each in plan.ratios if each not in ratios)
-    told = f"; less is taken at no width: ratio {left_out}" if left_out else ""
+    told = f"; left out: ratio {left_out}, less than 2 bits take" if left_out else ""
     rows = []
     for ratio in ratios:
         shares = {

@@ -47,19 +47,22 @@ def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> lis
     ]  # fmt: skip
 
 
-def most_contexts(case: str, found: Mapping[int, Mapping[str, Switches]], limit_ms: float) -> list[Row]:
+def most_contexts(
+    case: str, found: Mapping[int, Mapping[str, Switches | None]], limit_ms: float
+) -> list[Row]:
     """The largest number of active contexts, of those tried, whose mean switch stays within a limit.
 
     Args:
       case: of the rows.
-      found: by number of contexts, then by system.
+      found: by number of contexts, then by system; None where it could not hold a context in memory.
       limit_ms: of a mean switch.
     """
     tried = sorted(found)
     systems = list(found[tried[0]])
     most = {}
     for system in systems:
-        within = [found[count][system].mean_ms <= limit_ms for count in tried]
+        each = [found[count][system] for count in tried]
+        within = [one is not None and one.mean_ms <= limit_ms for one in each]
         # Numbers below the first that is too large.
         passed = within.index(False) if False in within else len(within)
         most[system] = tried[passed - 1] if passed else 0
