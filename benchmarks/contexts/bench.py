@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.contexts import PARTS
+from benchmarks.contexts.cell import Cell
 from benchmarks.contexts.histories import Histories
 from benchmarks.contexts.replay import Switches, replay
 from benchmarks.contexts.systems import SYSTEMS, System
@@ -71,29 +72,6 @@ class Plan:
         )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """A trace on a device, on which systems are compared.
-
-    Attributes:
-      pattern: of the trace.
-      contexts: that are active.
-      device: whose storage chunks are on.
-      budget_bytes: of all chunks in memory.
-    """
-
-    pattern: str
-    contexts: int
-    device: Device
-    budget_bytes: int
-
-    @property
-    def name(self) -> str:
-        """As rows have it."""
-        size = f"{self.budget_bytes / 1e6:.0f} MB"
-        return f"{self.pattern}, {self.contexts} contexts in {size}, {self.device.name}"
-
-
 class Bench:
     """Engines by codec and size of chunks, and contexts with a history, each made once.
 
@@ -157,10 +135,8 @@ class Bench:
         """The same with contexts of at most so many tokens."""
         return Bench(self._model, self._weights, self.plan, self._progress, tokens)
 
-    def switches(
-        self, system: System, cell: Cell, chunk_tokens: int = CHUNK_TOKENS, interval_s: float = 0.0
-    ) -> Switches:
-        """A cell's trace on a system, with so much time between calls."""
+    def switches(self, system: System, cell: Cell, chunk_tokens: int = CHUNK_TOKENS) -> Switches:
+        """A cell's trace on a system."""
         trace, histories = self.trace(cell.pattern, cell.contexts)
         with tempfile.TemporaryDirectory(prefix="jaxllm-bench-", dir=_scratch()) as folder:
             return replay(
@@ -168,11 +144,9 @@ class Bench:
                 self.engine(system.codec, chunk_tokens),
                 trace,
                 histories,
-                budget_bytes=cell.budget_bytes,
-                device=cell.device,
+                cell=cell,
                 folder=Path(folder),
                 seed=self.plan.seed,
-                interval_s=interval_s,
             )
 
     def budget_bytes(self) -> int:

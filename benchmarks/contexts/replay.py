@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.contexts.cell import Cell
 from benchmarks.contexts.flushes import FlushClock
 from benchmarks.contexts.histories import Histories, random_tokens
 from benchmarks.contexts.systems import System
-from benchmarks.measuring.storage import Device
 from serving.contexts.manager import Contexts
 from serving.contexts.restore import Restoration
 from serving.engine import Engine
@@ -73,11 +73,9 @@ def replay(
     trace: Sequence[ContextCall],
     histories: Histories,
     *,
-    budget_bytes: int,
-    device: Device,
+    cell: Cell,
     folder: Path,
     seed: int = 0,
-    interval_s: float = 0.0,
 ) -> Switches:
     """Makes the calls of a trace one after another. Contexts that outgrow the window slide (see
     `Context.generate`).
@@ -87,18 +85,15 @@ def replay(
       engine: answers, by the system's codec.
       trace: of contexts that are numbered like the histories.
       histories: of the contexts before the trace; a context's calls fit behind its own.
-      budget_bytes: of all chunks in memory.
-      device: whose storage chunks are on.
+      cell: memory, storage, and time between calls.
       folder: a store is made in it, and removed.
       seed: of the prompts' tokens.
-      interval_s: mean time from the end of a call to the next one, whose times are in proportion to the
-        trace's; 0 for no wait.
     """
     draw, restorations, finish_ms, flush_ms = np.random.default_rng(seed), [], [], []
     waits = np.diff([call.time_s for call in trace], prepend=trace[0].time_s)
-    waits *= interval_s / max(float(waits.mean()), 1e-9)
+    waits *= cell.interval_s / max(float(waits.mean()), 1e-9)
     with (
-        _kept(system, engine, budget_bytes, device, folder) as contexts,
+        _kept(system, engine, cell, folder) as contexts,
         FlushClock().running() as flushes,
     ):
         made = histories.keep(contexts)
@@ -122,12 +117,10 @@ def replay(
 
 
 @contextmanager
-def _kept(
-    system: System, engine: Engine, budget_bytes: int, device: Device, folder: Path
-) -> Iterator[Contexts]:
+def _kept(system: System, engine: Engine, cell: Cell, folder: Path) -> Iterator[Contexts]:
     root = Path(tempfile.mkdtemp(prefix="contexts-", dir=folder))
     try:
-        contexts = Contexts(engine, system.options(root / "store", budget_bytes, device.storage))
+        contexts = Contexts(engine, system.options(root / "store", cell.budget_bytes, cell.device.storage))
         try:
             yield contexts
         finally:

@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.contexts.bench import Bench, Cell, Plan
+from benchmarks.contexts.bench import Bench, Plan
+from benchmarks.contexts.cell import Cell
 from benchmarks.contexts.replay import Switches
 from benchmarks.contexts.resident import resident_rows
 from benchmarks.contexts.rows import LIMITS_MS, most_contexts, switch_rows

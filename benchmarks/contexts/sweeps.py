@@ -3,7 +3,8 @@
 
 from collections.abc import Callable, Mapping
 
-from benchmarks.contexts.bench import Bench, Cell
+from benchmarks.contexts.bench import Bench
+from benchmarks.contexts.cell import Cell
 from benchmarks.contexts.replay import Switches
 from benchmarks.contexts.rows import LIMITS_MS, most_contexts, switch_rows
 from benchmarks.contexts.systems import SYSTEMS, System
@@ -38,12 +39,12 @@ def interval_rows(bench: Bench, budget_bytes: int, tell: Tell) -> list[Row]:
     """Switches by the mean time between calls, with the most contexts; the calls' times are those of the
     trace, made denser."""
     plan = bench.plan
-    cell = Cell(plan.patterns[0], plan.contexts[-1], plan.devices[0], budget_bytes)
     rows = []
     for interval_s in plan.interval_s:
+        cell = Cell(plan.patterns[0], plan.contexts[-1], plan.devices[0], budget_bytes, interval_s)
         found = {}
         for system in SYSTEMS:
-            found[system.name] = each = bench.switches(system, cell, interval_s=interval_s)
+            found[system.name] = each = bench.switches(system, cell)
             tell(f"{interval_s:g} s between calls: {system.name} {each.mean_ms:.1f} ms; {each.note}")
         rows += switch_rows(f"interval: {interval_s:g} s, {cell.name}", found, cell.device)
     return rows

@@ -214,7 +214,7 @@ def test_flat_widths_are_spread_and_fit():
 
 def test_outliers_change_keys_and_no_answer(tiny, tmp_path):
     write_with_outliers(tiny, tmp_path / "outliers.jaxllm", 8.0)
-    tokens, found = np.arange(40, dtype=np.int32)[None], []
+    tokens, found = jnp.arange(40, dtype=jnp.int32)[None], []
     for path in (tiny, tmp_path / "outliers.jaxllm"):
         with Bundle.open(path) as bundle:
             cfg, params = bundle.cfg, jax.tree.map(jnp.array, bundle.load())
