@@ -141,15 +141,20 @@ def most_bytes(chunk_io: ChunkIO, options: ContextOptions, chunks: int) -> int:
     return min(wanted, chunks * max(chunk_io.chunk_bytes(bits) for bits in WIDTHS))
 
 
+def least_ratio(chunk_io: ChunkIO) -> float:
+    """The ratio that chunks take at their narrowest; 0 for a codec with one width, which ignores ratios."""
+    if chunk_io.widths == (RAW,):
+        return 0.0
+    return chunk_io.chunk_bytes(min(WIDTHS)) / chunk_io.reference_bytes
+
+
 def require_ratio(chunk_io: ChunkIO, options: ContextOptions) -> None:
     """Checks that chunks can take as little as their ratio says.
 
     Raises:
       ConfigError: they take more at their narrowest.
     """
-    if chunk_io.widths == (RAW,):
-        return
-    least = chunk_io.chunk_bytes(min(WIDTHS)) / chunk_io.reference_bytes
+    least = least_ratio(chunk_io)
     # Ratios are written with few digits: 0.4 is not exactly two fifths.
     if options.ratio < least - _ROUNDING:
         raise ConfigError(

@@ -154,7 +154,7 @@ def test_cases_are_chosen_by_options(tmp_path, monkeypatch):
 def test_the_whole_bench(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     plan = run.Plan(
-        patterns=("markov",), contexts=(2, 4), fitting=4, calls=8, chunk_tokens=(8,), repeats=1,
+        patterns=("markov",), contexts=(2, 6), fitting=6, calls=8, chunk_tokens=(8,), repeats=1,
         budget_shares=(0.5,), context_tokens=(64, 4096), interval_s=(0.001,),
     )  # fmt: skip
     monkeypatch.setattr(run.Plan, "quick", classmethod(lambda _: plan))
@@ -168,7 +168,7 @@ def test_the_whole_bench(tiny, tmp_path, monkeypatch):
     rows = [Row(**row) for row in json.loads(result.stdout.splitlines()[-1])["rows"]]
     switching = [row for row in rows if row.metric == "switch_ms" and not row.case.startswith("resident")]
     assert {row.system for row in switching} == {
-        *(each.name for each in (*SYSTEMS, *ABLATIONS)), f"{OURS}-chunks-of-8",
+        *(each.name for each in (*SYSTEMS, *ABLATIONS)), f"{OURS}-chunks-of-8-ratio-0.6",
     }  # fmt: skip
     assert all(row.value > 0 for row in switching)
     assert {row.metric for row in rows} == {
@@ -181,7 +181,7 @@ def test_the_whole_bench(tiny, tmp_path, monkeypatch):
     assert {row.case.split(",")[0] for row in rows if row.case.startswith("length")} == {"length: 64 tokens"}
     fitting = [
         row.note for row in switching
-        if row.system == OURS and " 4 contexts" in row.case and not row.case.startswith("interval")
+        if row.system == OURS and " 6 contexts" in row.case and not row.case.startswith("interval")
     ]  # fmt: skip
     assert fitting
     assert all(" 0 read, 0 computed" in (note or "") for note in fitting)
