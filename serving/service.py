@@ -87,7 +87,7 @@ class LLMService(PlannedService):
           options: of the engine.
           proposer: proposes levels and prompt ratios instead of the bundle's tiny LM.
           contexts: options of contexts that outlive calls; None for no contexts. Their chunks are stored by
-            the options' codec, "channel" if that is empty.
+            the options' codec; if that is empty as its bundle's calibration chose, else by "channel".
           speculation: drafts for the whole model's answers; None for no drafts.
           confidence: the share of answers that should be in time, where a choice can be in time so surely; a
             higher one takes smaller levels.

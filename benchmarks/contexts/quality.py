@@ -25,7 +25,7 @@ from jaxllm.kv.cache import KVCache
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.prompts import end_of_turn_id, prompt_ids
-from serving.contexts.chunk_io import ChunkIO
+from serving.contexts.chunk_io import ChunkIO, kept_by
 from serving.engine import Engine
 from serving.host.progress import Progress
 from serving.options import EngineOptions
@@ -79,7 +79,7 @@ def quality_rows(
     engine = Engine.open(model, options=EngineOptions(kv_codec=plan.codec), progress=progress)
     window = engine.options.context_tokens
     engine.runner.scorer().prepare(window, progress)
-    chunk_io = ChunkIO(engine.runner)
+    chunk_io = ChunkIO(engine.runner, kept_by(engine))
     stored_tokens = int(plan.context_share * window) // chunk_io.chunk_tokens * chunk_io.chunk_tokens
     stories = story_tokens(engine.tokenizer, data)
     return [
