@@ -57,6 +57,10 @@ SECTIONS = {
             "training.commands.calibrate_prefill:calibrate_prefill_command",
             "Calibrate a model for integer prefill on a text, and write the bundle.",
         ),
+        "calibrate-contexts": (
+            "training.commands.calibrate_contexts:calibrate_contexts_command",
+            "Choose how contexts of a model are stored, by measured errors, and write the bundle.",
+        ),
         "export": (
             "export.commands.export:export_command",
             "Export a model as programs that run without our model code.",

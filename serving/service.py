@@ -15,6 +15,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxllm.bundle.contexts import read_contexts
 from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.config import WHOLE, require_decoder_alone
 from jaxllm.errors import ConfigError
@@ -86,7 +87,7 @@ class LLMService(PlannedService):
           options: of the engine.
           proposer: proposes levels and prompt ratios instead of the bundle's tiny LM.
           contexts: options of contexts that outlive calls; None for no contexts. Their chunks are stored by
-            the options' codec, "channel" if that is empty.
+            the options' codec; if that is empty as its bundle's calibration chose, else by "channel".
           speculation: drafts for the whole model's answers; None for no drafts.
           confidence: the share of answers that should be in time, where a choice can be in time so surely; a
             higher one takes smaller levels.
@@ -220,16 +221,22 @@ def engine_options(
     options: EngineOptions,
     contexts: ContextOptions | None,
 ) -> EngineOptions:
-    """The options of a service's engine: with the levels that are planned with, and a codec where there are
-    contexts (see `LLMService.open`).
+    """The options of a service's engine: with the levels that are planned with, and where there are contexts
+    a codec: the one that was asked for, else the one that the bundle's calibration chose for its model and,
+    unless another was asked for, its length of chunks, else `CODEC` (see `LLMService.open`).
 
     Raises:
       JaxllmError: the model cannot be opened.
     """
     with open_model(model) as bundle:
         require_decoder_alone(bundle.cfg, "services")
+        calibration = None if contexts is None or options.kv_codec else read_contexts(bundle)
     levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
     codec = options.kv_codec or ("" if contexts is None else CODEC)
+    if calibration is not None:
+        codec = calibration.chosen.codec
+        if options.kv_chunk_tokens == EngineOptions.kv_chunk_tokens:
+            options = dataclasses.replace(options, kv_chunk_tokens=calibration.chosen.chunk_tokens)
     return dataclasses.replace(options, levels=levels, kv_codec=codec)
 
 

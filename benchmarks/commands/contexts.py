@@ -41,6 +41,11 @@ PATTERNS = ("random", "markov", "gaussian")
     multiple=True,
     help="Order in which contexts are called. Repeatable.  [default: random; with --full all]",
 )
+@click.option(
+    "--calls",
+    type=click.IntRange(min=4),
+    help="Calls of each trace, over 72 hours: 864 are one in five minutes.  [default: 10; with --full 30]",
+)
 @device_option(PHONES)
 @parts_option(PARTS)
 @report_options
@@ -49,6 +54,7 @@ def contexts_command(
     data: Path | None,
     counts: tuple[int, ...],
     patterns: tuple[str, ...],
+    calls: int | None,
     devices: tuple[str, ...],
     parts: tuple[str, ...],
     report: Reporting,
@@ -62,13 +68,13 @@ def contexts_command(
       jaxllm bench contexts
       jaxllm bench contexts --shape 110m --only switching --contexts 8 --device emmc
     """
-    from benchmarks.contexts import quality, run
+    from benchmarks.contexts import density, quality, run
     from benchmarks.contexts.figures import draw
     from benchmarks.measuring.storage import named_devices
     from jaxllm.kernels import native
 
     if subject.shape is not None:
-        parts = parts_without(parts, ("quality",), "random weights have none")
+        parts = parts_without(parts, ("quality", "density"), "random weights have none")
     if not native.kernels().native:
         parts = parts_without(parts, ("resident",), "no native kernels run here")
     plan = run.Plan.quick() if report.quick else run.Plan()
@@ -78,6 +84,7 @@ def contexts_command(
         contexts=chosen,
         fitting=min(plan.fitting, chosen[-1]),
         patterns=patterns or plan.patterns,
+        calls=calls or plan.calls,
         devices=named_devices(devices) or plan.devices,
         parts=parts,
     )
@@ -90,4 +97,7 @@ def contexts_command(
             rows += run.run(path, weights, plan, progress, tell)
         if "quality" in parts:
             rows += quality.quality_rows(path, data, sizes, progress)
+        if "density" in parts:
+            measured = density.DensityPlan.quick() if report.quick else density.DensityPlan()
+            rows += density.density_rows(path, data, measured, progress)
     report.emit("contexts", rows, draw)

@@ -27,7 +27,11 @@ PARTS = {
     "switching": "time to switch contexts, on every system",
     "ablations": "the same without each of our techniques",
     "chunk-sizes": "the same with chunks of other lengths",
+    "budgets": "most contexts within a limit of switches, by memory",
+    "lengths": "the same by the longest context",
+    "intervals": "time to switch by the time between calls",
     "resident": "contexts whose chunks are all in memory: attended to where they lie, or decoded first",
     "answering": "speed of answers in a context and without one",
     "quality": "perplexity, accuracy and recall of compressed contexts",
+    "density": "the same for widths by density, and flat and shuffled ones in equal bytes",
 }

@@ -52,20 +52,21 @@ class Stored:
             chunks but the newest.
           seed: of the shuffling.
         """
-        runner, size = chunk_io.runner, chunk_io.chunk_tokens
-        assert len(tokens) % size == 0
-        _, cache = prefill_prompt(runner, runner.start(runner.options.context_tokens), tokens, 0)
-        widths = {name: np.full(len(tokens) // size, bits) for name, bits in _FLAT.items()}
-        mass = np.asarray(cache.mass)[0]
+        raw = cls.raw(chunk_io, tokens)
+        widths = {name: np.full(len(tokens) // chunk_io.chunk_tokens, bits) for name, bits in _FLAT.items()}
         for name, ratio in ratios.items():
-            record = grown_record(
-                _EMPTY, chunk_io, ContextOptions(folder="", ratio=ratio),
-                tokens=tokens, mass=mass, first=0, cached_tokens=len(tokens),
-            )  # fmt: skip
-            widths[name] = bits = np.array(record.bits)
+            widths[name] = bits = density_widths(chunk_io, tokens, raw.cache, ratio)
             shuffled = np.random.default_rng(seed).permutation(bits[:-1])
             widths[f"{name}-shuffled"] = np.concatenate([shuffled, bits[-1:]])
-        return cls(chunk_io, cache, widths)
+        return cls(chunk_io, raw.cache, widths)
+
+    @classmethod
+    def raw(cls, chunk_io: ChunkIO, tokens: list[int]) -> "Stored":
+        """Computes a context of whole chunks, without any widths."""
+        runner = chunk_io.runner
+        assert len(tokens) % chunk_io.chunk_tokens == 0
+        _, cache = prefill_prompt(runner, runner.start(runner.options.context_tokens), tokens, 0)
+        return cls(chunk_io, cache, {})
 
     @property
     def encodings(self) -> list[str]:
@@ -87,6 +88,15 @@ class Stored:
         if encoding == RAW:
             return sum(each.nbytes for each in (*self.cache.keys, *self.cache.values))
         return sum(self.chunk_io.chunk_bytes(bits) for bits in self.widths[encoding].tolist())
+
+
+def density_widths(chunk_io: ChunkIO, tokens: list[int], cache: KVCache, ratio: float) -> np.ndarray:
+    """Widths `[N]` of a context's chunks as ours chooses them by density, at a ratio of bytes."""
+    record = grown_record(
+        _EMPTY, chunk_io, ContextOptions(folder="", ratio=ratio),
+        tokens=tokens, mass=np.asarray(cache.mass)[0], first=0, cached_tokens=len(tokens),
+    )  # fmt: skip
+    return np.array(record.bits)
 
 
 def copied(cache: KVCache) -> KVCache:

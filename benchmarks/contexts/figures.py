@@ -63,4 +63,7 @@ def _lines(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, dict[int, flo
 def _drawn_in(row: Row) -> str:
     """The bar figure that a row belongs to; empty for none."""
     begin = row.case.partition(":")[0]
+    if begin == "density":
+        # Differences are in notes, far smaller than what bars show.
+        return ""
     return begin if begin in _BARS else row.metric if row.metric in _BARS else ""

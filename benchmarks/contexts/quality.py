@@ -11,7 +11,6 @@ continues from there:
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,20 +19,19 @@ from benchmarks.contexts.encodings import EIGHT, RAW, Stored, copied
 from benchmarks.contexts.systems import OURS
 from benchmarks.measuring.report import Row, compared
 from benchmarks.samples.questions import read_examples
-from benchmarks.samples.stories import story_tokens
+from benchmarks.samples.stories import story_tokens, text_windows
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.prompts import end_of_turn_id, prompt_ids
-from serving.contexts.chunk_io import ChunkIO
+from serving.contexts.chunk_io import ChunkIO, kept_by
 from serving.engine import Engine
 from serving.host.progress import Progress
 from serving.options import EngineOptions
 from serving.traces.trace import TRACE_TASKS
 
-# Ours, and one of fewer bytes, where it matters more which chunks are narrow.
-RATIOS = {OURS: 0.5, f"{OURS}-ratio-0.375": 0.375}
+RATIOS = {OURS: 0.5}
 # Of a chunk: the share of it that is repeated before its rest is scored.
 _BEGUN_SHARE = 0.5
 
@@ -81,7 +79,7 @@ def quality_rows(
     engine = Engine.open(model, options=EngineOptions(kv_codec=plan.codec), progress=progress)
     window = engine.options.context_tokens
     engine.runner.scorer().prepare(window, progress)
-    chunk_io = ChunkIO(engine.runner)
+    chunk_io = ChunkIO(engine.runner, kept_by(engine))
     stored_tokens = int(plan.context_share * window) // chunk_io.chunk_tokens * chunk_io.chunk_tokens
     stories = story_tokens(engine.tokenizer, data)
     return [
@@ -96,7 +94,7 @@ def _perplexity(
 ) -> list[Row]:
     window, scorer = chunk_io.runner.options.context_tokens, chunk_io.runner.scorer()
     loss, count, sizes = {}, 0, {}
-    for number, text in enumerate(_windows(stories, window, plan.texts)):
+    for number, text in enumerate(text_windows(stories, window, plan.texts)):
         stored = Stored.of(chunk_io, text[:stored_tokens], RATIOS, plan.seed + number)
         later = text[stored_tokens - 1 :]
         for encoding in stored.encodings:
@@ -176,7 +174,7 @@ def _passages(
     scorer, size = chunk_io.runner.scorer(), chunk_io.chunk_tokens
     chunks, begun = stored_tokens // size, round(_BEGUN_SHARE * size)
     gains: dict[str, list[float]] = {}
-    texts = list(_windows(stories, stored_tokens + size, plan.passages))
+    texts = list(text_windows(stories, stored_tokens + size, plan.passages))
     for number, text in enumerate(texts):
         # Where there are fewer passages than chunks they are spread over the context.
         at = size * (number * chunks // len(texts) if len(texts) < chunks else number % chunks)
@@ -217,19 +215,6 @@ def _said(engine: Engine, example: TaskExample, end: int | None) -> list[int]:
     """Token ids of a question with its right answer, as a context holds them."""
     answer = engine.tokenizer.encode(example.answer, add_special_tokens=False)
     return [*prompt_ids(engine.tokenizer, example), *answer, *([] if end is None else [end])]
-
-
-def _windows(tokens: Sequence[int], length: int, count: int) -> Iterator[list[int]]:
-    """Pieces of a length, spread evenly over the text.
-
-    Raises:
-      ConfigError: there is too little text.
-    """
-    if len(tokens) < length:
-        raise ConfigError(f"a text of {len(tokens)} tokens is too short for windows of {length}")
-    step = (len(tokens) - length) // max(1, count - 1)
-    for number in range(count):
-        yield list(tokens[number * step : number * step + length])
 
 
 def _tell(progress: Progress | None, stage: str, done: int, total: int) -> None:

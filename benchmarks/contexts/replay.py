@@ -3,15 +3,17 @@
 import dataclasses
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.contexts.cell import Cell
+from benchmarks.contexts.flushes import FlushClock
 from benchmarks.contexts.histories import Histories, random_tokens
 from benchmarks.contexts.systems import System
-from benchmarks.measuring.storage import Device
 from serving.contexts.manager import Contexts
 from serving.contexts.restore import Restoration
 from serving.engine import Engine
@@ -30,12 +32,14 @@ class Switches:
       ttft_ms: of each switch, the time to the first token: to restore the context, and to compute the new
         turn and the context's tokens that are in no whole chunk.
       finish_ms: of each call, the time to keep the context after it (see `ContextAnswer`).
+      flush_ms: of each call, the part of its switch and of `finish_ms` that flushes to storage took.
       caching: how storage was read; empty where it was not.
     """
 
     restorations: Sequence[Restoration]
     ttft_ms: Sequence[float]
     finish_ms: Sequence[float]
+    flush_ms: Sequence[float]
     caching: str
 
     @property
@@ -53,6 +57,11 @@ class Switches:
     def mean_finish_ms(self) -> float:
         """Of a call."""
         return float(np.mean(self.finish_ms))
+
+    @property
+    def mean_flush_ms(self) -> float:
+        """Of a call."""
+        return float(np.mean(self.flush_ms))
 
     @property
     def note(self) -> str:
@@ -76,48 +85,56 @@ def replay(
     trace: Sequence[ContextCall],
     histories: Histories,
     *,
-    budget_bytes: int,
-    device: Device,
+    cell: Cell,
     folder: Path,
     seed: int = 0,
 ) -> Switches:
-    """Makes the calls of a trace one after another.
+    """Makes the calls of a trace one after another. Contexts that outgrow the window slide (see
+    `Context.generate`).
 
     Args:
       system: keeps the contexts.
       engine: answers, by the system's codec.
       trace: of contexts that are numbered like the histories.
       histories: of the contexts before the trace; a context's calls fit behind its own.
-      budget_bytes: of all chunks in memory.
-      device: whose storage chunks are on.
+      cell: memory, storage, and time between calls.
       folder: a store is made in it, and removed.
       seed: of the prompts' tokens.
     """
-    draw, restorations, ttft_ms, finish_ms = np.random.default_rng(seed), [], [], []
-    with _kept(system, engine, budget_bytes, device, folder) as contexts:
+    draw = np.random.default_rng(seed)
+    restorations, ttft_ms, finish_ms, flush_ms = [], [], [], []
+    waits = np.diff([call.time_s for call in trace], prepend=trace[0].time_s)
+    waits *= cell.interval_s / max(float(waits.mean()), 1e-9)
+    with (
+        _kept(system, engine, cell, folder) as contexts,
+        FlushClock().running() as flushes,
+    ):
         made = histories.keep(contexts)
-        for number, call in enumerate(trace):
+        for number, (call, wait_s) in enumerate(zip(trace, waits.tolist(), strict=True)):
             prompt = random_tokens(engine, call.prompt_tokens, draw)
             context = made[call.context]
-            answer = context.generate(prompt, max_tokens=call.answer_tokens, ignore_eos=True).result()
+            time.sleep(wait_s)
+            flushes.reset()
+            answer = context.generate(
+                prompt, max_tokens=call.answer_tokens, ignore_eos=True, slide=True
+            ).result()
             if number >= _UNCOUNTED:
                 finish_ms.append(answer.finish_ms)
+                flush_ms.append(flushes.reset())
                 if not answer.restoration.cached:
                     restorations.append(answer.restoration)
                     ttft_ms.append(answer.ttft_ms)
         caching = ""
         for context in made:
             caching = contexts.store.open(context.name).caching or caching
-    return Switches(restorations, ttft_ms, finish_ms, caching)
+    return Switches(restorations, ttft_ms, finish_ms, flush_ms, caching)
 
 
 @contextmanager
-def _kept(
-    system: System, engine: Engine, budget_bytes: int, device: Device, folder: Path
-) -> Iterator[Contexts]:
+def _kept(system: System, engine: Engine, cell: Cell, folder: Path) -> Iterator[Contexts]:
     root = Path(tempfile.mkdtemp(prefix="contexts-", dir=folder))
     try:
-        contexts = Contexts(engine, system.options(root / "store", budget_bytes, device.storage))
+        contexts = Contexts(engine, system.options(root / "store", cell.budget_bytes, cell.device.storage))
         try:
             yield contexts
         finally:

@@ -20,7 +20,7 @@ from serving.request import GenerationConfig, Session
 
 DECODED, PLAIN = f"{OURS}-decoded", "no management"
 # Width in bits -> ratio that gives it to all chunks.
-_RATIOS = {8: 1.0, 4: 0.5, 2: 0.25}
+_RATIOS = {8: 1.0, 4: 0.6, 2: 0.4}
 # Shares of a window: what a context has, each prompt, and each answer.
 _HISTORY, _PROMPT, _ANSWER = 3 / 4, 1 / 64, 1 / 64
 

@@ -13,7 +13,7 @@ LIMITS_MS = (10.0, 25.0)
 
 def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> list[Row]:
     """Mean switching latency of every system, the mean time to the first token after a switch, and the mean
-    time to keep a context after a call, ours against each other."""
+    time to keep a context after a call, with flushes to storage and without, ours against each other."""
     notes = {}
     for name, each in found.items():
         how = device.note or {"direct": "read by O_DIRECT", "buffered": "read through the page cache"}.get(
@@ -21,7 +21,9 @@ def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> lis
         )
         notes[name] = f"{each.note}; {how}"
     first = "restores the context, and computes the new turn and the tokens that are in no whole chunk"
-    kept = "makes room for the call's tokens, encodes and stores them; every system flushes them"
+    kept = "makes room for the call's tokens, encodes and stores them"
+    flushed = f"{kept}; every system flushes them: what a call said is safe from a power cut when it ends"
+    finish = {name: (each.mean_finish_ms, each.mean_flush_ms) for name, each in found.items()}
     return [
         *compared(
             {name: each.mean_ms for name, each in found.items()},
@@ -33,26 +35,40 @@ def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> lis
             lower_is_better=True,
         ),
         *compared(
-            {name: each.mean_finish_ms for name, each in found.items()},
-            ours=OURS, case=case, metric="finish_ms", unit="ms", notes=dict.fromkeys(found, kept),
+            {name: whole for name, (whole, _) in finish.items()},
+            ours=OURS, case=case, metric="finish_ms", unit="ms", notes=dict.fromkeys(found, flushed),
+            lower_is_better=True,
+        ),
+        *compared(
+            {name: max(0.0, whole - flush) for name, (whole, flush) in finish.items()},
+            ours=OURS, case=case, metric="finish_unflushed_ms", unit="ms",
+            notes=dict.fromkeys(found, f"{kept}, without the time of flushes"), lower_is_better=True,
+        ),
+        *compared(
+            {name: each.mean_ms + each.mean_finish_ms for name, each in found.items()},
+            ours=OURS, case=case, metric="switch_and_finish_ms", unit="ms",
+            notes=dict.fromkeys(found, "all that keeping contexts adds to a call, flushes included"),
             lower_is_better=True,
         ),
     ]  # fmt: skip
 
 
-def most_contexts(case: str, found: Mapping[int, Mapping[str, Switches]], limit_ms: float) -> list[Row]:
+def most_contexts(
+    case: str, found: Mapping[int, Mapping[str, Switches | None]], limit_ms: float
+) -> list[Row]:
     """The largest number of active contexts, of those tried, whose mean switch stays within a limit.
 
     Args:
       case: of the rows.
-      found: by number of contexts, then by system.
+      found: by number of contexts, then by system; None where it could not hold a context in memory.
       limit_ms: of a mean switch.
     """
     tried = sorted(found)
     systems = list(found[tried[0]])
     most = {}
     for system in systems:
-        within = [found[count][system].mean_ms <= limit_ms for count in tried]
+        each = [found[count][system] for count in tried]
+        within = [one is not None and one.mean_ms <= limit_ms for one in each]
         # Numbers below the first that is too large.
         passed = within.index(False) if False in within else len(within)
         most[system] = tried[passed - 1] if passed else 0

@@ -1,191 +1,23 @@
-"""Runs the timed parts: switching on every system, ablations, chunk sizes, and answering in contexts."""
+"""Runs the timed parts: switching on every system, ablations, chunk sizes, sweeps, answering in contexts."""
 
 import dataclasses
 import itertools
-import math
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.contexts import PARTS
-from benchmarks.contexts.histories import Histories
-from benchmarks.contexts.replay import Switches, replay
+from benchmarks.contexts.bench import Bench, Plan
+from benchmarks.contexts.cell import Cell
+from benchmarks.contexts.replay import Switches
 from benchmarks.contexts.resident import resident_rows
 from benchmarks.contexts.rows import LIMITS_MS, most_contexts, switch_rows
 from benchmarks.contexts.speed import speed_rows
-from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS, System
+from benchmarks.contexts.sweeps import budget_rows, interval_rows, length_rows
+from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS
 from benchmarks.measuring.report import Row
-from benchmarks.measuring.storage import PHONES, REAL, Device, named_devices
 from jaxllm.bundle import WeightFormat
-from jaxllm.errors import ConfigError
 from serving.contexts.chunk_io import ChunkIO
-from serving.contexts.growth import most_bytes
-from serving.engine import Engine
+from serving.contexts.growth import least_ratio
 from serving.host.progress import Progress
-from serving.options import EngineOptions
-from serving.traces.switching import ContextCall, Lengths, make_switching
-
-# Prompts and answers in a window of 2,048 tokens, as short as those of many apps: their tokens have to be
-# written. In a shorter window they are the same share.
-_WINDOW_TOKENS = 2048
-_LENGTHS: tuple[Lengths, ...] = ((32, 4), (64, 6), (96, 8), (128, 12))
-CHUNK_TOKENS = 16
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Sizes of one run.
-
-    Attributes:
-      patterns: of traces.
-      contexts: numbers of active contexts, ascending.
-      fitting: number of contexts of ours that fit into the budget with all of their chunks.
-      calls: of each trace.
-      devices: whose storage chunks are on; the first one runs all patterns, others the first pattern.
-      chunk_tokens: sizes of chunks to compare, besides the paper's.
-      parts: of `PARTS`, those to run.
-      repeats: of each timing of inference.
-      seed: of all draws.
-    """
-
-    patterns: tuple[str, ...] = ("random", "markov", "gaussian")
-    contexts: tuple[int, ...] = (2, 4, 8, 16)
-    fitting: int = 8
-    calls: int = 30
-    devices: tuple[Device, ...] = named_devices(PHONES)
-    chunk_tokens: tuple[int, ...] = (8, 32, 64)
-    parts: tuple[str, ...] = tuple(PARTS)
-    repeats: int = 5
-    seed: int = 0
-
-    @property
-    def timed(self) -> bool:
-        """Whether anything is timed."""
-        return set(self.parts) != {"quality"}
-
-    @classmethod
-    def quick(cls) -> "Plan":
-        """Fits in a minute for the packaged model."""
-        return cls(
-            patterns=("random",), contexts=(4,), fitting=4, calls=10, devices=(REAL,), chunk_tokens=(32,),
-            repeats=2,
-        )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """A trace on a device, on which systems are compared.
-
-    Attributes:
-      pattern: of the trace.
-      contexts: that are active.
-      device: whose storage chunks are on.
-      budget_bytes: of all chunks in memory.
-    """
-
-    pattern: str
-    contexts: int
-    device: Device
-    budget_bytes: int
-
-    @property
-    def name(self) -> str:
-        """As rows have it."""
-        size = f"{self.budget_bytes / 1e6:.0f} MB"
-        return f"{self.pattern}, {self.contexts} contexts in {size}, {self.device.name}"
-
-
-class Bench:
-    """Engines by codec and size of chunks, and contexts with a history, each made once.
-
-    Attributes:
-      plan: sizes of the run.
-    """
-
-    def __init__(
-        self, model: Path, weights: WeightFormat | None, plan: Plan, progress: Progress | None
-    ) -> None:
-        self.plan = plan
-        self._model, self._progress = model, progress
-        self._weights: WeightFormat | None = weights
-        self._engines: dict[tuple[str, int, bool], Engine] = {}
-        self._histories: Histories | None = None
-        self._traces: dict[tuple[str, int], tuple[list[ContextCall], Histories]] = {}
-
-    def engine(self, codec: str, chunk_tokens: int = CHUNK_TOKENS, *, coded: bool = False) -> Engine:
-        """The engine that stores by a codec, in chunks of a size, and attends to them where they lie if
-        `coded`; an empty codec keeps no contexts."""
-        key = codec, chunk_tokens, coded
-        if key not in self._engines:
-            options = EngineOptions(kv_codec=codec, kv_chunk_tokens=chunk_tokens, attend_coded=coded)
-            self._engines[key] = Engine.open(
-                self._model, weights=self._weights, options=options, progress=self._progress
-            )
-        return self._engines[key]
-
-    @property
-    def window_tokens(self) -> int:
-        """Most tokens of a context."""
-        return self.engine(SYSTEMS[0].codec).options.context_tokens
-
-    def trace(self, pattern: str, contexts: int) -> tuple[list[ContextCall], Histories]:
-        """Calls, and histories before them that leave room for them in the window."""
-        plan, key = self.plan, (pattern, contexts)
-        if key not in self._traces:
-            share = self.window_tokens / _WINDOW_TOKENS
-            lengths = [(math.ceil(share * prompt), math.ceil(share * answer)) for prompt, answer in _LENGTHS]
-            trace = make_switching(pattern, lengths, contexts=contexts, calls=plan.calls, seed=plan.seed)
-            room = [self.window_tokens] * contexts
-            for call in trace:
-                room[call.context] -= call.prompt_tokens + call.answer_tokens
-            if min(room) < CHUNK_TOKENS:
-                raise ConfigError(
-                    f"{plan.calls} calls of {contexts} contexts do not fit windows of {self.window_tokens} "
-                    "tokens; take a model with a longer one"
-                )
-            self._traces[key] = (
-                trace,
-                self._history().first([min(*each) for each in zip(self._lengths(), room, strict=False)]),
-            )
-        return self._traces[key]
-
-    def switches(self, system: System, cell: Cell, chunk_tokens: int = CHUNK_TOKENS) -> Switches:
-        """A cell's trace on a system."""
-        trace, histories = self.trace(cell.pattern, cell.contexts)
-        with tempfile.TemporaryDirectory(prefix="jaxllm-bench-", dir=_scratch()) as folder:
-            return replay(
-                system,
-                self.engine(system.codec, chunk_tokens),
-                trace,
-                histories,
-                budget_bytes=cell.budget_bytes,
-                device=cell.device,
-                folder=Path(folder),
-                seed=self.plan.seed,
-            )
-
-    def budget_bytes(self) -> int:
-        """Bytes of all chunks of ours, of as many contexts as are to fit, at the trace's end."""
-        plan = self.plan
-        trace, histories = self.trace(plan.patterns[0], plan.fitting)
-        chunk_io = ChunkIO(self.engine(SYSTEMS[0].codec).runner)
-        options = SYSTEMS[0].options(Path(), 1, REAL.storage)
-        ends = [len(tokens) for tokens in histories.tokens]
-        for call in trace:
-            ends[call.context] += call.prompt_tokens + call.answer_tokens
-        return sum(most_bytes(chunk_io, options, end // chunk_io.chunk_tokens) for end in ends)
-
-    def _lengths(self) -> list[int]:
-        """Tokens of the contexts' histories: from half a window up, evenly, in a fixed shuffled order."""
-        most, count = self.window_tokens, max(self.plan.contexts)
-        order = [(7 * each) % count for each in range(count)] if count % 7 else range(count)
-        return [most // 2 + most // 2 * rank // count for rank in order]
-
-    def _history(self) -> Histories:
-        if self._histories is None:
-            engine = self.engine(SYSTEMS[0].codec)
-            self._histories = Histories.compute(engine, self._lengths(), self.plan.seed, self._progress)
-        return self._histories
 
 
 def run(
@@ -216,6 +48,12 @@ def run(
             rows += _variant_rows("ablation", cell, _ablated(bench, cell), tell)
         if "chunk-sizes" in plan.parts and device is plan.devices[0]:
             rows += _variant_rows("chunk size", cell, _chunked(bench, cell), tell)
+    if "budgets" in plan.parts:
+        rows += budget_rows(bench, budget, tell)
+    if "lengths" in plan.parts:
+        rows += length_rows(bench, budget, tell)
+    if "intervals" in plan.parts:
+        rows += interval_rows(bench, budget, tell)
     if "resident" in plan.parts:
         codec = SYSTEMS[0].codec
         coded, decoded = bench.engine(codec, coded=True), bench.engine(codec)
@@ -264,10 +102,17 @@ def _ablated(bench: Bench, cell: Cell) -> dict[str, Switches]:
 
 
 def _chunked(bench: Bench, cell: Cell) -> dict[str, Switches]:
-    """Ours in chunks of other sizes."""
-    return {OURS: bench.switches(SYSTEMS[0], cell)} | {
-        f"{OURS}-chunks-of-{size}": bench.switches(SYSTEMS[0], cell, size) for size in bench.plan.chunk_tokens
-    }
+    """Ours in chunks of other sizes. Short ones take more for scales: where that is more than our ratio, they
+    have the least that they can have, and say so in their name."""
+    ours = SYSTEMS[0]
+    found = {OURS: bench.switches(ours, cell)}
+    for size in bench.plan.chunk_tokens:
+        least = least_ratio(ChunkIO(bench.engine(ours.codec, size).runner))
+        system, name = dataclasses.replace(ours, ratio=max(ours.ratio, least)), f"{OURS}-chunks-of-{size}"
+        if system.ratio > ours.ratio:
+            name += f"-ratio-{least:g}"
+        found[name] = bench.switches(system, cell, size)
+    return found
 
 
 def _variant_rows(
@@ -277,12 +122,3 @@ def _variant_rows(
         times = f"{each.mean_ms:.1f} ms, {each.mean_ttft_ms:.1f} ms to the first token"
         tell(f"{cell.name}: {name} {times}; {each.note}")
     return switch_rows(f"{what}: {cell.name}", found, cell.device)
-
-
-def _scratch() -> str | None:
-    """The folder for stores: in the cache folder, for the one of temporary files may be in memory."""
-    from serving.host.user_cache import cache_folder
-
-    folder = cache_folder() / "benchmarks"
-    folder.mkdir(parents=True, exist_ok=True)
-    return str(folder)

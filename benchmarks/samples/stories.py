@@ -1,7 +1,9 @@
 """Reads a text of short stories: the packaged one, or the validation text of a data folder."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jaxllm.errors import ConfigError
 from jaxllm.text.tokenizer import Tokenizer
 from serving.commands.console import read_text
 
@@ -28,3 +30,16 @@ def read_stories(data: Path | None) -> list[str]:
 def story_tokens(tokenizer: Tokenizer, data: Path | None) -> list[int]:
     """Token ids of all stories, one behind the other."""
     return [token for each in read_stories(data) for token in tokenizer.encode(each)]
+
+
+def text_windows(tokens: Sequence[int], length: int, count: int) -> Iterator[list[int]]:
+    """Pieces of a length, spread evenly over the text.
+
+    Raises:
+      ConfigError: there is too little text.
+    """
+    if len(tokens) < length:
+        raise ConfigError(f"a text of {len(tokens)} tokens is too short for windows of {length}")
+    step = (len(tokens) - length) // max(1, count - 1)
+    for number in range(count):
+        yield list(tokens[number * step : number * step + length])

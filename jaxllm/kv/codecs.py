@@ -5,6 +5,7 @@ A blob has levels and scales, so that it can be stored and decoded by itself. Qu
 asymmetric: x ≈ `low + scale·level`, with one float16 `low` and `scale` per
 
 - `channel`: channel of a chunk, keys and values (LLMS, section 3.2);
+- `token`: token of a chunk, keys and values;
 - `kivi`: channel for keys, whose outliers stay in their channels, token for values (arXiv 2402.02750);
 - `rotated`: token, after a Hadamard transform of each head spread outliers over its channels (QuaRot, arXiv
   2404.00456).
@@ -27,6 +28,9 @@ from jaxllm.errors import ConfigError
 if TYPE_CHECKING:
     import jax
 
+# By which ratios are counted: 8 bits, with a float16 low and scale per channel of 16 tokens. It is the same
+# for every codec and length of chunks, so that equal ratios are equal bytes.
+_REFERENCE_BITS = 8 + 2 * 16 / 16
 # Bits of a stored value, best first; `RAW` stores the floats of the cache.
 RAW = 0
 WIDTHS = (8, 4, 2)
@@ -68,6 +72,13 @@ class ChunkShape:
     def raw_bytes(self) -> int:
         """Bytes of keys and values in the cache's dtype."""
         return 2 * self.values * _itemsize(self.dtype)
+
+    @property
+    def reference_bytes(self) -> int:
+        """Bytes by which ratios are counted: of as many tokens at 8 bits by the codec "channel" in chunks of
+        16 tokens, scales included."""
+        # Whole bytes, for heads are a multiple of 4 wide.
+        return int(2 * self.values * _REFERENCE_BITS / 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +162,7 @@ class Codec:
 CODECS: Mapping[str, Codec] = MappingProxyType(
     {
         "channel": Codec("channel", "channel"),
+        "token": Codec("token", "token"),
         "kivi": Codec("channel", "token"),
         "rotated": Codec("token", "token", rotated=True),
     }

@@ -2,9 +2,9 @@
 3.2).
 
 The density of a chunk is the attention that its tokens got, averaged over the queries of all heads and layers
-that could attend to them (equation 1): mass divided by sightings, both summed over calls. For a given ratio
-of bytes of all chunks of a context, two density thresholds divide chunks into 8, 4 and 2 bits such that the
-most attended information is kept (equations 2 and 3).
+that could attend to them (equation 1): mass divided by sightings, both summed over calls. For given bytes of
+all chunks of a context, scales included, two density thresholds divide chunks into 8, 4 and 2 bits such that
+the most attended information is kept (equations 2 and 3).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,9 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.kv.codecs import WIDTHS
 
-# Bits -> bytes relative to 8 bits.
-RATIOS: Mapping[int, float] = MappingProxyType({8: 1.0, 4: 0.5, 2: 0.25})
 # Bits -> share of a value's variance that quantization keeps: the error of b bits is uniform over a step, so
-# its variance falls with the square of the number of levels.
+# its variance falls with the square of the number of levels. For models without a calibration, which measures
+# it (see `jaxllm.kv.calibration`).
 KEPT: Mapping[int, float] = MappingProxyType({bits: 1 - 1 / (2**bits - 1) ** 2 for bits in WIDTHS})
 
 
@@ -62,23 +61,25 @@ def sightings(
 
 def allocate(
     density: np.ndarray,
-    ratio: float,
+    budget_bytes: int,
     *,
+    sizes: Mapping[int, int],
     newest: int = 1,
     kept: Mapping[int, float] = KEPT,
     most: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Bits of each chunk that keep the most information under an average ratio.
+    """Bits of each chunk that keep the most information in a budget.
 
-    Maximises `sum(density·kept[bits])` subject to `mean(RATIOS[bits]) <= ratio`, over all pairs of
+    Maximises `sum(density·kept[bits])` subject to `sum(sizes[bits]) <= budget_bytes`, over all pairs of
     thresholds. The result is exact, and takes the time of a sort.
 
     Args:
       density: `[N]` of the chunks, oldest first.
-      ratio: bytes of all chunks relative to 8 bits, between 0.25 and 1.
-      newest: this many of the last chunks stay at 8 bits, as far as the ratio allows: too few queries have
-        attended to them to estimate their density.
-      kept: bits -> share of information kept.
+      budget_bytes: of all chunks together.
+      sizes: bits -> bytes of a chunk, scales included.
+      newest: this many of the last chunks count as the densest: too few queries have attended to them to
+        estimate their density. None is wider than they are, unless they may not be.
+      kept: bits -> share of information kept, more for more bits.
       most: `[N]`, the most bits that each chunk may have; bytes that this saves go to the other chunks, the
         densest first.
 
@@ -86,45 +87,47 @@ def allocate(
       `[N]` int, each 8, 4 or 2.
 
     Raises:
-      ConfigError: the ratio is out of range, or a density is not a finite number.
+      ConfigError: the budget is too small for 2 bits, or a density is not a finite number.
     """
-    if not RATIOS[2] <= ratio <= 1:
-        raise ConfigError(f"chunks take between {RATIOS[2]} and 1 of the bytes of 8 bits, got {ratio!r}")
     density = np.asarray(density, np.float64)
     if density.ndim != 1 or not np.all(np.isfinite(density)):
         raise ConfigError("densities must be a one-dimensional array of finite numbers")
     count = len(density)
-    # A chunk of 8, 4 or 2 bits costs 4, 2 or 1 quarters. The epsilon guards against sums just below an
-    # integer.
-    quarters = int(np.floor(4 * ratio * count + 1e-9))
+    if budget_bytes < count * sizes[2]:
+        raise ConfigError(
+            f"{count} chunks take {count * sizes[2]:,} bytes at 2 bits, scales included, and may take "
+            f"{budget_bytes:,}; raise the ratio"
+        )
     newest = min(newest, count)
     age = np.arange(count)[::-1]
     # The newest chunks first, then by density, of equals the newer one.
     order = np.lexsort((age, -density, age >= newest))
     worth = np.concatenate([[0.0], np.cumsum(density[order])])
     wide = np.arange(count + 1)
-    wide = wide[4 * wide + (count - wide) <= quarters]
-    middle = np.minimum(count - wide, quarters - 4 * wide - (count - wide))
+    left = budget_bytes - sizes[8] * wide - sizes[2] * (count - wide)
+    wide, left = wide[left >= 0], left[left >= 0]
+    middle = np.minimum(count - wide, left // (sizes[4] - sizes[2]))
     information = (
         kept[8] * worth[wide]
         + kept[4] * (worth[wide + middle] - worth[wide])
         + kept[2] * (worth[count] - worth[wide + middle])
     )
-    allowed = wide >= min(newest, wide[-1])
-    chosen = int(np.argmax(np.where(allowed, information, -np.inf)))
+    chosen = int(np.argmax(information))
     bits = np.full(count, 2)
     bits[order[: wide[chosen] + middle[chosen]]] = 4
     bits[order[: wide[chosen]]] = 8
-    return bits if most is None else _under(bits, np.asarray(most), order, quarters)
+    return bits if most is None else _under(bits, np.asarray(most), order, sizes, budget_bytes)
 
 
-def _under(bits: np.ndarray, most: np.ndarray, order: np.ndarray, quarters: int) -> np.ndarray:
-    """Limits bits to `most`, and spends the saved quarters on the other chunks in `order`."""
+def _under(
+    bits: np.ndarray, most: np.ndarray, order: np.ndarray, sizes: Mapping[int, int], budget_bytes: int
+) -> np.ndarray:
+    """Limits bits to `most`, and spends the saved bytes on the other chunks in `order`."""
     bits = np.minimum(bits, most)
-    left = quarters - int(sum(4 * RATIOS[int(each)] for each in bits))
+    left = budget_bytes - sum(sizes[int(each)] for each in bits)
     for chunk in order:
-        for wider in sorted(RATIOS, reverse=True):
-            costs = int(4 * (RATIOS[wider] - RATIOS[int(bits[chunk])]))
+        for wider in sorted(sizes, reverse=True):
+            costs = sizes[wider] - sizes[int(bits[chunk])]
             if 0 < costs <= left and wider <= most[chunk]:
                 bits[chunk], left = wider, left - costs
                 break

@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
+from jaxllm.bundle.contexts import read_contexts
 from jaxllm.errors import CheckpointError
 from jaxllm.kernels.chunk_table import NO_CHUNKS, ChunkTable
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.chunks import LayerChunks, chunk_shapes, reads_addresses
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.kv.recompute import LOST
+from jaxllm.kv.tolerance import KEPT
 from serving.buckets.context import ENCODED_CHUNKS, source_shape
 from serving.contexts.blobs import Blobs, Stored
 from serving.contexts.record import Origin
@@ -36,15 +38,17 @@ class ChunkIO:
       heads: kv heads in stored chunks of each layer.
       head_width: of each head (H).
       layer_bytes: bytes of one chunk in each layer `[L]`, by width.
+      reference_bytes: of one chunk, by which ratios are counted (see `ChunkShape`).
+      kept: bits -> share of information that chunks keep.
     """
 
-    def __init__(self, runner: LevelRunner) -> None:
-        """Takes a runner whose options name a codec.
+    def __init__(self, runner: LevelRunner, kept: Mapping[int, float] = KEPT) -> None:
+        """Takes a runner whose options name a codec, and what widths keep of its model.
 
         Raises:
           ConfigError: the options name no codec.
         """
-        self.runner, self._form = runner, runner.options.chunk_format
+        self.runner, self._form, self.kept = runner, runner.options.chunk_format, kept
         self.chunk_tokens = self._form.tokens
         dtype = runner.options.cache_dtype
         # Where all levels run the same buckets, caches have the heads of the whole model.
@@ -55,6 +59,7 @@ class ChunkIO:
         stored = chunk_shapes(used, tokens=self.chunk_tokens, dtype=dtype)
         self.heads = tuple(shape.heads for shape in stored)
         self.head_width = stored[0].width
+        self.reference_bytes = sum(shape.reference_bytes for shape in stored)
         sizes = [self._form.sizes(shape) for shape in stored]
         self.layer_bytes = {bits: [each[bits] for each in sizes] for bits in self._form.widths}
 
@@ -311,6 +316,14 @@ def origin_of(engine: Engine, chunks: ChunkIO) -> Origin:
         heads=chunks.heads,
         head_width=chunks.head_width,
     )
+
+
+def kept_by(engine: Engine) -> Mapping[int, float]:
+    """What widths of chunks keep of an engine's model: as its bundle's calibration measured it for the
+    engine's codec and length of chunks, else what is true of values."""
+    options, calibration = engine.options, read_contexts(engine.model.bundle)
+    kept = None if calibration is None else calibration.kept(options.kv_codec, options.kv_chunk_tokens)
+    return KEPT if kept is None else kept
 
 
 def require_sizes(layer: int, chunks: Sequence[int], found: Sequence[int], wanted: Sequence[int]) -> None:

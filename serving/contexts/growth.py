@@ -5,15 +5,19 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache
-from jaxllm.kv.codecs import RAW
+from jaxllm.kv.codecs import RAW, WIDTHS
 from jaxllm.kv.recompute import LOST
-from jaxllm.kv.tolerance import RATIOS, allocate, chunk_mass, sightings
+from jaxllm.kv.tolerance import allocate, chunk_mass, sightings
 from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.options import ContextOptions
 from serving.contexts.record import Record
 from serving.request import Session, common_prefix
 from serving.sliding import slid
+
+# Of products of a ratio and bytes, just below a whole number.
+_ROUNDING = 1e-6
 
 
 def widened_bits(record: Record, chunk_io: ChunkIO, options: ContextOptions, most: int) -> dict[int, int]:
@@ -86,10 +90,16 @@ def grown_record(
         bits = np.full(count, RAW)
     else:
         # More bits do not restore what fewer bits lost.
-        most = np.full(count, max(RATIOS))
-        most[:known] = [max(RATIOS) if each == LOST else each for each in before.bits[:known]]
-        density = got / np.maximum(seen, 1)
-        bits = allocate(density, options.ratio, newest=options.newest_chunks, most=most)
+        most = np.full(count, max(WIDTHS))
+        most[:known] = [max(WIDTHS) if each == LOST else each for each in before.bits[:known]]
+        bits = allocate(
+            got / np.maximum(seen, 1),
+            most_bytes(chunk_io, options, count),
+            sizes={width: chunk_io.chunk_bytes(width) for width in WIDTHS},
+            newest=options.newest_chunks,
+            kept=chunk_io.kept,
+            most=most,
+        )
     return dataclasses.replace(
         before,
         tokens=tuple(tokens),
@@ -155,10 +165,31 @@ def most_bytes(chunk_io: ChunkIO, options: ContextOptions, chunks: int) -> int:
     """The most bytes that so many chunks of a context take, whatever their widths."""
     if chunk_io.widths == (RAW,):
         return chunks * chunk_io.chunk_bytes(RAW)
-    # Values take bytes by width, scales do not.
-    scale_bytes = 2 * chunk_io.chunk_bytes(4) - chunk_io.chunk_bytes(8)
-    value_bytes = chunk_io.chunk_bytes(8) - scale_bytes
-    return int(chunks * (scale_bytes + options.ratio * value_bytes)) + 1
+    wanted = int(options.ratio * chunk_io.reference_bytes * chunks + _ROUNDING)
+    return min(wanted, chunks * max(chunk_io.chunk_bytes(bits) for bits in WIDTHS))
+
+
+def least_ratio(chunk_io: ChunkIO) -> float:
+    """The ratio that chunks take at their narrowest; 0 for a codec with one width, which ignores ratios."""
+    if chunk_io.widths == (RAW,):
+        return 0.0
+    return chunk_io.chunk_bytes(min(WIDTHS)) / chunk_io.reference_bytes
+
+
+def require_ratio(chunk_io: ChunkIO, options: ContextOptions) -> None:
+    """Checks that chunks can take as little as their ratio says.
+
+    Raises:
+      ConfigError: they take more at their narrowest.
+    """
+    least = least_ratio(chunk_io)
+    # Ratios are written with few digits: 0.4 is not exactly two fifths.
+    if options.ratio < least - _ROUNDING:
+        raise ConfigError(
+            f"a ratio of {options.ratio} is less than {least:.4g}, which chunks take at {min(WIDTHS)} bits "
+            "with their scales; raise the ratio, take longer chunks (EngineOptions.kv_chunk_tokens), whose "
+            "scales are shared by more tokens, or another codec"
+        )
 
 
 def _attended(

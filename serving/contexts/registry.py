@@ -8,10 +8,10 @@ from pathlib import Path
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
 from jaxllm.kv.eviction import find_policy
 from serving.contexts.at_exit import close_at_exit, forget_at_exit
-from serving.contexts.chunk_io import ChunkIO, origin_of
+from serving.contexts.chunk_io import ChunkIO, kept_by, origin_of
 from serving.contexts.claims import Claims
 from serving.contexts.delays import Delays, measure_compute, measure_read
-from serving.contexts.growth import most_bytes
+from serving.contexts.growth import most_bytes, require_ratio
 from serving.contexts.loading import ChunkLoader
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.options import ContextOptions
@@ -43,7 +43,8 @@ class ContextRegistry:
           options: of the contexts.
 
         Raises:
-          ConfigError: the engine was opened without a codec, or the store is in use or cannot be made.
+          ConfigError: the engine was opened without a codec, chunks cannot take as little as the options'
+            ratio, or the store is in use or cannot be made.
         """
         if not engine.options.kv_codec:
             raise ConfigError("this engine keeps no contexts; open it with EngineOptions(kv_codec=...)")
@@ -66,9 +67,11 @@ class ContextRegistry:
             self._process = os.getpid()
             self._delays: dict[int, Delays] = {}
             self._loader = ChunkLoader(self.store, self.memory, self._delays, options)
-            self._chunk_io = {level: ChunkIO(engine.runner_at(level)) for level in engine.levels}
+            kept = kept_by(engine)
+            self._chunk_io = {level: ChunkIO(engine.runner_at(level), kept) for level in engine.levels}
             read_delay = measure_read(self.store.root, options.storage)
             for level, chunk_io in self._chunk_io.items():
+                require_ratio(chunk_io, options)
                 chunk_io.rehearse()
                 self._delays[level] = Delays(read=read_delay, compute=measure_compute(chunk_io))
             self.store.sweep()

@@ -1,6 +1,7 @@
 """Opens the model of a service and warms it up: nothing compiles afterwards."""
 
 import contextlib
+import dataclasses
 import logging
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from serving.planning.safety_margin import SafetyMargin
 from serving.server.adapters import Adapters, engine_shape
 from serving.server.memory import engine_bytes
 from serving.server.service_options import ServerOptions
-from serving.service import CODEC, LLMService, engine_options, planner_of
+from serving.service import LLMService, engine_options, planner_of
 from serving.speculation.options import SpeculationOptions
 
 _log = logging.getLogger(__name__)
@@ -48,10 +49,10 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         batch_rows=options.batch_rows,
         adapter_rank=adapters.rank,
         adapter_targets=adapters.targets,
-        kv_codec="" if contexts is None else CODEC,
-        attend_coded=options.attend_coded,
     )
     whole = engine_options(model, options.levels or None, asked, contexts)
+    # It takes a codec, which is known now.
+    whole = dataclasses.replace(whole, attend_coded=options.attend_coded)
     with contextlib.ExitStack() as opened:
         engine = Engine.open(model, options=whole, speculation=speculation, progress=stages)
         opened.callback(engine.close)

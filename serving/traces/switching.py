@@ -1,8 +1,8 @@
 """Makes and reads traces of apps that switch between contexts: the time, context and lengths of each call.
 
-LLMS (arXiv 2403.11805, section 4): some active contexts, called over 72 hours in one of three patterns.
-Lengths are drawn from those of real calls. Traces of real services can be read instead; their requests come
-much faster and are much longer, so that they are slowed down and scaled.
+LLMS (arXiv 2403.11805, section 4, equation 5): some active contexts, called over 72 hours in one of three
+patterns. Lengths are drawn from those of real calls. Traces of real services can be read instead; their
+requests come much faster and are much longer, so that they are slowed down and scaled.
 """
 
 import csv
@@ -21,8 +21,6 @@ from serving.traces.files import MAX_ENTRIES, read_lines, write_lines
 HOURS = 72.0
 MAX_CONTEXTS = 100_000
 _MAX_TOKENS = 1 << 24
-# Markov pattern: probabilities that the next call is of the same context, or of its usual successor.
-_AGAIN, _NEXT = 0.3, 0.4
 # Mooncake: number of first blocks that all requests share.
 _SHARED_BLOCKS = 1
 
@@ -75,19 +73,19 @@ def _uniform(contexts: int, draw: random.Random) -> Iterator[int]:
 
 
 def _markov(contexts: int, draw: random.Random) -> Iterator[int]:
-    """Each context is often called again, and has one that usually follows it."""
-    order = draw.sample(range(contexts), contexts)
-    usual = {order[i]: order[(i + 1) % contexts] for i in range(contexts)}
-    here = draw.randrange(contexts)
+    """The more recently a context was called, the likelier it is called again: the r-th in the order of last
+    calls in proportion to 1/r. That order is the state of the chain."""
+    recent = draw.sample(range(contexts), contexts)
+    sums = list(itertools.accumulate(1 / (rank + 1) for rank in range(contexts)))
     while True:
-        yield here
-        chance = draw.random()
-        if chance >= _AGAIN:
-            here = usual[here] if chance < _AGAIN + _NEXT else draw.randrange(contexts)
+        (rank,) = draw.choices(range(contexts), cum_weights=sums)
+        recent.insert(0, recent.pop(rank))
+        yield recent[0]
 
 
 def _gaussian(contexts: int, draw: random.Random) -> Iterator[int]:
-    """The contexts in the middle are called most: two standard deviations reach the first and the last."""
+    """Contexts of a moderate workload are called most: they are numbered by the lengths of their calls, and
+    two standard deviations reach the first and the last."""
     middle = (contexts - 1) / 2
     while True:
         context = round(draw.gauss(middle, max(middle, 0.5) / 2))
@@ -110,11 +108,14 @@ def make_switching(
     hours: float = HOURS,
     seed: int = 0,
 ) -> list[ContextCall]:
-    """Draws a trace: calls at uniformly random times, contexts by a pattern.
+    """Draws a trace: calls by a Poisson process, contexts by a pattern.
+
+    Each context has a workload of its own: the lengths of real calls, by their sum, are divided among the
+    contexts in order, and a context draws from its own.
 
     Args:
       pattern: one of `PATTERNS`.
-      lengths: (prompt, answer) tokens of real calls, from which each call's are drawn.
+      lengths: (prompt, answer) tokens of real calls.
       contexts: number of active contexts.
       calls: number of calls.
       hours: length of the trace.
@@ -134,12 +135,14 @@ def make_switching(
         )
     if not 0 < hours < float("inf"):
         raise ConfigError(f"a trace lasts some hours, got {hours}")
-    draw = random.Random(seed)
+    draw, ordered = random.Random(seed), sorted(lengths, key=lambda each: (sum(each), each))
+    # Of a Poisson process of so many calls.
     times = sorted(draw.uniform(0, hours * 3600) for _ in range(calls))
     called = itertools.islice(PATTERNS[pattern](contexts, draw), calls)
     trace = []
     for time_s, context in zip(times, called, strict=True):
-        prompt, answer = draw.choice(lengths)
+        first, end = ((context + each) * len(ordered) // contexts for each in (0, 1))
+        prompt, answer = draw.choice(ordered[first : max(end, first + 1)])
         trace.append(
             ContextCall(time_s=round(time_s, 3), context=context, prompt_tokens=prompt, answer_tokens=answer)
         )

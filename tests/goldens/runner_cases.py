@@ -163,7 +163,7 @@ def computed_again(models: Models) -> list[Answer]:
 def narrow(models: Models) -> list[Answer]:
     """As few bits as there are, of a chat whose window slides."""
     engine = models.engine("int8", "channel")
-    with opening.open_contexts(engine, models.new_folder(), ratio=0.25, newest_chunks=0) as opened:
+    with opening.open_contexts(engine, models.new_folder(), ratio=0.4, newest_chunks=0) as opened:
         one, two = (opening.new_context(opened) for _ in range(2))
         answers = [opening.said(one, "hello the hello there", tokens=40), opening.said(two, [1])]
         answers.append(opening.said(one, "the hell", tokens=20, drawn=True))

@@ -1,20 +1,29 @@
 """The bench of contexts: its rows by hand, its devices by the clock, and the whole of it on a tiny model."""
 
 import json
+import os
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.contexts import quality, run
+from benchmarks.contexts import PARTS, density, quality, run
 from benchmarks.contexts.encodings import EIGHT, RAW, Stored
+from benchmarks.contexts.flushes import FlushClock
+from benchmarks.contexts.outliers import write_with_outliers
 from benchmarks.contexts.replay import Switches
 from benchmarks.contexts.rows import most_contexts, switch_rows
 from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS
 from benchmarks.measuring.report import Row
 from benchmarks.measuring.storage import DEVICES, REAL, emulated
+from jaxllm.bundle import Bundle
+from jaxllm.errors import ConfigError
+from jaxllm.kv.cache import new_cache
+from jaxllm.models.decoder import forward
 from serving.cli import cli
 from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.restore import Restoration
@@ -28,7 +37,7 @@ DATA = Path(__file__).parents[4] / "shared" / "data"
 
 def switches(*times_ms, caching="direct"):
     restorations = [Restoration(resident=3, read=(4,), took_ms=each) for each in times_ms]
-    return Switches(restorations, [each + 20 for each in times_ms], [5.0, 7.0], caching)
+    return Switches(restorations, [each + 20 for each in times_ms], [5.0, 7.0], [1.0, 4.0], caching)
 
 
 def test_a_mean_switch_and_how_it_was_read():
@@ -40,6 +49,10 @@ def test_a_mean_switch_and_how_it_was_read():
         ("ttft_ms", "LMK", 60.0, None, None),
         ("finish_ms", OURS, 6.0, "LMK", 1.0),
         ("finish_ms", "LMK", 6.0, None, None),
+        ("finish_unflushed_ms", OURS, 3.5, "LMK", 1.0),
+        ("finish_unflushed_ms", "LMK", 3.5, None, None),
+        ("switch_and_finish_ms", OURS, 8.0, "LMK", 46 / 8),
+        ("switch_and_finish_ms", "LMK", 46.0, None, None),
     ]
     assert "3 in memory, 1 read, 0 computed; read by O_DIRECT" in (rows[0].note or "")
     assert "nothing on storage" in (rows[1].note or "")
@@ -52,7 +65,7 @@ def test_a_mean_switch_and_how_it_was_read():
 def test_most_contexts_are_those_before_the_first_that_are_too_many():
     found = {
         2: {OURS: switches(5.0), "LMK": switches(5.0), "Swapping": switches(50.0)},
-        4: {OURS: switches(9.0), "LMK": switches(11.0), "Swapping": switches(50.0)},
+        4: {OURS: switches(9.0), "LMK": None, "Swapping": switches(50.0)},
         8: {OURS: switches(12.0), "LMK": switches(6.0), "Swapping": switches(6.0)},
     }
     values = {(row.system, row.baseline): (row.value, row.ratio) for row in most_contexts("c", found, 10.0)}
@@ -125,6 +138,7 @@ def test_cases_are_chosen_by_options(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(run, "run", lambda _path, _weights, plan, *_, **__: seen.append(plan) or [])
     monkeypatch.setattr(quality, "quality_rows", lambda *_: [])
+    monkeypatch.setattr(density, "density_rows", lambda *_: [])
     command = ["bench", "contexts", "-m", str(tmp_path), "--json"]
     chosen = ["--contexts", "8", "--contexts", "4", "--pattern", "markov", "--device", "emmc"]
     for options in (["--full"], [*chosen, "--full", "--only", "switching"]):
@@ -144,9 +158,12 @@ def test_cases_are_chosen_by_options(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_whole_bench(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
-    plan = run.Plan(patterns=("markov",), contexts=(2, 4), fitting=4, calls=8, chunk_tokens=(8,), repeats=1)
+    plan = run.Plan(
+        patterns=("markov",), contexts=(2, 6), fitting=6, calls=8, chunk_tokens=(8,), repeats=1,
+        budget_shares=(0.5,), context_tokens=(64, 4096), interval_s=(0.001,),
+    )  # fmt: skip
     monkeypatch.setattr(run.Plan, "quick", classmethod(lambda _: plan))
-    parts = [each for part in list(run.PARTS)[:-1] for each in ("--only", part)]
+    parts = [each for part in list(PARTS)[:-2] for each in ("--only", part)]
     command = ["bench", "contexts", "--json", *parts]
     result = CliRunner().invoke(
         cli, [*command, "-m", str(tiny), "--plot", str(tmp_path)],
@@ -156,15 +173,21 @@ def test_the_whole_bench(tiny, tmp_path, monkeypatch):
     rows = [Row(**row) for row in json.loads(result.stdout.splitlines()[-1])["rows"]]
     switching = [row for row in rows if row.metric == "switch_ms" and not row.case.startswith("resident")]
     assert {row.system for row in switching} == {
-        *(each.name for each in (*SYSTEMS, *ABLATIONS)), f"{OURS}-chunks-of-8",
+        *(each.name for each in (*SYSTEMS, *ABLATIONS)), f"{OURS}-chunks-of-8-ratio-0.6",
     }  # fmt: skip
     assert all(row.value > 0 for row in switching)
     assert {row.metric for row in rows} == {
-        "switch_ms", "finish_ms", "contexts_within_10_ms", "contexts_within_25_ms", "prefill_tokens_per_s",
-        "decode_tokens_per_s", "context_bytes",
+        "switch_ms", "finish_ms", "finish_unflushed_ms", "switch_and_finish_ms", "contexts_within_10_ms",
+        "contexts_within_25_ms", "prefill_tokens_per_s", "decode_tokens_per_s", "context_bytes",
     }  # fmt: skip
     # All of ours fits where that was planned for, and nothing is left behind.
-    fitting = [row.note for row in switching if row.system == OURS and " 4 contexts" in row.case]
+    begins = {row.case.partition(":")[0] for row in rows}
+    assert {"budget", "length", "interval", "ablation", "chunk size", "resident"} <= begins
+    assert {row.case.split(",")[0] for row in rows if row.case.startswith("length")} == {"length: 64 tokens"}
+    fitting = [
+        row.note for row in switching
+        if row.system == OURS and " 6 contexts" in row.case and not row.case.startswith("interval")
+    ]  # fmt: skip
     assert fitting
     assert all(" 0 read, 0 computed" in (note or "") for note in fitting)
     assert not list((tmp_path / "cache" / "benchmarks").iterdir())
@@ -181,3 +204,42 @@ def test_quality_of_the_packaged_model():
     assert {metric for metric, _ in values} == {"perplexity", "accuracy", "recall"}
     assert values["perplexity", OURS] < 1.02 * values["perplexity", EIGHT]
     assert values["perplexity", "2 bit"] > values["perplexity", EIGHT]
+
+
+def test_flat_widths_are_spread_and_fit():
+    sizes = {8: 10, 4: 6, 2: 4}
+    assert density.flat_widths(4, 20, sizes).tolist() == [2, 4, 2, 4]
+    assert density.flat_widths(4, 24, sizes).tolist() == [4] * 4
+    assert density.flat_widths(4, 31, sizes).tolist() == [4, 4, 4, 8]
+    assert density.flat_widths(3, 99, sizes).tolist() == [8] * 3
+    assert density.flat_widths(3, 12, sizes).tolist() == [2] * 3
+    with pytest.raises(ConfigError, match="3 chunks take more than 11 bytes at 2 bits"):
+        density.flat_widths(3, 11, sizes)
+
+
+def test_outliers_change_keys_and_no_answer(tiny, tmp_path):
+    write_with_outliers(tiny, tmp_path / "outliers.jaxllm", 8.0)
+    tokens, found = jnp.arange(40, dtype=jnp.int32)[None], []
+    for path in (tiny, tmp_path / "outliers.jaxllm"):
+        with Bundle.open(path) as bundle:
+            cfg, params = bundle.cfg, jax.tree.map(jnp.array, bundle.load())
+        cache = new_cache(cfg, batch=1, tokens=40, dtype=jnp.dtype(jnp.float32))
+        hidden, cache = forward(params, tokens, cache, cfg=cfg)
+        found.append((np.asarray(hidden), np.asarray(cache.past(1).own[0])))
+    (plain, keys), (same, larger) = found
+    np.testing.assert_allclose(same, plain, rtol=1e-4, atol=1e-5)
+    ratio = np.abs(larger).mean((0, 1, 2)) / np.abs(keys).mean((0, 1, 2))
+    np.testing.assert_allclose(ratio[[7, 15]], 8, rtol=1e-3)
+    np.testing.assert_allclose(np.delete(ratio, [7, 15]), 1, rtol=1e-3)
+    with pytest.raises(ConfigError, match="outliers cannot be put into"):
+        write_with_outliers(write_tiny_bundle(tmp_path / "float.jaxllm"), tmp_path / "out.jaxllm")
+
+
+def test_flushes_are_counted_and_nothing_stays(tmp_path):
+    before, clock = os.fsync, FlushClock()
+    with clock.running(), (tmp_path / "file").open("wb") as file:
+        assert clock.reset() == 0
+        file.write(b"text")
+        os.fsync(file.fileno())
+        assert clock.reset() > 0 == clock.ms
+    assert os.fsync is before

@@ -157,7 +157,9 @@ def completed(monkeypatch: pytest.MonkeyPatch, run: Run, *words: str) -> set[str
 
 
 def test_completion(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {"calibrate-prefill", "chat", "completion", "contexts"} == completed(monkeypatch, run, "c")
+    assert {"calibrate-contexts", "calibrate-prefill", "chat", "completion", "contexts"} == completed(
+        monkeypatch, run, "c"
+    )
     assert "--max-tokens" in completed(monkeypatch, run, "generate", "--max")
     assert completed(monkeypatch, run, "eval", "p") == {"perplexity"}
     assert completed(monkeypatch, run, "prepare", "folder", "--weights", "int") == {

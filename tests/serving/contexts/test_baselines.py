@@ -181,8 +181,9 @@ def test_bad_input_is_told():
 
 def test_what_may_not_rise_leaves_its_room_to_others():
     density = np.array([9.0, 8.0, 1.0, 1.0])
-    free = allocate(density, 0.75, newest=0)
-    held = allocate(density, 0.75, newest=0, most=np.array([2, 8, 8, 8]))
+    sizes = {8: 4, 4: 2, 2: 1}
+    free = allocate(density, 12, sizes=sizes, newest=0)
+    held = allocate(density, 12, sizes=sizes, newest=0, most=np.array([2, 8, 8, 8]))
     assert held[0] == 2
     assert np.all(held[1:] >= free[1:])
     assert held.sum() > np.minimum(free, [2, 8, 8, 8]).sum()

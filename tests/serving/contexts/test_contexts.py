@@ -13,7 +13,6 @@ import pytest
 
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextOverflow
 from jaxllm.kv.codecs import RAW
-from jaxllm.kv.tolerance import RATIOS
 from jaxllm.text.tokenizer import Tokenizer
 from serving.contexts.context import turn_ids
 from serving.request import GenerationConfig
@@ -195,13 +194,19 @@ def test_a_budget_below_one_context_is_told(kept):
 # Compression
 
 
+def share_of(contexts, bits):
+    """Bytes of chunks in memory as they are, scales and all, relative to those that ratios are counted by."""
+    chunk_io = contexts._chunk_io[100]
+    return sum(map(chunk_io.chunk_bytes, bits)) / (len(bits) * chunk_io.reference_bytes)
+
+
 def test_widths_follow_the_ratio_and_never_rise(kept):
-    contexts = kept("kivi", ratio=0.6)
+    contexts = kept("kivi", ratio=0.5)
     context, before = new(contexts), ()
     for turn in ([*range(70)], [5] * 9, [7] * 9, [9] * 9):
         say(context, turn, 3)
         record = context.record
-        assert np.mean([RATIOS[bits] for bits in record.bits]) <= 0.6 + 1e-9
+        assert share_of(contexts, record.bits) <= 0.5
         assert all(new <= old for new, old in zip(record.bits, before, strict=False))
         # How many chunks the newest one's width would leave no room for is not asked of so few.
         assert record.bits[-1] == max(record.bits[len(before) :], default=record.bits[-1])
@@ -210,8 +215,15 @@ def test_widths_follow_the_ratio_and_never_rise(kept):
         # What is in memory is what is stored.
         resident = contexts.memory.chunks(context.name)
         assert [resident[n].bits for n in sorted(resident)] == list(record.bits)
+        wanted = share_of(contexts, record.bits) * contexts._chunk_io[100].reference_bytes
+        assert sum(each.size_bytes for each in resident.values()) == pytest.approx(wanted * len(record.bits))
         before = record.bits
     assert len(set(before)) > 1
+
+
+def test_a_ratio_that_scales_leave_no_room_for_is_refused(kept):
+    with pytest.raises(ConfigError, match=r"a ratio of 0\.39 is less than 0\.4, which chunks take at 2 bits"):
+        kept("kivi", ratio=0.39)
 
 
 def test_mass_adds_up_over_calls_and_restarts(kept):

@@ -78,7 +78,7 @@ def test_a_chunk_at_fewer_bits_is_ones_own(kept):
     contexts = kept("kivi", ratio=1.0)
     first = new(contexts)
     say(first, PROMPTS[0])
-    contexts = kept("kivi", ratio=0.25)
+    contexts = kept("kivi", ratio=0.4)
     first, second = found(contexts, first), new(contexts)
     before = first.record
     answer = say(second, PROMPTS[1])

@@ -49,13 +49,27 @@ def test_patterns_differ_as_their_names_say():
         for name, trace in ((name, draw(name)) for name in PATTERNS)
     }
     assert again["random"] == pytest.approx(1 / 9, abs=0.03)
-    # Again by choice, or by chance among all.
-    assert again["markov"] == pytest.approx(0.3 + 0.3 / 9, abs=0.03)
-    called = [each.context for each in draw("markov")]
-    follows = collections.Counter(pair for pair in itertools.pairwise(called) if pair[0] != pair[1])
-    # Each has one that follows it far more often than any other.
-    usual = dict(pair for pair, _ in follows.most_common(9))
-    assert sorted(usual) == sorted(usual.values()) == list(range(9))
+    # One of 1, 1/2, ... 1/9.
+    assert again["markov"] == pytest.approx(1 / sum(1 / rank for rank in range(1, 10)), abs=0.03)
+    recent, ranks = [], collections.Counter()
+    for each in draw("markov"):
+        if each.context in recent:
+            ranks[recent.index(each.context)] += 1
+            recent.remove(each.context)
+        recent.insert(0, each.context)
+    assert ranks[0] > 1.5 * ranks[1] > 1.5 * ranks[2] > 1.5 * ranks[5] > 0
+
+
+def test_each_context_has_its_own_workload():
+    """In the Gaussian pattern contexts of moderate lengths are called most."""
+    lengths = [(10 * each, each) for each in (3, 1, 2, 9, 5, 7, 4, 6, 8)]
+    trace = make_switching("gaussian", lengths, contexts=9, calls=2000)
+    assert {(each.context, each.prompt_tokens) for each in trace} == {(n, 10 * (n + 1)) for n in range(9)}
+    prompts = collections.Counter(each.prompt_tokens for each in trace)
+    assert prompts[50] > 1.5 * prompts[20] > 0
+    assert prompts[50] > 1.5 * prompts[80] > 0
+    few = make_switching("random", LENGTHS, contexts=9, calls=200)
+    assert all(each.prompt_tokens == (10 if each.context < 5 else 200) for each in few)
 
 
 def test_what_cannot_be_drawn_is_refused():
