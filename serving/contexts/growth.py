@@ -33,7 +33,7 @@ def widened_bits(record: Record, chunk_io: ChunkIO, options: ContextOptions, mos
     if chunk_io.widths == (RAW,) or not record.bits:
         return {}
     density = np.asarray(record.mass) / np.maximum(record.seen, 1)
-    wanted = allocate(density, options.ratio, newest=options.newest_chunks).tolist()
+    wanted = _widths(chunk_io, options, density).tolist()
     room = most_bytes(chunk_io, options, len(record.bits))
     room -= sum(chunk_io.chunk_bytes(bits) for bits in record.bits if bits != LOST)
     found: dict[int, int] = {}
@@ -92,14 +92,7 @@ def grown_record(
         # More bits do not restore what fewer bits lost.
         most = np.full(count, max(WIDTHS))
         most[:known] = [max(WIDTHS) if each == LOST else each for each in before.bits[:known]]
-        bits = allocate(
-            got / np.maximum(seen, 1),
-            most_bytes(chunk_io, options, count),
-            sizes={width: chunk_io.chunk_bytes(width) for width in WIDTHS},
-            newest=options.newest_chunks,
-            kept=chunk_io.kept,
-            most=most,
-        )
+        bits = _widths(chunk_io, options, got / np.maximum(seen, 1), most)
     return dataclasses.replace(
         before,
         tokens=tuple(tokens),
@@ -190,6 +183,20 @@ def require_ratio(chunk_io: ChunkIO, options: ContextOptions) -> None:
             "with their scales; raise the ratio, take longer chunks (EngineOptions.kv_chunk_tokens), whose "
             "scales are shared by more tokens, or another codec"
         )
+
+
+def _widths(
+    chunk_io: ChunkIO, options: ContextOptions, density: np.ndarray, most: np.ndarray | None = None
+) -> np.ndarray:
+    """Bits of chunks of a density (see `allocate`)."""
+    return allocate(
+        density,
+        most_bytes(chunk_io, options, len(density)),
+        sizes={width: chunk_io.chunk_bytes(width) for width in WIDTHS},
+        newest=options.newest_chunks,
+        kept=chunk_io.kept,
+        most=most,
+    )
 
 
 def _attended(

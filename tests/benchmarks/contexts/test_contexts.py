@@ -57,7 +57,7 @@ def test_a_mean_switch_and_how_it_was_read():
     assert "3 in memory, 1 read, 0 computed; read by O_DIRECT" in (rows[0].note or "")
     assert "nothing on storage" in (rows[1].note or "")
     fed = Restoration(read=(4,), took_ms=30.0, fed_tokens=9, fed_ms=20.0)
-    assert Switches([fed], [31.0], [5.0], "").mean_ms == 10.0
+    assert Switches([fed], [31.0], [5.0], [1.0], "").mean_ms == 10.0
     (row, *_) = switch_rows("a case", {OURS: switches(1.0)}, DEVICES["emmc"])
     assert "emulated: reads 250 MB/s and 11,000 IOPS, writes 125 MB/s" in (row.note or "")
 
