@@ -23,6 +23,8 @@ class ElasticRecipe(LoraRecipe):
       anchor_share: share of the layers, the most important ones, that stay whole as long as a level allows.
       calibration_tokens: tokens of the training split on which importance is measured.
       importance: of units: by the "gradient" of the loss, or by "fisher" information, row by row.
+      units: how a level's units are chosen: an "equal" share of every layer but the anchors, as in the paper,
+        or "global"ly, those of all layers that matter most per parameter.
       order: order of units: by "importance", or to compare with, by "magnitude" or at "random".
       shortened_share: share of the questions that lose words, as prompts do in service (see
         `training.data.shortened_prompts`).
@@ -37,6 +39,7 @@ class ElasticRecipe(LoraRecipe):
     calibration_tokens: int = 1 << 16
     importance: Measure = "gradient"
     order: Literal["importance", "magnitude", "random"] = "importance"
+    units: Literal["equal", "global"] = "equal"
     shortened_share: float = 0.0
     recovery: RecoveryKind = "lora"
     whole_kl_nats: float = 0.0
@@ -52,6 +55,10 @@ class ElasticRecipe(LoraRecipe):
         require_int("calibration_tokens", self.calibration_tokens, 1)
         if self.order not in ("importance", "magnitude", "random"):
             raise ConfigError(f"order must be importance, magnitude or random, got {self.order!r}")
+        if self.units not in ("equal", "global"):
+            raise ConfigError(f"units must be equal or global, got {self.units!r}")
+        if self.units == "global" and self.order != "importance":
+            raise ConfigError("units are chosen globally by their importance: take order = importance")
         if self.importance not in MEASURES:
             raise ConfigError(f"importance must be one of {', '.join(MEASURES)}, got {self.importance!r}")
         require_float("whole_kl_nats", self.whole_kl_nats, least=0)

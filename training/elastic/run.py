@@ -18,6 +18,7 @@ from jaxllm.bundle import write_bundle
 from jaxllm.bundle.elastic import Recovery, elastic_parts
 from jaxllm.bundle.tiny_lm import TinyLm, tiny_lm_parts
 from jaxllm.checkpoints import huggingface
+from jaxllm.elastic.knapsack import chosen_ladder
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.elastic.units import UnitOrder, reorder
 from jaxllm.errors import CheckpointError, ConfigError
@@ -89,6 +90,11 @@ def elasticize(
         raise ConfigError(
             "a tiny LM learns from tasks: say with --data where they are, or leave it out (--tiny-lm none)"
         )
+    if tiny_lm is not None and jax.process_count() > 1:
+        raise ConfigError(
+            "a tiny LM is trained in one process: leave it out (--tiny-lm none), and run the same command in "
+            "one process for it when the levels are done"
+        )
     cfg = huggingface.read_config(model)
     require_room(cfg, "levels")
     recipe = fitted_to_window(recipe, cfg, console)
@@ -116,7 +122,10 @@ def elasticize(
     # Read again in order, instead of moved: there is then one copy, wherever it is.
     del frozen
     order = _order(run, importance, model)
-    ladder = Ladder(levels=recipe.levels, anchors=importance.anchors(recipe.anchor_share))
+    if recipe.units == "global":
+        ladder = chosen_ladder(cfg, recipe.levels, importance.groups, importance.neurons)
+    else:
+        ladder = Ladder(levels=recipe.levels, anchors=importance.anchors(recipe.anchor_share))
 
     def ordered() -> Iterator[tuple[str, np.ndarray]]:
         return reorder(cfg, huggingface.read_params(model, cfg), order)

@@ -32,7 +32,7 @@ RECIPE = LoraRecipe(
 
 
 def two_layers(name):
-    return dataclasses.replace(MODELS[name], layers=2, attention_windows=())
+    return dataclasses.replace(MODELS[name], layers=2, attention_windows=(), sparse_layers=())
 
 
 def mean_loss(params, cfg, of):
