@@ -25,7 +25,7 @@ from jaxllm.elastic.units import UnitOrder, order_units, unit_arrays, units_of_a
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.models.parameters import Params
-from jaxllm.models.scanned_layers import Remat, unstacked
+from jaxllm.models.scanned_layers import STACKS, Remat, unstacked
 from training.data.packing import Batch
 from training.elastic.levels import without_layer
 from training.loop.losses import next_token_losses, outputs_of
@@ -128,8 +128,7 @@ def measure(
         )
     mesh = mesh or make_mesh(MeshShape(data=1), 1)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    sums_of = _unit_sums if by == "gradient" else _unit_squares
-    units = jax.jit(functools.partial(sums_of, cfg, remat=remat), out_shardings=everywhere)
+    units = unit_step(cfg, mesh, remat=remat, by=by)
     # One function for all layers: which of them is left out is an argument.
     loss = jax.jit(functools.partial(_loss_without, cfg), out_shardings=everywhere)
     own: Params = laid_out(params.items(), cfg, mesh)
@@ -149,6 +148,16 @@ def measure(
     if not np.isfinite(nats[0]):
         raise ConfigError(f"the model's loss on the calibration text is {nats[0]}; its weights are broken")
     return Importance(*sums, layers=nats[1:] - nats[0], loss=float(nats[0]))
+
+
+def unit_step(
+    cfg: ModelConfig, mesh: Mesh, *, remat: Remat = "none", by: Measure = "gradient"
+) -> Callable[[Params, Batch], _Units]:
+    """The compiled step of (parameters, batch), both on the mesh, to sums of kv groups and neurons by layer,
+    which every device has: one backward pass, or one for each row by "fisher"."""
+    sums_of = _unit_sums if by == "gradient" else _unit_squares
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(functools.partial(sums_of, cfg, remat=remat), out_shardings=everywhere)
 
 
 def magnitudes(cfg: ModelConfig, tensors: Iterable[tuple[str, np.ndarray]]) -> UnitOrder:
@@ -184,10 +193,16 @@ def _loss_without(cfg: ModelConfig, params: Params, batch: Batch, layer: jax.Arr
 def _unit_sums(cfg: ModelConfig, params: Params, batch: Batch, *, remat: Remat) -> _Units:
     """Gradient times weight of the mean loss, summed over each unit: of kv-groups and of neurons by layer."""
     gradients = jax.grad(lambda params: _loss(cfg, params, batch, remat=remat))(params)
-    products: dict[str, Any] = jax.tree.map(
-        lambda one, other: one.astype(jnp.float32) * other.astype(jnp.float32), gradients, dict(params)
-    )
-    return _unit_reduce(cfg, unstacked(products, cfg).items())
+    sums = {}
+    for name, gradient in gradients.items():
+        like = name.replace(STACKS, "layers.", 1)
+        if is_unit_parameter(like):
+            value: Any = params[name]
+            product = gradient.astype(jnp.float32) * value.astype(jnp.float32)
+            # Summed before layers are taken apart, so that no product is kept.
+            kept = int(name != like) + (2 if ".experts." in name else 1)
+            sums[name] = product.reshape(*product.shape[:kept], -1).sum(-1)
+    return _unit_reduce(cfg, unstacked(sums, cfg).items())
 
 
 def _unit_squares(cfg: ModelConfig, params: Params, batch: Batch, *, remat: Remat) -> _Units:

@@ -101,17 +101,20 @@ def train_together(run: ElasticRun, tensors: Tensors, ladder: Ladder) -> tuple[T
     """
     splits, console, recipe, cfg = run.splits, run.console, run.recipe, run.cfg
     console.print(f"training {len(ladder.levels)} levels together", soft_wrap=True)
-    start = laid_out(tensors(), cfg, run.mesh, jnp.dtype(jnp.float32))
-    bound = recipe.whole_kl_nats
+    wide, bound = jnp.dtype(jnp.float32), recipe.whole_kl_nats
     before = laid_out(tensors(), cfg, run.mesh, run.dtype) if bound else None
-    trainer = Trainer(joint_job(cfg, start, ladder, recipe, original=before), recipe, run.mesh)
+    # The first step uses up what it starts from.
+    job = joint_job(cfg, laid_out(tensors(), cfg, run.mesh, wide), ladder, recipe, original=before)
+    trainer = Trainer(job, recipe, run.mesh)
     best = fit(
         trainer, splits.train.batch_at, splits.held_out_batches, run.folder / "joint", console,
         splits.source_names,
     )  # fmt: skip
     if before is None:
         return (lambda: one_by_one(best.params, cfg)), {}
+    del job, trainer
     meter = Trainer(divergence_job(cfg, before, recipe), recipe, run.mesh)
+    start = laid_out(tensors(), cfg, run.mesh, wide)
     held, share, nats = within_bound(
         start, best.params, lambda params: meter.evaluate(params, splits.held_out_batches())[0], bound
     )

@@ -4,19 +4,23 @@ import dataclasses
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import training.tiny_lm.run
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.elastic import read_ladder, read_recovery
+from jaxllm.bundle.elastic import read_ladder, read_order, read_recovery
 from jaxllm.bundle.tiny_lm import read_tiny_lm
+from jaxllm.bundle.writer import stored_form
 from jaxllm.elastic.ladder import layer_parameters, sub_config
 from jaxllm.elastic.slo import marks
+from jaxllm.elastic.units import reorder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.decoder import forward_documents
 from jaxllm.models.lora import LoraConfig
+from jaxllm.models.parameters import param_specs
 from jaxllm.models.tiny_lm import forward_both
 from jaxllm.quant import dequantize
 from serving.cli import cli
@@ -102,6 +106,13 @@ def test_levels_are_recovered_and_nothing_is_done_twice(model, data, tmp_path, m
         share = layer_parameters(sub_config(TINY, ladder, 50)) / layer_parameters(TINY)
         assert half["share"] == share
         assert bundle.layout.parts["elastic"].facts["levels"] == facts["levels"]
+        # The whole model is what it was, bit for bit, in another order.
+        order, stored = read_order(bundle), bundle.load()
+        assert order is not None
+        for name, value in reorder(TINY, tiny_params().items(), order):
+            wanted = stored_form(value, param_specs(TINY)[name], weights)
+            for one, other in zip(jax.tree.leaves(stored[name]), jax.tree.leaves(wanted), strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=name)
     written = (tmp_path / "out.jaxllm").read_bytes()
     monkeypatch.setattr(recovery, "measure", None)
     assert run(RECIPE, model, data, tmp_path, weights=weights) == facts
