@@ -1,7 +1,7 @@
 """Levels in training: the whole model's parameters, and counts of the units that a level uses.
 
 Units that are not used add nothing to their layer's outputs, so that losses and gradients are the
-sub-model's, and one compiled step serves all levels: a level is an array of counts, not a graph. XLA computes
+sub-model's, and one compiled step serves all levels: a level is an array of counts. XLA computes
 unused units all the same, so that a step of any level takes as long as one of the whole model.
 """
 
@@ -53,11 +53,11 @@ def at_level(params: Params, counts: Counts, cfg: ModelConfig) -> dict[str, Any]
 def without_layer(cfg: ModelConfig, params: Params, layer: jax.Array | int) -> dict[str, Any]:
     """The parameters with one layer that adds nothing, an int32 scalar; -1 for none."""
     units = [cfg.units(each) for each in range(cfg.layers)]
-    table = counts_of([each.kv_heads for each in units], [each.neurons for each in units], 0)
+    whole = counts_of([each.kv_heads for each in units], [each.neurons for each in units], 0)
     found: dict[str, Any] = dict(params)
     for prefix, numbers in _rows(params, cfg).items():
         kept = np.asarray(numbers, np.int32) != jnp.asarray(layer, jnp.int32)
-        found[prefix + PARAMETER] = jnp.where(kept[..., None], table[np.asarray(numbers)], 0)
+        found[prefix + PARAMETER] = jnp.where(kept[..., None], whole[np.asarray(numbers)], 0)
         for name in _OUTPUTS:
             if prefix + name in params:
                 value = jnp.asarray(params[prefix + name])

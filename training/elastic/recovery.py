@@ -115,14 +115,14 @@ def train_together(run: ElasticRun, tensors: Tensors, ladder: Ladder) -> tuple[T
     del job, trainer
     meter = Trainer(divergence_job(cfg, before, recipe), recipe, run.mesh)
     start = laid_out(tensors(), cfg, run.mesh, wide)
-    held, share, nats = within_bound(
+    kept, share, nats = within_bound(
         start, best.params, lambda params: meter.evaluate(params, splits.held_out_batches())[0], bound
     )
     console.print(
         f"the whole model is {nats:.4f} nats from the one before, {100 * share:.1f} % of the way",
         soft_wrap=True,
     )
-    return (lambda: one_by_one(held, cfg)), {"whole_kl_nats": nats, "whole_share": share}
+    return (lambda: one_by_one(kept, cfg)), {"whole_kl_nats": nats, "whole_share": share}
 
 
 def within_bound(

@@ -110,9 +110,9 @@ def test_weights_go_back_as_far_as_a_bound_says():
     def divergence(params):
         return float(params["w"][0]) ** 2
 
-    held, share, nats = within_bound(start, end, divergence, 0.25)
+    kept, share, nats = within_bound(start, end, divergence, 0.25)
     assert nats <= 0.25
     assert 0.49 < share <= 0.5
-    np.testing.assert_allclose(held["w"], share)
+    np.testing.assert_allclose(kept["w"], share)
     assert within_bound(start, end, divergence, 2.0)[1:] == (1.0, 1.0)
     assert within_bound(start, end, divergence, 1e-9)[1:] == (0.0, 0.0)

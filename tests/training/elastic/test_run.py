@@ -24,7 +24,7 @@ from jaxllm.models.parameters import param_specs
 from jaxllm.models.tiny_lm import forward_both
 from jaxllm.quant import dequantize
 from serving.cli import cli
-from tests.tiny import TINY, tiny_params, write_tiny_folder
+from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_folder
 from tests.training.tiny_runs import ONE, QUIET, TLM_RECIPE
 from training.bundle_output import BundleOutput
 from training.commands import elasticize as elasticize_cli
@@ -32,6 +32,7 @@ from training.data.sources import Source
 from training.elastic import importance, recovery
 from training.elastic.recipe import ElasticRecipe, elastic_recipe_names, load_elastic_recipe
 from training.elastic.run import elasticize
+from training.loop import losses
 from training.tiny_lm.recipe import TinyLmRun, load_tiny_lm_recipe
 
 pytestmark = pytest.mark.usefixtures("quick_compilations")
@@ -160,6 +161,24 @@ def test_levels_are_trained_together_within_a_bound(model, data, tmp_path):
         assert read_recovery(bundle, 50) is None
         assert bundle.layout.parts["elastic"].facts["whole_kl_nats"] == facts["whole_kl_nats"]
     assert all("recovered" not in each for each in facts["levels"].values())
+
+
+@pytest.mark.slow
+def test_a_vocabulary_of_128k_tokens(data, tmp_path, monkeypatch):
+    # As many logits as real rows have are computed by blocks.
+    monkeypatch.setattr(losses, "WHOLE_LOGITS_BYTES", 0)
+    cfg = dataclasses.replace(TINY, vocab_size=128256, hidden_size=16)
+    files = tiny_tokenizer()
+    parts = json.loads(files.tokenizer_json)
+    first = max(each["id"] for each in parts["added_tokens"]) + 1
+    parts["model"]["vocab"] |= {f"piece{id_}": id_ for id_ in range(first, cfg.vocab_size)}
+    files = dataclasses.replace(files, tokenizer_json=json.dumps(parts))
+    folder = write_tiny_folder(tmp_path / "wide", cfg=cfg, params=tiny_params(cfg), tokenizer=files)
+    short = {"steps": 1, "batch": 1, "row_tokens": 64, "warmup_steps": 0, "calibration_tokens": 64}
+    facts = run(dataclasses.replace(RECIPE, **short, recovery="joint"), folder, data, tmp_path)
+    assert all(0 < each["held_out"] < 20 for each in facts["levels"].values())
+    with Bundle.open(tmp_path / "out.jaxllm") as bundle:
+        assert bundle.cfg.vocab_size == 128256
 
 
 def stop(*_, **__):
