@@ -137,7 +137,8 @@ def within_bound(
       bound: of it, above 0.
 
     Returns:
-      The parameters, their share of the way in [0, 1], and their divergence, at most the bound.
+      The parameters, their share of the way in [0, 1], and their divergence: at most the bound, or that of
+      `start` by rounding alone.
     """
     between = jax.jit(
         lambda start, end, share: jax.tree.map(lambda one, other: one + share * (other - one), start, end)
@@ -145,7 +146,7 @@ def within_bound(
     found = end, 1.0, divergence(end)
     if found[2] <= bound:
         return found
-    low, high, best = 0.0, 1.0, (start, 0.0, 0.0)
+    low, high, best = 0.0, 1.0, None
     for _ in range(_HALVINGS):
         share = (low + high) / 2
         params = between(start, end, np.float32(share))
@@ -154,7 +155,7 @@ def within_bound(
             low, best = share, (params, share, nats)
         else:
             high = share
-    return best
+    return best or (start, 0.0, divergence(start))
 
 
 def as_stored(
