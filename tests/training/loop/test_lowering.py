@@ -62,7 +62,7 @@ def lowered(kind, row_tokens, platform):
         trainer, frozen = Trainer(lora_job(cfg, {}, recipe), recipe, mesh, stack=True), half
     elif kind == "level":
         recipe = LoraRecipe(**settings, sources=(Source(text="text.txt"),))
-        job = dataclasses.replace(level_job(cfg, {}, Ladder(), recipe), frozen=None)
+        job = dataclasses.replace(level_job(cfg, {}, Ladder(), recipe), frozen={})
         trainer = Trainer(job, recipe, mesh, stack=True)
         counts = stacked(level_counts(cfg, Ladder(), 50), cfg)
         frozen = half | placed_on(mesh, jax.eval_shape(lambda: counts))
