@@ -1,8 +1,9 @@
 """Chooses the units of each level's sub-model (ELMS, section 3.2).
 
 A level is a share, in percent, of the parameters of all layers. Anchor layers, the most important ones, stay
-whole as long as the share allows; the other layers shrink evenly, by whole units. A sub-model has a prefix of
-each layer's units, so that all levels read the same buffers from the start.
+whole as long as the share allows; the other layers shrink evenly, by whole units. Or a ladder says itself how
+many units each level has of each layer (see `knapsack.py`). A sub-model has a prefix of each layer's units,
+so that all levels read the same buffers from the start.
 
 Every level is a part of the whole model, but not always of the next larger level: where that has one kv group
 more in a layer, it may have a few neurons fewer.
@@ -34,10 +35,12 @@ class Ladder:
     Attributes:
       levels: in percent, ascending; the last is 100, the whole model.
       anchors: indices of the anchor layers, which shrink last, ascending.
+      units: per level but the last, per layer, its kv groups and neurons; empty: by share and anchors.
     """
 
     levels: tuple[int, ...] = LEVELS
     anchors: tuple[int, ...] = ()
+    units: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     def __post_init__(self) -> None:
         whole = all(type(each) is int for each in (*self.levels, *self.anchors))
@@ -49,10 +52,15 @@ class Ladder:
             raise ConfigError(f"a level must be at least 1 percent, got {self.levels[0]}")
         if list(self.anchors) != sorted(set(self.anchors)) or min(self.anchors, default=0) < 0:
             raise ConfigError(f"anchors must be ascending numbers of layers, got {self.anchors}")
+        if self.units and len(self.units) != len(self.levels) - 1:
+            raise ConfigError(f"units of {len(self.units)} levels for {len(self.levels) - 1} below the whole")
+        pairs = [pair for level in self.units for pair in level]
+        if any(len(pair) != 2 or any(type(n) is not int or n < 1 for n in pair) for pair in pairs):
+            raise ConfigError("units of a layer must be a number of kv groups and one of neurons, at least 1")
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict that `from_json` reads back."""
-        return dataclasses.asdict(self)
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "units" or value}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Ladder":
@@ -62,10 +70,11 @@ class Ladder:
           ConfigError: a key is unknown or missing, or a value is out of its domain.
         """
         names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(data, dict) or data.keys() != names:
+        if not isinstance(data, dict) or data.keys() | {"units"} != names:
             raise ConfigError(f"malformed levels: expected {' and '.join(sorted(names))}, got {data!r:.80}")
         try:
-            return cls(**{name: tuple(value) for name, value in data.items()})
+            units = tuple(tuple(map(tuple, level)) for level in data.get("units", ()))
+            return cls(levels=tuple(data["levels"]), anchors=tuple(data["anchors"]), units=units)
         except TypeError as error:
             raise ConfigError(f"malformed levels: {error}") from error
 
@@ -85,7 +94,21 @@ def sub_config(cfg: ModelConfig, ladder: Ladder, level: int) -> ModelConfig:
         raise ConfigError(f"there is no level {level}; there are {', '.join(map(str, ladder.levels))}")
     if ladder.anchors[-1:] >= (cfg.layers,):
         raise ConfigError(f"layer {ladder.anchors[-1]} is an anchor of a model of {cfg.layers} layers")
+    if ladder.units and level != WHOLE:
+        return _of_units(cfg, ladder.units[ladder.levels.index(level)])
     return _sub_config(cfg, ladder.anchors, level)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_units(cfg: ModelConfig, units: tuple[tuple[int, int], ...]) -> ModelConfig:
+    kept = tuple(LayerUnits(kv_heads=groups, neurons=neurons) for groups, neurons in units)
+    fits = len(kept) == cfg.layers and all(
+        own.kv_heads <= whole.kv_heads and own.neurons <= whole.neurons
+        for own, whole in zip(kept, map(cfg.units, range(cfg.layers)), strict=True)
+    )
+    if not fits:
+        raise ConfigError("the units of a level are more than the model has; the levels are another model's")
+    return dataclasses.replace(cfg, layer_units=kept)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -135,13 +158,18 @@ def is_unit_parameter(name: str) -> bool:
     return part.startswith(("attn.", "ffn.", "experts.")) and "norm" not in part and part not in outputs
 
 
+def neuron_step(neurons: int) -> int:
+    """The number of which levels keep multiples, of a layer of so many neurons."""
+    return min(_NEURON_STEP, 1 << max(0, (neurons // _STEPS_PER_LAYER).bit_length() - 1))
+
+
 def _layer_units(cfg: ModelConfig, layer: int, share: float, cost: tuple[int, int]) -> LayerUnits:
     """The units of a layer at a share of its parameters: the nearest number of kv groups, and neurons for the
     rest."""
     whole, (group, neuron) = cfg.units(layer), cost
     heads = min(whole.kv_heads, max(1, round(share * whole.kv_heads)))
     rest = share * (whole.kv_heads * group + whole.neurons * neuron) - heads * group
-    step = min(_NEURON_STEP, 1 << max(0, (whole.neurons // _STEPS_PER_LAYER).bit_length() - 1))
+    step = neuron_step(whole.neurons)
     neurons = int(rest / neuron + 1e-6)
     if neurons < whole.neurons:
         neurons = neurons // step * step

@@ -15,6 +15,7 @@ from training.commands.shared_options import (
     given_sources,
     name_option,
     output_option,
+    process_options,
     recipe_option,
     run_option,
     set_devices,
@@ -50,6 +51,20 @@ if TYPE_CHECKING:
     "[default: the recipe's]",
 )
 @click.option(
+    "--units",
+    type=click.Choice(["equal", "global"]),
+    help="Choose a level's units as an equal share of each layer, or of all layers those that matter most "
+    "per parameter.  [default: the recipe's]",
+)
+@click.option(
+    "--whole-kl",
+    "whole_kl_nats",
+    type=click.FloatRange(min=0),
+    metavar="NATS",
+    help="With --recovery joint, how far the whole model's distribution over the next token may go from the "
+    "one before, on held-out text; 0 sets no bound.  [default: the recipe's]",
+)
+@click.option(
     "--anchor-share",
     type=Share(),
     help="Layers to keep whole at every level, the most important ones.  [default: the recipe's]",
@@ -72,6 +87,7 @@ if TYPE_CHECKING:
 )
 @name_option
 @device_options
+@process_options
 def elasticize_command(
     model: Path,
     output: Path,
@@ -102,13 +118,15 @@ def elasticize_command(
     from training.bundle_output import BundleOutput
     from training.elastic.recipe import load_elastic_recipe
     from training.elastic.run import elasticize
-    from training.loop.parallel import MeshShape
+    from training.loop.parallel import MeshShape, start_process_group
     from training.tiny_lm.recipe import TinyLmRun, load_tiny_lm_recipe
 
     recipe = load_elastic_recipe(recipe_name)
+    group = [changes.pop(name) for name in ("coordinator", "processes", "process")]
     changes["sources"] = given_sources(texts, changes.pop("chats"), changes.pop("skip_bad")) or None
     recipe = dataclasses.replace(recipe, **{key: each for key, each in changes.items() if each is not None})
     set_devices(devices)
+    start_process_group(*group)
     facts = elasticize(
         recipe,
         model,

@@ -13,6 +13,7 @@ from training.commands.shared_options import (
     device_options,
     dry_run_option,
     given_sources,
+    process_options,
     recipe_option,
     run_option,
     set_devices,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 @tensorboard_option
 @dry_run_option
 @device_options
+@process_options
 def lora_command(
     model: Path,
     run_dir: Path,
@@ -63,7 +65,7 @@ def lora_command(
       jaxllm lora path/to/folder --chat chats.jsonl --run runs/chats
     """
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
-    from training.loop.parallel import MeshShape
+    from training.loop.parallel import MeshShape, start_process_group
     from training.lora.recipe import load_lora_recipe
     from training.lora.run import train_lora
 
@@ -78,6 +80,7 @@ def lora_command(
         sources=sources or recipe.sources,
     )
     set_devices(devices)
+    start_process_group(*(options.pop(name) for name in ("coordinator", "processes", "process")))
     shape = MeshShape.parse(mesh or "")
     if device := options.pop("dry_run"):
         from training.lora.run import dry_run_lora

@@ -13,6 +13,7 @@ from training.commands.shared_options import (
     device_options,
     dry_run_option,
     given_sources,
+    process_options,
     recipe_option,
     run_option,
     set_devices,
@@ -76,15 +77,7 @@ from training.commands.shared_options import (
 @tensorboard_option
 @dry_run_option
 @device_options
-@click.option(
-    "--coordinator",
-    metavar="HOST:PORT",
-    help="Address of the first of several processes that train together.",
-)
-@click.option("--processes", type=click.IntRange(min=1), metavar="N", help="Number of these processes.")
-@click.option(
-    "--process", type=click.IntRange(min=0), metavar="N", help="Number of this process, counted from 0."
-)
+@process_options
 def pretrain_command(
     run_dir: Path,
     recipe_name: str,

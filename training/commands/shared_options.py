@@ -134,6 +134,28 @@ def device_options(command: Command) -> Command:
     return command
 
 
+def process_options(command: Command) -> Command:
+    """--coordinator, --processes and --process: parameters of these names."""
+    for option in (
+        click.option(
+            "--process",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="Number of this process, counted from 0.",
+        ),
+        click.option(
+            "--processes", type=click.IntRange(min=1), metavar="N", help="Number of these processes."
+        ),
+        click.option(
+            "--coordinator",
+            metavar="HOST:PORT",
+            help="Address of the first of several processes that train together.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 dry_run_option = click.option(
     "--dry-run",
     "dry_run",

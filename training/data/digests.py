@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -25,6 +25,16 @@ def model_digest(config: Any, *params: Mapping[str, Any]) -> str:
             for part in jax.tree.leaves(each[name]):
                 digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def digesting(
+    tensors: Iterable[tuple[str, np.ndarray]], digests: dict[str, str]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors as they come, whose digests go into `digests` by name."""
+    for name, value in tensors:
+        whole = np.ascontiguousarray(value)
+        digests[name] = xxhash.xxh3_128_hexdigest(whole.reshape(-1).view(np.uint8).data)
+        yield name, value
 
 
 def _chosen(config: Any) -> dict[str, Any]:

@@ -1,20 +1,23 @@
 """Measures how much units and layers matter to a model's loss on a calibration text (ELMS, section 3.2).
 
 A unit's importance is the change of the next-token loss by its removal, to first order: the absolute value of
-the sum over its weights of gradient times weight (equation 2), averaged over batches. A layer's importance is
-the growth of the loss when it is left out.
+the sum over its weights of gradient times weight (equation 2), averaged over batches. Its Fisher information,
+to compare with, is the mean of that sum's square over rows, each with a backward pass of its own (second
+order, arXiv 1906.10771, equation 5). A layer's importance is the growth of the loss when it is left out.
+
+Parameters lie on a mesh, and so do their gradients; what leaves it are numbers of units and layers.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import is_unit_parameter
@@ -22,15 +25,19 @@ from jaxllm.elastic.units import UnitOrder, order_units, unit_arrays, units_of_a
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.models.parameters import Params
-from jaxllm.models.scanned_layers import Remat, stack_name, unstacked
+from jaxllm.models.scanned_layers import STACKS, Remat, unstacked
 from training.data.packing import Batch
+from training.elastic.levels import without_layer
 from training.loop.losses import next_token_losses, outputs_of
-from training.loop.parallel import MeshShape, make_mesh, place_rows, stacks_layers
-from training.loop.placing import placed, stacked_on
+from training.loop.parallel import MeshShape, make_mesh, place_rows
+from training.loop.placing import laid_out
 
 # On less text than this, chance decides the order.
 LEAST_TOKENS = 4096
 Report = Callable[[int, int], None]
+Measure = Literal["gradient", "fisher"]
+MEASURES = ("gradient", "fisher")
+_Units = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,16 +103,19 @@ def measure(
     *,
     mesh: Mesh | None = None,
     remat: Remat = "none",
+    by: Measure = "gradient",
     report: Report | None = None,
 ) -> Importance:
     """Importances of a model's units and layers on a calibration text.
 
     Args:
       cfg: the whole model.
-      params: as float32 arrays.
+      params: as float arrays, which stay where they are if they are on the mesh; of bfloat16, activations are
+        too.
       batches: the text, packed.
       mesh: the devices, over which rows and parameters are divided; None: the default one.
       remat: see `decoder.forward_documents`.
+      by: the measure of units; "fisher" gives squares of nats per token.
       report: called with (batches done, batches in all).
 
     Raises:
@@ -116,22 +126,22 @@ def measure(
         raise ConfigError(
             f"the calibration text has {tokens} tokens to predict; give at least {LEAST_TOKENS}"
         )
-    units = jax.jit(functools.partial(_unit_sums, cfg, remat=remat))
-    loss = jax.jit(functools.partial(_loss, cfg))
     mesh = mesh or make_mesh(MeshShape(data=1), 1)
-    own: Params = placed(params.items(), mesh)
-    own = stacked_on(own, cfg, mesh) if stacks_layers(mesh) else own
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    units = unit_step(cfg, mesh, remat=remat, by=by)
+    # One function for all layers: which of them is left out is an argument.
+    loss = jax.jit(functools.partial(_loss_without, cfg), out_shardings=everywhere)
+    own: Params = laid_out(params.items(), cfg, mesh)
     sums, nats = None, np.zeros(cfg.layers + 1)
     for done, batch in enumerate(batches, start=1):
         share = float((batch.weights > 0).sum()) / tokens
         with jax.set_mesh(mesh):
             rows = jax.tree.map(lambda part: part[0], place_rows(batch, mesh, 1))
             of_batch = jax.tree.map(lambda part: np.abs(np.asarray(part, np.float64)), units(own, rows))
-            whole = float(loss(own, rows))
-            less = [float(loss(without_layer(cfg, own, layer), rows)) for layer in range(cfg.layers)]
+            losses = [float(loss(own, rows, np.int32(layer))) for layer in range(-1, cfg.layers)]
         each = jax.tree.map(lambda part, share=share: share * part, of_batch)
         sums = each if sums is None else jax.tree.map(np.add, sums, each)
-        nats += share * np.array([whole, *less])
+        nats += share * np.array(losses)
         if report is not None:
             report(done, len(batches))
     assert sums is not None
@@ -140,10 +150,21 @@ def measure(
     return Importance(*sums, layers=nats[1:] - nats[0], loss=float(nats[0]))
 
 
-def magnitudes(cfg: ModelConfig, params: Params) -> UnitOrder:
-    """Orders units by the norm of their weights, largest first, to compare with."""
-    squares = _unit_reduce(cfg, {name: jnp.square(jnp.asarray(value)) for name, value in params.items()})
-    return order_units(*(jax.tree.map(lambda each: np.sqrt(np.asarray(each)), part) for part in squares))
+def unit_step(
+    cfg: ModelConfig, mesh: Mesh, *, remat: Remat = "none", by: Measure = "gradient"
+) -> Callable[[Params, Batch], _Units]:
+    """The compiled step of (parameters, batch), both on the mesh, to sums of kv groups and neurons by layer,
+    which every device has: one backward pass, or one for each row by "fisher"."""
+    sums_of = _unit_sums if by == "gradient" else _unit_squares
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(functools.partial(sums_of, cfg, remat=remat), out_shardings=everywhere)
+
+
+def magnitudes(cfg: ModelConfig, tensors: Iterable[tuple[str, np.ndarray]]) -> UnitOrder:
+    """Orders units by the norm of their weights, largest first, to compare with; reads one tensor after the
+    other."""
+    squares = ((name, np.square(np.asarray(value, np.float32))) for name, value in tensors)
+    return order_units(*(tuple(map(np.sqrt, part)) for part in _unit_reduce(cfg, squares)))
 
 
 def random_order(cfg: ModelConfig, seed: int) -> UnitOrder:
@@ -157,41 +178,58 @@ def random_order(cfg: ModelConfig, seed: int) -> UnitOrder:
     )
 
 
-def without_layer(cfg: ModelConfig, params: Params, layer: int) -> dict[str, Any]:
-    """The model's parameters with one layer's outputs set to zero."""
-    changed = dict(params)
-    for output in ("attn.o", "attn.o_bias", "ffn.down", "ffn.down_bias", "experts.down"):
-        name = f"layers.{layer}.{output}"
-        stack, row = stack_name(cfg, name)
-        if row >= 0 and stack in params:
-            changed[stack] = jax.tree.map(lambda each, row=row: each.at[row].set(0), params[stack])
-        elif name in params:
-            changed[name] = jax.tree.map(jnp.zeros_like, params[name])
-    return changed
-
-
 def _loss(cfg: ModelConfig, params: Params, batch: Batch, *, remat: Remat = "none") -> jax.Array:
-    outputs = outputs_of(params, batch, cfg=cfg, remat=remat)
+    embedding: Any = params["embed.tokens"]
+    outputs = outputs_of(params, batch, cfg=cfg, dtype=embedding.dtype, remat=remat)
     counted = (batch.weights > 0).astype(jnp.float32)
-    return jnp.sum(next_token_losses(outputs, batch) * counted) / jnp.sum(counted)
+    # A row of padding has none.
+    return jnp.sum(next_token_losses(outputs, batch) * counted) / jnp.maximum(jnp.sum(counted), 1)
 
 
-def _unit_sums(
-    cfg: ModelConfig, params: Params, batch: Batch, *, remat: Remat
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+def _loss_without(cfg: ModelConfig, params: Params, batch: Batch, layer: jax.Array) -> jax.Array:
+    return _loss(cfg, without_layer(cfg, params, layer), batch)
+
+
+def _unit_sums(cfg: ModelConfig, params: Params, batch: Batch, *, remat: Remat) -> _Units:
     """Gradient times weight of the mean loss, summed over each unit: of kv-groups and of neurons by layer."""
     gradients = jax.grad(lambda params: _loss(cfg, params, batch, remat=remat))(params)
-    products = {name: gradients[name] * params[name] for name in params}
-    return _unit_reduce(cfg, unstacked(products, cfg))
+    sums = {}
+    for name, gradient in gradients.items():
+        like = name.replace(STACKS, "layers.", 1)
+        if is_unit_parameter(like):
+            value: Any = params[name]
+            product = gradient.astype(jnp.float32) * value.astype(jnp.float32)
+            # Summed before layers are taken apart, so that no product is kept.
+            kept = int(name != like) + (2 if ".experts." in name else 1)
+            sums[name] = product.reshape(*product.shape[:kept], -1).sum(-1)
+    return _unit_reduce(cfg, unstacked(sums, cfg).items())
+
+
+def _unit_squares(cfg: ModelConfig, params: Params, batch: Batch, *, remat: Remat) -> _Units:
+    """Squares of `_unit_sums` of each row by itself, averaged over rows by their tokens."""
+    rows: Batch = jax.tree.map(lambda each: each[:, None], batch)
+    tokens = (batch.weights > 0).astype(jnp.float32).sum(1)
+
+    def add_row(sums: _Units, each: tuple[Batch, jax.Array]) -> tuple[_Units, None]:
+        row, share = each
+        own = _unit_sums(cfg, params, row, remat=remat)
+        return jax.tree.map(lambda sum_, part: sum_ + share * jnp.square(part), sums, own), None
+
+    shapes = jax.eval_shape(
+        functools.partial(_unit_sums, cfg, remat=remat), params, jax.tree.map(lambda each: each[0], rows)
+    )
+    nothing = jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), shapes)
+    sums, _ = jax.lax.scan(add_row, nothing, (rows, tokens / jnp.maximum(tokens.sum(), 1)))
+    return sums
 
 
 def _unit_reduce(
-    cfg: ModelConfig, values: dict[str, jax.Array]
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    cfg: ModelConfig, values: Iterable[tuple[str, Any]]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Sums of the values of each unit's parameters: `[K]`, and `[F]` or `[E, F]`, by layer."""
     groups: list[Any] = [0.0] * cfg.layers
     neurons: list[Any] = [0.0] * cfg.layers
-    for name, value in values.items():
+    for name, value in values:
         if not is_unit_parameter(name):
             continue
         _, number, part = name.split(".", 2)

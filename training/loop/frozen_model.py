@@ -2,13 +2,10 @@
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import xxhash
 from jax.sharding import Mesh
 
 from jaxllm.bundle import Bundle, WeightFormat
@@ -19,9 +16,9 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params
 from jaxllm.prepare import prepare
 from jaxllm.text.tokenizer import Tokenizer
-from training.data.digests import model_digest
-from training.loop.parallel import require_divisible, stacks_layers
-from training.loop.placing import placed, stacked_on
+from training.data.digests import digesting, model_digest
+from training.loop.parallel import require_divisible
+from training.loop.placing import laid_out
 
 # Formats that are read tensor by tensor onto devices.
 _DENSE: dict[WeightFormat, str] = {"f32": "float32", "bf16": "bfloat16"}
@@ -56,17 +53,8 @@ class FrozenModel:
         cfg, tokenizer = huggingface.read_config(model), Tokenizer(read_tokenizer(model))
         require_divisible(cfg, mesh)
         digests: dict[str, str] = {}
-
-        def named() -> Iterator[tuple[str, np.ndarray]]:
-            for name, value in huggingface.read_params(model, cfg):
-                whole = np.ascontiguousarray(value)
-                digests[name] = xxhash.xxh3_128_hexdigest(whole.reshape(-1).view(np.uint8).data)
-                yield name, value
-
         dtype = jnp.dtype(_DENSE[weights or "f32"])
-        params: Params = placed(named(), mesh, dtype)
-        if stacks_layers(mesh):
-            params = stacked_on(params, cfg, mesh)
+        params: Params = laid_out(digesting(huggingface.read_params(model, cfg), digests), cfg, mesh, dtype)
         digest = model_digest({"model": cfg, "tensors": digests, "dtype": dtype.name})
         return cls(cfg, params, tokenizer, model.resolve().name, digest)
 

@@ -111,6 +111,14 @@ def distillation_losses(
     return jax.nn.logsumexp(sums, axis=0) - share * expected.sum(0) - rest * of_targets.sum(0)
 
 
+def divergences(outputs: Outputs, teacher: Outputs, batch: Batch) -> jax.Array:
+    """Kullback-Leibler divergences `[B, T]` float32, in nats, of a model's distribution over the next token
+    from the teacher's. No gradient reaches the teacher."""
+    teacher = jax.lax.stop_gradient(teacher)
+    of_teacher = distillation_losses(teacher, teacher, batch, teacher_share=1.0)
+    return distillation_losses(outputs, teacher, batch, teacher_share=1.0) - of_teacher
+
+
 def router_penalty(routing: Routing, *, balance_weight: float, z_weight: float) -> jax.Array:
     """The routers' losses, a scalar: load balance of every layer by itself, and the z-loss of logits.
 

@@ -1,6 +1,6 @@
 """Places a model's parameters on the devices of a mesh, tensor by tensor."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -9,8 +9,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.config import ModelConfig
+from jaxllm.models.parameters import param_specs
 from jaxllm.models.scanned_layers import stack_name
-from training.loop.parallel import shardings_of, spec_of
+from training.loop.parallel import gathered, shardings_of, spec_of, stacks_layers
 
 
 def placed(
@@ -30,6 +31,25 @@ def placed(
         own = value if dtype is None or value.dtype == dtype else np.asarray(value, dtype)
         found[name] = put(own, NamedSharding(mesh, spec_of(name, value.shape, mesh)))
     return found
+
+
+def laid_out(
+    tensors: Iterable[tuple[str, Any]], cfg: ModelConfig, mesh: Mesh, dtype: jnp.dtype | None = None
+) -> dict[str, jax.Array]:
+    """`placed`; off CPUs equal layers are then stacked."""
+    found = placed(tensors, mesh, dtype)
+    return stacked_on(found, cfg, mesh) if stacks_layers(mesh) else found
+
+
+def one_by_one(params: Mapping[str, jax.Array], cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """A model's parameters, each layer's by itself, whole on the host one after the other.
+
+    Every process of a group goes through all of them together.
+    """
+    for name in param_specs(cfg):
+        own, row = stack_name(cfg, name)
+        value = params[own][row] if own in params and row >= 0 else params[name]
+        yield name, gathered({name: value})[name]
 
 
 def put(value: Any, sharding: NamedSharding) -> jax.Array:

@@ -8,6 +8,7 @@ On a CPU, two devices on two cores train faster than one device with two threads
 of the backward pass on one thread. The loop prints nothing: it gives `Progress` records to its caller.
 """
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -138,6 +139,7 @@ class Trainer:
             donate_argnums=0,
             out_shardings=(self._shardings, (copied, copied, copied)),
         )
+        self._start = jax.jit(self._initial, out_shardings=self._shardings)
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self.compile_s = 0.0
         self._sums = jax.jit(self._source_sums, static_argnums=3, out_shardings=(copied, copied))
@@ -146,7 +148,22 @@ class Trainer:
         """The job's parameters, from the settings' seed, and a fresh optimizer state."""
         # Placed first: an argument on the host would go to every device whole.
         given = None if self._given is None else placed(self._given.items(), self.mesh)
-        return jax.jit(self._initial, out_shardings=self._shardings)(given)
+        return self._start(given)
+
+    def beside(self, init: Mapping[str, Any], frozen: Mapping[str, Any]) -> "Trainer":
+        """A trainer that shares what this one has compiled.
+
+        Args:
+          init: other initial parameters, of the same shapes; for a job with given ones.
+          frozen: some of the frozen arrays, of the same shapes, each layer's by itself.
+        """
+        other, own = copy.copy(self), {}
+        for name, value in frozen.items():
+            own[name] = put(value, shardings_of({name: value}, self.mesh)[name])
+        if self.stack and self._job.frozen_cfg is not None:
+            own = stacked_on(own, self._job.frozen_cfg, self.mesh)
+        other._given, other._frozen = dict(init), {**self._frozen, **own}
+        return other
 
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of a state."""

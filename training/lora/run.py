@@ -23,7 +23,7 @@ from training.loop.dry_run import estimate, frozen_shapes
 from training.loop.fitting import fitted_to_window
 from training.loop.frozen_model import FrozenModel
 from training.loop.parallel import MeshShape, make_mesh
-from training.loop.run_files import claimed, write_json
+from training.loop.run_files import claimed, wait_for_first, write_json
 from training.loop.trainer import Trainer
 from training.lora.job import fit_adapter, lora_job
 from training.lora.recipe import LoraRecipe
@@ -59,7 +59,8 @@ def train_lora(
       ConfigError: the sources or recipe are unusable, or `run_dir` belongs to another run.
       CheckpointError: the model cannot be read.
     """
-    console, run_dir = console or Console(stderr=True), Path(run_dir)
+    run_dir, first = Path(run_dir), jax.process_index() == 0
+    console = (console or Console(stderr=True)) if first else Console(quiet=True)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     frozen = FrozenModel.read_onto(mesh, model, weights)
     # Shorter rows are a multiple of as many, which the mesh divides as well.
@@ -68,8 +69,12 @@ def train_lora(
     corpus = Corpus.open(recipe.sources, data, recipe.held_out_share).tell(console)
     encoder = ModelEncoder(frozen.tokenizer)
     identity = {"model": frozen.fingerprint(), "documents": corpus.digest()}
-    with claimed(run_dir, recipe, **identity):
-        splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    splits = None
+    if first:
+        with claimed(run_dir, recipe, **identity):
+            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    wait_for_first("tokens")
+    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens")
     trainer = Trainer(job, recipe, mesh)
     training = splits.train.documents
     console.print(
@@ -79,13 +84,17 @@ def train_lora(
         soft_wrap=True,
     )
     fitted = fit_adapter(trainer, splits, run_dir, console, tensorboard=tensorboard)
-    peft_folder.write_adapter(run_dir / "adapter", frozen.cfg, recipe.lora, fitted.adapter, base=str(model))
     summary = {
         "parameters": _size(trainer),
         "best_step": fitted.best_step,
         "held_out": {"without": fitted.without, "with": fitted.loss},
     }
-    write_json(run_dir / "summary.json", summary)
+    if first:
+        peft_folder.write_adapter(
+            run_dir / "adapter", frozen.cfg, recipe.lora, fitted.adapter, base=str(model)
+        )
+        write_json(run_dir / "summary.json", summary)
+    wait_for_first("adapter")
     console.print_json(data=summary)
     return run_dir / "adapter"
 

@@ -16,8 +16,8 @@ from training.elastic.importance import (
     magnitudes,
     measure,
     random_order,
-    without_layer,
 )
+from training.elastic.levels import without_layer
 from training.loop.losses import next_token_losses, outputs_of
 
 SMALL = [dataclasses.replace(cfg, layers=2, attention_windows=()) for cfg in (LLAMA, PLAIN)]
@@ -139,7 +139,7 @@ def test_other_orders():
     cfg, params = SMALL[2], scaled_params(SMALL[2])
     neurons = params["layers.0.experts.up"], params["layers.0.experts.gate"], params["layers.0.experts.down"]
     norms = np.sqrt(sum(np.square(each).sum(-1) for each in neurons))
-    np.testing.assert_array_equal(magnitudes(cfg, params).neurons[0], np.argsort(-norms, axis=-1))
+    np.testing.assert_array_equal(magnitudes(cfg, params.items()).neurons[0], np.argsort(-norms, axis=-1))
     first, second = random_order(cfg, 1), random_order(cfg, 2)
     np.testing.assert_array_equal(first.neurons[1], random_order(cfg, 1).neurons[1])
     assert not np.array_equal(first.neurons[1], second.neurons[1])

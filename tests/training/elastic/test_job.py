@@ -11,7 +11,8 @@ from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.submodel import sub_model
 from jaxllm.models.parameters import init_params
 from tests.training.jobs import SMOKE, held_out_of, one_device, train
-from training.elastic.job import joint_job
+from training.elastic.job import divergence_job, joint_job
+from training.elastic.recovery import within_bound
 from training.loop.losses import distillation_losses, next_token_losses, outputs_of
 from training.loop.trainer import Trainer
 
@@ -84,3 +85,32 @@ def test_a_ladder_of_one_level_trains_the_whole(params):
     losses, _ = job.drawn_losses(params, None, batch, jax.random.key(0))
     expected = next_token_losses(outputs_of(params, batch, cfg=RECIPE.model), batch)
     np.testing.assert_allclose(losses, expected, atol=1e-6)
+
+
+def test_the_whole_model_stays_close_to_the_original(params):
+    cfg, batch = RECIPE.model, first_batch()
+    original = jax.tree.map(lambda each: each * np.float32(1.1), params)
+    job = joint_job(cfg, params, Ladder(levels=(100,)), RECIPE, original=original)
+    assert job.drawn_losses is not None
+    losses, _ = job.drawn_losses(params, job.frozen, batch, jax.random.key(0))
+    ours, theirs = (outputs_of(each, batch, cfg=cfg) for each in (params, original))
+    log_p, log_q = (jax.nn.log_softmax(each.logits) for each in (theirs, ours))
+    apart = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+    np.testing.assert_allclose(losses - next_token_losses(ours, batch), apart, atol=1e-4)
+    measured, _ = divergence_job(cfg, original, RECIPE).losses(params, original, batch)
+    np.testing.assert_allclose(measured, apart, atol=1e-4)
+    assert float(apart.max()) > 1e-3
+
+
+def test_weights_go_back_as_far_as_a_bound_says():
+    start, end = {"w": jnp.zeros(2)}, {"w": jnp.ones(2)}
+
+    def divergence(params):
+        return float(params["w"][0]) ** 2
+
+    kept, share, nats = within_bound(start, end, divergence, 0.25)
+    assert nats <= 0.25
+    assert 0.49 < share <= 0.5
+    np.testing.assert_allclose(kept["w"], share)
+    assert within_bound(start, end, divergence, 2.0)[1:] == (1.0, 1.0)
+    assert within_bound(start, end, divergence, 1e-9)[1:] == (0.0, 0.0)

@@ -2,33 +2,40 @@
 
 import dataclasses
 import json
+import shutil
 
+import jax
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import training.tiny_lm.run
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.elastic import read_ladder, read_recovery
+from jaxllm.bundle.elastic import read_ladder, read_order, read_recovery
 from jaxllm.bundle.tiny_lm import read_tiny_lm
+from jaxllm.bundle.writer import stored_form
 from jaxllm.elastic.ladder import layer_parameters, sub_config
 from jaxllm.elastic.slo import marks
+from jaxllm.elastic.units import reorder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.decoder import forward_documents
 from jaxllm.models.lora import LoraConfig
+from jaxllm.models.parameters import param_specs
 from jaxllm.models.tiny_lm import forward_both
 from jaxllm.quant import dequantize
 from serving.cli import cli
-from tests.tiny import TINY, tiny_params, write_tiny_folder
+from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_folder
 from tests.training.tiny_runs import ONE, QUIET, TLM_RECIPE
 from training.bundle_output import BundleOutput
 from training.commands import elasticize as elasticize_cli
 from training.data.sources import Source
-from training.elastic import importance
-from training.elastic import run as module
+from training.elastic import importance, recovery
 from training.elastic.recipe import ElasticRecipe, elastic_recipe_names, load_elastic_recipe
 from training.elastic.run import elasticize
+from training.loop import losses
 from training.tiny_lm.recipe import TinyLmRun, load_tiny_lm_recipe
+
+pytestmark = pytest.mark.usefixtures("quick_compilations")
 
 TOKENS = np.arange(40, dtype=np.int32).reshape(2, 20) * 6
 
@@ -69,9 +76,22 @@ def run(recipe, model, data, folder, *, weights=None, tlm=None, encoder=None, **
     )
 
 
+QUICK = dataclasses.replace(RECIPE, recovery="none")
+
+
+@pytest.fixture(scope="module")
+def plain(model, data, tmp_path_factory):
+    """The folder of a run without recovery, and of its bundle."""
+    folder = tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importance, "LEAST_TOKENS", 64)
+        run(QUICK, model, data, folder)
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["f32", "int8"])
-def test_levels_are_recovered_and_nothing_is_done_twice(model, data, tmp_path, weights, monkeypatch):
+def test_levels_are_recovered_and_nothing_is_done_twice(model, data, tmp_path, monkeypatch):
+    weights = "int8"
     facts = run(RECIPE, model, data, tmp_path, weights=weights)
     half = facts["levels"]["50"]
     assert half["recovered"] < half["held_out"] - 0.1
@@ -81,23 +101,29 @@ def test_levels_are_recovered_and_nothing_is_done_twice(model, data, tmp_path, w
         assert ladder is not None
         assert (ladder.levels, len(ladder.anchors)) == ((50, 100), 1)
         assert bundle.layout.weights == weights
-        recovery = read_recovery(bundle, 50)
-        assert recovery is not None
-        assert recovery.scaling == 2.0
+        found = read_recovery(bundle, 50)
+        assert found is not None
+        assert found.scaling == 2.0
         share = layer_parameters(sub_config(TINY, ladder, 50)) / layer_parameters(TINY)
         assert half["share"] == share
         assert bundle.layout.parts["elastic"].facts["levels"] == facts["levels"]
+        # The whole model is what it was, bit for bit, in another order.
+        order, stored = read_order(bundle), bundle.load()
+        assert order is not None
+        for name, value in reorder(TINY, tiny_params().items(), order):
+            wanted = stored_form(value, param_specs(TINY)[name], weights)
+            for one, other in zip(jax.tree.leaves(stored[name]), jax.tree.leaves(wanted), strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=name)
     written = (tmp_path / "out.jaxllm").read_bytes()
-    monkeypatch.setattr(module, "measure", None)
+    monkeypatch.setattr(recovery, "measure", None)
     assert run(RECIPE, model, data, tmp_path, weights=weights) == facts
     assert (tmp_path / "out.jaxllm").read_bytes() == written
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == facts
 
 
 @pytest.mark.slow
-def test_the_whole_model_is_what_it_was(model, data, tmp_path):
-    run(dataclasses.replace(RECIPE, recovery="none"), model, data, tmp_path)
-    with Bundle.open(tmp_path / "out.jaxllm") as bundle:
+def test_the_whole_model_is_what_it_was(plain):
+    with Bundle.open(plain / "out.jaxllm") as bundle:
         params = bundle.load()
         assert read_recovery(bundle, 50) is None
     before, after = (forward_documents(each, TOKENS, cfg=TINY) for each in (tiny_params(), params))
@@ -112,13 +138,11 @@ def test_the_whole_model_is_what_it_was(model, data, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["magnitude", "random"])
-def test_other_orders_are_the_same_whole_model(model, data, tmp_path, order):
-    quick = dataclasses.replace(RECIPE, recovery="none", calibration_tokens=512)
-    for each in ("importance", order):
-        folder = tmp_path / each
-        folder.mkdir()
-        run(dataclasses.replace(quick, order=each), model, data, folder)
-    bundles = [Bundle.open(tmp_path / each / "out.jaxllm") for each in ("importance", order)]
+def test_other_orders_are_the_same_whole_model(model, data, tmp_path, plain, order):
+    (tmp_path / "run").mkdir()
+    shutil.copy(plain / "run" / "importance.npz", tmp_path / "run")
+    run(dataclasses.replace(QUICK, order=order), model, data, tmp_path)
+    bundles = [Bundle.open(folder / "out.jaxllm") for folder in (plain, tmp_path)]
     ups = [np.asarray(each.load()["layers.0.ffn.up"]) for each in bundles]
     assert not np.array_equal(*ups)
     np.testing.assert_array_equal(*(np.sort(up, axis=0) for up in ups))
@@ -126,13 +150,35 @@ def test_other_orders_are_the_same_whole_model(model, data, tmp_path, order):
 
 
 @pytest.mark.slow
-def test_levels_can_be_trained_together(model, data, tmp_path):
-    facts = run(dataclasses.replace(RECIPE, recovery="joint"), model, data, tmp_path)
+def test_levels_are_trained_together_within_a_bound(model, data, tmp_path):
+    together = dataclasses.replace(RECIPE, recovery="joint", importance="fisher", whole_kl_nats=0.02)
+    facts = run(together, model, data, tmp_path)
+    assert 0 < facts["whole_kl_nats"] <= 0.02
+    assert 0 < facts["whole_share"] < 1
     with Bundle.open(tmp_path / "out.jaxllm") as bundle:
         table = dequantize(bundle.load()["embed.tokens"], np.float32)
         assert not np.array_equal(table, tiny_params()["embed.tokens"])
         assert read_recovery(bundle, 50) is None
+        assert bundle.layout.parts["elastic"].facts["whole_kl_nats"] == facts["whole_kl_nats"]
     assert all("recovered" not in each for each in facts["levels"].values())
+
+
+@pytest.mark.slow
+def test_a_vocabulary_of_128k_tokens(data, tmp_path, monkeypatch):
+    # As many logits as real rows have are computed by blocks.
+    monkeypatch.setattr(losses, "WHOLE_LOGITS_BYTES", 0)
+    cfg = dataclasses.replace(TINY, vocab_size=128256, hidden_size=16)
+    files = tiny_tokenizer()
+    parts = json.loads(files.tokenizer_json)
+    first = max(each["id"] for each in parts["added_tokens"]) + 1
+    parts["model"]["vocab"] |= {f"piece{id_}": id_ for id_ in range(first, cfg.vocab_size)}
+    files = dataclasses.replace(files, tokenizer_json=json.dumps(parts))
+    folder = write_tiny_folder(tmp_path / "wide", cfg=cfg, params=tiny_params(cfg), tokenizer=files)
+    short = {"steps": 1, "batch": 1, "row_tokens": 64, "warmup_steps": 0, "calibration_tokens": 64}
+    facts = run(dataclasses.replace(RECIPE, **short, recovery="joint"), folder, data, tmp_path)
+    assert all(0 < each["held_out"] < 20 for each in facts["levels"].values())
+    with Bundle.open(tmp_path / "out.jaxllm") as bundle:
+        assert bundle.cfg.vocab_size == 128256
 
 
 def stop(*_, **__):
@@ -160,13 +206,13 @@ def test_a_tiny_lm_goes_with_the_adapters_that_it_was_trained_beside(model, data
     # The same again: read, not done.
     written = path.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(module, "measure", stop)
+        patch.setattr(recovery, "measure", stop)
         patch.setattr(training.tiny_lm.run, "answer", stop)
         run(shorter, model, data, tmp_path, tlm=TLM_RECIPE)
     assert path.read_bytes() == written
 
     # More steps: importance is known, the adapters go on, and to others belongs another tiny LM.
-    monkeypatch.setattr(module, "measure", stop)
+    monkeypatch.setattr(recovery, "measure", stop)
     (before,) = folder.glob("tlm-*")
     run(RECIPE, model, data, tmp_path, tlm=TLM_RECIPE)
     metrics = (folder / "levels" / "50" / "metrics.jsonl").read_text().splitlines()
@@ -262,16 +308,14 @@ def test_a_model_of_another_family_becomes_elastic_by_the_packaged_recipes(data_
         assert tiny.cfg.encoder.vocab_size == 512 + len(marks())
 
 
-def test_a_folder_of_another_run_is_refused(model, data, tmp_path):
-    quick = dataclasses.replace(RECIPE, recovery="none")
-    run(quick, model, data, tmp_path)
+def test_a_folder_of_another_run_is_refused(model, data, tmp_path, plain):
     with pytest.raises(ConfigError, match="differs in anchor_share"):
-        run(dataclasses.replace(quick, anchor_share=0.0), model, data, tmp_path)
+        run(dataclasses.replace(QUICK, anchor_share=0.0), model, data, plain)
     with pytest.raises(ConfigError, match="differs in the weights"):
-        run(quick, model, data, tmp_path, weights="int8")
+        run(QUICK, model, data, plain, weights="int8")
     other = write_tiny_folder(tmp_path / "other", params=tiny_params(seed=1))
     with pytest.raises(ConfigError, match="differs in the model"):
-        run(quick, other, data, tmp_path)
+        run(QUICK, other, data, plain)
 
 
 def test_unusable_inputs(model, data, tmp_path, monkeypatch):
@@ -285,12 +329,11 @@ def test_unusable_inputs(model, data, tmp_path, monkeypatch):
     assert not (tmp_path / "out.jaxllm").exists()
 
 
-def test_damaged_importance_is_named(model, data, tmp_path):
-    quick = dataclasses.replace(RECIPE, recovery="none")
-    run(quick, model, data, tmp_path)
+def test_damaged_importance_is_named(model, data, tmp_path, plain):
+    shutil.copytree(plain / "run", tmp_path / "run")
     (tmp_path / "run" / "importance.npz").write_bytes(b"PK")
     with pytest.raises(CheckpointError, match=r"importance\.npz.*remove it"):
-        run(quick, model, data, tmp_path)
+        run(QUICK, model, data, tmp_path)
 
 
 def test_recipes():
@@ -309,6 +352,8 @@ def test_recipes():
         ({"anchor_share": 2}, "anchor_share"),
         ({"recovery": "magic"}, "recovery must be"),
         ({"order": "alphabet"}, "order must be"),
+        ({"importance": "alphabet"}, "importance must be"),
+        ({"recovery": "lora", "whole_kl_nats": 0.1}, "bounds a joint recovery"),
         ({"calibration_tokens": 0}, "calibration_tokens"),
     ]:
         with pytest.raises(ConfigError, match=message):

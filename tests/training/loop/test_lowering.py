@@ -1,6 +1,7 @@
 """Steps at the size of Llama-3.1-8B, lowered for accelerators without one: little code, fused attention, no
 logits of a whole batch."""
 
+import dataclasses
 import re
 import time
 
@@ -10,10 +11,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.elastic.ladder import Ladder
 from jaxllm.models.parameters import init_params
 from jaxllm.models.scanned_layers import stacked
 from training.data.packing import Batch
 from training.data.sources import Source
+from training.elastic.importance import MEASURES, unit_step
+from training.elastic.job import joint_job, level_job
+from training.elastic.levels import level_counts
 from training.loop.parallel import ROWS, MeshShape, make_mesh, shardings_of
 from training.loop.trainer import Trainer
 from training.lora.job import lora_job
@@ -33,28 +38,49 @@ def config(layers=32):
     )  # fmt: skip
 
 
+def placed_on(mesh, shapes):
+    places = shardings_of(shapes, mesh)
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
+    )
+
+
 def lowered(kind, row_tokens, platform):
     """The text of a step with 8 rows, and the seconds that tracing and lowering took."""
     cfg, mesh = config(), make_mesh(MeshShape(data=1), 8)
+    rows = NamedSharding(mesh, PartitionSpec(None, *ROWS))
+    kinds = (jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32)
+    batch = Batch(*(jax.ShapeDtypeStruct((1, 8, row_tokens), kind, sharding=rows) for kind in kinds))
+    half = jax.eval_shape(lambda: stacked(init_params(cfg, jax.random.key(0), jnp.bfloat16), cfg))
+    half = placed_on(mesh, half)
     settings = {
         "steps": 4, "batch": 8, "row_tokens": row_tokens, "peak_learning_rate": 1e-4, "remat": "full",
         "precision": "bfloat16",
     }  # fmt: skip
     if kind == "lora":
         recipe = LoraRecipe(**settings, sources=(Source(text="text.txt"),))
-        trainer = Trainer(lora_job(cfg, {}, recipe), recipe, mesh, stack=True)
-        frozen = jax.eval_shape(lambda: stacked(init_params(cfg, jax.random.key(0), jnp.bfloat16), cfg))
+        trainer, frozen = Trainer(lora_job(cfg, {}, recipe), recipe, mesh, stack=True), half
+    elif kind == "level":
+        recipe = LoraRecipe(**settings, sources=(Source(text="text.txt"),))
+        job = dataclasses.replace(level_job(cfg, {}, Ladder(), recipe), frozen={})
+        trainer = Trainer(job, recipe, mesh, stack=True)
+        counts = stacked(level_counts(cfg, Ladder(), 50), cfg)
+        frozen = half | placed_on(mesh, jax.eval_shape(lambda: counts))
+    elif kind == "joint":
+        recipe = PretrainRecipe(**settings, model=cfg)
+        whole = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
+        trainer = Trainer(joint_job(cfg, whole, Ladder(), recipe, original={}), recipe, mesh, stack=True)
+        frozen = half
+    elif kind in MEASURES:
+        started = time.perf_counter()
+        with jax.set_mesh(mesh):
+            step = unit_step(cfg, mesh, remat="full", by=kind)
+            own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
+            text = step.trace(half, own).lower(lowering_platforms=(platform,)).as_text()
+        return text, time.perf_counter() - started
     else:
         recipe = PretrainRecipe(**settings, model=cfg, optimizer=kind)
         trainer, frozen = Trainer(pretrain_job(recipe), recipe, mesh, stack=True), None
-    rows = NamedSharding(mesh, PartitionSpec(None, *ROWS))
-    kinds = (jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32)
-    batch = Batch(*(jax.ShapeDtypeStruct((1, 8, row_tokens), kind, sharding=rows) for kind in kinds))
-    frozen = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        frozen,
-        shardings_of(frozen, mesh),
-    )
     started = time.perf_counter()
     step = trainer.lower(frozen, batch, platform)
     return step.as_text(), time.perf_counter() - started
@@ -75,7 +101,7 @@ def test_a_step_of_32_layers_is_little_code(platform):
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("platform", KERNELS)
-@pytest.mark.parametrize("kind", ["lora", "adamw", "muon"])
+@pytest.mark.parametrize("kind", ["lora", "level", "joint", "gradient", "adamw", "muon"])
 def test_steps_of_8b_lower_in_seconds(kind, platform):
     text, took_s = lowered(kind, 4096, platform)
     check(text, 4096, platform)

@@ -124,7 +124,7 @@ from pathlib import Path
 import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 8)
 from tests.tiny import write_tiny_folder
-from training.loop import frozen_model
+from training.loop import placing
 from training.loop.frozen_model import FrozenModel
 from training.loop.parallel import MeshShape, make_mesh
 from training.elastic.importance import measure
@@ -137,7 +137,7 @@ alone = FrozenModel.read(folder)
 mesh = make_mesh(MeshShape.parse("fsdp=4,tensor=2"), 8)
 found = {}
 for stack in (False, True):
-    frozen_model.stacks_layers = importance.stacks_layers = lambda mesh, stack=stack: stack
+    placing.stacks_layers = lambda mesh, stack=stack: stack
     for weights in ("f32", "bf16"):
         model = FrozenModel.read_onto(mesh, folder, weights)
         params = model.params

@@ -1,0 +1,77 @@
+"""Adapters and elastic models by a group of two processes: the results of one."""
+
+import dataclasses
+import json
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxllm.bundle import Bundle
+from tests.training.elastic.test_run import RECIPE
+from tests.training.tiny_runs import QUIET
+from training.bundle_output import BundleOutput
+from training.elastic import importance
+from training.elastic.run import elasticize
+from training.loop.parallel import MeshShape, start_process_group
+from training.lora.recipe import LoraRecipe
+from training.lora.run import train_lora
+
+pytestmark = [pytest.mark.usefixtures("quick_compilations"), pytest.mark.slow]
+
+SHORT = {"steps": 2, "warmup_steps": 0, "checkpoint_steps": 2, "log_steps": 2}
+TOGETHER = dataclasses.replace(RECIPE, **SHORT, recovery="joint", units="global", whole_kl_nats=1.0)
+LORA = LoraRecipe(
+    **SHORT, batch=2, row_tokens=128, peak_learning_rate=1e-2, sources=RECIPE.sources, held_out_share=0.1
+)
+
+
+def both(model, data, folder, mesh):
+    """The losses of an adapter and of levels."""
+    options = {"data": data, "mesh_shape": MeshShape.parse(mesh), "console": QUIET}
+    adapter = train_lora(LORA, model, folder / "lora", **options)
+    summary = json.loads((adapter.parent / "summary.json").read_text())
+    facts = elasticize(TOGETHER, model, BundleOutput(folder / "out.jaxllm"), folder / "run", **options)
+    return [*summary["held_out"].values(), *(each["held_out"] for each in facts["levels"].values())]
+
+
+def main(model, data, folder, port, process):
+    """One process of two."""
+    from pathlib import Path
+
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 1)
+    start_process_group(f"127.0.0.1:{port}", 2, int(process))
+    importance.LEAST_TOKENS = 64
+    print(json.dumps(both(Path(model), Path(data), Path(folder), "data=1,fsdp=2")))
+
+
+def test_two_processes_have_the_results_of_one(model, data, tmp_path, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = "import sys; from tests.training.elastic.test_processes import main; main(*sys.argv[1:])"
+    folders = [tmp_path / name for name in ("group", "alone")]
+    for folder in folders:
+        folder.mkdir()
+    words = [str(each) for each in (model, data, folders[0], port)]
+    group = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *words, str(process)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for process in range(2)
+    ]  # fmt: skip
+    monkeypatch.setattr(importance, "LEAST_TOKENS", 64)
+    wanted = both(model, data, folders[1], "data=1")
+    for process in group:
+        out, err = process.communicate(timeout=500)
+        assert process.returncode == 0, err[-3000:]
+        np.testing.assert_allclose(json.loads(out.splitlines()[-1]), wanted, rtol=2e-3)
+    bundles = [Bundle.open(folder / "out.jaxllm").load() for folder in folders]
+    for name, value in bundles[0].items():
+        np.testing.assert_allclose(value, bundles[1][name], atol=5e-2, err_msg=name)
+    assert (folders[0] / "lora" / "adapter" / "adapter_config.json").exists()

@@ -1,0 +1,205 @@
+"""The stages of a run that makes a model elastic: importance, joint recovery, and each level by itself.
+
+Every stage resumes from what it wrote into the run's folder. Weights come as streams of tensors, each of
+which goes to the devices of the mesh by its shards; no stage has a whole model on the host.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+
+from jaxllm.bundle import WeightFormat
+from jaxllm.bundle.elastic import Recovery
+from jaxllm.bundle.writer import stored_form
+from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.elastic.ladder import Ladder, layer_parameters, sub_config
+from jaxllm.models.parameters import Params, param_specs
+from jaxllm.quant import dequantize
+from training.data.packing import Splits
+from training.elastic.importance import Importance, calibration_batches, measure
+from training.elastic.job import divergence_job, joint_job, level_job
+from training.elastic.levels import adapter_of_level, cut_adapter, level_counts
+from training.elastic.recipe import ElasticRecipe
+from training.loop.fitting import fit
+from training.loop.placing import laid_out, one_by_one
+from training.loop.run_files import wait_for_first
+from training.loop.trainer import Trainer
+from training.lora.job import FittedAdapter, fit_adapter
+
+# Reads a model's tensors again and again, in the order of `param_specs`.
+Tensors = Callable[[], Iterator[tuple[str, np.ndarray]]]
+Dense = dict[str, jax.Array]
+# The whole model goes back to the one before by halving this often.
+_HALVINGS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticRun:
+    """What all stages of a run share."""
+
+    cfg: ModelConfig
+    recipe: ElasticRecipe
+    splits: Splits
+    folder: Path
+    mesh: Mesh
+    console: Console
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of weights that are not trained."""
+        return jnp.dtype(self.recipe.precision)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecoveredLevel:
+    """Result of a level's training: its adapter, if that lowers the loss, and facts for people."""
+
+    recovery: Recovery | None
+    facts: dict[str, Any]
+
+
+def importance_of(run: ElasticRun, params: Params) -> Importance:
+    """Measures importances of units and layers, or reads what was measured before."""
+    recipe, path = run.recipe, run.folder / "importance.npz"
+    wait_for_first("importance")
+    if path.exists():
+        return Importance.read(path, run.cfg.layers)
+    # One epoch at most: the same text again adds nothing.
+    train = run.splits.train
+    steps = -(-len(train.epoch(0)) // recipe.batch)
+    batches = (train.batch_at(step) for step in range(steps))
+    chosen = calibration_batches(batches, recipe.calibration_tokens)
+    with ProgressBar(console=run.console, transient=True) as bar:
+        task = bar.add_task("importance", total=len(chosen))
+        found = measure(
+            run.cfg,
+            params,
+            chosen,
+            mesh=run.mesh,
+            remat=recipe.remat,
+            by=recipe.importance,
+            report=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if jax.process_index() == 0:
+        found.write(path)
+    return found
+
+
+def train_together(run: ElasticRun, tensors: Tensors, ladder: Ladder) -> tuple[Tensors, dict[str, float]]:
+    """Trains all levels together.
+
+    Returns:
+      The whole model's new weights, and facts: with a bound on how far it may go, how far it went.
+    """
+    splits, console, recipe, cfg = run.splits, run.console, run.recipe, run.cfg
+    console.print(f"training {len(ladder.levels)} levels together", soft_wrap=True)
+    wide, bound = jnp.dtype(jnp.float32), recipe.whole_kl_nats
+    before = laid_out(tensors(), cfg, run.mesh, run.dtype) if bound else None
+    # The first step uses up what it starts from.
+    job = joint_job(cfg, laid_out(tensors(), cfg, run.mesh, wide), ladder, recipe, original=before)
+    trainer = Trainer(job, recipe, run.mesh)
+    best = fit(
+        trainer, splits.train.batch_at, splits.held_out_batches, run.folder / "joint", console,
+        splits.source_names,
+    )  # fmt: skip
+    if before is None:
+        return (lambda: one_by_one(best.params, cfg)), {}
+    del job, trainer
+    meter = Trainer(divergence_job(cfg, before, recipe), recipe, run.mesh)
+    start = laid_out(tensors(), cfg, run.mesh, wide)
+    kept, share, nats = within_bound(
+        start, best.params, lambda params: meter.evaluate(params, splits.held_out_batches())[0], bound
+    )
+    console.print(
+        f"the whole model is {nats:.4f} nats from the one before, {100 * share:.1f} % of the way",
+        soft_wrap=True,
+    )
+    return (lambda: one_by_one(kept, cfg)), {"whole_kl_nats": nats, "whole_share": share}
+
+
+def within_bound(
+    start: Dense, end: Dense, divergence: Callable[[Dense], float], bound: float
+) -> tuple[Dense, float, float]:
+    """The parameters on the line from `start` to `end` that go as far as a bound allows, and no further.
+
+    Args:
+      start: float32 arrays.
+      end: likewise, under the same names.
+      divergence: of parameters from `start`, in nats.
+      bound: of it, above 0.
+
+    Returns:
+      The parameters, their share of the way in [0, 1], and their divergence: at most the bound, or that of
+      `start` by rounding alone.
+    """
+    between = jax.jit(
+        lambda start, end, share: jax.tree.map(lambda one, other: one + share * (other - one), start, end)
+    )
+    found = end, 1.0, divergence(end)
+    if found[2] <= bound:
+        return found
+    low, high, best = 0.0, 1.0, None
+    for _ in range(_HALVINGS):
+        share = (low + high) / 2
+        params = between(start, end, np.float32(share))
+        nats = divergence(params)
+        if nats <= bound:
+            low, best = share, (params, share, nats)
+        else:
+            high = share
+    return best or (start, 0.0, divergence(start))
+
+
+def as_stored(
+    cfg: ModelConfig, tensors: Iterable[tuple[str, np.ndarray]], weights: WeightFormat
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors dequantized from their stored width, as an adapter will see them."""
+    specs = param_specs(cfg)
+    for name, value in tensors:
+        yield name, np.asarray(dequantize(stored_form(value, specs[name], weights), jnp.float32))  # pyright: ignore
+
+
+def recover_levels(run: ElasticRun, served: Params, ladder: Ladder) -> Iterator[tuple[int, RecoveredLevel]]:
+    """Measures every level, and trains its adapter if the recipe asks for one; one compiled step serves all.
+
+    Args:
+      run: the run.
+      served: the whole model's parameters on the mesh, as they will be served.
+      ladder: the levels.
+    """
+    cfg, recipe, splits = run.cfg, run.recipe, run.splits
+    adapters = recipe.recovery == "lora"
+    whole = Trainer(level_job(cfg, served, ladder, recipe, adapters=adapters), recipe, run.mesh)
+    for level in ladder.levels:
+        part = sub_config(cfg, ladder, level)
+        share = layer_parameters(part) / layer_parameters(cfg)
+        run.console.print(f"level {level}: {100 * share:.1f} % of the layers' parameters", soft_wrap=True)
+        init = adapter_of_level(cfg, part, recipe.lora, recipe.seed) if adapters else {}
+        trainer = whole.beside(init, level_counts(cfg, ladder, level))
+        if level == WHOLE or not adapters:
+            loss, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
+            yield level, RecoveredLevel(None, {"share": share, "held_out": loss})
+            continue
+        fitted = fit_adapter(trainer, splits, run.folder / "levels" / str(level), run.console)
+        adapter = cut_adapter(part, fitted.adapter)
+        facts = {
+            "share": share,
+            "held_out": fitted.without,
+            "recovered": fitted.loss,
+            "best_step": fitted.best_step,
+        }
+        yield level, RecoveredLevel(_worthwhile(fitted, adapter, recipe), facts)
+
+
+def _worthwhile(
+    fitted: FittedAdapter, adapter: Mapping[str, np.ndarray], recipe: ElasticRecipe
+) -> Recovery | None:
+    return None if fitted.loss >= fitted.without else Recovery(adapter, recipe.lora.scaling)
