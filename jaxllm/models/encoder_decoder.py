@@ -32,6 +32,7 @@ from jaxllm.nn.layers import (
     activate,
     attention,
     cached_attention,
+    source_attention,
 )
 from jaxllm.nn.linear import FeedForward, embed, feed_forward, from_units, normed_to_units, to_units
 from jaxllm.nn.norms import normalize
@@ -68,7 +69,7 @@ def encode(
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     live = valid if tokens.shape[0] == 1 else None
     x = _embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=live)
-    mask = _scored(params, positions, positions, (positions < valid)[None, :], cfg, both_ways=True)
+    mask = _scored(params, positions, (positions < valid)[None, :], cfg)
 
     def attend(heads: Sequence[jax.Array]) -> tuple[jax.Array, None]:
         q, k, v = heads[0], *(_zeroed(each, valid) for each in heads[1:])
@@ -144,21 +145,18 @@ def forward_at(
     row: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """`decoder.forward_at` of a decoder whose cache has a source."""
-    assert cache.source is not None
-    source, live = cache.source, at.valid if at.padded and tokens.shape[0] == 1 else None
+    live = at.valid if at.padded and tokens.shape[0] == 1 else None
     x = _embedded(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live)
-    keys = jnp.arange(cache.capacity_tokens, dtype=jnp.int32)
-    mask = _scored(params, at.positions, keys, at.visible(cache.capacity_tokens, 0), cfg, both_ways=False)
-    options = AttentionOptions(scale=cfg.attention_scale)
+    mask = at.visible(cache.capacity_tokens, 0)
+    options = AttentionOptions(scale=cfg.attention_scale, bias=_bias_by_distance(params, cfg))
 
     def attend(heads: Sequence[jax.Array], past, mass):
         new = Heads(*heads)
         out, past, mass = cached_attention(new, None, past, mask, at, mass, options=options)
         return out, (past, mass)
 
-    def attend_source(heads: Sequence[jax.Array], number: jax.Array | int) -> tuple[jax.Array, None]:
-        rows = source.of_layer(number)
-        return attention(heads[0], *rows, source.mask, scale=cfg.attention_scale), None
+    def attend_source(heads: Sequence[jax.Array], source: SourceKV, number: jax.Array | int):
+        return source_attention(heads[0], source, number, at, scale=cfg.attention_scale)
 
     def layer(
         carry: tuple[jax.Array, KVCache], own: Params, like: int, number: jax.Array | int
@@ -166,9 +164,11 @@ def forward_at(
         (x, cache), weights = carry, layer_of(own, like)
         own_attend = functools.partial(attend, past=cache.past(like, number), mass=cache.mass)
         x, (past, mass) = _attended(weights, x, cfg, "attn", own_attend, live)
-        x, _ = _attended(weights, x, cfg, "cross", functools.partial(attend_source, number=number), live)
+        assert cache.source is not None
+        attend_there = functools.partial(attend_source, source=cache.source, number=number)
+        x, source = _attended(weights, x, cfg, "cross", attend_there, live)
         x = _fed_forward(weights, x, cfg, like, at.valid, live)
-        return x, dataclasses.replace(cache.with_past(like, past), mass=mass)
+        return x, dataclasses.replace(cache.with_past(like, past), mass=mass, source=source)
 
     x, cache = over_layers(params, cfg, layer, (x, cache))
     if row is not None:
@@ -197,30 +197,33 @@ def relative_buckets(distance: jax.Array, *, buckets: int, most: int, both_ways:
     return lead + jnp.where(distance < exact, distance, far)
 
 
-def _scored(
-    params: Params,
-    queries: jax.Array,
-    keys: jax.Array,
-    mask: jax.Array,
-    cfg: ModelConfig,
-    *,
-    both_ways: bool,
-) -> jax.Array:
-    """The mask `[T or 1, S]` bool, or with relative positions what is added to scores `[K, T, G, S]` float32
-    (see `attention`), of queries and keys at positions `[T]` and `[S]`."""
+def _scored(params: Params, positions: jax.Array, mask: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """The encoder's mask `[T, T]` bool, or with relative positions what is added to scores `[K, T, G, T]`
+    float32 (see `attention`), of tokens at positions `[T]`."""
+    count = len(positions)
     if not cfg.relative_buckets:
-        return jnp.broadcast_to(mask, (len(queries), len(keys)))
-    number = relative_buckets(
-        keys[None, :] - queries[:, None],
-        buckets=cfg.relative_buckets,
-        most=cfg.relative_distance,
-        both_ways=both_ways,
-    )
+        return jnp.broadcast_to(mask, (count, count))
+    bias = _biases(params, positions[None, :] - positions[:, None], cfg, both_ways=True)
+    bias = bias + jnp.where(mask, np.float32(0), np.float32(MASKED))[..., None]
+    return bias.reshape(count, count, cfg.kv_heads, cfg.group).transpose(2, 0, 3, 1)
+
+
+def _bias_by_distance(params: Params, cfg: ModelConfig) -> jax.Array | None:
+    """The decoder's `AttentionOptions.bias`."""
+    if not cfg.relative_buckets:
+        return None
+    # All tokens at least as far as `relative_distance` share a bucket.
+    behind = jnp.arange(-cfg.relative_distance, 1, dtype=jnp.int32)
+    bias = _biases(params, behind, cfg, both_ways=False)
+    return bias.T.reshape(cfg.kv_heads, cfg.group, -1)
+
+
+def _biases(params: Params, distance: jax.Array, cfg: ModelConfig, *, both_ways: bool) -> jax.Array:
+    """Biases `[..., N]` float32 of distances (see `relative_buckets`)."""
     biases = LayerParams(params, "").vector("relative_positions")
     assert biases is not None
-    bias = biases.astype(jnp.float32)[number] + jnp.where(mask, np.float32(0), np.float32(MASKED))[..., None]
-    bias = bias.reshape(len(queries), len(keys), cfg.kv_heads, cfg.group)
-    return bias.transpose(2, 0, 3, 1)
+    own = {"buckets": cfg.relative_buckets, "most": cfg.relative_distance, "both_ways": both_ways}
+    return biases.astype(jnp.float32)[relative_buckets(distance, **own)]
 
 
 def _embedded(
