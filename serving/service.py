@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxllm.bundle.tiny_lm import read_tiny_lm
-from jaxllm.config import WHOLE, require_decoder_alone
+from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
-from serving.bundles import levels_of, open_model
+from serving.bundles import levels_of
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
@@ -226,8 +226,6 @@ def engine_options(
     Raises:
       JaxllmError: the model cannot be opened.
     """
-    with open_model(model) as bundle:
-        require_decoder_alone(bundle.cfg, "services")
     levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
     codec = options.kv_codec or ("" if contexts is None else CODEC)
     return dataclasses.replace(options, levels=levels, kv_codec=codec)

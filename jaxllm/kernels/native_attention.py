@@ -90,9 +90,9 @@ def attention(
         "attention",
         [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values, seen, coded_seen)],
         (
-            q, optional(k), optional(v), optional(cos), optional(sin), keys, values, seen, count_operand(slot), rows, positions,
-            valid, base, told, handle, layer, coded_tokens, coded_seen,
-            optional(bias),
+            q, optional(k), optional(v), optional(cos), optional(sin), keys, values, seen,
+            count_operand(slot), rows, positions, valid, base, told, handle, layer, coded_tokens,
+            coded_seen, optional(bias),
         ),
         (counts_operand(used),),
         aliases={5: 1, 6: 2, 7: 3, 17: 4},

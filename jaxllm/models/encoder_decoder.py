@@ -145,7 +145,7 @@ def forward_at(
     row: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """`decoder.forward_at` of a decoder whose cache has a source."""
-    live = at.valid if at.padded and tokens.shape[0] == 1 else None
+    live, rowwise = at.valid if at.padded and tokens.shape[0] == 1 else None, at.tree is not None
     x = _embedded(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live)
     mask = at.visible(cache.capacity_tokens, 0)
     options = AttentionOptions(scale=cfg.attention_scale, bias=_bias_by_distance(params, cfg))
@@ -163,11 +163,11 @@ def forward_at(
     ) -> tuple[jax.Array, KVCache]:
         (x, cache), weights = carry, layer_of(own, like)
         own_attend = functools.partial(attend, past=cache.past(like, number), mass=cache.mass)
-        x, (past, mass) = _attended(weights, x, cfg, "attn", own_attend, live)
+        x, (past, mass) = _attended(weights, x, cfg, "attn", own_attend, live, rowwise)
         assert cache.source is not None
         attend_there = functools.partial(attend_source, source=cache.source, number=number)
-        x, source = _attended(weights, x, cfg, "cross", attend_there, live)
-        x = _fed_forward(weights, x, cfg, like, at.valid, live)
+        x, source = _attended(weights, x, cfg, "cross", attend_there, live, rowwise)
+        x = _fed_forward(weights, x, cfg, like, at.valid, live, rowwise)
         return x, dataclasses.replace(cache.with_past(like, past), mass=mass, source=source)
 
     x, cache = over_layers(params, cfg, layer, (x, cache))
@@ -272,6 +272,7 @@ def _attended(
     name: str,
     attend: _Attend[Kept],
     live: jax.Array | None,
+    rowwise: bool = False,
 ) -> tuple[jax.Array, Kept]:
     """Attention of `x` `[B, T, D]` to its own tokens (`name` "attn"), or to the source ("cross"), for which
     only queries are new; and what `attend` keeps."""
@@ -279,14 +280,15 @@ def _attended(
     products = [weights[f"{name}.{part}"] for part in parts]
     biases = [weights.vector(f"{name}.{part}_bias") for part in parts]
     if cfg.norm_after:
-        heads = [to_units(x, *each, live=live) for each in zip(products, biases, strict=True)]
+        pairs = zip(products, biases, strict=True)
+        heads = [to_units(x, *each, live=live, rowwise=rowwise) for each in pairs]
     else:
-        heads = normed_to_units(x, norm, products, biases, live=live)
+        heads = normed_to_units(x, norm, products, biases, live=live, rowwise=rowwise)
     queries = heads[0].reshape(*heads[0].shape[:3], cfg.group, cfg.head_dim)
     out, kept = attend([queries, *heads[1:]])
     out = out.reshape(*out.shape[:3], -1)
     o_bias = weights.vector(f"{name}.o_bias")
-    mixed = from_units(out, weights[f"{name}.o"], o_bias, residual=x, live=live)
+    mixed = from_units(out, weights[f"{name}.o"], o_bias, residual=x, live=live, rowwise=rowwise)
     return (normalize(mixed, norm) if cfg.norm_after else mixed), kept
 
 
@@ -297,11 +299,12 @@ def _fed_forward(
     layer: int,
     valid: jax.Array,
     live: jax.Array | None,
+    rowwise: bool = False,
 ) -> jax.Array:
     """The second half of a layer: a feed-forward block, or experts."""
     norm = weights.norm("ffn_norm", cfg)
     if cfg.is_sparse(layer):
-        return _visited(weights, x, cfg, valid)
+        return _visited(weights, x, cfg, valid, rowwise)
     block = FeedForward(
         up=weights["ffn.up"],
         down=weights["ffn.down"],
@@ -311,14 +314,17 @@ def _fed_forward(
         activation=cfg.activation,
     )
     if not cfg.norm_after:
-        return feed_forward(x, norm, block, add_input=True, live=live)
-    hidden = activate(to_units(x, block.up, block.up_bias, live=live), cfg.activation)
-    return normalize(from_units(hidden, block.down, block.down_bias, residual=x, live=live), norm)
+        return feed_forward(x, norm, block, add_input=True, live=live, rowwise=rowwise)
+    hidden = activate(to_units(x, block.up, block.up_bias, live=live, rowwise=rowwise), cfg.activation)
+    mixed = from_units(hidden, block.down, block.down_bias, residual=x, live=live, rowwise=rowwise)
+    return normalize(mixed, norm)
 
 
-def _visited(weights: LayerParams, x: jax.Array, cfg: ModelConfig, valid: jax.Array) -> jax.Array:
+def _visited(
+    weights: LayerParams, x: jax.Array, cfg: ModelConfig, valid: jax.Array, rowwise: bool
+) -> jax.Array:
     """The experts of a layer: each token visits the likeliest one, unless as many tokens before it as the
-    expert's capacity visit the same."""
+    expert's capacity visit the same. Nodes of a tree (`rowwise`) come alone, so that none is too many."""
     norm = weights.norm("ffn_norm", cfg)
     routing = route(x, weights["router"], experts_per_token=1, normalize=False, norm=norm)  # pyright: ignore
     real = jnp.arange(x.shape[1], dtype=jnp.int32) < valid
@@ -326,5 +332,5 @@ def _visited(weights: LayerParams, x: jax.Array, cfg: ModelConfig, valid: jax.Ar
     visits = jnp.where(real[:, None], visits, 0)
     rank = jnp.take_along_axis(jnp.cumsum(visits, axis=1), routing.ids, axis=-1)[..., 0]
     block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], activation=cfg.activation)
-    taken = real & (rank <= cfg.expert_capacity)
+    taken = real if rowwise else real & (rank <= cfg.expert_capacity)
     return mixture(x, norm, routing, block, add_input=True, live=taken)

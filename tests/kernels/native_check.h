@@ -434,7 +434,8 @@ inline std::vector<double> attended(const jaxllm::AttentionShape& s, const float
       if (s.softcap > 0) score = tanh(score / s.softcap) * s.softcap;
       if (s.bias && stands(p) <= position) {
         const size_t far = std::min(position - stands(p), s.distances - 1);
-        score += s.bias[(r / s.group % s.kv_heads * s.group + r % s.group) * s.distances + s.distances - 1 - far];
+        score +=
+            s.bias[(r / s.group % s.kv_heads * s.group + r % s.group) * s.distances + s.distances - 1 - far];
       }
       weights[p] = hidden(p) ? -INFINITY : score;
       top = std::max(top, weights[p]);

@@ -53,8 +53,8 @@ void check_attention(Random& random) {
           std::to_string(s.group) + " H " + std::to_string(s.width) + " S " + std::to_string(s.capacity) +
           (run ? " start " : " gaps from ") + std::to_string(positions[0]) + " valid " +
           std::to_string(s.valid) + " rotary " + std::to_string(s.rotary) + " window " +
-          std::to_string(s.window) + (s.half ? " half" : "") +
-          " distances " + std::to_string(s.distances) + (writes ? "" : " reads");
+          std::to_string(s.window) + (s.half ? " half" : "") + " distances " + std::to_string(s.distances) +
+          (writes ? "" : " reads");
   const size_t new_rows = s.batch * s.tokens * s.kv_heads;
   const Buffer<float> q(random.floats(new_rows * s.group * s.width, false)),
       k(random.floats(new_rows * s.width, false));
@@ -74,8 +74,9 @@ void check_attention(Random& random) {
       [&] {
         keys = old_keys.copy(), values = old_values.copy();
         for (size_t i = 0; i < mass.size(); i++) mass.data()[i] = 1.0f;
-        must(attention(q.data(), writes ? k.data() : nullptr, v.data(), cos.data(), sin.data(), keys.bytes.data(),
-                       values.bytes.data(), s, y.data(), mass.size() ? mass.data() : nullptr));
+        must(attention(q.data(), writes ? k.data() : nullptr, v.data(), cos.data(), sin.data(),
+                       keys.bytes.data(), values.bytes.data(), s, y.data(),
+                       mass.size() ? mass.data() : nullptr));
       },
       [&] {
         AttentionShape written = s;

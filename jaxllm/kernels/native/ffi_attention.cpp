@@ -39,21 +39,21 @@ const char* read_chunks(const AnyBuffer& table, const AnyBuffer& layer, const An
   return nullptr;
 }
 
-// q [B, T, K, G, H], new k and v [B, T, K, H] or nothing, cos and sin [T, rotary], caches [B, K, S, H] or of several
-// layers [n, B, K, S, H] and the layer's slot [] among them, mass [B, S] or of a tree [B, 1 + T, S] or
-// nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing, chunks before the cache (see
-// read_chunks) and their mass [B, n] or of a tree [B, 1 + T, n] or nothing, what is added to scores by distance
-// [K, G, distances] or nothing -> y like q, and caches and both
-// masses, in place. Operand: counts. Of the K heads counts[heads_at] are used. Outputs of one sequence's
-// tokens that are not valid are left as they are.
+// q [B, T, K, G, H], new k and v [B, T, K, H] or nothing, cos and sin [T, rotary], caches [B, K, S, H] or of
+// several layers [n, B, K, S, H] and the layer's slot [] among them, mass [B, S] or of a tree [B, 1 + T, S]
+// or nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing, chunks before the cache
+// (see read_chunks) and their mass [B, n] or of a tree [B, 1 + T, n] or nothing, what is added to scores by
+// distance [K, G, distances] or nothing -> y like q, and caches and both masses, in place. Operand: counts.
+// Of the K heads counts[heads_at] are used. Outputs of one sequence's tokens that are not valid are left as
+// they are.
 Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBuffer sin, AnyBuffer keys,
                      AnyBuffer values, AnyBuffer mass, AnyBuffer slot, AnyBuffer rows, AnyBuffer positions,
                      AnyBuffer valid, AnyBuffer base, AnyBuffer seen, AnyBuffer chunks, AnyBuffer chunk_layer,
-                     AnyBuffer chunk_tokens, AnyBuffer chunk_mass, AnyBuffer bias, AnyBuffer table, AnyBuffer row,
-                     ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y, ffi::Result<AnyBuffer> new_keys,
-                     ffi::Result<AnyBuffer> new_values, ffi::Result<AnyBuffer> new_mass,
-                     ffi::Result<AnyBuffer> new_chunk_mass, float scale, float softcap, int64_t window,
-                     int64_t heads_at, Columns columns) {
+                     AnyBuffer chunk_tokens, AnyBuffer chunk_mass, AnyBuffer bias, AnyBuffer table,
+                     AnyBuffer row, ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y,
+                     ffi::Result<AnyBuffer> new_keys, ffi::Result<AnyBuffer> new_values,
+                     ffi::Result<AnyBuffer> new_mass, ffi::Result<AnyBuffer> new_chunk_mass, float scale,
+                     float softcap, int64_t window, int64_t heads_at, Columns columns) {
   const Timer timer;
   Operands in;
   if (!in.read(table, row, buffers, columns) || in.size() != 1) return wrong(kOperands);
@@ -66,7 +66,8 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
   }
   const size_t batch = dim(q, 0), tokens = dim(q, 1), kv_heads = dim(q, 2), width = dim(q, 4),
                capacity = dim(keys, stacked + 2), layers = stacked ? dim(keys, 0) : 1;
-  if ((writes && (dim(k, 0) != batch || dim(k, 1) != tokens || dim(k, 2) != kv_heads || dim(k, 3) != width)) ||
+  if ((writes &&
+       (dim(k, 0) != batch || dim(k, 1) != tokens || dim(k, 2) != kv_heads || dim(k, 3) != width)) ||
       v.element_count() != k.element_count()) {
     return wrong("new keys and values do not fit the queries");
   }
