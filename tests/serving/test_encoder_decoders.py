@@ -136,7 +136,7 @@ def test_a_conversation_is_one_source(engine):
     asked = [{"role": "system", "content": "hello"}, {"role": "user", "content": "the"}]
     assert engine.chat(asked, LONG).result().tokens == engine.generate("hello\nthe", LONG).tokens
     for roles in (["user", "assistant", "user"], ["assistant"], []):
-        with pytest.raises(ConfigError, match=r"answers one message of a user, its source.*later turns"):
+        with pytest.raises(ConfigError, match=r"answers one message of a user, its source.*no later turns"):
             engine.chat([{"role": each, "content": "hello"} for each in roles])
 
 
