@@ -15,6 +15,7 @@ from serving.speculation.drafter import Growing
 from serving.speculation.ngram_drafter import NgramDrafter
 from serving.speculation.options import SpeculationOptions, TreeShape
 from tests import tiny, tiny_encdec
+from tests.serving.speculation.test_speculative import sharp
 
 OPTIONS = EngineOptions(chunk_tokens=(16,), decode_block=4, context_tokens=48)
 TREES = TreeShape(nodes=(4, 8), room=8, tips=2, branches=3)
@@ -25,6 +26,11 @@ ANSWERS, TOKENS = 50, 12
 needs_native = pytest.mark.skipif(not native.kernels().native, reason="planes are read by native kernels")
 
 
+def written(path, weights, cfg):
+    files = tiny_encdec.tokenizer()
+    return tiny.write_tiny_bundle(path, weights, cfg=cfg, params=sharp(cfg), tokenizer=files, name=path.stem)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
@@ -33,12 +39,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def target(folder):
     weights = "int8-nested" if native.kernels().native else "int8"
-    return tiny_encdec.write_bundle(folder / "target.jaxllm", weights)
+    return written(folder / "target.jaxllm", weights, tiny_encdec.TINY_T5)
 
 
 @pytest.fixture(scope="module")
 def draft(folder):
-    return tiny_encdec.write_bundle(folder / "draft.jaxllm", cfg=DRAFT)
+    return written(folder / "draft.jaxllm", "int8", DRAFT)
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +87,8 @@ def test_drafts_change_no_answer(target, draft, expected, drafter):
     assert engine.runner.buckets.bucket_ms == before
     counts = engine.speculation.counts
     assert counts.verifications
-    # A draft that is the target agrees with it only if it attends to the same source.
-    assert drafter != "itself" or counts.acceptance_length > 2.5
+    # Of drawn answers few drafts are accepted; of greedy ones they are if the draft reads the same source.
+    assert drafter != "itself" or counts.acceptance_length > 1.25
     # Answers to two sources that take turns keep their drafts apart.
     first, second = engine.stream(source(0), config(0)), engine.stream(source(2), config(2))
     for _ in zip(first, second, strict=False):
