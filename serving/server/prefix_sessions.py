@@ -109,9 +109,7 @@ class PrefixSessions:
 
     def keep(self, app: str, key: str, session: Session) -> None:
         """Keeps the session of an answer that has ended; where a limit ends, the least recently used go, the
-        app's own before others'. That of an encoder-decoder is not kept: it follows its own source."""
-        if session.cache is not None and session.cache.source is not None:
-            return
+        app's own before others'."""
         size, own = session.size_bytes, self._app_bytes(app) or self.limit_bytes
         if not size or len(session.tokens) < _LEAST_COMMON or size > min(own, self.limit_bytes):
             return

@@ -47,7 +47,7 @@ def test_sources_are_answered_in_turns(executor, service):
     prompts = [sources[0], asked(("system", "hello"), ("user", "you")), asked(("user", "hello"))]
     calls = [call(each) for each in prompts]
     # One with an objective, whose words might be dropped.
-    calls[2] = dataclasses.replace(calls[2], objective=Latency(1e6, 1e6), shorten=True)
+    calls[2] = dataclasses.replace(calls[2], objective=Latency(ttft_ms=1e6, tpot_ms=1e6), shorten=True)
     # The same again takes no cache of the first time.
     for _ in range(2):
         for source, events in zip(sources, together(executor, *calls), strict=True):
