@@ -6,9 +6,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from jaxllm.config import WHOLE, ModelConfig, require_decoder_alone
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.formats import WeightFormat
+from jaxllm.text.prompts import prompt_ids, source_prompt
 from jaxllm.text.tokenizer import Tokenizer
 from serving.answer import Answer
 from serving.decoding import Decoding, PlainDecoding
@@ -317,10 +318,13 @@ class Engine(Generic[AnyModel]):
         *,
         session: Session | None = None,
     ) -> Answer:
-        """Answers a conversation of {"role", "content"} messages through the model's chat template."""
-        require_decoder_alone(self.cfg, "conversations")
+        """Answers a conversation of {"role", "content"} messages through the model's chat template; an
+        encoder-decoder one message (see `jaxllm.text.prompts.source_prompt`)."""
         tokenizer = self.tokenizer.limited(self.options.context_tokens)
-        prompt = tokenizer.encode_chat(list(messages), now=datetime.now())
+        if self.cfg.encoder is not None:
+            prompt = prompt_ids(tokenizer, source_prompt(messages))
+        else:
+            prompt = tokenizer.encode_chat(list(messages), now=datetime.now())
         return self.stream(prompt, config, session=session)
 
     def request(
@@ -374,6 +378,8 @@ class Engine(Generic[AnyModel]):
                 matcher = self.grammars.matcher(config.grammar, stop_ids)
             return GuidedDecoding(self.runner_at(request.level), matcher, config.top_logprobs)
         if request.drafted and self.speculation is not None:
+            if request.source is not None:
+                return self.speculation.of(request.source)
             return self.speculation
         return PlainDecoding(self.runner_at(request.level))
 

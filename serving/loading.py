@@ -18,6 +18,7 @@ from jaxllm.kernels import native
 from jaxllm.models.lora import Adapter, adapter_digest, padded
 from jaxllm.models.parameters import Params
 from jaxllm.quant import Weight
+from jaxllm.text.tokenizer import MAX_START_TOKENS
 from serving.bundles import open_model
 from serving.host.forked import require_not_forked, watch_for_forks
 from serving.host.machine import give_back_memory
@@ -168,7 +169,9 @@ class LoadedModel:
         elif 0 < prompt_tokens <= self.options.context_tokens:
             answer = max_tokens if speculation is None else speculation.cache_tokens(max_tokens)
             runner.prepare(prompt_tokens, answer, progress)
-            tokens = prompt_tokens + max_tokens if max_tokens else None
+            # A source is not in the cache of tokens.
+            begins = prompt_tokens if self.bundle.cfg.encoder is None else MAX_START_TOKENS
+            tokens = begins + max_tokens if max_tokens else None
         else:
             return
         if speculation is not None:
@@ -287,7 +290,6 @@ def _loaded(
 ) -> LoadedModel:
     """`load_model` of an open bundle, with a certain speculation."""
     if speculation is not None:
-        require_decoder_alone(bundle.cfg, "drafts")
         options = dataclasses.replace(options, trees=speculation.trees)
         options = _with_levels(options, [speculation.level] if speculation.level else [])
     lora, arrays = (None, {}) if adapter is None else read_adapter_of(bundle, adapter)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxllm.bundle.contexts import read_contexts
 from jaxllm.bundle.tiny_lm import read_tiny_lm
-from jaxllm.config import WHOLE, require_decoder_alone
+from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from serving.bundles import levels_of, open_model
 from serving.contexts.context import Context
@@ -228,9 +228,10 @@ def engine_options(
     Raises:
       JaxllmError: the model cannot be opened.
     """
-    with open_model(model) as bundle:
-        require_decoder_alone(bundle.cfg, "services")
-        calibration = None if contexts is None or options.kv_codec else read_contexts(bundle)
+    calibration = None
+    if contexts is not None and not options.kv_codec:
+        with open_model(model) as bundle:
+            calibration = read_contexts(bundle)
     levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
     codec = options.kv_codec or ("" if contexts is None else CODEC)
     if calibration is not None:

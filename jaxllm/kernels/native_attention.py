@@ -33,8 +33,8 @@ class ChunksAt(NamedTuple):
 
 def attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     rotary: tuple[jax.Array, jax.Array] | None,
     keys: jax.Array,
     values: jax.Array,
@@ -49,12 +49,14 @@ def attention(
     used: UsedUnits | None = None,
     tree: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     chunks: ChunksAt | None = None,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Rotates queries and new keys, writes new keys and values into the cache, and attends over it.
 
     Args:
       q: queries `[B, T, K, G, H]` float32.
-      k, v: new keys and values `[B, T, K, H]` float32.
+      k, v: new keys and values `[B, T, K, H]` float32; or None: nothing is written, and tokens attend to
+        what the cache has.
       rotary: cos and sin `[T, R]`, or None.
       keys, values: the cache `[B, K, S, H]`, or a stack of them `[n, B, K, S, H]`, float32 or float16;
         updated in place.
@@ -69,6 +71,9 @@ def attention(
         are attended to; and which of the N rows from the base on each token attends to, `[T, N]` bool.
       chunks: of the tokens before the cache's, of a single sequence; rows, positions and the base count from
         the first of them. None for none.
+      bias: `[K, G, distances]` float32, added to scores by how far before its query a key stands: the last
+        entry for the query's own position, the first for all that are farther than the others. None for
+        nothing; not together with `softcap`.
 
     Returns:
       Outputs `[B, T, K, G, H]` float32, undefined for tokens of a single sequence that are not valid; keys,
@@ -85,8 +90,9 @@ def attention(
         "attention",
         [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values, seen, coded_seen)],
         (
-            q, k, v, optional(cos), optional(sin), keys, values, seen, count_operand(slot), rows, positions,
-            valid, base, told, handle, layer, coded_tokens, coded_seen,
+            q, optional(k), optional(v), optional(cos), optional(sin), keys, values, seen,
+            count_operand(slot), rows, positions, valid, base, told, handle, layer, coded_tokens,
+            coded_seen, optional(bias),
         ),
         (counts_operand(used),),
         aliases={5: 1, 6: 2, 7: 3, 17: 4},

@@ -77,18 +77,30 @@ class TokenPositions:
         node attends to its path, so that its k-th visible node is at position base + k.
         """
         row = jnp.arange(keys, dtype=jnp.int32)[None, :]
-        stands = row
         if self.tree is None:
             before = row <= self.rows[:, None]
         else:
-            mask, base = self.tree.mask, self.tree.base
-            node = row - base
-            inside = (node >= 0) & (node < mask.shape[1])
-            at = jnp.broadcast_to(jnp.clip(node, 0, mask.shape[1] - 1), (len(self.rows), keys))
-            before = (node < 0) | (inside & jnp.take_along_axis(mask, at, axis=1))
-            depth = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
-            stands = jnp.where(node < 0, row, base + jnp.take_along_axis(depth, at, axis=1))
-        return before & (stands > self.positions[:, None] - window) if window else before
+            node, at = self._nodes(self.tree, keys)
+            inside = (node >= 0) & (node < self.tree.mask.shape[1])
+            before = (node < 0) | (inside & jnp.take_along_axis(self.tree.mask, at, axis=1))
+        return before & (self.stands(keys) > self.positions[:, None] - window) if window else before
+
+    def stands(self, keys: int) -> jax.Array:
+        """Positions `[T or 1, keys]` int32 of the tokens in the first `keys` rows, for those that each new
+        token attends to: of a tree its path, one behind the other."""
+        row = jnp.arange(keys, dtype=jnp.int32)[None, :]
+        if self.tree is None:
+            return row
+        node, at = self._nodes(self.tree, keys)
+        depth = jnp.cumsum(self.tree.mask, axis=1, dtype=jnp.int32) - 1
+        return jnp.where(node < 0, row, self.tree.base + jnp.take_along_axis(depth, at, axis=1))
+
+    def _nodes(self, tree: TreePositions, keys: int) -> tuple[jax.Array, jax.Array]:
+        """The nodes `[1, keys]` of a tree in the first `keys` rows, negative before the tree, and clipped to
+        those that there are `[T, keys]`."""
+        node = jnp.arange(keys, dtype=jnp.int32)[None, :] - tree.base
+        at = jnp.clip(node, 0, tree.mask.shape[1] - 1)
+        return node, jnp.broadcast_to(at, (len(tree.rows), keys))
 
     def write(
         self,

@@ -32,6 +32,7 @@ from jaxllm.nn.layers import (
     activate,
     attention,
     cached_attention,
+    source_attention,
 )
 from jaxllm.nn.linear import FeedForward, embed, feed_forward, from_units, normed_to_units, to_units
 from jaxllm.nn.norms import normalize
@@ -68,7 +69,7 @@ def encode(
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     live = valid if tokens.shape[0] == 1 else None
     x = _embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=live)
-    mask = _scored(params, positions, positions, (positions < valid)[None, :], cfg, both_ways=True)
+    mask = _scored(params, positions, (positions < valid)[None, :], cfg)
 
     def attend(heads: Sequence[jax.Array]) -> tuple[jax.Array, None]:
         q, k, v = heads[0], *(_zeroed(each, valid) for each in heads[1:])
@@ -144,31 +145,30 @@ def forward_at(
     row: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """`decoder.forward_at` of a decoder whose cache has a source."""
-    assert cache.source is not None
-    source, live = cache.source, at.valid if at.padded and tokens.shape[0] == 1 else None
+    live, rowwise = at.valid if at.padded and tokens.shape[0] == 1 else None, at.tree is not None
     x = _embedded(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live)
-    keys = jnp.arange(cache.capacity_tokens, dtype=jnp.int32)
-    mask = _scored(params, at.positions, keys, at.visible(cache.capacity_tokens, 0), cfg, both_ways=False)
-    options = AttentionOptions(scale=cfg.attention_scale)
+    mask = at.visible(cache.capacity_tokens, 0)
+    options = AttentionOptions(scale=cfg.attention_scale, bias=_bias_by_distance(params, cfg))
 
     def attend(heads: Sequence[jax.Array], past, mass):
         new = Heads(*heads)
         out, past, mass = cached_attention(new, None, past, mask, at, mass, options=options)
         return out, (past, mass)
 
-    def attend_source(heads: Sequence[jax.Array], number: jax.Array | int) -> tuple[jax.Array, None]:
-        rows = source.of_layer(number)
-        return attention(heads[0], *rows, source.mask, scale=cfg.attention_scale), None
+    def attend_source(heads: Sequence[jax.Array], source: SourceKV, number: jax.Array | int):
+        return source_attention(heads[0], source, number, at, scale=cfg.attention_scale)
 
     def layer(
         carry: tuple[jax.Array, KVCache], own: Params, like: int, number: jax.Array | int
     ) -> tuple[jax.Array, KVCache]:
         (x, cache), weights = carry, layer_of(own, like)
         own_attend = functools.partial(attend, past=cache.past(like, number), mass=cache.mass)
-        x, (past, mass) = _attended(weights, x, cfg, "attn", own_attend, live)
-        x, _ = _attended(weights, x, cfg, "cross", functools.partial(attend_source, number=number), live)
-        x = _fed_forward(weights, x, cfg, like, at.valid, live)
-        return x, dataclasses.replace(cache.with_past(like, past), mass=mass)
+        x, (past, mass) = _attended(weights, x, cfg, "attn", own_attend, live, rowwise)
+        assert cache.source is not None
+        attend_there = functools.partial(attend_source, source=cache.source, number=number)
+        x, source = _attended(weights, x, cfg, "cross", attend_there, live, rowwise)
+        x = _fed_forward(weights, x, cfg, like, at.valid, live, rowwise)
+        return x, dataclasses.replace(cache.with_past(like, past), mass=mass, source=source)
 
     x, cache = over_layers(params, cfg, layer, (x, cache))
     if row is not None:
@@ -197,30 +197,33 @@ def relative_buckets(distance: jax.Array, *, buckets: int, most: int, both_ways:
     return lead + jnp.where(distance < exact, distance, far)
 
 
-def _scored(
-    params: Params,
-    queries: jax.Array,
-    keys: jax.Array,
-    mask: jax.Array,
-    cfg: ModelConfig,
-    *,
-    both_ways: bool,
-) -> jax.Array:
-    """The mask `[T or 1, S]` bool, or with relative positions what is added to scores `[K, T, G, S]` float32
-    (see `attention`), of queries and keys at positions `[T]` and `[S]`."""
+def _scored(params: Params, positions: jax.Array, mask: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """The encoder's mask `[T, T]` bool, or with relative positions what is added to scores `[K, T, G, T]`
+    float32 (see `attention`), of tokens at positions `[T]`."""
+    count = len(positions)
     if not cfg.relative_buckets:
-        return jnp.broadcast_to(mask, (len(queries), len(keys)))
-    number = relative_buckets(
-        keys[None, :] - queries[:, None],
-        buckets=cfg.relative_buckets,
-        most=cfg.relative_distance,
-        both_ways=both_ways,
-    )
+        return jnp.broadcast_to(mask, (count, count))
+    bias = _biases(params, positions[None, :] - positions[:, None], cfg, both_ways=True)
+    bias = bias + jnp.where(mask, np.float32(0), np.float32(MASKED))[..., None]
+    return bias.reshape(count, count, cfg.kv_heads, cfg.group).transpose(2, 0, 3, 1)
+
+
+def _bias_by_distance(params: Params, cfg: ModelConfig) -> jax.Array | None:
+    """The decoder's `AttentionOptions.bias`."""
+    if not cfg.relative_buckets:
+        return None
+    # All tokens at least as far as `relative_distance` share a bucket.
+    behind = jnp.arange(-cfg.relative_distance, 1, dtype=jnp.int32)
+    bias = _biases(params, behind, cfg, both_ways=False)
+    return bias.T.reshape(cfg.kv_heads, cfg.group, -1)
+
+
+def _biases(params: Params, distance: jax.Array, cfg: ModelConfig, *, both_ways: bool) -> jax.Array:
+    """Biases `[..., N]` float32 of distances (see `relative_buckets`)."""
     biases = LayerParams(params, "").vector("relative_positions")
     assert biases is not None
-    bias = biases.astype(jnp.float32)[number] + jnp.where(mask, np.float32(0), np.float32(MASKED))[..., None]
-    bias = bias.reshape(len(queries), len(keys), cfg.kv_heads, cfg.group)
-    return bias.transpose(2, 0, 3, 1)
+    own = {"buckets": cfg.relative_buckets, "most": cfg.relative_distance, "both_ways": both_ways}
+    return biases.astype(jnp.float32)[relative_buckets(distance, **own)]
 
 
 def _embedded(
@@ -269,6 +272,7 @@ def _attended(
     name: str,
     attend: _Attend[Kept],
     live: jax.Array | None,
+    rowwise: bool = False,
 ) -> tuple[jax.Array, Kept]:
     """Attention of `x` `[B, T, D]` to its own tokens (`name` "attn"), or to the source ("cross"), for which
     only queries are new; and what `attend` keeps."""
@@ -276,14 +280,15 @@ def _attended(
     products = [weights[f"{name}.{part}"] for part in parts]
     biases = [weights.vector(f"{name}.{part}_bias") for part in parts]
     if cfg.norm_after:
-        heads = [to_units(x, *each, live=live) for each in zip(products, biases, strict=True)]
+        pairs = zip(products, biases, strict=True)
+        heads = [to_units(x, *each, live=live, rowwise=rowwise) for each in pairs]
     else:
-        heads = normed_to_units(x, norm, products, biases, live=live)
+        heads = normed_to_units(x, norm, products, biases, live=live, rowwise=rowwise)
     queries = heads[0].reshape(*heads[0].shape[:3], cfg.group, cfg.head_dim)
     out, kept = attend([queries, *heads[1:]])
     out = out.reshape(*out.shape[:3], -1)
     o_bias = weights.vector(f"{name}.o_bias")
-    mixed = from_units(out, weights[f"{name}.o"], o_bias, residual=x, live=live)
+    mixed = from_units(out, weights[f"{name}.o"], o_bias, residual=x, live=live, rowwise=rowwise)
     return (normalize(mixed, norm) if cfg.norm_after else mixed), kept
 
 
@@ -294,11 +299,12 @@ def _fed_forward(
     layer: int,
     valid: jax.Array,
     live: jax.Array | None,
+    rowwise: bool = False,
 ) -> jax.Array:
     """The second half of a layer: a feed-forward block, or experts."""
     norm = weights.norm("ffn_norm", cfg)
     if cfg.is_sparse(layer):
-        return _visited(weights, x, cfg, valid)
+        return _visited(weights, x, cfg, valid, rowwise)
     block = FeedForward(
         up=weights["ffn.up"],
         down=weights["ffn.down"],
@@ -308,14 +314,17 @@ def _fed_forward(
         activation=cfg.activation,
     )
     if not cfg.norm_after:
-        return feed_forward(x, norm, block, add_input=True, live=live)
-    hidden = activate(to_units(x, block.up, block.up_bias, live=live), cfg.activation)
-    return normalize(from_units(hidden, block.down, block.down_bias, residual=x, live=live), norm)
+        return feed_forward(x, norm, block, add_input=True, live=live, rowwise=rowwise)
+    hidden = activate(to_units(x, block.up, block.up_bias, live=live, rowwise=rowwise), cfg.activation)
+    mixed = from_units(hidden, block.down, block.down_bias, residual=x, live=live, rowwise=rowwise)
+    return normalize(mixed, norm)
 
 
-def _visited(weights: LayerParams, x: jax.Array, cfg: ModelConfig, valid: jax.Array) -> jax.Array:
+def _visited(
+    weights: LayerParams, x: jax.Array, cfg: ModelConfig, valid: jax.Array, rowwise: bool
+) -> jax.Array:
     """The experts of a layer: each token visits the likeliest one, unless as many tokens before it as the
-    expert's capacity visit the same."""
+    expert's capacity visit the same. Nodes of a tree (`rowwise`) come alone, so that none is too many."""
     norm = weights.norm("ffn_norm", cfg)
     routing = route(x, weights["router"], experts_per_token=1, normalize=False, norm=norm)  # pyright: ignore
     real = jnp.arange(x.shape[1], dtype=jnp.int32) < valid
@@ -323,5 +332,5 @@ def _visited(weights: LayerParams, x: jax.Array, cfg: ModelConfig, valid: jax.Ar
     visits = jnp.where(real[:, None], visits, 0)
     rank = jnp.take_along_axis(jnp.cumsum(visits, axis=1), routing.ids, axis=-1)[..., 0]
     block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], activation=cfg.activation)
-    taken = real & (rank <= cfg.expert_capacity)
+    taken = real if rowwise else real & (rank <= cfg.expert_capacity)
     return mixture(x, norm, routing, block, add_input=True, live=taken)

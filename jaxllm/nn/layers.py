@@ -18,6 +18,7 @@ from jaxllm.kernels.weight_table import TableArray
 from jaxllm.kv.cache import Past
 from jaxllm.kv.coded import CodedChunks
 from jaxllm.kv.positions import TokenPositions
+from jaxllm.kv.source import SourceKV
 
 # Large but finite: a query with all keys masked must give a uniform softmax, not NaN.
 MASKED = -1e30
@@ -177,11 +178,14 @@ class AttentionOptions:
     Attributes:
       scale, softcap: see `attention`.
       window: see `causal_mask`.
+      bias: `[K, G, distances]` float32, added to scores by how far before its query a key stands (see
+        `native_attention.attention`); None for nothing.
     """
 
     scale: float
     softcap: float = 0.0
     window: int = 0
+    bias: jax.Array | None = None
 
 
 def cached_attention(
@@ -203,8 +207,7 @@ def cached_attention(
       new: queries, and keys and values to write.
       rotary: cos and sin `[T, R]` of `rotary_cos_sin`; None without rotary embedding.
       past: the layer's keys and values.
-      mask: `[T, S]` bool, `at.visible` with the same window; behind coded chunks only its shape counts. Or
-        floats that are added to scores (see `attention`): native kernels take none, so that XLA attends.
+      mask: `[T, S]` bool, `at.visible` with the same window; behind coded chunks only its shape counts.
       at: positions of the new tokens in the cache, and how many of them are real; the others are not written.
       mass: attention mass to add to, float32: `[B, S]`, summed over queries; or for a token tree `[B, 1 + T,
         S]`, per new token, after an entry 0 that stays unchanged; or None.
@@ -243,6 +246,7 @@ def cached_attention(
             window=window,
             used=used,
             chunks=chunks,
+            bias=options.bias,
         )
         coded = None if coded is None else dataclasses.replace(coded, mass=coded_mass)
         past = dataclasses.replace(past, keys=keys, values=values, coded=coded)
@@ -258,6 +262,8 @@ def cached_attention(
             front = coded.decoded(keys.shape[1], keys.shape[3], keys.dtype)
             keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(front, (keys, values), strict=True))
             visible = _behind_chunks(at, coded, front[0].shape[2], mask.shape[1], window)
+        if options.bias is not None:
+            visible = _biased(options.bias, at, visible)
         weights = _weights(q, keys, visible, scale=scale, softcap=softcap)
         if mass is not None:
             real = jnp.arange(q.shape[1], dtype=jnp.int32) < at.valid
@@ -278,14 +284,61 @@ def cached_attention(
         return _weighted(values, weights, q), past, mass
 
     by_address = past.coded is not None and past.coded.by_address
-    if (past.coded is not None and not by_address) or mask.dtype != jnp.bool_:
-        assert past.coded is None or mask.dtype == jnp.bool_
+    if past.coded is not None and not by_address:
         return by_xla(q, past, mass)
     if not native.kernels().native or past.keys.dtype not in (jnp.float32, jnp.float16):
         return by_xla(q, past, mass)
     if by_address or (used is not None and isinstance(used.counts, TableArray)):
         return by_kernel(q, past, mass)
     return jax.lax.platform_dependent(q, past, mass, cpu=by_kernel, default=by_xla)
+
+
+def source_attention(
+    q: jax.Array, source: SourceKV, layer: jax.Array | int, at: TokenPositions, *, scale: float
+) -> tuple[jax.Array, SourceKV]:
+    """Attends to a source from a layer of the decoder.
+
+    The native kernel reads only the source's tokens; XLA, whose shapes are static, reads all of its rows.
+
+    Args:
+      q: queries `[B, T, K, G, H]`.
+      source: whose rows go through the native kernel, as those of a cache do.
+      layer: its index.
+      at: positions of the queries' tokens, and how many of them are real.
+      scale: multiplies the scores.
+
+    Returns:
+      Outputs `[B, T, K, G, H]` in q's dtype, and the same source.
+    """
+
+    def by_kernel(q: jax.Array, source: SourceKV):
+        # Nothing is written, and a query sees the rows up to its own: that of the last token.
+        count = jnp.maximum(source.length, 1)
+        rows = jnp.broadcast_to(count - 1, at.positions.shape)
+        # Nodes of a tree sum as a token by itself does.
+        tree = None if at.tree is None else (rows, count, jnp.zeros((len(rows), 1), jnp.bool_))
+        slot = np.int32(layer) if isinstance(layer, int) else layer
+        out, keys, values, *_ = native_attention.attention(
+            q.astype(jnp.float32), None, None, None, source.keys, source.values, rows, at.valid,
+            slot=slot, scale=scale, tree=tree,
+        )  # fmt: skip
+        return out.astype(q.dtype), dataclasses.replace(source, keys=keys, values=values)
+
+    def by_xla(q: jax.Array, source: SourceKV):
+        return attention(q, *source.of_layer(layer), source.mask, scale=scale), source
+
+    if not native.kernels().native or source.keys.dtype not in (jnp.float32, jnp.float16):
+        return by_xla(q, source)
+    return jax.lax.platform_dependent(q, source, cpu=by_kernel, default=by_xla)
+
+
+def _biased(bias: jax.Array, at: TokenPositions, visible: jax.Array) -> jax.Array:
+    """What is added to scores `[K, T, G, S]` float32 (see `attention`), from `AttentionOptions.bias` and the
+    mask `[T, S]`."""
+    last = bias.shape[-1] - 1
+    distance = at.positions[:, None] - at.stands(visible.shape[1])
+    of_key = bias[:, :, last - jnp.clip(distance, 0, last)].transpose(0, 2, 1, 3)
+    return of_key + jnp.where(visible, np.float32(0), np.float32(MASKED))[None, :, None, :]
 
 
 def _behind_chunks(

@@ -2,7 +2,8 @@
 
 import dataclasses
 import datetime
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxllm.errors import ConfigError, TemplateError
 
@@ -37,12 +38,43 @@ class Prompt:
         return [*system, {"role": "user", "content": self.user}]
 
 
+def reads_sources(tokenizer: "Tokenizer") -> bool:
+    """Whether a tokenizer is an encoder-decoder's: a prompt is its source."""
+    return bool(tokenizer.files.start_ids)
+
+
+def source_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
+    """The source that a conversation gives an encoder-decoder: a user's message, perhaps after an
+    instruction.
+
+    Args:
+      messages: JSON objects with a `role` and a `content`, oldest first.
+      tools: must be empty.
+
+    Raises:
+      ConfigError: there are other messages, or tools.
+    """
+    roles, texts = [each.get("role") for each in messages], [each.get("content") for each in messages]
+    if roles not in (["user"], ["system", "user"]) or not all(isinstance(each, str) for each in texts):
+        raise ConfigError(
+            "an encoder-decoder answers one message of a user, its source, perhaps after an instruction (the "
+            "role system), and no later turns; got messages of "
+            f"{', '.join(map(str, roles))[:80] or 'nobody'}"
+        )
+    if tools:
+        raise ConfigError("tools are not for encoder-decoders; send a message without them")
+    if not str(texts[-1]).strip():
+        raise ConfigError("the source is empty; give it at least one word")
+    return Prompt(user=str(texts[-1]), system=str(texts[0]) if len(texts) > 1 else "")
+
+
 def prompt_text(
     tokenizer: "Tokenizer", prompt: Prompt, *, now: datetime.datetime | None = None
 ) -> "tuple[MarkedText, bool]":
     """The text of a prompt, and whether the tokenizer must add its special tokens.
 
-    A model without a chat template gets the instruction and the question as plain lines. A template that
+    An encoder-decoder gets instruction and question as lines of its source, after the prefix of its task. Any
+    other model without a chat template gets the instruction and the question as plain lines. A template that
     refuses a system turn gets the instruction in the user's turn. Only a text to continue may spell special
     tokens itself.
 
@@ -57,9 +89,12 @@ def prompt_text(
     # Here, so that command lines can list tasks without importing NumPy.
     from jaxllm.text.marked_text import MarkedText
 
+    source_text = tokenizer.files.source_text
     if prompt.form == "text":
-        return MarkedText.of_template(prompt.user), True
+        return MarkedText.of_template(source_text(prompt.user)), True
     plain = "\n".join(part for part in (prompt.system, prompt.user) if part)
+    if reads_sources(tokenizer):
+        return MarkedText.of_content(source_text(plain)), True
     if not tokenizer.has_chat_template:
         return MarkedText.of_content(f"{plain}\n"), True
     messages = prompt.messages()

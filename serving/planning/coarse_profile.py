@@ -14,7 +14,7 @@ import numpy as np
 from serving.engine import Engine
 from serving.host.progress import Progress
 from serving.planning.profile import DeviceProfile
-from serving.planning.profiling import ANSWER_TOKENS, Timed, monotonic, timed, timed_run
+from serving.planning.profiling import Timed, monotonic, most_prompt_tokens, timed, timed_run
 
 LENGTHS = (16, 128, 512)
 # No further length is measured after this time, once there are two.
@@ -31,7 +31,7 @@ def measure_coarsely(
       progress: called with ("profile", runs done, runs in all).
       clock: in seconds.
     """
-    room = engine.options.context_tokens - ANSWER_TOKENS
+    room = most_prompt_tokens(engine)
     lengths = [each for each in LENGTHS if each <= room] or [max(1, room)]
     ends = sorted({engine.levels[0], engine.levels[-1]})
     draw, began_s, times = random.Random(0), clock(), list[list[Timed]]()

@@ -4,7 +4,6 @@ import dataclasses
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -37,7 +36,7 @@ def measure(
     prefill is measured with both first, and then with the faster one of each level and length."""
     if not has_both_modes(engine):
         return measure_together([engine], repeats=repeats, seed=seed, progress=progress)[0]
-    lengths = _lengths(engine.options)
+    lengths = _lengths(engine)
     raw = measure_prefill(engine, lengths, repeats=repeats, seed=seed, progress=progress)
     prefill = PrefillTimes(integer_ms=_monotonic(raw.integer_ms), float_ms=_monotonic(raw.float_ms))
     # Only for the choice: its times per token are not measured yet.
@@ -91,7 +90,7 @@ class Measurement:
     def __init__(self, engines: Sequence[Engine], *, repeats: int = REPEATS, seed: int = 0) -> None:
         """Prepares runs: see `measure_together`."""
         self._engines, self._draw = tuple(engines), random.Random(seed)
-        self._lengths = [_lengths(engine.options) for engine in engines]
+        self._lengths = [_lengths(engine) for engine in engines]
         self._cases = [
             (place, level, length)
             for place, engine in enumerate(engines)
@@ -180,8 +179,16 @@ def _monotonic(times: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...
     return tuple(map(tuple, monotonic(np.array(times)).tolist()))
 
 
-def _lengths(options: Any) -> tuple[int, ...]:
-    """The prompt lengths that are measured with resolved options."""
-    room = options.context_tokens - ANSWER_TOKENS
+def most_prompt_tokens(engine: Engine) -> int:
+    """The longest prompt that is measured: of an encoder-decoder the longest source, of other models what
+    leaves room for the answer."""
+    if engine.cfg.encoder is not None:
+        return engine.options.source_tokens(engine.cfg)
+    return engine.options.context_tokens - ANSWER_TOKENS
+
+
+def _lengths(engine: Engine) -> tuple[int, ...]:
+    """The prompt lengths that are measured."""
+    room = most_prompt_tokens(engine)
     lengths = [each for each in LENGTHS if each <= room] or [max(1, room)]
     return tuple(lengths if room <= lengths[-1] else [*lengths, room])

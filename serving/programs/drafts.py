@@ -112,6 +112,10 @@ class ProgramDrafter:
             wanted = self._runner.request_signatures(min(tokens, self._runner.options.context_tokens), 0)
         self._runner.executor.prepare([each for each in wanted if each.kind != "verify"], progress)
 
+    def read(self, source: tuple[int, ...]) -> None:
+        """Nothing: programs have no encoder."""
+        del source
+
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; it has a cache of its own."""
         # Each run extends the one line.

@@ -138,7 +138,10 @@ class LevelRunner(abc.ABC):
         return [GrowBucket(short_tokens=short, long_tokens=long, level=level) for short, long in pairs]
 
     def fork_buckets(self) -> list[Bucket]:
-        """The buckets that copy the beginning of caches (see `fork`)."""
+        """The buckets that copy the beginning of caches (see `fork`); none for encoder-decoders, whose
+        answers follow sources of their own."""
+        if self.cfg.encoder is not None:
+            return []
         level = self.model.bucket_level
         return [ForkBucket(cache_tokens=each, level=level) for each in self.options.cache_tokens]
 

@@ -51,7 +51,10 @@ def begin(job: Job, service: LLMService, sessions: PrefixSessions, load: Load) -
         lifecycle = PlannedCall(plan, call.objective, service.profile, margin=service.planner.safety_margin)
     request = engine.request(ids, call.config, level=level, tpot_ms=tpot_ms)
     decoding = engine.decoding(request)
-    session = sessions.take(call.app, call.prefix_key, ids, engine.runner_at(request.level))
+    session = None
+    if request.source is None:
+        # What a decoder computed after one source is of no use after another.
+        session = sessions.take(call.app, call.prefix_key, ids, engine.runner_at(request.level))
     run = Run(decoding, engine.tokenizer, request, session=session, lifecycle=lifecycle or Lifecycle())
     run.taken_whole = True
     job.begin(run, plan)

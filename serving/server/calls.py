@@ -47,7 +47,8 @@ class AdapterBusy(ConfigError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages to answer by the model's chat template.
+    """Messages to answer by the model's chat template; for an encoder-decoder they are one source (see
+    `jaxllm.text.prompts.source_prompt`).
 
     Attributes:
       messages: JSON objects with a `role` and a `content`, oldest first.

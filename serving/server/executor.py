@@ -392,9 +392,9 @@ class Executor:
             job.ticket.put(error)
 
     def _remove(self, job: Job, *, keep: bool = True) -> None:
-        """Forgets a job, and keeps its cache for calls that begin in the same way."""
+        """Forgets a job, and keeps its cache, unless it follows a source, for calls that begin alike."""
         del self._jobs[job.id]
         if job.kept_by is not None:
             self.kept().ended(job.call.app, job.kept_by.record.name)
-        elif keep and job.run is not None:
+        elif keep and job.run is not None and job.run.request.source is None:
             self.sessions.keep(job.call.app, job.call.prefix_key, job.run.session)

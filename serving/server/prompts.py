@@ -7,7 +7,7 @@ from datetime import datetime
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
 from jaxllm.text.droppable import PromptTokens, conversation_tokens, prompt_tokens
-from jaxllm.text.prompts import Prompt
+from jaxllm.text.prompts import Prompt, prompt_ids, reads_sources, source_prompt
 from jaxllm.text.tokenizer import Tokenizer
 from serving.planning.objectives import Cost, EndToEnd, Latency, Objective
 from serving.server.calls import Call, Conversation
@@ -47,6 +47,8 @@ def prompt_of(tokenizer: Tokenizer, call: Call) -> PromptTokens:
       ContextOverflow: it is longer than the tokenizer is limited to.
     """
     if call.shorten and isinstance(call.prompt, Conversation):
+        if reads_sources(tokenizer):
+            return prompt_tokens(tokenizer, source_prompt(call.prompt.messages, call.prompt.tools))
         return conversation_tokens(
             tokenizer, call.prompt.messages, tools=call.prompt.tools, now=datetime.now()
         )
@@ -66,7 +68,9 @@ def prompt_ids_of(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, 
     if isinstance(prompt, str):
         if not prompt:
             raise ConfigError("the prompt is empty; give it at least one character")
-        return tuple(tokenizer.encode(prompt))
+        return tuple(tokenizer.encode(tokenizer.files.source_text(prompt)))
+    if reads_sources(tokenizer):
+        return tuple(prompt_ids(tokenizer, source_prompt(prompt.messages, prompt.tools)))
     return tuple(tokenizer.encode_chat(list(prompt.messages), tools=prompt.tools, now=datetime.now()))
 
 

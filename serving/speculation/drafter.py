@@ -76,6 +76,10 @@ class Drafter(Protocol):
         """Compiles all buckets for drafting, or those for a request of so many tokens."""
         ...
 
+    def read(self, source: tuple[int, ...]) -> None:
+        """Takes the source of the sequences to come; empty for a decoder alone, whose prompt is in them."""
+        ...
+
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """Grows a tree after `sequence`, whose root is the next token `root`; only the root where it proposes
         nothing.

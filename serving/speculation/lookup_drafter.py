@@ -57,6 +57,11 @@ class LookupDrafter:
         """See `Drafter`."""
         self._drafter.warm_up(progress, tokens=tokens)
 
+    def read(self, source: tuple[int, ...]) -> None:
+        """See `Drafter`."""
+        self._drafter.read(source)
+        self._ngrams.read(source)
+
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; the union may have twice as many nodes as are enough."""
         tree, cache = self._drafter.grow(sequence, root, growing, cache)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxllm.bundle import Bundle
-from jaxllm.config import WHOLE, require_decoder_alone
+from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache
 from jaxllm.speculative.tree import TokenTree
@@ -40,7 +40,7 @@ def model_drafter(
     """
     del level
     bundle = open_model(options.model)
-    require_decoder_alone(bundle.cfg, "drafts for a decoder")
+    _require_same_kind(bundle, target.bundle)
     wanted = draft_options(bundle.cfg, options, target.options.context_tokens)
     wanted = dataclasses.replace(wanted, buckets_bytes=target.options.buckets_bytes)
     draft = LoadedModel(bundle, wanted, progress)
@@ -50,6 +50,18 @@ def model_drafter(
             "target's tokens; train one on the target's tokenizer (jaxllm pretrain --tokenizer)"
         )
     return ModelDrafter(draft.resident_runner(WHOLE), options, own=bundle)
+
+
+def _require_same_kind(draft: Bundle, target: Bundle) -> None:
+    """Raises ConfigError unless both or none of the two read a source."""
+    kinds = {True: "an encoder-decoder", False: "a decoder alone"}
+    of_draft, of_target = draft.cfg.encoder is not None, target.cfg.encoder is not None
+    if of_draft != of_target:
+        raise ConfigError(
+            f"{draft.path} ({draft.cfg.model_type}) is {kinds[of_draft]}, and {target.path} "
+            f"({target.cfg.model_type}) is {kinds[of_target]}: they do not read the same prompts; take a "
+            f"draft that is {kinds[of_target]}, or draft with ngram"
+        )
 
 
 class ModelDrafter(GrowingDrafter):
@@ -85,6 +97,7 @@ class ModelDrafter(GrowingDrafter):
         # The tokens in the cache, and the tree after them.
         self._cached: list[int] = []
         self._cache: KVCache | None = None
+        self._source: tuple[int, ...] = ()
         self._version = runner.weights_version
         self._tree: TokenTree | None = None
         self._fed: jax.Array | np.ndarray | None = None
@@ -123,12 +136,21 @@ class ModelDrafter(GrowingDrafter):
         self._grower.forget()
         self._confidence.forget()
 
+    def read(self, source: tuple[int, ...]) -> None:
+        """See `Drafter`; its own encoder reads the source."""
+        if source != self._source:
+            self._forget()
+            self._source = source
+
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; it has a cache of its own."""
         return self._grown(sequence, root, growing), cache
 
     def _grown(self, sequence: Sequence[int], root: int, growing: Growing) -> TokenTree:
-        if len(sequence) + 1 + self._shape.room > self._runner.options.context_tokens:
+        runner = self._runner
+        full = len(sequence) + 1 + self._shape.room > runner.options.context_tokens
+        # A source that is longer than the draft's encoder reads.
+        if full or len(self._source) > runner.options.source_tokens(runner.cfg):
             self._tree = None
             return root_alone(root, self._shape.room)
         self._rests = False
@@ -183,6 +205,8 @@ class ModelDrafter(GrowingDrafter):
         cache, self._cache = self._cache, None
         if cache is None:
             cache, common = self._runner.start(len(sequence) + 1 + self._shape.room), 0
+            if self._source:
+                cache = self._runner.read_source(cache, self._source)
         cache = self._runner.make_room(cache, len(sequence) + 1 + self._shape.room)
         # Where the sequence only became shorter, its last token is fed again, to set the cache's length.
         common = min(common, len(sequence) - 1)

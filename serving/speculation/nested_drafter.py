@@ -87,6 +87,10 @@ class NestedDrafter(GrowingDrafter):
         caches = longest if tokens is None else (self._runner.cache_for(tokens),)
         self._runner.fill(self._runner.tree_growing_buckets(self._shape, caches), progress)
 
+    def read(self, source: tuple[int, ...]) -> None:
+        """Nothing: the target's cache has the source."""
+        del source
+
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`."""
         self._follow_swaps()

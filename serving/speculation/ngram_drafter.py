@@ -22,6 +22,8 @@ _LENGTHS = (5, 4, 3, 2)
 # The assumed share of right tokens of each length before the first verification.
 _FIRST_RATE = 0.6
 _NEW_SHARE = 0.2
+# Stands between a source and its answer; no token has this id.
+_END = -1
 
 
 def ngram_drafter(
@@ -43,17 +45,22 @@ class NgramDrafter:
         self._shape = shape
         self._rates: dict[int, float] = dict.fromkeys(_LENGTHS, _FIRST_RATE)
         self._length, self._tree = 0, root_alone(0, shape.room)
+        self._source: tuple[int, ...] = ()
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """Compiles nothing."""
         del progress, tokens
+
+    def read(self, source: tuple[int, ...]) -> None:
+        """See `Drafter`; the source is looked up, too."""
+        self._source = (*source, _END) if source else ()
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`."""
         return self._grown(sequence, root, growing.alpha, growing.most), cache
 
     def _grown(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
-        text = np.array([*sequence, root], np.int64)
+        text = np.array([*self._source, *sequence, root], np.int64)
         tree, most = root_alone(root, self._shape.room), min(most, self._shape.room)
         self._length = next((each for each in _LENGTHS if _ends(text, each)[:1]), 0)
         self._tree, self.steps = tree, self.steps + 1
@@ -99,7 +106,8 @@ class NgramDrafter:
     def _continuations(self, text: np.ndarray) -> Iterator[list[int]]:
         """Continuations of the last n-gram, the latest first, as many as a node may have children."""
         for end in _ends(text, self._length)[: self._shape.branches]:
-            yield text[end : end + self._shape.room].tolist()
+            found = text[end : end + self._shape.room].tolist()
+            yield found[: found.index(_END)] if _END in found else found
 
 
 def _ends(text: np.ndarray, length: int) -> list[int]:

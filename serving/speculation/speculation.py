@@ -89,6 +89,10 @@ class Speculation:
         # Sum of the confidences of a branch's new nodes, as a share of its own.
         self._yields: float | None = None
 
+    def of(self, source: tuple[int, ...]) -> "SourcedSpeculation":
+        """Decodes the answer to one source of an encoder-decoder."""
+        return SourcedSpeculation(self, source)
+
     def draft(self, on: bool) -> None:
         """Has it draft or not, from the next dispatch on; without drafts the drafter gives up its memory."""
         if self.drafting and not on and self.drafter.memory is not None:
@@ -271,3 +275,49 @@ class Speculation:
             grown_from = float(confidences[np.unique(parents)].sum())
             yields = float(confidences[1:].sum()) / max(grown_from, 1e-9)
             self._yields = max(0.1, running_mean(self._yields, yields))
+
+
+class SourcedSpeculation:
+    """Decodes with drafts the answer to one source (see `Speculation`), which the drafter reads, too.
+
+    Attributes:
+      accepted: see `serving.decoding.Decoding`.
+    """
+
+    complete, logprobs = False, None
+
+    def __init__(self, speculation: Speculation, source: tuple[int, ...]) -> None:
+        self._speculation, self._source = speculation, source
+        self.accepted: int | None = None
+
+    @property
+    def runner(self) -> Runner:
+        """See `Speculation`."""
+        return self._speculation.runner
+
+    def cache_tokens(self, tokens: int) -> int:
+        """See `Speculation`."""
+        return self._speculation.cache_tokens(tokens)
+
+    def limit(self, pace: int, remaining: int) -> int:
+        """See `Speculation`."""
+        return self._speculation.limit(pace, remaining)
+
+    def first(self, logits: Any, sampler: SamplerState) -> tuple[Any, SamplerState]:
+        """See `Speculation`."""
+        return self._speculation.first(logits, sampler)
+
+    def decode(
+        self,
+        token: Any,
+        cache: Any,
+        sampler: SamplerState,
+        stop_ids: np.ndarray,
+        limit: int,
+        cached: Sequence[int],
+    ) -> tuple[np.ndarray, int, Any, SamplerState]:
+        """See `Speculation`; answers to other sources may come in between."""
+        self._speculation.drafter.read(self._source)
+        found = self._speculation.decode(token, cache, sampler, stop_ids, limit, cached)
+        self.accepted = self._speculation.accepted
+        return found

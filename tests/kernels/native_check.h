@@ -432,6 +432,11 @@ inline std::vector<double> attended(const jaxllm::AttentionShape& s, const float
       for (size_t h = 0; h < s.width; h++) score += row[h] * keys.at(head, p, h);
       score *= s.scale;
       if (s.softcap > 0) score = tanh(score / s.softcap) * s.softcap;
+      if (s.bias && stands(p) <= position) {
+        const size_t far = std::min(position - stands(p), s.distances - 1);
+        score +=
+            s.bias[(r / s.group % s.kv_heads * s.group + r % s.group) * s.distances + s.distances - 1 - far];
+      }
       weights[p] = hidden(p) ? -INFINITY : score;
       top = std::max(top, weights[p]);
     }

@@ -43,12 +43,18 @@ void check_attention(Random& random) {
   s.scale = 1.0f / sqrtf(static_cast<float>(s.width));
   s.softcap = random.below(2) ? 0.0f : 5.0f;
   s.half = random.below(2);
+  s.distances = s.softcap > 0.0f ? 0 : random.below(2) * random.in(1, 150);
+  const Buffer<float> bias(random.floats(s.kv_heads * s.group * s.distances, false));
+  s.bias = s.distances ? bias.data() : nullptr;
+  // Without new keys and values none are written.
+  const bool writes = random.below(4) != 0;
   shape = "attention B " + std::to_string(s.batch) + " T " + std::to_string(s.tokens) + " K " +
           std::to_string(s.kv_heads) + " used " + std::to_string(s.used_heads) + " G " +
           std::to_string(s.group) + " H " + std::to_string(s.width) + " S " + std::to_string(s.capacity) +
           (run ? " start " : " gaps from ") + std::to_string(positions[0]) + " valid " +
           std::to_string(s.valid) + " rotary " + std::to_string(s.rotary) + " window " +
-          std::to_string(s.window) + (s.half ? " half" : "");
+          std::to_string(s.window) + (s.half ? " half" : "") + " distances " + std::to_string(s.distances) +
+          (writes ? "" : " reads");
   const size_t new_rows = s.batch * s.tokens * s.kv_heads;
   const Buffer<float> q(random.floats(new_rows * s.group * s.width, false)),
       k(random.floats(new_rows * s.width, false));
@@ -68,12 +74,15 @@ void check_attention(Random& random) {
       [&] {
         keys = old_keys.copy(), values = old_values.copy();
         for (size_t i = 0; i < mass.size(); i++) mass.data()[i] = 1.0f;
-        must(attention(q.data(), k.data(), v.data(), cos.data(), sin.data(), keys.bytes.data(),
-                       values.bytes.data(), s, y.data(), mass.size() ? mass.data() : nullptr));
+        must(attention(q.data(), writes ? k.data() : nullptr, v.data(), cos.data(), sin.data(),
+                       keys.bytes.data(), values.bytes.data(), s, y.data(),
+                       mass.size() ? mass.data() : nullptr));
       },
       [&] {
-        judge_rows(s, k.data(), cos.data(), sin.data(), old_keys, keys);
-        judge_rows(s, v.data(), nullptr, nullptr, old_values, values);
+        AttentionShape written = s;
+        written.valid = writes ? s.valid : 0;
+        judge_rows(written, k.data(), cos.data(), sin.data(), old_keys, keys);
+        judge_rows(written, v.data(), nullptr, nullptr, old_values, values);
         std::vector<double> seen(s.batch * s.capacity, 1.0);
         const std::vector<double> expected =
             attended(s, q.data(), cos.data(), sin.data(), keys, values, seen);

@@ -18,14 +18,14 @@ NO_CHUNKS = zeros(0, dtype=np.uint32)
 BASE, TREE = np.array(3, I32), np.zeros((4, 5), np.bool_)
 GOOD = [
     Q, NEW, NEW, NOTHING, NOTHING, CACHE, CACHE, MASS, COUNTS, PLACES, PLACES, FOUR, COUNTS, TREE[:, :0],
-    NO_CHUNKS, COUNTS, COUNTS, NOTHING,
+    NO_CHUNKS, COUNTS, COUNTS, NOTHING, NOTHING,
 ]  # fmt: skip
 
 
 def but(**change: Any) -> list[Any]:
     names = (
         "q", "k", "v", "cos", "sin", "keys", "values", "mass", "slot", "rows", "positions", "valid", "base",
-        "seen", "chunks", "chunk_layer", "chunk_tokens", "chunk_mass",
+        "seen", "chunks", "chunk_layer", "chunk_tokens", "chunk_mass", "bias",
     )  # fmt: skip
     return [change.get(name, each) for name, each in zip(names, GOOD, strict=True)]
 
@@ -97,6 +97,9 @@ ATTENTION: dict[str, tuple[str, list[Any]]] = {
         but(chunks=np.zeros(2, np.uint32), chunk_layer=np.int32(0), chunk_tokens=zeros(2, dtype=I32)),
     ),
     "narrow mass of chunks": ("mass of chunks must be", but(chunk_mass=zeros(1, 2, dtype=F16))),
+    "a narrow bias": ("added to scores must be", but(bias=zeros(2, 3, 5, dtype=F16))),
+    "a bias of five heads": ("added to scores must be", but(bias=zeros(5, 7))),
+    "new values without keys": ("do not fit the queries", but(k=NOTHING)),
     "narrow mass": ("mass must be", but(mass=zeros(1, 32, dtype=F16))),
 }  # fmt: skip
 
@@ -142,6 +145,9 @@ def test_results_of_attention():
         ("mass must be", [Q, CACHE, CACHE, MASS[:, :31], NOTHING]),
     ):
         refuse(part, "attention", results, GOOD, [COUNTS], **OPTIONS)
+    capped = but(bias=zeros(2, 3, 7))
+    options = OPTIONS | {"softcap": F32(5)}
+    refuse("are not capped", "attention", [Q, CACHE, CACHE, MASS, NOTHING], capped, [COUNTS], **options)
     options = OPTIONS | {"window": np.int64(-1)}
     refuse(
         "rows and positions must be", "attention", [Q, CACHE, CACHE, MASS, NOTHING], GOOD, [COUNTS], **options
@@ -156,6 +162,8 @@ def test_what_fits_is_computed():
         but(**STACKED, slot=np.int32(2)),
         but(**STACKED, slot=np.array([0], I32), mass=NOTHING),
         but(base=BASE, seen=TREE, mass=by_node),
+        but(bias=zeros(2, 3, 7)),
+        but(k=NOTHING, v=NOTHING),
     ):
         results = [Q, *operands[5:8], operands[17]]
         for counts in (COUNTS, np.array([1], I32)):

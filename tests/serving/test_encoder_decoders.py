@@ -12,11 +12,13 @@ from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder, encoder_decoder
 from jaxllm.prepare import prepare
 from jaxllm.sampling import Sampling
+from serving.contexts.options import ContextOptions
 from serving.engine import Engine
 from serving.options import EngineOptions
+from serving.planning.coarse_profile import measure_coarsely
 from serving.request import GenerationConfig, Session
+from serving.service import LLMService, planner_of
 from serving.sliding import Sliding
-from serving.speculation.options import SpeculationOptions
 from tests import tiny, tiny_encdec
 
 SMALL = EngineOptions(chunk_tokens=(16,), decode_block=4, context_tokens=48)
@@ -130,23 +132,15 @@ def test_levels_are_refused(path):
         Engine.open(path, options=SMALL, level=50)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
-def test_drafts_are_refused(path, drafter):
-    how = SpeculationOptions(drafter=drafter, model="draft" if drafter == "model" else None)
-    with pytest.raises(ConfigError, match="drafts: not for encoder-decoders"):
-        Engine.open(path, options=SMALL, speculation=how)
+def test_a_conversation_is_one_source(engine):
+    asked = [{"role": "system", "content": "hello"}, {"role": "user", "content": "the"}]
+    assert engine.chat(asked, LONG).result().tokens == engine.generate("hello\nthe", LONG).tokens
+    for roles in (["user", "assistant", "user"], ["assistant"], []):
+        with pytest.raises(ConfigError, match=r"answers one message of a user, its source.*no later turns"):
+            engine.chat([{"role": each, "content": "hello"} for each in roles])
 
 
-def test_an_encoder_decoder_does_not_draft_for_a_decoder(path, tmp_path):
-    target = tiny.write_tiny_bundle(tmp_path / "target.jaxllm")
-    how = SpeculationOptions(drafter="model", model=str(path))
-    with pytest.raises(ConfigError, match="drafts for a decoder: not for encoder-decoders"):
-        Engine.open(target, options=dataclasses.replace(SMALL, context_tokens=48), speculation=how)
-
-
-def test_conversations_and_scores_are_refused(engine):
-    with pytest.raises(ConfigError, match="conversations: not for"):
-        engine.chat([{"role": "user", "content": "hello"}])
+def test_sessions_and_scores_are_refused(engine):
     with pytest.raises(ConfigError, match="conversations that go on: not for"):
         engine.stream("hello", LONG, session=Session())
     with pytest.raises(ConfigError, match="answers that outgrow the context: not for"):
@@ -155,11 +149,15 @@ def test_conversations_and_scores_are_refused(engine):
         engine.runner.scorer()
 
 
-def test_services_are_refused(path):
-    from serving.service import LLMService
-
-    with pytest.raises(ConfigError, match="services: not for encoder-decoders"):
-        LLMService.open(path, options=SMALL)
+def test_services_answer_one_source_without_contexts(engine, path, tmp_path):
+    profile = measure_coarsely(engine)
+    # The longest source, though it leaves no room of 17 tokens in the context.
+    assert profile.tokens == (16,)
+    service = LLMService.of_engine(engine, planner_of(engine, profile), profile)
+    answer = service.call("the", instruction="hello", max_tokens=12, sampling=LONG.sampling).result()
+    assert answer.tokens == engine.generate("hello\nthe", LONG).tokens[: len(answer.tokens)]
+    with pytest.raises(ConfigError, match="contexts: not for encoder-decoders"):
+        LLMService.open(path, options=SMALL, contexts=ContextOptions(folder=tmp_path))
 
 
 def test_exports_and_recovery_are_refused(path):

@@ -66,6 +66,7 @@ bool write_head(const Buffers& b, const AttentionShape& s, size_t used) {
 }
 
 bool write_new_rows(const Buffers& b, const AttentionShape& s) {
+  if (!b.k) return true;
   std::atomic<bool> failed{false};
   const auto write = [&](size_t head) {
     if (!write_head(b, s, head)) failed = true;
@@ -92,6 +93,7 @@ Attention head_of(const Buffers& b, const AttentionShape& s, size_t used) {
   a.seen = s.seen, a.base = s.base, a.nodes = s.nodes;
   a.present = std::min(s.nodes, s.end() - std::min(s.end(), s.base));
   a.scale = s.scale, a.softcap = s.softcap;
+  a.bias = s.bias ? s.bias + head % s.kv_heads * s.group * s.distances : nullptr, a.distances = s.distances;
   a.chunks = s.chunks, a.head = used;
   return a;
 }

@@ -102,12 +102,32 @@ ALWAYS_INLINE size_t oldest_row(const Attention& a, size_t token) {
   return a.window && position + 1 > a.window ? position + 1 - a.window : 0;
 }
 
+// Adds to the scores of the keys that stand at [block + from, block + to) what belongs to their distance from
+// a query at `position` (see Attention).
+ALWAYS_INLINE void add_bias(const float* bias, size_t distances, size_t position, size_t block, size_t from,
+                            size_t to, float* scores) {
+  // Keys before `near` are as far as the first entry says.
+  const size_t near = position + 1 > distances ? position + 1 - distances : 0;
+  size_t s = from;
+  for (; s < to && block + s < near; s++) scores[s] += bias[0];
+  const float* const of_key = bias + (block + s + distances - 1 - position);
+  // A key behind its query has the query's own place.
+  const size_t last = position + 1 > block ? position + 1 - block : 0, end = last < to ? last : to;
+  const size_t begin = s;
+  for (; s < end; s++) scores[s] += of_key[s - begin];
+  for (; s < to; s++) scores[s] += bias[distances - 1];
+}
+
 // Weighs row r's scores of the keys [block, block + count), of which those before `end` are there for it.
 ALWAYS_INLINE bool weigh_row(const Attention& a, const AttentionTile& t, const TileScratch& own,
                              float* scores, size_t r, size_t block, size_t count, size_t end) {
   const size_t oldest = oldest_row(a, t.first + r / a.group), last = end < block ? 0 : end - block;
   const size_t to = last < count ? last : count;
   const size_t from = oldest > block ? (oldest - block < to ? oldest - block : to) : 0;
+  if (a.bias) {
+    add_bias(a.bias + r % a.group * a.distances, a.distances,
+             static_cast<size_t>(a.positions[t.first + r / a.group]), block, from, to, scores);
+  }
   return weigh(scores, from, to, a.softcap, t.sums + r * own.wide, own.wide, t.top + r, t.total + r);
 }
 

@@ -141,6 +141,9 @@ struct Attention {
   size_t base, nodes, present;      // of the nodes, the first that the cache has room for
   size_t window;                    // 0: all rows up to its own
   float scale, softcap;
+  // [group][distances], what is added to scores (see AttentionShape); null for nothing.
+  const float* bias;
+  size_t distances;
   // Rows count from the first token of the chunks on; k and v begin with row chunks.tokens.
   CodedChunks chunks;
   size_t head;  // of those in the chunks

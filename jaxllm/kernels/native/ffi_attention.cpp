@@ -39,32 +39,35 @@ const char* read_chunks(const AnyBuffer& table, const AnyBuffer& layer, const An
   return nullptr;
 }
 
-// q [B, T, K, G, H], new k and v [B, T, K, H], cos and sin [T, rotary], caches [B, K, S, H] or of several
-// layers [n, B, K, S, H] and the layer's slot [] among them, mass [B, S] or of a tree [B, 1 + T, S] or
-// nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing, chunks before the cache (see
-// read_chunks) and their mass [B, n] or of a tree [B, 1 + T, n] or nothing -> y like q, and caches and both
-// masses, in place. Operand: counts. Of the K heads counts[heads_at] are used. Outputs of one sequence's
-// tokens that are not valid are left as they are.
+// q [B, T, K, G, H], new k and v [B, T, K, H] or nothing, cos and sin [T, rotary], caches [B, K, S, H] or of
+// several layers [n, B, K, S, H] and the layer's slot [] among them, mass [B, S] or of a tree [B, 1 + T, S]
+// or nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing, chunks before the cache
+// (see read_chunks) and their mass [B, n] or of a tree [B, 1 + T, n] or nothing, what is added to scores by
+// distance [K, G, distances] or nothing -> y like q, and caches and both masses, in place. Operand: counts.
+// Of the K heads counts[heads_at] are used. Outputs of one sequence's tokens that are not valid are left as
+// they are.
 Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBuffer sin, AnyBuffer keys,
                      AnyBuffer values, AnyBuffer mass, AnyBuffer slot, AnyBuffer rows, AnyBuffer positions,
                      AnyBuffer valid, AnyBuffer base, AnyBuffer seen, AnyBuffer chunks, AnyBuffer chunk_layer,
-                     AnyBuffer chunk_tokens, AnyBuffer chunk_mass, AnyBuffer table, AnyBuffer row,
-                     ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y, ffi::Result<AnyBuffer> new_keys,
-                     ffi::Result<AnyBuffer> new_values, ffi::Result<AnyBuffer> new_mass,
-                     ffi::Result<AnyBuffer> new_chunk_mass, float scale, float softcap, int64_t window,
-                     int64_t heads_at, Columns columns) {
+                     AnyBuffer chunk_tokens, AnyBuffer chunk_mass, AnyBuffer bias, AnyBuffer table,
+                     AnyBuffer row, ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y,
+                     ffi::Result<AnyBuffer> new_keys, ffi::Result<AnyBuffer> new_values,
+                     ffi::Result<AnyBuffer> new_mass, ffi::Result<AnyBuffer> new_chunk_mass, float scale,
+                     float softcap, int64_t window, int64_t heads_at, Columns columns) {
   const Timer timer;
   Operands in;
   if (!in.read(table, row, buffers, columns) || in.size() != 1) return wrong(kOperands);
   const auto is_float = [](const AnyBuffer& each) { return each.element_type() == ffi::DataType::F32; };
   const size_t stacked = slot.element_count() != 0;
-  if (rank(q) != 5 || rank(k) != 4 || rank(keys) != 4 + stacked || !is_float(q) || !is_float(k) ||
+  const bool writes = k.element_count() != 0;
+  if (rank(q) != 5 || (writes && rank(k) != 4) || rank(keys) != 4 + stacked || !is_float(q) || !is_float(k) ||
       !is_float(v) || q.element_count() == 0) {
     return wrong("queries must be float32 [B, T, K, G, H], new keys and values [B, T, K, H]");
   }
   const size_t batch = dim(q, 0), tokens = dim(q, 1), kv_heads = dim(q, 2), width = dim(q, 4),
                capacity = dim(keys, stacked + 2), layers = stacked ? dim(keys, 0) : 1;
-  if (dim(k, 0) != batch || dim(k, 1) != tokens || dim(k, 2) != kv_heads || dim(k, 3) != width ||
+  if ((writes &&
+       (dim(k, 0) != batch || dim(k, 1) != tokens || dim(k, 2) != kv_heads || dim(k, 3) != width)) ||
       v.element_count() != k.element_count()) {
     return wrong("new keys and values do not fit the queries");
   }
@@ -111,6 +114,9 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
     }
     attended = static_cast<float*>(in_place(mass, new_mass));
   }
+  const size_t scored = kv_heads * dim(q, 3), distances = bias.element_count() / scored;
+  if (!is_float(bias) || bias.element_count() != scored * distances || (distances && softcap > 0.0f))
+    return wrong("what is added to scores must be float32 [K, G, distances], and they are not capped");
   if (!is_float(*y) || y->element_count() != q.element_count()) return wrong("the result has another shape");
   // Rows of other sequences would begin elsewhere.
   const size_t computed = batch == 1 && count > 0 ? static_cast<size_t>(count) : tokens;
@@ -135,7 +141,9 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
                        scale,
                        softcap,
                        type == ffi::DataType::F16,
-                       by_node};
+                       by_node,
+                       distances ? bias.reinterpret_data<float>() : nullptr,
+                       distances};
   OpenChunks open;
   if (const char* const what = read_chunks(chunks, chunk_layer, chunk_tokens, shape, open))
     return wrong(what);
@@ -150,7 +158,7 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
   }
   if (attended && shape.chunks.tokens && shape.masses * shape.chunks.form.tokens < shape.chunks.tokens)
     return wrong("the mass has no room for all chunks");
-  return result(attention(q.reinterpret_data<float>(), k.reinterpret_data<float>(),
+  return result(attention(q.reinterpret_data<float>(), writes ? k.reinterpret_data<float>() : nullptr,
                           v.reinterpret_data<float>(), cos.reinterpret_data<float>(),
                           sin.reinterpret_data<float>(), key_cache, value_cache, shape,
                           y->reinterpret_data<float>(), attended));
@@ -160,6 +168,7 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
 
 XLA_FFI_DEFINE_HANDLER(AttentionHandler, attention_call,
                        ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()

@@ -153,6 +153,11 @@ struct AttentionShape {
   float scale, softcap;
   bool half;
   bool by_node;  // the mass is counted for each node of a tree, not for all tokens together
+  // [kv_heads][group][distances], what is added to the scores of a head by how far before its query a key
+  // stands: the last entry for the query's own place, the first for all that are farther than the others.
+  // Null for nothing; not together with `softcap`.
+  const float* bias = nullptr;
+  size_t distances = 0;
   // Tokens before the cache's, of one sequence: rows, positions and `base` count from the first of them.
   CodedChunks chunks = {};
   float* chunk_mass = nullptr;  // [masses], or by_node [1 + tokens][masses]: what each chunk's tokens got
@@ -163,9 +168,9 @@ struct AttentionShape {
 // Turns new keys by cos and sin [tokens][rotary], writes them and new values into the cache, and attends.
 // q, y [batch][tokens][kv_heads][group][width]; k, v [batch][tokens][kv_heads][width]; caches
 // [batch][kv_heads][capacity][width]. What would lie beyond the capacity is not written, nor is y for heads
-// that are not used. To `mass` [batch][capacity], unless it is null, what the valid tokens' queries attend to
-// each position is added; `by_node` to mass [batch][1 + tokens][capacity] what each one's do, to a row of its
-// own behind the first.
+// that are not used. Where k is null nothing is written: tokens attend to what the cache has. To `mass`
+// [batch][capacity], unless it is null, what the valid tokens' queries attend to each position is added;
+// `by_node` to mass [batch][1 + tokens][capacity] what each one's do, to a row of its own behind the first.
 Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
                   void* key_cache, void* value_cache, const AttentionShape& shape, float* y, float* mass);
 

@@ -110,12 +110,12 @@ def test_nothing_is_done_beside_an_answer_or_for_what_is_gone(kept):
 
 def test_chunks_that_are_attended_to_again_are_widened(kept):
     """They are computed from their tokens: nearer to what a prefill gives than what they were stored at."""
-    contexts = kept("kivi", ratio=0.25, newest_chunks=0, idle_work="always", share_beginnings=False)
+    contexts = kept("kivi", ratio=0.4, newest_chunks=0, idle_work="always", share_beginnings=False)
     context, tokens = new(contexts), (TURNS[0][0] + TURNS[1][0] + TURNS[2][0])[:80]
     say(context, tokens, 2)
     assert context.record.bits == (2,) * 5
     name = context.name
-    contexts = idle_for(kept("kivi", ratio=0.5, newest_chunks=0, idle_work="always", share_beginnings=False))
+    contexts = idle_for(kept("kivi", ratio=0.6, newest_chunks=0, idle_work="always", share_beginnings=False))
     contexts._delays[100] = READ
     context = type(context)(contexts, contexts.record("mail", name))
     for _ in range(3):
