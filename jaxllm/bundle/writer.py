@@ -74,8 +74,8 @@ def write_bundle(
       params: float arrays by name; or (name, array) pairs in the order of `param_specs(cfg)`, which are
         consumed one by one. An array is of floats, or `Kept` ones, or a quantized weight, which
         stays as it is.
-      weights: format of matrices. Vectors (norms, biases, positions) stay float32; with int4, embedding and
-        head stay at 8 bits.
+      weights: format of matrices. Vectors (norms, biases, positions) stay float32; with int4 and
+        int4-min, embedding and head stay at 8 bits.
       tokenizer: the model's tokenizer.
       name: the model's name, for people.
       parts: additions to the model, by name.
@@ -165,6 +165,7 @@ def stored_form(
         np.asarray(value, np.float32),
         bits=bits,  # pyright: ignore[reportArgumentType]: of `EXPERT_BITS`, and no float
         axis=contracted_axis(spec),
+        minima=weights == "int4-min" and bits == 4 and not width,
     )
     return to_blocks(levels)
 
@@ -173,7 +174,8 @@ def _width(spec: ParamSpec, weights: WeightFormat) -> int:
     floats = {"f32": 32, "bf16": 16}
     if weights in floats:
         return floats[weights]
-    return 8 if weights in ("int8", "int8-nested") or (weights == "int4" and spec.role == "embed") else 4
+    wide = weights in ("int8", "int8-nested") or (weights in ("int4", "int4-min") and spec.role == "embed")
+    return 8 if wide else 4
 
 
 def _sorted_pairs(cfg: ModelConfig, params: Mapping[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:

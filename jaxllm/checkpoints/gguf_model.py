@@ -45,13 +45,16 @@ def own_format(file: GgufFile) -> WeightFormat:
       CheckpointError: the file has blocks that no format has as they are.
     """
     kinds = {each.kind for each in file.tensors.values() if len(each.shape) > 1}
-    if "Q4_0" in kinds:
-        own: WeightFormat = "int4"
+    if kinds & set(gguf_blocks.MINIMA):
+        own: WeightFormat = "int4-min"
+    elif "Q4_0" in kinds:
+        own = "int4"
     elif kinds & {"Q8_0", *gguf_blocks.INTO_INT8}:
         own = "int8"
     else:
         own = "bf16" if "BF16" in kinds and not kinds & {"F32", "F16", "F64"} else "f32"
-    _refuse(file, kinds - {*gguf_blocks.FLOATS, "BF16", *gguf_blocks.EXACT, *gguf_blocks.INTO_INT8})
+    read = {"BF16", *gguf_blocks.FLOATS, *gguf_blocks.EXACT, *gguf_blocks.MINIMA, *gguf_blocks.INTO_INT8}
+    _refuse(file, kinds - read)
     return own
 
 
@@ -60,7 +63,7 @@ def _refuse(file: GgufFile, kinds: set[str]) -> None:
         raise CheckpointError(
             f"{file.path} has blocks of {', '.join(sorted(kinds))}, which have no equal among jaxllm's "
             "weights; choose --weights int8 to store them in 8-bit groups of 32 (adds about 0.7 % error), or "
-            "take a file of Q8_0 or Q4_0, which are read exactly"
+            "take a file of Q8_0, Q4_0 or Q4_1, which are read exactly"
         )
 
 
@@ -169,6 +172,10 @@ def _read(
             exact = packed_parameter(blocks, source.tensor, param, specs)
             if exact is not None:
                 return exact
+    if stored.kind in gguf_blocks.MINIMA and not vector and weights in (None, "int4-min"):
+        found = packed_parameter(gguf_blocks.levels_with_minima(stored), source.tensor, param, specs)
+        if found is not None:
+            return found
     values = gguf_blocks.floats(stored)
     read = _rows(source, param, specs, values)
     quantized = stored.kind not in gguf_blocks.FLOATS and stored.kind != "BF16"
@@ -179,8 +186,9 @@ def _read(
 
 def _bits(weights: WeightFormat, spec: ParamSpec) -> int:
     """The width of a parameter in plain groups of a format; other formats are made of floats."""
-    if weights in ("int8", "int4", "int4-all"):
-        return 8 if weights == "int8" or (weights == "int4" and spec.role == "embed") else 4
+    if weights in ("int8", "int4", "int4-min", "int4-all"):
+        wide = weights == "int8" or (weights in ("int4", "int4-min") and spec.role == "embed")
+        return 8 if wide else 4
     return 16
 
 

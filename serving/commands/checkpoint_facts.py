@@ -82,7 +82,7 @@ def _bytes(spec: ParamSpec, width: WeightFormat) -> int:
         return 4 * count
     if width in _FLOAT_BYTES:
         return _FLOAT_BYTES[width] * count
-    if width in ("int8", "int8-nested") or (width == "int4" and spec.role == "embed"):
+    if width in ("int8", "int8-nested") or (width in ("int4", "int4-min") and spec.role == "embed"):
         return count
-    # Two numbers per byte, and a scale of two bytes for 32.
-    return count // 2 + count // 16
+    # Two numbers per byte, and a scale of two bytes for 32, and a minimum alike.
+    return count // 2 + count // (8 if width == "int4-min" else 16)
