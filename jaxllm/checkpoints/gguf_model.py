@@ -116,11 +116,11 @@ def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) ->
         if tensor.expert:
             # The first expert's entry stands for the tensor of all.
             continue
-        stored_name = _stored_name(tensor, names, family)
-        stored = file.tensors.get(stored_name)
+        name_in_file = stored_name(tensor, names, family)
+        stored = file.tensors.get(name_in_file)
         if stored is None:
             raise CheckpointError(
-                f"{file.path} lacks the tensor {stored_name} of a {cfg.model_type} model with its metadata; "
+                f"{file.path} lacks the tensor {name_in_file} of a {cfg.model_type} model with its metadata; "
                 "download it again"
             )
         lead = (cfg.experts,) if tensor.expert is not None else ()
@@ -128,14 +128,13 @@ def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) ->
         # A matrix of one row is stored as a vector.
         if stored.shape != wanted and not (wanted[0] == 1 and stored.shape == wanted[1:]):
             raise CheckpointError(
-                f"{file.path}: {stored_name} has the shape {list(stored.shape)}, where the metadata implies "
+                f"{file.path}: {name_in_file} has the shape {list(stored.shape)}, where the metadata implies "
                 f"{list(wanted)}; download it again"
             )
-        turned = interleaved and tensor.params[0].rsplit(".", 1)[-1] in ("q", "k", "q_bias", "k_bias")
-        tensor = dataclasses.replace(tensor, plus_one=False, interleaved=tensor.interleaved or turned)
-        used.add(stored_name)
+        tensor = turned(tensor, interleaved)
+        used.add(name_in_file)
         for param in tensor.params:
-            sources[param] = _Source(stored_name, stored, tensor)
+            sources[param] = _Source(name_in_file, stored, tensor)
     if extra := file.tensors.keys() - used:
         raise CheckpointError(
             f"{file.path} holds {some(extra)}, which a {cfg.model_type} model with its metadata does not have"
@@ -143,8 +142,24 @@ def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) ->
     return sources
 
 
-def _stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
-    """llama.cpp's name of a tensor."""
+def turned(tensor: Tensor, interleaved: bool) -> Tensor:
+    """A tensor of a folder as llama.cpp has it: norms as they are multiplied with, and with `interleaved`
+    rows of queries and keys in pairs."""
+    pairs = interleaved and tensor.params[0].rsplit(".", 1)[-1] in ("q", "k", "q_bias", "k_bias")
+    return dataclasses.replace(tensor, plus_one=False, interleaved=tensor.interleaved or pairs)
+
+
+def stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
+    """llama.cpp's name of a tensor.
+
+    Args:
+      tensor: with full names, as `Architecture.tensors` gives it.
+      names: the map of the `gguf` package for a model of one layer.
+      family: of the model.
+
+    Raises:
+      CheckpointError: the package has no name for it.
+    """
     param, name = tensor.params[0], tensor.name
     layer, part = param.split(".", 2)[1:] if param.startswith("layers.") else ("", param)
     if tensor.expert is not None:
