@@ -34,6 +34,11 @@ def vocabulary_keys(files: TokenizerFiles, vocab_size: int) -> dict[str, Any]:
     tokens = {at: token for token, at in model["vocab"].items()} | {
         at: a["content"] for at, a in added.items()
     }
+    if max(tokens, default=0) >= vocab_size:
+        raise ConfigError(
+            f"the tokenizer has tokens up to {max(tokens)}, the model's embedding {vocab_size} rows; GGUF "
+            "has one list of both: export it as hf"
+        )
     names = [tokens.get(at, f"[unused{at}]") for at in range(vocab_size)]
     merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
     types = [_kind(at, tokens, added, model) for at in range(vocab_size)]

@@ -103,8 +103,9 @@ class Tensor:
     @property
     def minima(self) -> bool:
         """Whether its groups have minima, as its scales' shape tells (see `BlockedArray`)."""
-        whole = self.bits == 4 and self.scale is not None and self.low is None
-        return whole and len(self.scale.shape) > len(self.data.shape)
+        if self.scale is None or self.low is not None or self.bits != 4:
+            return False
+        return len(self.scale.shape) > len(self.data.shape)
 
     @property
     def segments(self) -> tuple[str, ...]:

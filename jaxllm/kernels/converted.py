@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.quant import QArray, Weight, dequantize
-from jaxllm.quant.stacked import Part, map_parts, part_entry, part_rows, taken
+from jaxllm.quant.stacked import Part, StackedArray, map_parts, part_entry, part_rows, taken
 
 # Converted bytes per block: they stay in a core's second-level cache next to the activations.
 BLOCK_BYTES = 1 << 19
@@ -107,4 +107,5 @@ def _rows(weight: Weight, start: jax.Array, count: int) -> Weight:
 def _of_rows(group: int, groups: Part, start: jax.Array, count: int) -> jax.Array:
     """What each row has of its group's, since a block may begin within a group: `[count, C]`."""
     rows = (start + jnp.arange(count, dtype=jnp.int32)) // group
-    return jnp.take(taken(groups), rows, axis=0, mode="clip")
+    whole = groups.array if isinstance(groups, StackedArray) else groups
+    return jnp.take(whole, rows, axis=0, mode="clip")

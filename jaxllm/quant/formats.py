@@ -282,7 +282,7 @@ def _best_with_minima(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
     """
     low, high = grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True)
 
-    def at(shrink: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def at(shrink: float) -> tuple[np.ndarray, ...]:
         less = (high - low) * ((1 - shrink) / 2)
         scale = ((high - low) * (shrink / 15)).astype(np.float16)
         minimum = (low + less).astype(np.float16)
@@ -296,4 +296,5 @@ def _best_with_minima(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
         other = at(shrink)
         better = other[-1] < best[-1]
         best = tuple(np.where(better, new, old) for new, old in zip(other, best, strict=True))
-    return best[:3]
+    scale, minimum, levels, _ = best
+    return scale, minimum, levels
