@@ -48,8 +48,8 @@ def write_plain_gguf(path: Path, model: PlainModel, precision: str) -> ModelConf
       precision: of its matrices, a key of `TYPES`; rows that do not divide into blocks are F16.
 
     Raises:
-      ConfigError: llama.cpp has no such architecture or tokenizer, or reading the file again gives another
-        model.
+      ConfigError: llama.cpp has no such architecture or tokenizer, or the file that was written is of
+        another model.
     """
     if path.exists():
         raise ConfigError(f"{path} exists already; remove it or name another output")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError
+from jaxllm.quant.grid import grid_scale, on_grid
 
 INT4_GROUP = 32
 Bits = Literal[2, 4, 8]
@@ -230,8 +231,12 @@ def _best_int4(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scale `[..., n, 1]` (float16) and levels `[..., n, group]` of least squared error per group.
 
     The value of largest magnitude is mapped to -8, the level without a positive counterpart, so that all 16
-    levels are used.
+    levels are used. Groups on grids of 4 bits keep their levels (see `grid.py`).
     """
+    if on_grid(grouped):
+        scale = grid_scale(grouped).astype(np.float16)
+        step = _nonzero(scale.astype(np.float32))
+        return scale, np.clip(np.rint(grouped / step), -8, 7).astype(np.int8)
     index = np.abs(grouped).argmax(-1, keepdims=True)
     extreme = np.take_along_axis(grouped, index, -1)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,8 @@ CFG = dataclasses.replace(TINY, ffn_size=256, hidden_size=128)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 BNB = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
+# Mutated folders of each kind that is mutated.
+MUTATIONS = int(os.environ.get("JAXLLM_FOLDER_MUTATIONS", "20"))
 _TYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "int8": "I8",
     "uint8": "U8", "int32": "I32", "int64": "I64",
@@ -301,7 +304,7 @@ def test_mutated_folders_give_one_line(tmp_path, case):
     data = (folder / "model.safetensors").read_bytes()
     header = 8 + int.from_bytes(data[:8], "little")
     junk = (None, 0, -1, 3, 1 << 60, 0.5, "x", [], {}, [1, 2], True, float("nan"))
-    for seed in range(80):
+    for seed in range(MUTATIONS):
         draw = np.random.default_rng(seed)
         changed, raw = json.loads(json.dumps(config)), bytearray(data)
         if seed % 2:
