@@ -162,7 +162,7 @@ def stored_form(
             )
         return stored
     levels = quantize(
-        np.asarray(value, np.float32),
+        np.asarray(value),
         bits=bits,  # pyright: ignore[reportArgumentType]: of `EXPERT_BITS`, and no float
         axis=contracted_axis(spec),
         minima=weights == "int4-min" and bits == 4 and not width,

@@ -20,6 +20,9 @@ from jaxllm.errors import ConfigError
 from jaxllm.quant.grid import grid_scale, on_grid
 
 INT4_GROUP = 32
+# Numbers of a weight that are quantized at once: a vocabulary's table in float32, and copies of it, would be
+# more than all else.
+_MOST_AT_ONCE = 1 << 24
 Bits = Literal[2, 4, 8]
 BITS: tuple[Bits, ...] = (2, 4, 8)
 # The largest magnitude of a level, by bits.
@@ -146,6 +149,10 @@ def quantize(
         )
     if minima and bits != 4:
         raise ConfigError(f"weights with a minimum per group have 4 bits, got {bits}")
+    if weight.size > _MOST_AT_ONCE and len(weight) > 1 and not per_tensor and (axis == -1 or weight.ndim > 2):
+        parts = np.array_split(weight, min(len(weight), -(-weight.size // _MOST_AT_ONCE)))
+        each = [quantize(part, bits=bits, axis=axis, group=group, minima=minima) for part in parts]
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *each)
     # The contracted axis is last until `_back`.
     moved = np.moveaxis(np.asarray(weight, np.float32), axis, -1)
     if not np.isfinite(moved).all():
