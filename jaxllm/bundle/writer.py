@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import jax
 import ml_dtypes
 import numpy as np
 import xxhash
@@ -35,10 +36,12 @@ from jaxllm.files.atomic import atomic_file
 from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
 from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs
 from jaxllm.models.rooms import require_room
-from jaxllm.quant import BlockedArray, QArray, nested_blocks, quantize, to_blocks
+from jaxllm.quant import PANEL, BlockedArray, QArray, nested_blocks, quantize, to_blocks
 from jaxllm.quant.finite import all_finite
 from jaxllm.text.tokenizer import TokenizerFiles
 
+# Numbers that are put into blocks at once.
+_MOST_AT_ONCE = 1 << 24
 # A parameter as it is stored.
 Stored = np.ndarray | BlockedArray
 
@@ -146,7 +149,7 @@ def stored_form(
 ) -> np.ndarray | BlockedArray:
     """A parameter at the bits that `weights` gives its role, or at `width` bits if that is not 0."""
     if isinstance(value, QArray):
-        return to_blocks(value)
+        return _blocks(value)
     if isinstance(value, Kept):
         value, width = value.value, 16 if value.value.dtype == ml_dtypes.bfloat16 else 32
     bits = 32 if spec.role == "vector" else width or _width(spec, weights)
@@ -167,7 +170,19 @@ def stored_form(
         axis=contracted_axis(spec),
         minima=weights == "int4-min" and bits == 4 and not width,
     )
-    return to_blocks(levels)
+    return _blocks(levels)
+
+
+def _blocks(weight: QArray) -> BlockedArray:
+    """`to_blocks`; of a large table by parts of whole panels, because its levels are larger than all else."""
+    rows = _MOST_AT_ONCE // weight.columns // PANEL * PANEL
+    if weight.axis != -1 or weight.ndim != 2 or not 0 < rows < len(weight.data):
+        return to_blocks(weight)
+    parts = []
+    for first in range(0, len(weight.data), rows):
+        part = jax.tree.map(lambda array, first=first: array[first : first + rows], weight)
+        parts.append(dataclasses.replace(to_blocks(part), shape=weight.shape))
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
 def _width(spec: ParamSpec, weights: WeightFormat) -> int:

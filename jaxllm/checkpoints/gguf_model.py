@@ -6,9 +6,11 @@ experts are one tensor. Rows are put into our order as packed bytes, so that no 
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxllm.checkpoints import gguf_blocks
@@ -24,6 +26,8 @@ from jaxllm.models.parameters import ParamSpec, param_specs
 from jaxllm.models.translate import Architecture, Tensor
 from jaxllm.quant import QArray
 
+# Numbers that are unpacked at once.
+_MOST_AT_ONCE = 1 << 24
 _EXPERTS = {"experts.gate": "ffn_gate_exps", "experts.up": "ffn_up_exps", "experts.down": "ffn_down_exps"}
 # Read with the config, or computed here.
 _NO_PARAMETERS = frozenset({"rope_freqs.weight"})
@@ -174,6 +178,24 @@ def stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
 
 
 def _read(
+    source: _Source, param: str, specs: Mapping[str, ParamSpec], weights: WeightFormat | None
+) -> np.ndarray | QArray:
+    """One parameter; a vocabulary's table by parts of its rows, because what is unpacked of it is larger than
+    all else."""
+    spec, stored = specs[param], source.stored
+    if spec.role != "embed" or math.prod(stored.shape) <= _MOST_AT_ONCE or source.tensor.skip_rows:
+        return _read_whole(source, param, specs, weights)
+    rows = stored.data.reshape(stored.shape[0], -1)
+    parts = []
+    for part in np.array_split(rows, -(-math.prod(stored.shape) // _MOST_AT_ONCE)):
+        shape = (len(part), *stored.shape[1:])
+        own = dataclasses.replace(source, stored=dataclasses.replace(stored, data=part, shape=shape))
+        specs_of = {**specs, param: dataclasses.replace(spec, shape=shape)}
+        parts.append(_read_whole(own, param, specs_of, weights))
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+
+
+def _read_whole(
     source: _Source, param: str, specs: Mapping[str, ParamSpec], weights: WeightFormat | None
 ) -> np.ndarray | QArray:
     """One parameter, in the widest form that both the tensor and `weights` allow."""
