@@ -6,9 +6,9 @@ from typing import Literal
 # keeps embedding and head at 8 bits; int4-all has 4 bits everywhere: smaller, faster, less exact. int4-min is
 # int4 with a minimum per group, as Q4_1, Q4_K, AWQ and GPTQ without symmetry have it: 5 bits a weight, more
 # exact.
-WeightFormat = Literal["f32", "bf16", "int8", "int8-nested", "int4", "int4-min", "int4-all"]
+WeightFormat = Literal["f32", "bf16", "int8", "int8-nested", "int4-min", "int4", "int4-all"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = (
-    "f32", "bf16", "int8", "int8-nested", "int4", "int4-min", "int4-all"
+    "f32", "bf16", "int8", "int8-nested", "int4-min", "int4", "int4-all"
 )  # fmt: skip
 # Allowed bitwidths of experts: 2, 4 and 8 quantized, 16 for bfloat16, 32 for float32.
 EXPERT_BITS = (2, 4, 8, 16, 32)

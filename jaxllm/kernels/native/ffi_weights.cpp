@@ -21,8 +21,9 @@ bool read_stored(const WeightArrays& w, Stored& out) {
   if (nested ? w.bits != 4 || w.group != 64 : w.scale.type != (w.group ? Type::kF16 : Type::kF32))
     return false;
   // Minima lie behind the scales of a panel and group: [..., 2, 16] in place of [..., 16].
-  const bool minima = w.scale.rank > w.data.rank;
-  if (minima && (nested || w.bits != 4 || w.scale.dim(w.scale.rank - 2) != 2)) return false;
+  const size_t rank = w.scale.rank;
+  const bool minima = w.data.rank >= 3 && rank == w.data.rank + 1u && w.scale.dim(rank - 2) == 2;
+  if (minima && (nested || w.bits != 4)) return false;
   const bool high_alone = w.low.type == Type::kNone || w.low.count == 0;
   if (!high_alone && (!nested || w.low.type != Type::kU8 || !same_shape(w.low, w.data))) return false;
   out = {w.data.data,
