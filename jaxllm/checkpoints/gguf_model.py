@@ -180,7 +180,7 @@ def stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
 def _read(
     source: _Source, param: str, specs: Mapping[str, ParamSpec], weights: WeightFormat | None
 ) -> np.ndarray | QArray:
-    """One parameter; a vocabulary's table by parts of its rows, because what is unpacked of it is larger than
+    """One parameter; a large embedding by parts of its rows, because what is unpacked of it is larger than
     all else."""
     spec, stored = specs[param], source.stored
     if spec.role != "embed" or math.prod(stored.shape) <= _MOST_AT_ONCE or source.tensor.skip_rows:

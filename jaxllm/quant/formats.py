@@ -20,7 +20,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.quant.grid import grid_scale, on_grid
 
 INT4_GROUP = 32
-# Numbers of a weight that are quantized at once: a vocabulary's table in float32, and copies of it, would be
+# Numbers of a weight that are quantized at once: an embedding in float32, and copies of it, would be
 # more than all else.
 _MOST_AT_ONCE = 1 << 24
 Bits = Literal[2, 4, 8]
