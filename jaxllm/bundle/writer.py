@@ -174,7 +174,7 @@ def stored_form(
 
 
 def _blocks(weight: QArray) -> BlockedArray:
-    """`to_blocks`; of a large matrix by parts of whole panels, because its levels are larger than all else."""
+    """`to_blocks`; of a large one by parts of whole panels, because its levels are larger than all else."""
     rows = _MOST_AT_ONCE // weight.columns // PANEL * PANEL
     if weight.axis != -1 or weight.ndim != 2 or not 0 < rows < len(weight.data):
         return to_blocks(weight)
