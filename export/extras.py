@@ -11,6 +11,8 @@ _NEEDS = {
     "device": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert")),
     "litertlm": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert", "litert_lm_builder")),
     "iree": ("iree", ("flatbuffers", "iree.compiler", "iree.runtime")),
+    "hf": ("export", ()),
+    "gguf": ("gguf", ("gguf",)),
 }
 
 

@@ -3,8 +3,12 @@
 from typing import Literal
 
 # int8-nested is int8 in two planes of 4 bits, of which the first is a 4-bit model that drafts for both. int4
-# keeps embedding and head at 8 bits; int4-all has 4 bits everywhere: smaller, faster, less exact.
-WeightFormat = Literal["f32", "bf16", "int8", "int8-nested", "int4", "int4-all"]
-WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("f32", "bf16", "int8", "int8-nested", "int4", "int4-all")
+# keeps embedding and head at 8 bits; int4-all has 4 bits everywhere: smaller, faster, less exact. int4-min is
+# int4 with a minimum per group, as Q4_1, Q4_K, AWQ and GPTQ without symmetry have it: 5 bits a weight, more
+# exact.
+WeightFormat = Literal["f32", "bf16", "int8", "int8-nested", "int4-min", "int4", "int4-all"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = (
+    "f32", "bf16", "int8", "int8-nested", "int4-min", "int4", "int4-all"
+)  # fmt: skip
 # Allowed bitwidths of experts: 2, 4 and 8 quantized, 16 for bfloat16, 32 for float32.
 EXPERT_BITS = (2, 4, 8, 16, 32)

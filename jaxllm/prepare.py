@@ -175,6 +175,6 @@ def weight_format_of(folder: str | os.PathLike[str], cfg: ModelConfig | None = N
     folder = Path(folder)
     quantization = quantization_of(folder)
     if quantization is not None:
-        return "int4" if quantization.bits == 4 else "int8"
+        return quantization.form
     _, first = next(iter(read_params(folder, cfg or read_config(folder))))
     return _OWN_FORMAT[first.dtype.name]

@@ -28,6 +28,7 @@ FILE_TYPES = {
     "BF16": "LLAMA_FTYPE_MOSTLY_BF16",
     "Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0",
     "Q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0",
+    "Q4_1": "LLAMA_FTYPE_MOSTLY_Q4_1",
 }
 # Characters of the supplementary planes, of which there are enough for any vocabulary.
 _FIRST_CHARACTER = 0x20000

@@ -22,7 +22,14 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import JaxllmError
 
 # Our widths -> the nearest file type.
-FORMATS = {"f32": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0", "int4-all": "Q4_0"}
+FORMATS = {
+    "f32": "F32",
+    "bf16": "BF16",
+    "int8": "Q8_0",
+    "int4": "Q4_0",
+    "int4-min": "Q4_1",
+    "int4-all": "Q4_0",
+}
 _BATCH_TOKENS = 512
 _WARNING = 3  # of ggml's log levels
 _SETTINGS = {"flash attention": 1, "no flash attention": 0}

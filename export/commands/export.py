@@ -1,4 +1,4 @@
-"""`jaxllm export`: writes a bundle as programs."""
+"""`jaxllm export`: writes a bundle as programs, or as a plain model for other engines."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,12 @@ FORMATS = {
     "device": ("f32", "int8", "w8a8"),
     "litertlm": ("f32", "int8", "w8a8"),
     "iree": ("f32",),
+    "hf": ("f32", "bf16", "f16"),
+    "gguf": ("f32", "bf16", "f16", "int8"),
 }
-PRECISIONS = ("f32", "bf16", "int8", "w8a8")
+# Formats of models for other engines; the others are of programs.
+PLAIN = ("hf", "gguf")
+PRECISIONS = ("f32", "bf16", "f16", "int8", "w8a8")
 PLATFORMS = ("cpu", "cuda", "tpu")
 CHUNK_TOKENS = (16, 64, 256)
 # Enough for the largest magnitudes of a text to have been seen.
@@ -41,7 +45,7 @@ _CALIBRATION_CHARACTERS = 1 << 20
     required=True,
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="The folder to write, or the LiteRT-LM file.",
+    help="The folder to write, or the LiteRT-LM or GGUF file.",
 )
 @click.option(
     "--format",
@@ -50,7 +54,8 @@ _CALIBRATION_CHARACTERS = 1 << 20
     default="stablehlo",
     show_default=True,
     help="StableHLO for JAX, a TFLite model for LiteRT, the same with the loop that runs it where there is "
-    "no JAX, one LiteRT-LM file, or modules of IREE.",
+    "no JAX, one LiteRT-LM file, or modules of IREE; or the model itself: a Hugging Face folder for "
+    "transformers, or a GGUF file for llama.cpp.",
 )
 @click.option(
     "--precision",
@@ -58,7 +63,7 @@ _CALIBRATION_CHARACTERS = 1 << 20
     default="f32",
     show_default=True,
     help="Width of weights and activations: stablehlo takes f32 and bf16; tflite, device and litertlm f32, "
-    "int8 (weights alone) and w8a8 (both); iree f32.",
+    "int8 (weights alone) and w8a8 (both); iree f32; hf f32, bf16 and f16; gguf these and int8 (Q8_0).",
 )
 @click.option(
     "--calibration-text",
@@ -110,7 +115,8 @@ _CALIBRATION_CHARACTERS = 1 << 20
     "levels",
     multiple=True,
     type=Level(),
-    help="Export this level of an elastic bundle. Repeatable.  [default: the whole model alone]",
+    help="Export this level of an elastic bundle. Repeatable, but for hf and gguf.  [default: the whole "
+    "model alone]",
 )
 @click.option(
     "--adapter",
@@ -128,18 +134,23 @@ def export_command(
     adapter: Path | None,
     **shapes: Any,
 ) -> None:
-    """Export a model as programs that run without our model code.
+    """Export a model as programs that run without our model code, or as a model for other engines.
 
     Reads BUNDLE and writes a folder of programs with their weights, manifest and tokenizer (`jaxllm generate
-    --program` runs stablehlo and tflite), or one LiteRT-LM file. Each program is tried before it is kept.
+    --program` runs stablehlo and tflite), or one LiteRT-LM file. Each program is tried before it is kept. As
+    hf or gguf a level of an elastic bundle is a plain model, narrowed to the level's units.
 
     \b
     Example:
       jaxllm export model.jaxllm --output programs
       jaxllm export model.jaxllm --output model.litertlm --format litertlm --precision int8
       jaxllm export model.jaxllm --output device --format device --level 50
+      jaxllm export model.jaxllm --output half.gguf --format gguf --precision f16 --level 50
     """
     _check_usage(kind, precision, calibration_text, platforms, without_shadow=shapes["without_shadow"])
+    if kind in PLAIN:
+        _export_plain(bundle, output, kind, precision, shapes["levels"], adapter)
+        return
     # Here, so that --help and wrong usage do not wait for JAX.
     from export import extras, quantized
     from export.stablehlo import DTYPES, export_stablehlo
@@ -195,6 +206,35 @@ def _check_usage(
         raise click.UsageError(
             f"--format {kind} takes --precision {', '.join(FORMATS[kind])}, not {precision}"
         )
+
+
+def _export_plain(
+    path: Path, output: Path, kind: str, precision: str, levels: tuple[int, ...], adapter: Path | None
+) -> None:
+    """Exports as hf or gguf."""
+    context = click.get_current_context()
+    for name in ("context_tokens", "chunk_tokens", "cache_tokens", "verify_tokens"):
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            raise click.UsageError(f"--{name.split('_')[0]} options shape programs; --format {kind} has none")
+    if len(levels) > 1:
+        raise click.UsageError(f"--format {kind} writes one model; give one --level")
+    from export import extras
+    from export.gguf_file import write_plain_gguf
+    from export.plain_model import read_plain, write_plain_folder
+    from jaxllm.bundle import Bundle
+    from jaxllm.config import WHOLE
+    from jaxllm.models.parameters import parameter_count
+
+    extras.require_format(kind)
+    write = write_plain_folder if kind == "hf" else write_plain_gguf
+    with Bundle.open(path) as bundle:
+        model = read_plain(bundle, level=levels[0] if levels else WHOLE, adapter=adapter)
+        written = parameter_count(write(output, model, precision))
+    files = output.iterdir() if output.is_dir() else [output]
+    size_mb = sum(each.stat().st_size for each in files) / 1e6
+    zeros = 1 - parameter_count(model.cfg) / written
+    padded = f", {zeros:.0%} of it zeros, as all layers have one size there" if zeros else ""
+    click.echo(f"{output}: {model.name}, {written / 1e6:.1f} M parameters, {size_mb:.1f} MB{padded}")
 
 
 def _plan(shapes: dict[str, Any]) -> "ExportPlan":

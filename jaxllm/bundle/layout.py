@@ -101,6 +101,13 @@ class Tensor:
         return self.bits if self.low is None else 2 * self.bits
 
     @property
+    def minima(self) -> bool:
+        """Whether its groups have minima, as its scales' shape tells (see `BlockedArray`)."""
+        if self.scale is None or self.low is not None or self.bits != 4:
+            return False
+        return len(self.scale.shape) > len(self.data.shape)
+
+    @property
     def segments(self) -> tuple[str, ...]:
         """The names of the segments that hold it."""
         return (self.segment,) if self.low is None else (self.segment, low_segment(self.segment))
@@ -338,7 +345,12 @@ def _quantized_as(tensor: Tensor, spec: ParamSpec) -> bool:
         return False
     nested = tensor.low is not None
     data, scale = blocked_shapes(
-        spec.shape, bits=tensor.bits, group=tensor.group, axis=tensor.axis, nested=nested
+        spec.shape,
+        bits=tensor.bits,
+        group=tensor.group,
+        axis=tensor.axis,
+        nested=nested,
+        minima=tensor.minima,
     )
     if nested:
         packed = (tensor.data, tensor.low, tensor.scale)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import jax
 import ml_dtypes
 import numpy as np
 import xxhash
@@ -35,10 +36,12 @@ from jaxllm.files.atomic import atomic_file
 from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
 from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs
 from jaxllm.models.rooms import require_room
-from jaxllm.quant import BlockedArray, QArray, nested_blocks, quantize, to_blocks
+from jaxllm.quant import PANEL, BlockedArray, QArray, nested_blocks, quantize, to_blocks
 from jaxllm.quant.finite import all_finite
 from jaxllm.text.tokenizer import TokenizerFiles
 
+# Numbers that are put into blocks at once.
+_MOST_AT_ONCE = 1 << 24
 # A parameter as it is stored.
 Stored = np.ndarray | BlockedArray
 
@@ -74,8 +77,8 @@ def write_bundle(
       params: float arrays by name; or (name, array) pairs in the order of `param_specs(cfg)`, which are
         consumed one by one. An array is of floats, or `Kept` ones, or a quantized weight, which
         stays as it is.
-      weights: format of matrices. Vectors (norms, biases, positions) stay float32; with int4, embedding and
-        head stay at 8 bits.
+      weights: format of matrices. Vectors (norms, biases, positions) stay float32; with int4 and
+        int4-min, embedding and head stay at 8 bits.
       tokenizer: the model's tokenizer.
       name: the model's name, for people.
       parts: additions to the model, by name.
@@ -146,7 +149,7 @@ def stored_form(
 ) -> np.ndarray | BlockedArray:
     """A parameter at the bits that `weights` gives its role, or at `width` bits if that is not 0."""
     if isinstance(value, QArray):
-        return to_blocks(value)
+        return _blocks(value)
     if isinstance(value, Kept):
         value, width = value.value, 16 if value.value.dtype == ml_dtypes.bfloat16 else 32
     bits = 32 if spec.role == "vector" else width or _width(spec, weights)
@@ -162,18 +165,32 @@ def stored_form(
             )
         return stored
     levels = quantize(
-        np.asarray(value, np.float32),
+        np.asarray(value),
         bits=bits,  # pyright: ignore[reportArgumentType]: of `EXPERT_BITS`, and no float
         axis=contracted_axis(spec),
+        minima=weights == "int4-min" and bits == 4 and not width,
     )
-    return to_blocks(levels)
+    return _blocks(levels)
+
+
+def _blocks(weight: QArray) -> BlockedArray:
+    """`to_blocks`; of a large one by parts of whole panels, because its levels are larger than all else."""
+    rows = _MOST_AT_ONCE // weight.columns // PANEL * PANEL
+    if weight.axis != -1 or weight.ndim != 2 or not 0 < rows < len(weight.data):
+        return to_blocks(weight)
+    parts = []
+    for first in range(0, len(weight.data), rows):
+        part = jax.tree.map(lambda array, first=first: array[first : first + rows], weight)
+        parts.append(dataclasses.replace(to_blocks(part), shape=weight.shape))
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
 def _width(spec: ParamSpec, weights: WeightFormat) -> int:
     floats = {"f32": 32, "bf16": 16}
     if weights in floats:
         return floats[weights]
-    return 8 if weights in ("int8", "int8-nested") or (weights == "int4" and spec.role == "embed") else 4
+    wide = weights in ("int8", "int8-nested") or (weights in ("int4", "int4-min") and spec.role == "embed")
+    return 8 if wide else 4
 
 
 def _sorted_pairs(cfg: ModelConfig, params: Mapping[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:

@@ -1,8 +1,9 @@
-"""Converts blocks of GGUF files to our weights: Q8_0 and Q4_0 bit for bit, floats exactly.
+"""Converts blocks of GGUF files to our weights: Q8_0, Q4_0 and Q4_1 bit for bit, floats exactly.
 
-A block of 32 values has one float16 scale, as a group of our 8- and 4-bit weights does. Q6_K's blocks of 16
-become 8-bit groups of 32. Blocks with a minimum (Q4_1, Q5_1, K-quants of 2 to 5 bits) have no such form: they
-are widened, and quantized again where the caller asks for it.
+A block of 32 values has one float16 scale, as a group of our 8- and 4-bit weights does, and that of Q4_1 a
+minimum. Q4_K has these as products of a float16 and 6 bits, which are rounded to float16. Other blocks (5
+and 6 bits) become 8-bit groups of 32. Those of 2 and 3 bits are widened, and quantized again where the caller
+asks for it.
 """
 
 import numpy as np
@@ -12,10 +13,11 @@ from jaxllm.checkpoints.packed_weights import GROUP, Levels
 from jaxllm.errors import CheckpointError
 from jaxllm.quant.formats import QArray, quantize
 
-# Types whose numbers fit 8-bit groups of 32 with little error; by name what the others lack.
-INTO_INT8 = ("Q6_K", "Q5_0")
+# Types whose numbers fit 8-bit groups of 32 with little error.
+INTO_INT8 = ("Q6_K", "Q5_0", "Q5_1", "Q5_K")
 FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8")}
 EXACT = {"Q8_0": 8, "Q4_0": 4}
+MINIMA = ("Q4_1", "Q4_K")
 
 
 def floats(tensor: GgufTensor) -> np.ndarray:
@@ -62,6 +64,34 @@ def levels(tensor: GgufTensor) -> Levels:
     if bits == 8 and (found == -128).any():
         raise CheckpointError("a level is -128, which quantizers do not write; download the file again")
     return Levels(found.reshape(tensor.shape), scale, bits)
+
+
+def levels_with_minima(tensor: GgufTensor) -> Levels:
+    """A tensor of Q4_1 or Q4_K as 4-bit levels above minima.
+
+    Raises:
+      CheckpointError: a scale or minimum is not finite, or above what float16 holds.
+    """
+    shape = (*tensor.shape[:-1], tensor.shape[-1] // GROUP)
+    if tensor.kind == "Q4_1":
+        blocks = tensor.data.reshape(*shape, -1)
+        scale, minimum = np.moveaxis(np.ascontiguousarray(blocks[..., :4]).view("<f2"), -1, 0)
+        nibbles = blocks[..., 4:]
+        codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
+    else:
+        # Of 8 groups a scale and a minimum in float16, 6 bits of each for every group, then by pairs of
+        # groups 32 bytes, low nibbles first.
+        blocks = tensor.data.reshape(-1, 144)
+        both = np.ascontiguousarray(blocks[:, :4]).view("<f2").astype(np.float32)
+        factors = np.stack(import_gguf().quants.Q4_K.get_scale_min(blocks[:, 4:16])).astype(np.float32)
+        with np.errstate(over="ignore"):
+            scale = (both[:, :1] * factors[0]).astype(np.float16).reshape(shape)
+            minimum = (-both[:, 1:] * factors[1]).astype(np.float16).reshape(shape)
+        nibbles = blocks[:, 16:].reshape(-1, 4, 32)
+        codes = np.stack([nibbles & 15, nibbles >> 4], axis=2)
+    if not (np.isfinite(scale).all() and np.isfinite(minimum).all()):
+        raise CheckpointError("a scale is not finite in float16; download the file again, or choose int8")
+    return Levels(codes.astype(np.int8).reshape(tensor.shape) - np.int8(8), scale, 4, minimum=minimum)
 
 
 def into_int8(values: np.ndarray, axis: int) -> QArray:

@@ -6,9 +6,11 @@ experts are one tensor. Rows are put into our order as packed bytes, so that no 
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxllm.checkpoints import gguf_blocks
@@ -24,6 +26,8 @@ from jaxllm.models.parameters import ParamSpec, param_specs
 from jaxllm.models.translate import Architecture, Tensor
 from jaxllm.quant import QArray
 
+# Numbers that are unpacked at once.
+_MOST_AT_ONCE = 1 << 24
 _EXPERTS = {"experts.gate": "ffn_gate_exps", "experts.up": "ffn_up_exps", "experts.down": "ffn_down_exps"}
 # Read with the config, or computed here.
 _NO_PARAMETERS = frozenset({"rope_freqs.weight"})
@@ -45,13 +49,16 @@ def own_format(file: GgufFile) -> WeightFormat:
       CheckpointError: the file has blocks that no format has as they are.
     """
     kinds = {each.kind for each in file.tensors.values() if len(each.shape) > 1}
-    if "Q4_0" in kinds:
-        own: WeightFormat = "int4"
+    if kinds & set(gguf_blocks.MINIMA):
+        own: WeightFormat = "int4-min"
+    elif "Q4_0" in kinds:
+        own = "int4"
     elif kinds & {"Q8_0", *gguf_blocks.INTO_INT8}:
         own = "int8"
     else:
         own = "bf16" if "BF16" in kinds and not kinds & {"F32", "F16", "F64"} else "f32"
-    _refuse(file, kinds - {*gguf_blocks.FLOATS, "BF16", *gguf_blocks.EXACT, *gguf_blocks.INTO_INT8})
+    read = {"BF16", *gguf_blocks.FLOATS, *gguf_blocks.EXACT, *gguf_blocks.MINIMA, *gguf_blocks.INTO_INT8}
+    _refuse(file, kinds - read)
     return own
 
 
@@ -60,7 +67,7 @@ def _refuse(file: GgufFile, kinds: set[str]) -> None:
         raise CheckpointError(
             f"{file.path} has blocks of {', '.join(sorted(kinds))}, which have no equal among jaxllm's "
             "weights; choose --weights int8 to store them in 8-bit groups of 32 (adds about 0.7 % error), or "
-            "take a file of Q8_0 or Q4_0, which are read exactly"
+            "take a file of Q8_0, Q4_0 or Q4_1, which are read exactly"
         )
 
 
@@ -113,11 +120,11 @@ def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) ->
         if tensor.expert:
             # The first expert's entry stands for the tensor of all.
             continue
-        stored_name = _stored_name(tensor, names, family)
-        stored = file.tensors.get(stored_name)
+        name_in_file = stored_name(tensor, names, family)
+        stored = file.tensors.get(name_in_file)
         if stored is None:
             raise CheckpointError(
-                f"{file.path} lacks the tensor {stored_name} of a {cfg.model_type} model with its metadata; "
+                f"{file.path} lacks the tensor {name_in_file} of a {cfg.model_type} model with its metadata; "
                 "download it again"
             )
         lead = (cfg.experts,) if tensor.expert is not None else ()
@@ -125,14 +132,13 @@ def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) ->
         # A matrix of one row is stored as a vector.
         if stored.shape != wanted and not (wanted[0] == 1 and stored.shape == wanted[1:]):
             raise CheckpointError(
-                f"{file.path}: {stored_name} has the shape {list(stored.shape)}, where the metadata implies "
+                f"{file.path}: {name_in_file} has the shape {list(stored.shape)}, where the metadata implies "
                 f"{list(wanted)}; download it again"
             )
-        turned = interleaved and tensor.params[0].rsplit(".", 1)[-1] in ("q", "k", "q_bias", "k_bias")
-        tensor = dataclasses.replace(tensor, plus_one=False, interleaved=tensor.interleaved or turned)
-        used.add(stored_name)
+        tensor = turned(tensor, interleaved)
+        used.add(name_in_file)
         for param in tensor.params:
-            sources[param] = _Source(stored_name, stored, tensor)
+            sources[param] = _Source(name_in_file, stored, tensor)
     if extra := file.tensors.keys() - used:
         raise CheckpointError(
             f"{file.path} holds {some(extra)}, which a {cfg.model_type} model with its metadata does not have"
@@ -140,8 +146,24 @@ def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) ->
     return sources
 
 
-def _stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
-    """llama.cpp's name of a tensor."""
+def turned(tensor: Tensor, interleaved: bool) -> Tensor:
+    """A tensor of a folder as llama.cpp has it: norms as they are multiplied with, and with `interleaved`
+    rows of queries and keys in pairs."""
+    pairs = interleaved and tensor.params[0].rsplit(".", 1)[-1] in ("q", "k", "q_bias", "k_bias")
+    return dataclasses.replace(tensor, plus_one=False, interleaved=tensor.interleaved or pairs)
+
+
+def stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
+    """llama.cpp's name of a tensor.
+
+    Args:
+      tensor: with full names, as `Architecture.tensors` gives it.
+      names: the map of the `gguf` package for a model of one layer.
+      family: of the model.
+
+    Raises:
+      CheckpointError: the package has no name for it.
+    """
     param, name = tensor.params[0], tensor.name
     layer, part = param.split(".", 2)[1:] if param.startswith("layers.") else ("", param)
     if tensor.expert is not None:
@@ -158,6 +180,24 @@ def _stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
 def _read(
     source: _Source, param: str, specs: Mapping[str, ParamSpec], weights: WeightFormat | None
 ) -> np.ndarray | QArray:
+    """One parameter; a large embedding by parts of its rows, because what is unpacked of it is larger than
+    all else."""
+    spec, stored = specs[param], source.stored
+    if spec.role != "embed" or math.prod(stored.shape) <= _MOST_AT_ONCE or source.tensor.skip_rows:
+        return _read_whole(source, param, specs, weights)
+    rows = stored.data.reshape(stored.shape[0], -1)
+    parts = []
+    for part in np.array_split(rows, -(-math.prod(stored.shape) // _MOST_AT_ONCE)):
+        shape = (len(part), *stored.shape[1:])
+        own = dataclasses.replace(source, stored=dataclasses.replace(stored, data=part, shape=shape))
+        specs_of = {**specs, param: dataclasses.replace(spec, shape=shape)}
+        parts.append(_read_whole(own, param, specs_of, weights))
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+
+
+def _read_whole(
+    source: _Source, param: str, specs: Mapping[str, ParamSpec], weights: WeightFormat | None
+) -> np.ndarray | QArray:
     """One parameter, in the widest form that both the tensor and `weights` allow."""
     stored, spec = source.stored, specs[param]
     vector = spec.role == "vector"
@@ -169,6 +209,10 @@ def _read(
             exact = packed_parameter(blocks, source.tensor, param, specs)
             if exact is not None:
                 return exact
+    if stored.kind in gguf_blocks.MINIMA and not vector and weights in (None, "int4-min"):
+        found = packed_parameter(gguf_blocks.levels_with_minima(stored), source.tensor, param, specs)
+        if found is not None:
+            return found
     values = gguf_blocks.floats(stored)
     read = _rows(source, param, specs, values)
     quantized = stored.kind not in gguf_blocks.FLOATS and stored.kind != "BF16"
@@ -179,8 +223,9 @@ def _read(
 
 def _bits(weights: WeightFormat, spec: ParamSpec) -> int:
     """The width of a parameter in plain groups of a format; other formats are made of floats."""
-    if weights in ("int8", "int4", "int4-all"):
-        return 8 if weights == "int8" or (weights == "int4" and spec.role == "embed") else 4
+    if weights in ("int8", "int4", "int4-min", "int4-all"):
+        wide = weights == "int8" or (weights in ("int4", "int4-min") and spec.role == "embed")
+        return 8 if wide else 4
     return 16
 
 

@@ -94,6 +94,27 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
     )
 
 
+def split_name(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
+    """llama.cpp's name of the rule by which a `tokenizer.json` of byte pairs splits texts; None if it has
+    none."""
+    parts = [pre_tokenizer or {}]
+    if parts[0].get("type") == "Sequence":
+        parts = list(parts[0]["pretokenizers"])
+    kinds = [each.get("type") for each in parts]
+    digits = kinds[:1] == ["Digits"] and parts[0].get("individual_digits") is True
+    rest = parts[1:] if digits else parts
+    if [each.get("type") for each in rest] == ["ByteLevel"] and rest[0].get("use_regex", True):
+        expression = _GPT2
+    elif [each.get("type") for each in rest] == ["Split", "ByteLevel"] and not rest[1].get("use_regex", True):
+        expression = rest[0].get("pattern", {}).get("Regex")
+    else:
+        return None
+    if rest[-1].get("add_prefix_space", True):
+        return None
+    # The first name stands for all that mean the same.
+    return next((name for name, known in _SPLITS.items() if known == (digits, expression)), None)
+
+
 class _Reader:
     """Looks up keys of the tokenizer."""
 

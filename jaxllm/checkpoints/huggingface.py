@@ -240,7 +240,9 @@ def _read_packed(
 
 def _stacked(parts: list[np.ndarray | QArray]) -> np.ndarray | QArray:
     """One array of those of experts."""
-    alike = {(each.bits, each.group) if isinstance(each, QArray) else None for each in parts}
+    alike = {
+        (each.bits, each.group, each.minimum is None) if isinstance(each, QArray) else None for each in parts
+    }
     if len(alike) > 1 or None in alike:
         return np.stack([_widened(each) if isinstance(each, QArray) else each for each in parts])
     return jax.tree.map(lambda *each: np.stack(each), *parts)

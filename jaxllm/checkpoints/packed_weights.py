@@ -15,25 +15,34 @@ GROUP = 32
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
-    """A checkpoint's tensor as integers and scales: what stands for `levels · scale`.
+    """A checkpoint's tensor as integers and scales: what stands for `levels · scale`, or with minima for
+    `(levels + 8) · scale + minimum`.
 
     Attributes:
       levels: int8, of the tensor's shape.
       scale: one for `group` values of the last axis, float16; or one for all of them, float32 (group 0).
       bits: 8 or 4.
       group: 32 or 0; 4 bits have groups.
+      minimum: of 4 bits, float16 of the shape of `scale`; None without.
     """
 
     levels: np.ndarray
     scale: np.ndarray
     bits: int
     group: int = GROUP
+    minimum: np.ndarray | None = None
 
     def values(self) -> np.ndarray:
         """The numbers, in float32."""
         repeats = self.group or self.levels.shape[-1]
-        wide = self.scale.astype(np.float32).repeat(repeats, -1)[..., : self.levels.shape[-1]]
-        return self.levels.astype(np.float32) * wide
+
+        def wide(each: np.ndarray) -> np.ndarray:
+            return each.astype(np.float32).repeat(repeats, -1)[..., : self.levels.shape[-1]]
+
+        levels = self.levels.astype(np.float32)
+        if self.minimum is None:
+            return levels * wide(self.scale)
+        return (levels + np.float32(8)) * wide(self.scale) + wide(self.minimum)
 
     def packed(self, axis: int) -> QArray:
         """Our weight of these levels, contracted along `axis`."""
@@ -45,6 +54,7 @@ class Levels:
             group=self.group,
             axis=axis,
             columns=self.levels.shape[-1],
+            minimum=None if self.minimum is None else np.ascontiguousarray(self.minimum),  # pyright: ignore
         )
 
 
@@ -68,17 +78,24 @@ def packed_parameter(of: Levels, tensor: Tensor, param: str, specs: Mapping[str,
         values = np.stack([tensor.read(each, param, specs) for each in of.levels])
     else:
         values = tensor.read(of.levels, param, specs)
-    if spec.role == "from_units":
-        scale = of.scale.swapaxes(-1, -2)
-        if len(shape) == 3 and not stacked:
-            scale = _scales_of_units(scale, shape[0], shape[1], of.group)
-            if scale is None:
-                return None
-        return dataclasses.replace(of, levels=values, scale=scale).packed(-2)
-    scale = of.scale
-    if not stacked:
-        scale = _scales_of_rows(scale, tensor, param, specs)
-    return dataclasses.replace(of, levels=values, scale=scale.reshape(*shape[:-1], -1)).packed(-1)
+
+    def turned(scale: np.ndarray) -> np.ndarray | None:
+        """Scales in our order, or minima."""
+        scale = scale.swapaxes(-1, -2)
+        if len(shape) < 3 or stacked:
+            return scale
+        return _scales_of_units(scale, shape[0], shape[1], of.group)
+
+    def plain(scale: np.ndarray) -> np.ndarray:
+        scale = scale if stacked else _scales_of_rows(scale, tensor, param, specs)
+        return scale.reshape(*shape[:-1], -1)
+
+    inputs = spec.role == "from_units"
+    place = turned if inputs else plain
+    scale, minimum = (None if each is None else place(each) for each in (of.scale, of.minimum))
+    if scale is None:
+        return None
+    return dataclasses.replace(of, levels=values, scale=scale, minimum=minimum).packed(-2 if inputs else -1)
 
 
 def _scales_of_rows(

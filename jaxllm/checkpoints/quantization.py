@@ -1,8 +1,8 @@
 """Reads what `quantization_config` says of a Hugging Face folder: which tensors stand for a matrix, and how.
 
-Integers with scales stay as they are: at 4 bits where they are symmetric, at 8 bits where a zero point
-widens them. FP8 is widened and quantized again, to 8 bits in groups of 32 (adds about 0.7 % error). What is
-not read is refused by name.
+Integers with scales stay as they are; a zero point of 4 bits becomes a minimum of the group, the product of
+both in float16. FP8 is widened and quantized again, to 8 bits in groups of 32 (adds about 0.7 % error). What
+is not read is refused by name.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import numpy as np
 from jaxllm.checkpoints.packed_weights import GROUP, Levels
 from jaxllm.checkpoints.safetensors_folder import SafetensorsFolder
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.formats import WeightFormat
 from jaxllm.models.config_reader import ConfigReader
 
 KEY = "quantization_config"
@@ -42,14 +43,14 @@ class Quantization:
 
     Attributes:
       method: its name.
-      bits: of our weights.
+      form: of our weights.
       parts: endings of the tensors that stand for a matrix, in place of `weight`; those after a `?` may be
         missing.
       read: (folder, stem of the tensors' names, shape `[out, in]`) -> levels and scales, or floats.
     """
 
     method: str
-    bits: int
+    form: WeightFormat
     parts: tuple[str, ...]
     read: Callable[[SafetensorsFolder, str, tuple[int, int]], Levels | np.ndarray]
 
@@ -125,8 +126,7 @@ def _gptq(reader: ConfigReader) -> Quantization:
         zero = _unpacked(zeros, bits, 1)[:, :rows].T + more
         return _grouped(stem, values, zero, folder.floats(f"{stem}scales", (groups, rows)).T, bits, symmetric)
 
-    own = bits if symmetric else 8
-    return Quantization("gptq", own, ("qweight", "qzeros", "scales", "?g_idx"), read)
+    return Quantization("gptq", _form(bits, symmetric), ("qweight", "qzeros", "scales", "?g_idx"), read)
 
 
 def _awq(reader: ConfigReader) -> Quantization:
@@ -148,7 +148,7 @@ def _awq(reader: ConfigReader) -> Quantization:
         zero = ordered(folder.integers(f"{stem}qzeros", (groups, rows // 8))).T
         return _grouped(stem, values, zero, folder.floats(f"{stem}scales", (groups, rows)).T, bits, symmetric)
 
-    return Quantization("awq", 4 if symmetric else 8, ("qweight", "qzeros", "scales"), read)
+    return Quantization("awq", _form(bits, symmetric), ("qweight", "qzeros", "scales"), read)
 
 
 def _compressed_tensors(reader: ConfigReader) -> Quantization:
@@ -195,7 +195,7 @@ def _compressed_tensors(reader: ConfigReader) -> Quantization:
         return _grouped(stem, values, np.zeros((1, 1), np.int32), scale, bits, True)
 
     parts = (name, "weight_scale", "?weight_shape", "?weight_g_idx" if packed else "?weight_zero_point")
-    return Quantization("compressed-tensors", bits, parts, read)
+    return Quantization("compressed-tensors", _form(bits), parts, read)
 
 
 def _bitsandbytes(reader: ConfigReader) -> Quantization:
@@ -209,7 +209,7 @@ def _bitsandbytes(reader: ConfigReader) -> Quantization:
         scale = folder.floats(f"{stem}SCB", (shape[0],)).reshape(-1, 1) / np.float32(127)
         return _grouped(stem, levels, np.zeros((1, 1), np.int32), scale, 8, True)
 
-    return Quantization("bitsandbytes", 8, ("weight", "SCB", "?weight_format"), read)
+    return Quantization("bitsandbytes", "int8", ("weight", "SCB", "?weight_format"), read)
 
 
 def _fp8(reader: ConfigReader) -> Quantization:
@@ -225,7 +225,7 @@ def _fp8(reader: ConfigReader) -> Quantization:
         wide = scale.repeat(blocks[0], 0)[: shape[0]].repeat(blocks[1], 1)[:, : shape[1]]
         return values * wide
 
-    return Quantization("fp8", 8, ("weight", "weight_scale_inv"), read)
+    return Quantization("fp8", "int8", ("weight", "weight_scale_inv"), read)
 
 
 _METHODS: dict[str, Callable[[ConfigReader], Quantization]] = {
@@ -235,6 +235,11 @@ _METHODS: dict[str, Callable[[ConfigReader], Quantization]] = {
     "bitsandbytes": _bitsandbytes,
     "fp8": _fp8,
 }
+
+
+def _form(bits: int, symmetric: bool = True) -> WeightFormat:
+    """The weight format that has integers of a checkpoint as they are."""
+    return "int8" if bits == 8 else "int4" if symmetric else "int4-min"
 
 
 def _bits(reader: ConfigReader, key: str, allowed: tuple[int, ...]) -> int:
@@ -279,6 +284,9 @@ def _grouped(
 ) -> Levels:
     """Levels of `values - zero` `[out, in]`, and scales `[out, groups]` as ours have them."""
     columns, groups = values.shape[1], scale.shape[1]
+    if bits == 4 and not symmetric:
+        halves, minimum = (_halves(stem, each, columns) for each in (scale, -zero * scale))
+        return Levels((values - 8).astype(np.int8), halves, 4, minimum=minimum)
     if zero.size > 1:
         each = -(-columns // groups)
         # Groups are of `each` inputs, the last one may be short.
@@ -293,16 +301,25 @@ def _grouped(
             raise CheckpointError(f"{stem}: levels do not fit 8 bits; take another checkpoint")
         # One level of 256, by one step; ours are symmetric.
         levels = np.maximum(levels, -127)
-    own = bits if symmetric else 8
     levels = levels.astype(np.int8)
+    if groups == 1 and bits == 8:
+        _require_finite(stem, scale)
+        return Levels(levels, scale.astype(np.float32), 8, 0)
+    return Levels(levels, _halves(stem, scale, columns), bits)
+
+
+def _require_finite(stem: str, scale: np.ndarray) -> None:
     if not np.isfinite(scale).all():
         raise CheckpointError(f"{stem}: a scale is not finite; take another copy of the weights")
-    if groups == 1 and own == 8:
-        return Levels(levels, scale.astype(np.float32), 8, 0)
-    each = -(-columns // groups)
+
+
+def _halves(stem: str, scale: np.ndarray, columns: int) -> np.ndarray:
+    """Scales or minima `[out, groups]` for groups of 32 columns, in float16."""
+    _require_finite(stem, scale)
+    each = -(-columns // scale.shape[1])
     repeated = scale.repeat(-(-each // GROUP), 1)[:, : -(-columns // GROUP)]
     with np.errstate(over="ignore"):
         halves = repeated.astype(np.float16)
     if not np.isfinite(halves).all():
         raise CheckpointError(f"{stem}: a scale is above what float16 holds; take the float weights")
-    return Levels(levels, halves, own)
+    return halves

@@ -10,13 +10,14 @@ keeps XLA from allocating the carries of all layers at the start of the step.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.quant import QArray, Weight, dequantize
-from jaxllm.quant.stacked import map_parts, part_entry, part_rows, taken
+from jaxllm.quant.stacked import Part, StackedArray, map_parts, part_entry, part_rows, taken
 
 # Converted bytes per block: they stay in a core's second-level cache next to the activations.
 BLOCK_BYTES = 1 << 19
@@ -93,17 +94,18 @@ def _rows(weight: Weight, start: jax.Array, count: int) -> Weight:
     if not isinstance(weight, QArray):
         return map_parts(lambda part: part_rows(part, start, count), weight)
     data = part_rows(weight.data, start, count)
-    if weight.axis == -1:
-        scale = part_rows(weight.scale, start, count)
-    elif weight.group == 0:
-        scale = taken(weight.scale)
-    else:
-        scale = _row_scales(weight, start, count)
-        return dataclasses.replace(weight, data=data, scale=scale, group=1)
-    return dataclasses.replace(weight, data=data, scale=scale)
+    if weight.axis == -2 and weight.group == 0:
+        return dataclasses.replace(weight, data=data, scale=taken(weight.scale))
+    # Scales and minima alike.
+    each = part_rows if weight.axis == -1 else functools.partial(_of_rows, weight.group)
+    scale = each(weight.scale, start, count)
+    minimum = None if weight.minimum is None else each(weight.minimum, start, count)
+    group = weight.group if weight.axis == -1 else 1
+    return dataclasses.replace(weight, data=data, scale=scale, minimum=minimum, group=group)
 
 
-def _row_scales(weight: QArray, start: jax.Array, count: int) -> jax.Array:
-    """One scale per row, since a block may begin within a group: `[count, C]`."""
-    groups = (start + jnp.arange(count, dtype=jnp.int32)) // weight.group
-    return jnp.take(taken(weight.scale), groups, axis=0, mode="clip")
+def _of_rows(group: int, groups: Part, start: jax.Array, count: int) -> jax.Array:
+    """What each row has of its group's, since a block may begin within a group: `[count, C]`."""
+    rows = (start + jnp.arange(count, dtype=jnp.int32)) // group
+    whole = groups.array if isinstance(groups, StackedArray) else groups
+    return jnp.take(whole, rows, axis=0, mode="clip")

@@ -307,7 +307,7 @@ def in_blocks(weight: Weight) -> bool:
 def _one_format(weights: Sequence[Weight]) -> bool:
     """Whether all weights are in blocks of one width, which a fused kernel needs."""
     stored = map(_stored, weights)
-    formats = {(each.bits, each.group, each.nested) for each in stored if isinstance(each, BlockedArray)}
+    formats = {(w.bits, w.group, w.nested, w.minima) for w in stored if isinstance(w, BlockedArray)}
     return all(in_blocks(weight) for weight in weights) and len(formats) == 1
 
 

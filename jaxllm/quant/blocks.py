@@ -5,6 +5,8 @@ which is the operand that byte-product instructions take, on x86 and Arm alike. 
 four inputs share their bytes: `[4, 16, 4]`, the low nibbles first, stored plus 8. At 2 bits four quarters do:
 `[2, 16, 4]`, the lowest bits first, as codes 0 to 3 for the levels -3, -1, 1 and 3.
 
+Minima of groups lie behind the scales of each panel and group, so that both are one array.
+
 A nested weight (see `nested.py`) has two planes of blocks at 4 bits, its high one and its low one.
 
 Blocks are stored output panel by output panel where units are outputs, and input block by input block where
@@ -47,6 +49,9 @@ class BlockedArray:
     - axis -2 (`[R, C]` or `[K, R, C]`: R, and K, are contracted): `data` `[K, B, P, bits·64]` with B of one
       of the K; `scale` float32 `[K, 16·P]`, or float16 `[K, groups, P, 16]`.
 
+    With a minimum per group (4 bits) `scale` has another axis before the last, `[P, groups, 2, 16]` or `[K,
+    groups, P, 2, 16]`: first the scales, then the minima (see `QArray`).
+
     `data` is int8 for 8 bits and uint8 for fewer. Buffers may hold more units than `shape` says.
 
     A nested weight has `bits` 4, `group` 64, its high plane as `data`, its low plane, of the same shape, as
@@ -68,13 +73,18 @@ class BlockedArray:
         return self.scale.dtype == np.uint8
 
     @property
+    def minima(self) -> bool:
+        """Whether groups have minima."""
+        return self.scale.ndim == (4 if self.axis == -1 else 5)
+
+    @property
     def ndim(self) -> int:
         """Rank of the weight."""
         return len(self.shape)
 
 
 def blocked_shapes(
-    shape: tuple[int, ...], *, bits: int, group: int, axis: int, nested: bool = False
+    shape: tuple[int, ...], *, bits: int, group: int, axis: int, nested: bool = False, minima: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of data (of each plane of a nested weight) and scales that a weight of `shape` has in blocks."""
     if axis == -1:
@@ -87,10 +97,11 @@ def blocked_shapes(
         data = (panels, blocks, bits * 64) if axis == -1 else (*lead, blocks, panels, bits * 64)
         each = 64 + 8 * groups
         return data, (panels, each) if axis == -1 else (*lead, panels * each)
+    of_group = (2, PANEL) if minima else (PANEL,)
     if axis == -1:
-        return (panels, blocks, bits * 64), (panels, groups, PANEL) if group else (panels * PANEL,)
+        return (panels, blocks, bits * 64), (panels, groups, *of_group) if group else (panels * PANEL,)
     data = (*lead, blocks, panels, bits * 64)
-    return data, (*lead, groups, panels, PANEL) if group else (*lead, panels * PANEL)
+    return data, (*lead, groups, panels, *of_group) if group else (*lead, panels * PANEL)
 
 
 def to_blocks(weight: QArray) -> BlockedArray:
@@ -98,6 +109,14 @@ def to_blocks(weight: QArray) -> BlockedArray:
 
     Padding outputs have scale zero; padding inputs meet activations that are zero.
     """
+    if weight.minimum is not None:
+        # Minima go where scales do.
+        both = [
+            dataclasses.replace(weight, minimum=None, scale=each) for each in (weight.scale, weight.minimum)
+        ]
+        first, second = map(to_blocks, both)
+        scale = np.stack([np.asarray(first.scale), np.asarray(second.scale)], axis=-2)
+        return dataclasses.replace(first, scale=cast(jax.Array, scale))
     levels = _levels(weight)
     scale = np.asarray(weight.scale)
     if weight.axis == -1:
@@ -179,6 +198,7 @@ def from_blocks(weight: BlockedArray) -> QArray:
     """The inverse of `to_blocks`, for host arrays: for devices that have no native kernels. A nested weight
     becomes one of 8 bits, its high plane one of 4, in groups with float32 scales."""
     levels, scale = np.asarray(blocked_levels(weight)), np.asarray(blocked_scales(weight))
+    minimum = blocked_minima(weight)
     bits = weight.bits if weight.low is None else 8
     return QArray(
         data={8: np.asarray, 4: pack_int4, 2: pack_int2}[bits](levels),  # pyright: ignore
@@ -187,6 +207,7 @@ def from_blocks(weight: BlockedArray) -> QArray:
         group=weight.group,
         axis=weight.axis,
         columns=weight.shape[-1],
+        minimum=None if minimum is None else np.asarray(minimum),  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -213,6 +234,8 @@ def _plane_levels(weight: BlockedArray, data: jax.Array) -> jax.Array:
 def blocked_scales(weight: BlockedArray) -> jax.Array:
     """Scales of the weight's rank, as `QArray` has them."""
     scale, shape, group = weight.scale, weight.shape, weight.group
+    if weight.minima:
+        return blocked_scales(_alone(weight, 0))
     if weight.nested:
         # As halves are laid out: [P, groups, 16] or [K, groups, P, 16].
         scale = _nested_scales(weight)
@@ -226,6 +249,16 @@ def blocked_scales(weight: BlockedArray) -> jax.Array:
     return stack[: lead[0] if lead else 1, :rows, : shape[-1]].reshape(*lead, rows, shape[-1])
 
 
+def blocked_minima(weight: BlockedArray) -> jax.Array | None:
+    """Minima of the weight's rank, as `QArray` has them; None without."""
+    return blocked_scales(_alone(weight, 1)) if weight.minima else None
+
+
+def _alone(weight: BlockedArray, which: int) -> BlockedArray:
+    """The weight with its scales alone (0), or its minima in their place (1)."""
+    return dataclasses.replace(weight, scale=weight.scale[..., which, :])
+
+
 def _nested_scales(weight: BlockedArray, packed: jax.Array | None = None) -> jax.Array:
     """Scales of a nested weight, or of some panels of one whose units are outputs: `[P, groups, 16]` or
     `[K, groups, P, 16]` float32."""
@@ -237,7 +270,7 @@ def _nested_scales(weight: BlockedArray, packed: jax.Array | None = None) -> jax
     return scale if weight.low is not None else scale * np.float32(16)
 
 
-def take_blocked_rows(weight: BlockedArray, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def take_blocked_rows(weight: BlockedArray, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Rows of a matrix `[R, C]` that is contracted along its last axis; no other rows are read.
 
     Args:
@@ -245,7 +278,7 @@ def take_blocked_rows(weight: BlockedArray, rows: jax.Array) -> tuple[jax.Array,
       rows: indices of any shape, in range.
 
     Returns:
-      Levels `[*rows.shape, C]` int8 and scales `[*rows.shape, groups]`.
+      Levels `[*rows.shape, C]` int8, scales `[*rows.shape, groups]`, and minima alike or None.
     """
     panel, lane = rows // PANEL, rows % PANEL
     columns = weight.shape[-1]
@@ -262,9 +295,10 @@ def take_blocked_rows(weight: BlockedArray, rows: jax.Array) -> tuple[jax.Array,
         levels = levels * np.int8(16) + levels_of(weight.low)
     if weight.nested:
         every = _nested_scales(weight, weight.scale[panel])
-        return levels, jnp.take_along_axis(every, lane[..., None, None], axis=-1)[..., 0]
-    scale = weight.scale[panel, :, lane] if weight.group else weight.scale[rows][..., None]
-    return levels, scale
+        return levels, jnp.take_along_axis(every, lane[..., None, None], axis=-1)[..., 0], None
+    if weight.minima:
+        return levels, weight.scale[panel, :, 0, lane], weight.scale[panel, :, 1, lane]
+    return levels, weight.scale[panel, :, lane] if weight.group else weight.scale[rows][..., None], None
 
 
 def take_blocked_inputs(weight: BlockedArray, index: jax.Array) -> jax.Array:
@@ -297,7 +331,12 @@ def take_blocked_inputs(weight: BlockedArray, index: jax.Array) -> jax.Array:
     else:
         scale = weight.scale[stack, inner // weight.group]
     outputs = _count(weight.shape[:-1]) if last else weight.shape[-1]
-    rows = levels.astype(jnp.float32) * scale.astype(jnp.float32)
+    scale = scale.astype(jnp.float32)
+    if weight.minima:
+        scale, minimum = scale[..., 0, :], scale[..., 1, :]
+        rows = (levels.astype(jnp.float32) + np.float32(8)) * scale + minimum
+    else:
+        rows = levels.astype(jnp.float32) * scale
     return rows.reshape(len(index), -1)[:, :outputs]
 
 

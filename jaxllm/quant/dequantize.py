@@ -8,11 +8,12 @@ from jaxllm.axes import Axes
 from jaxllm.quant.blocks import (
     BlockedArray,
     blocked_levels,
+    blocked_minima,
     blocked_scales,
     take_blocked_inputs,
     take_blocked_rows,
 )
-from jaxllm.quant.formats import QArray, packed_columns
+from jaxllm.quant.formats import QArray, packed_columns, scaled
 from jaxllm.quant.parts import entry_of_form, sliced
 from jaxllm.quant.stacked import taken
 from jaxllm.quant.weights import (
@@ -50,15 +51,16 @@ def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
         return jax.lax.bitcast_convert_type(wide, jnp.float32).astype(dtype)
     if isinstance(weight, BlockedArray):
         levels, scale = blocked_levels(weight).astype(dtype), blocked_scales(weight)
+        minimum = blocked_minima(weight)
     elif isinstance(weight, QArray):
-        data, scale = weight.data, weight.scale
+        data, scale, minimum = weight.data, weight.scale, weight.minimum
         levels = data.astype(dtype)
         if weight.bits != 8:
             unpack = unpack_int4 if weight.bits == 4 else unpack_int2
             levels = unpack(data, weight.columns, dtype)
     else:
         return weight.astype(dtype)
-    return levels * _spread(scale.astype(dtype), weight.group, levels.shape[weight.axis], weight.axis)
+    return scaled(levels, scale, minimum, weight.group, weight.axis)
 
 
 def unpack_int4(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
@@ -86,9 +88,8 @@ def embedding_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Arr
     if isinstance(weight, OwnProduct):
         return embedding_rows(weight.base if weight.rows is None else weight.rows, rows, dtype)
     if isinstance(weight, BlockedArray):
-        levels, scale = take_blocked_rows(weight, rows)
-        scale = _spread(scale.astype(dtype), weight.group, levels.shape[-1], -1)
-        return levels.astype(dtype) * scale
+        levels, scale, minimum = take_blocked_rows(weight, rows)
+        return scaled(levels.astype(dtype), scale, minimum, weight.group, -1)
 
     def take(part: jax.Array) -> jax.Array:
         return jnp.take(part, rows, axis=0, mode="clip")
@@ -124,12 +125,3 @@ def contracted_rows(weight: Weight, index: jax.Array, *, last: bool) -> jax.Arra
         return weight.data.reshape(-1, columns)[index].astype(jnp.float32) * scale
     dense = dequantize(weight, jnp.dtype(jnp.float32)).reshape(-1, weight.shape[-1])
     return dense[:, index].T if last else dense[index]
-
-
-def _spread(scale: jax.Array, group: int, length: int, axis: int) -> jax.Array:
-    """Scales of groups along `axis`, repeated for each of `length` values; with `group` 0 (one scale for the
-    whole axis) they are returned unchanged and broadcast."""
-    if not group:
-        return scale
-    scale = jnp.repeat(scale, group, axis=axis)
-    return jax.lax.slice_in_dim(scale, 0, length, axis=scale.ndim + axis)

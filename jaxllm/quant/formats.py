@@ -1,4 +1,5 @@
-"""Quantizes weights to 8, 4 and 2 bits: symmetric and linear, along the axis that a product contracts.
+"""Quantizes weights to 8, 4 and 2 bits: linear, along the axis that a product contracts; symmetric, or at 4
+bits with a minimum per group.
 
 A weight is `[..., R, C]` with the unit axis leading. It has one of two orientations (see
 `jaxllm/nn/linear.py`): contracted along its last axis (`axis=-1`, units are outputs) or along its
@@ -12,11 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError
+from jaxllm.quant.grid import grid_scale, on_grid
 
 INT4_GROUP = 32
+# Numbers of a weight that are quantized at once: an embedding in float32, and copies of it, would be
+# more than all else.
+_MOST_AT_ONCE = 1 << 24
 Bits = Literal[2, 4, 8]
 BITS: tuple[Bits, ...] = (2, 4, 8)
 # The largest magnitude of a level, by bits.
@@ -39,6 +45,9 @@ class QArray:
     fewer (see `pack_int4` and `pack_int2`). `scale` has the weight's rank, and `ceil(n/group)` entries
     along `axis`, where n is the weight's length there; group 0 means one scale for the whole axis. The
     last group may be short.
+
+    With a `minimum`, float16 of the scale's shape, at 4 bits, a value is `(level + 8) * scale + minimum`;
+    without one it is `level * scale`.
     """
 
     data: jax.Array
@@ -47,6 +56,7 @@ class QArray:
     group: int = dataclasses.field(metadata={"static": True})
     axis: int = dataclasses.field(metadata={"static": True})
     columns: int = dataclasses.field(metadata={"static": True})
+    minimum: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,7 +101,13 @@ def pack_int2(values: np.ndarray) -> np.ndarray:
 
 
 def quantize(
-    weight: np.ndarray, *, bits: Bits, axis: int, group: int | None = None, per_tensor: bool = False
+    weight: np.ndarray,
+    *,
+    bits: Bits,
+    axis: int,
+    group: int | None = None,
+    per_tensor: bool = False,
+    minima: bool = False,
 ) -> QArray:
     """Quantizes a float weight, on the host.
 
@@ -104,6 +120,8 @@ def quantize(
         (8 bits only). None is 0 for 8 bits and 32 for fewer.
       per_tensor: one scale for the whole tensor instead, at 8 bits without groups; it is stored once per
         output channel.
+      minima: a float16 minimum per group besides, at 4 bits: all 16 levels lie between a group's smallest and
+        largest weight.
 
     Returns:
       A QArray of numpy arrays. The error of an element is at most half a scale, at 2 bits (levels two apart)
@@ -129,12 +147,19 @@ def quantize(
         raise ConfigError(
             f"one scale per tensor takes 8 bits without groups, got {bits} in groups of {group}"
         )
+    if minima and bits != 4:
+        raise ConfigError(f"weights with a minimum per group have 4 bits, got {bits}")
+    if weight.size > _MOST_AT_ONCE and len(weight) > 1 and not per_tensor and (axis == -1 or weight.ndim > 2):
+        parts = np.array_split(weight, min(len(weight), -(-weight.size // _MOST_AT_ONCE)))
+        each = [quantize(part, bits=bits, axis=axis, group=group, minima=minima) for part in parts]
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *each)
     # The contracted axis is last until `_back`.
     moved = np.moveaxis(np.asarray(weight, np.float32), axis, -1)
     if not np.isfinite(moved).all():
         raise ConfigError("weights hold NaN or infinite values and cannot be quantized")
     most = _TOP_LEVELS[bits] * float(np.finfo(np.float16).max)
-    if group and np.abs(moved).max() > most:
+    minimum = None
+    if group and np.abs(moved).max() > (float(np.finfo(np.float16).max) if minima else most):
         raise ConfigError(f"weights above {most:g} have no int{bits} scale in float16; use one per channel")
     if group == 0:
         scale = np.abs(moved).max(-1, keepdims=True) / 127.0
@@ -142,7 +167,11 @@ def quantize(
         data = _back(_int8_levels(moved, scale), axis)
     else:
         grouped = _in_groups(moved, group)
-        scale, levels = {8: _int8_by_group, 4: _best_int4, 2: _best_int2}[bits](grouped)
+        if minima:
+            scale, minimum, levels = _best_with_minima(grouped)
+            minimum = cast(jax.Array, _back(minimum[..., 0], axis))
+        else:
+            scale, levels = {8: _int8_by_group, 4: _best_int4, 2: _best_int2}[bits](grouped)
         scale = scale[..., 0]
         data = _back(levels.reshape(*moved.shape[:-1], -1)[..., : moved.shape[-1]], axis)
         data = {8: np.asarray, 4: pack_int4, 2: pack_int2}[bits](data)
@@ -154,7 +183,29 @@ def quantize(
         group=group,
         axis=axis,
         columns=weight.shape[-1],
+        minimum=minimum,
     )
+
+
+def scaled(
+    levels: jax.Array, scale: jax.Array, minimum: jax.Array | None, group: int, axis: int
+) -> jax.Array:
+    """What levels of floats stand for, in their dtype; scales and minima as in `QArray`."""
+    dtype, length = levels.dtype, levels.shape[axis]
+    if minimum is None:
+        return levels * _spread(scale.astype(dtype), group, length, axis)
+    # Steps and minimum may be far larger than their sum, which 16 bits would lose.
+    wide, least = (_spread(each.astype(jnp.float32), group, length, axis) for each in (scale, minimum))
+    return ((levels.astype(jnp.float32) + np.float32(8)) * wide + least).astype(dtype)
+
+
+def _spread(scale: jax.Array, group: int, length: int, axis: int) -> jax.Array:
+    """Scales of groups along `axis`, repeated for each of `length` values; with `group` 0 (one scale for the
+    whole axis) they are returned unchanged and broadcast."""
+    if not group:
+        return scale
+    scale = jnp.repeat(scale, group, axis=axis)
+    return jax.lax.slice_in_dim(scale, 0, length, axis=scale.ndim + axis)
 
 
 def _nonzero(scale: np.ndarray) -> np.ndarray:
@@ -187,8 +238,12 @@ def _best_int4(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scale `[..., n, 1]` (float16) and levels `[..., n, group]` of least squared error per group.
 
     The value of largest magnitude is mapped to -8, the level without a positive counterpart, so that all 16
-    levels are used.
+    levels are used. Groups on grids of 4 bits keep their levels (see `grid.py`).
     """
+    if on_grid(grouped):
+        scale = grid_scale(grouped).astype(np.float16)
+        step = _nonzero(scale.astype(np.float32))
+        return scale, np.clip(np.rint(grouped / step), -8, 7).astype(np.int8)
     index = np.abs(grouped).argmax(-1, keepdims=True)
     extreme = np.take_along_axis(grouped, index, -1)
 
@@ -228,3 +283,30 @@ def _best_scale(
         levels = np.where(better, other_levels, levels)
         error = np.minimum(error, other_error)
     return scale, levels
+
+
+def _best_with_minima(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scale and minimum `[..., n, 1]` (float16) of least squared error per group, and levels
+    `[..., n, group]` in [-8, 7], which stand for 0 to 15 steps above the minimum.
+
+    Candidates span a share of the range of the group about its middle. The last group's padding counts as
+    zeros.
+    """
+    low, high = grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True)
+
+    def at(shrink: float) -> tuple[np.ndarray, ...]:
+        less = (high - low) * ((1 - shrink) / 2)
+        scale = ((high - low) * (shrink / 15)).astype(np.float16)
+        minimum = (low + less).astype(np.float16)
+        step, first = scale.astype(np.float32), minimum.astype(np.float32)
+        codes = np.clip(np.rint((grouped - first) / _nonzero(step)), 0, 15)
+        error = np.square(codes * step + first - grouped).sum(-1, keepdims=True)
+        return scale, minimum, codes.astype(np.int8) - np.int8(8), error
+
+    best = at(_INT4_SHRINK[0])
+    for shrink in _INT4_SHRINK[1:]:
+        other = at(shrink)
+        better = other[-1] < best[-1]
+        best = tuple(np.where(better, new, old) for new, old in zip(other, best, strict=True))
+    scale, minimum, levels, _ = best
+    return scale, minimum, levels

@@ -14,7 +14,7 @@ from jaxllm.quant.blocks import (
     BlockedArray,
     take_blocked_rows,
 )
-from jaxllm.quant.formats import QArray
+from jaxllm.quant.formats import QArray, scaled
 from jaxllm.quant.stacked import map_parts, part_entry, part_first, taken
 from jaxllm.quant.weights import (
     Adapted,
@@ -45,12 +45,12 @@ def take_units(weight: Weight, count: int) -> Weight:
         return dataclasses.replace(weight, shape=(count, *weight.shape[1:]))
     if isinstance(weight, QArray):
         units_contracted = weight.axis == -2 and weight.ndim == 2
-        if not units_contracted:
-            data, scale = part_first(weight.data, count), part_first(weight.scale, count)
-            return dataclasses.replace(weight, data=data, scale=scale)
-        scales = -(-count // weight.group) if weight.group else 1
+        scales = count
+        if units_contracted:
+            scales = -(-count // weight.group) if weight.group else 1
         data, scale = part_first(weight.data, count), part_first(weight.scale, scales)
-        return dataclasses.replace(weight, data=data, scale=scale)
+        minimum = None if weight.minimum is None else part_first(weight.minimum, scales)
+        return dataclasses.replace(weight, data=data, scale=scale, minimum=minimum)
     return map_parts(lambda part: part_first(part, count), weight)
 
 
@@ -116,7 +116,8 @@ def unit_at(weight: Weight, index: jax.Array) -> Weight:
     """One unit of a stack of matrices: `[R, C]` of a weight `[U, R, C]`, at `index` (int32 scalar, in range).
 
     No other unit is read. A weight in blocks gives a unit in blocks, with one exception: where R is the
-    output axis and no multiple of a panel, units share panels, and the result is a `QArray` of 8 bits.
+    output axis and no multiple of a panel, units share panels, and the result is a `QArray` of 8 bits, or
+    with minima an array of floats.
     """
 
     def entry(part: Any) -> Any:
@@ -138,5 +139,8 @@ def unit_at(weight: Weight, index: jax.Array) -> Weight:
         matrix = jax.tree.map(lambda part: entry(part.reshape(units, -1, *part.shape[1:])), weight)
         return dataclasses.replace(matrix, shape=(rows, columns))
     flat = dataclasses.replace(weight, shape=(units * rows, columns))
-    levels, scale = take_blocked_rows(flat, index * rows + jnp.arange(rows, dtype=jnp.int32))
+    found = index * rows + jnp.arange(rows, dtype=jnp.int32)
+    levels, scale, minimum = take_blocked_rows(flat, found)
+    if minimum is not None:
+        return scaled(levels.astype(jnp.float32), scale, minimum, weight.group, -1)
     return QArray(levels, scale, bits=8, group=weight.group, axis=-1, columns=columns)

@@ -86,7 +86,9 @@ def some_rows(weight: Weight, rows: int) -> Any:
     """Shapes of a weight `[V, D]` that has `rows` of its rows."""
     shape = (rows, weight.shape[-1])
     if isinstance(weight, BlockedArray):
-        parts = blocked_shapes(shape, bits=weight.bits, group=weight.group, axis=weight.axis)
+        parts = blocked_shapes(
+            shape, bits=weight.bits, group=weight.group, axis=weight.axis, minima=weight.minima
+        )
         data, scale = (
             jax.ShapeDtypeStruct(part, leaf.dtype)
             for part, leaf in zip(parts, (weight.data, weight.scale), strict=True)

@@ -1,9 +1,12 @@
 """Describes a checkpoint before anything is converted: its family, what rooms support, and its memory."""
 
+import collections
 import dataclasses
 import math
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxllm.checkpoints.gguf_file import is_gguf
 from jaxllm.config import ModelConfig
@@ -13,6 +16,7 @@ from jaxllm.models.rooms import ROOMS, room_refusal
 
 CONTEXTS_TOKENS = (2048, 8192)
 _FLOAT_BYTES = {"f32": 4, "bf16": 2}
+_GROUP = 32
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -21,7 +25,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def checkpoint_facts(path: Path) -> dict[str, Any]:
-    """Facts of a Hugging Face folder or a GGUF file; of weights only headers are read.
+    """Facts of a Hugging Face folder or a GGUF file; of weights headers are read, and a folder's first
+    matrices.
 
     Raises:
       CheckpointError, ConfigError: it is missing, malformed or not supported.
@@ -46,7 +51,8 @@ def _read(path: Path) -> tuple[ModelConfig, WeightFormat | str, str]:
         from jaxllm.prepare import weight_format_of
 
         cfg, quantization = read_config(path), quantization_of(path)
-        return cfg, weight_format_of(path, cfg), "floats" if quantization is None else quantization.method
+        stored = _floats(path, cfg) if quantization is None else quantization.method
+        return cfg, weight_format_of(path, cfg), stored
     from jaxllm.checkpoints.gguf_config import read_gguf_config
     from jaxllm.checkpoints.gguf_file import read_gguf
     from jaxllm.checkpoints.gguf_model import own_format
@@ -61,17 +67,48 @@ def _read(path: Path) -> tuple[ModelConfig, WeightFormat | str, str]:
     return read_gguf_config(file), own, ", ".join(kinds)
 
 
+def _floats(folder: Path, cfg: ModelConfig) -> str:
+    """What is to say of a folder of floats, by its first matrix of a layer."""
+    from jaxllm.checkpoints.huggingface import read_params
+    from jaxllm.quant.grid import on_grid
+
+    specs = param_specs(cfg)
+    for name, value in read_params(folder, cfg):
+        if specs[name].role == "to_units":
+            rows = np.asarray(value, np.float32).reshape(-1, value.shape[-1])
+            whole = rows[:, : rows.shape[1] // _GROUP * _GROUP]
+            if whole.size and on_grid(whole.reshape(-1, _GROUP)):
+                return "floats on a grid of 4 bits, which --weights int4 keeps"
+            break
+    return "floats"
+
+
 def _memory(cfg: ModelConfig, width: WeightFormat) -> dict[str, int]:
-    """Bytes of weights, and with caches and activations of a context of each length that the model has."""
+    """Bytes of weights, with caches and activations of a context of each length that the model has, and what
+    `--memory` may be for the usual context: enough for all weights, or the least with which they are
+    streamed."""
     from serving.options import EngineOptions
     from serving.weights.footprint import fixed_bytes
+    from serving.weights.prefetch_plan import SLOTS
+    from serving.weights.runtime_share import whole_budget
+    from serving.weights.streamed import kept_rows_bytes
 
-    weights = sum(_bytes(spec, width) for spec in param_specs(cfg).values())
+    sizes = {name: _bytes(spec, width) for name, spec in param_specs(cfg).items()}
+    weights = sum(sizes.values())
     found = {"weights": weights}
     for tokens in CONTEXTS_TOKENS:
         if tokens <= cfg.window_tokens:
             options = EngineOptions(context_tokens=tokens).resolve(cfg, quantized=width not in _FLOAT_BYTES)
             found[f"with {tokens} tokens"] = weights + fixed_bytes(cfg, options)
+    fixed = fixed_bytes(cfg, EngineOptions().resolve(cfg, quantized=width not in _FLOAT_BYTES))
+    found["--memory for all"] = whole_budget(weights + fixed)
+    if room_refusal(cfg, "streamed weights") is None:
+        layers: collections.Counter[str] = collections.Counter()
+        for name, size in sizes.items():
+            layers[name.split(".")[1] if name.startswith("layers.") else ""] += size
+        del layers[""]
+        slots = SLOTS * max(layers.values())
+        found["least --memory"] = whole_budget(fixed + kept_rows_bytes(weights) + slots)
     return found
 
 
@@ -82,7 +119,7 @@ def _bytes(spec: ParamSpec, width: WeightFormat) -> int:
         return 4 * count
     if width in _FLOAT_BYTES:
         return _FLOAT_BYTES[width] * count
-    if width in ("int8", "int8-nested") or (width == "int4" and spec.role == "embed"):
+    if width in ("int8", "int8-nested") or (width in ("int4", "int4-min") and spec.role == "embed"):
         return count
-    # Two numbers per byte, and a scale of two bytes for 32.
-    return count // 2 + count // 16
+    # Two numbers per byte, and a scale of two bytes for 32, and a minimum alike.
+    return count // 2 + count // (8 if width == "int4-min" else 16)

@@ -225,6 +225,7 @@ def _used_spans(tensor: Tensor, whole: ParamSpec, used: ParamSpec) -> list[tuple
             group=tensor.group,
             axis=tensor.axis,
             nested=tensor.low is not None,
+            minima=tensor.minima,
         )
         shapes = (data, scale, data)[: len(extents)]
         sizes = [_resized(each, shape) for each, shape in zip(extents, shapes, strict=True)]

@@ -33,6 +33,11 @@ from serving.weights.prefetch_plan import SLOTS, MemoryBudget, MemoryPlan, plan_
 _KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
 
 
+def kept_rows_bytes(weight_bytes: int) -> int:
+    """Bytes of rows of the embedding that stay in memory, of a model that is streamed."""
+    return min(_KEPT_ROWS_BYTES, int(_KEPT_ROWS_SHARE * weight_bytes))
+
+
 class StreamedWeights:
     """Streams a bundle's weights, piece by piece, within a memory budget.
 
@@ -80,7 +85,7 @@ class StreamedWeights:
         if bundle.read_in_place and self._part is None:
             self._pieces |= {cfg: [*layer_pieces(bundle.layout, cfg), *self.head] for cfg in levels}
         sizes = [each.memory_bytes - each.kept_bytes for each in streamed]
-        kept_bytes = min(_KEPT_ROWS_BYTES, int(_KEPT_ROWS_SHARE * bundle.weight_bytes))
+        kept_bytes = kept_rows_bytes(bundle.weight_bytes)
         fixed_bytes = budget.fixed_bytes + kept_bytes + (self._part.size_bytes if self._part else 0)
         self.plan: MemoryPlan = plan_memory(
             sizes,

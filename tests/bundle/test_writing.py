@@ -100,7 +100,7 @@ def test_weights_that_cannot_be_quantized(tmp_path: Path, weights: WeightFormat)
 def test_unknown_weights_are_refused_before_anything_is_opened(tmp_path: Path) -> None:
     with (
         nothing_changes(tmp_path),
-        pytest.raises(ConfigError, match="f32, bf16, int8, int8-nested, int4, int4-all, got 'f16'"),
+        pytest.raises(ConfigError, match="f32, bf16, int8, int8-nested, int4-min, int4, int4-all, got 'f16'"),
     ):
         write_stream(tmp_path / "m", ITEMS, "f16")
 

@@ -16,20 +16,31 @@ from tests.kernels.switching import NATIVE, fall_back, kernels_of
 from tests.quant.plain import levels_of, nested_scales
 from tests.quick_jit import jit
 
-# bits, group; or a nested weight, and the high plane of one.
+# bits, group; or a nested weight, the high plane of one, and 4 bits with a minimum per group.
 Width = tuple[int, int] | tuple[str]
-NESTED, HIGH = ("nested",), ("high",)
-WIDTHS: tuple[Width, ...] = ((8, 0), (8, 32), (8, 64), (4, 32), (4, 64), (2, 32), (2, 64), NESTED, HIGH)
+NESTED, HIGH, MINIMA = ("nested",), ("high",), ("minima",)
+WIDTHS: tuple[Width, ...] = (
+    (8, 0),
+    (8, 32),
+    (8, 64),
+    (4, 32),
+    (4, 64),
+    (2, 32),
+    (2, 64),
+    NESTED,
+    HIGH,
+    MINIMA,
+)
 
 
 def weight_of(
     draw: np.random.Generator, shape: tuple[int, ...], width: Width, axis: Literal[-1, -2]
 ) -> BlockedArray:
     """Levels over the whole range, -128 and -8 too, and scales of either sign; placed on the device."""
-    if len(width) == 1:
+    if width in (NESTED, HIGH):
         weight = _nested(draw, shape, axis)
         return weight if width == NESTED else dataclasses.replace(weight, low=None)
-    bits, group = width
+    bits, group = (4, 32) if width == MINIMA else width
     high = 1 << (bits - 1)
     levels = draw.integers(-high, high, shape, dtype=np.int8)
     if bits == 2:
@@ -37,6 +48,7 @@ def weight_of(
     scales = list(shape)
     scales[axis] = -(-shape[axis] // group) if group else 1
     scale = draw.normal(size=scales) / high
+    minimum = draw.normal(size=scales).astype(np.float16) if width == MINIMA else None
     weight = QArray(
         data={8: np.asarray, 4: pack_int4, 2: pack_int2}[bits](levels),
         scale=scale.astype(np.float16 if group else np.float32),
@@ -44,6 +56,7 @@ def weight_of(
         group=group,
         axis=axis,
         columns=shape[-1],
+        minimum=minimum,
     )
     return placed(to_blocks(weight))
 

@@ -111,9 +111,10 @@ inline uint16_t draw_half(Random& random) {
 // has a low plane.
 struct Format {
   int bits = 8, group = 0;
-  bool nested = false, both = false;
+  bool nested = false, both = false, minima = false;
   static Format draw(Random& random) {
-    const size_t kind = random.below(6);
+    const size_t kind = random.below(7);
+    if (kind == 6) return {4, static_cast<int>(random.in(1, 2)) * 32, false, false, true};
     if (kind > 3) return {4, 64, true, kind == 4};
     const int bits = kind == 3 ? 8 : 2 << kind;
     return {bits, static_cast<int>(bits == 8 ? random.below(3) : random.in(1, 2)) * 32};
@@ -122,6 +123,7 @@ struct Format {
     return " bits " + std::to_string(bits) + " group " + std::to_string(group) +
            (both     ? " nested"
             : nested ? " high"
+            : minima ? " minima"
                      : "");
   }
 };
@@ -133,8 +135,9 @@ struct Weight {
   Buffer<uint8_t> data, low;
   Buffer<uint8_t> scale;  // bytes of floats or halves, or nested ones
   std::vector<int> levels;
-  std::vector<double> dense,
-      wider;  // wider: fewer bits made 8 of one scale per span; empty if that cannot be
+  // Sizes: of what is summed for each. Wider: fewer bits made 8 of one scale per span; empty if that cannot
+  // be.
+  std::vector<double> dense, sizes, wider;
 
   // Units are outputs; the buffer holds some more of them than are used.
   static Weight of_outputs(Random& random, size_t outputs, size_t inputs, Format format = {}) {
@@ -149,8 +152,10 @@ struct Weight {
                   true);
   }
   jaxllm::Stored stored() const {
-    return {data.data(),  format.both ? low.data() : nullptr, scale.data(), format.bits, format.group,
-            format.nested};
+    return {data.data(),  format.both ? low.data() : nullptr,
+            scale.data(), format.bits,
+            format.group, format.nested,
+            format.minima};
   }
   jaxllm::Units units(bool widen) const { return {stored(), panels, inputs, widen}; }
   jaxllm::Reduction reduction(bool widen) const {
@@ -166,7 +171,7 @@ struct Weight {
 
   static size_t scale_bytes(size_t panels, size_t groups, Format format) {
     if (format.nested) return panels * (64 + groups * 8);
-    return panels * 16 * groups * (format.group ? 2 : 4);
+    return panels * 16 * groups * (format.group ? 2 : 4) * (format.minima ? 2 : 1);
   }
 
   Weight(Random& random, size_t segments, size_t inputs, size_t outputs, size_t panels, size_t blocks,
@@ -181,10 +186,11 @@ struct Weight {
         low(format.both ? data.size() : 0),
         scale(segments * scale_bytes(panels, groups_of(inputs, blocks, format.group, reduction), format)),
         levels(segments * inputs * outputs),
-        dense(levels.size()) {
+        dense(levels.size()),
+        sizes(levels.size()) {
     const int bits = format.bits, group = format.group;
     const size_t groups = groups_of(inputs, blocks, group, reduction);
-    const size_t scales = format.nested ? 0 : segments * panels * 16 * groups;
+    const size_t scales = format.nested ? 0 : segments * panels * 16 * groups * (format.minima ? 2 : 1);
     for (size_t i = 0; i < data.size(); i++) data.data()[i] = static_cast<uint8_t>(random.below(256));
     for (size_t i = 0; i < low.size(); i++) low.data()[i] = static_cast<uint8_t>(random.below(256));
     if (format.nested) {
@@ -202,7 +208,7 @@ struct Weight {
       memcpy(scale.data() + i * (group ? 2 : 4), group ? static_cast<const void*>(&half) : &value,
              group ? 2 : 4);
     }
-    if (bits != 8 && group) wider.resize(dense.size());
+    if (bits != 8 && group && !format.minima) wider.resize(dense.size());
     for (size_t s = 0; s < segments; s++) {
       for (size_t o = 0; o < outputs; o++) {
         for (size_t i = 0; i < inputs; i++) {
@@ -222,7 +228,11 @@ struct Weight {
           }
           const size_t at = (s * inputs + i) * outputs + o;
           levels[at] = level;
-          dense[at] = level * scale_at(s, p, group ? i / group : 0, o % 16, groups, group, reduction);
+          const size_t of = group ? i / group : 0;
+          const double own = scale_at(s, p, of, o % 16, groups, group, reduction);
+          const double least = format.minima ? scale_at(s, p, of, o % 16, groups, group, reduction, 1) : 0;
+          const double steps = (format.minima ? level + 8 : level) * own;
+          dense[at] = steps + least, sizes[at] = fabs(steps) + fabs(least);
           if (!wider.empty()) {
             const float top = format.both ? 127.0f : bits == 4 ? 8.0f : 3.0f;
             float most = 1e-30f;
@@ -244,7 +254,9 @@ struct Weight {
     }
   }
 
-  double scale_at(size_t s, size_t p, size_t g, size_t lane, size_t groups, int group, bool reduction) const {
+  // The scale of a group of an output, or of a weight with minima its minimum (`which` 1).
+  double scale_at(size_t s, size_t p, size_t g, size_t lane, size_t groups, int group, bool reduction,
+                  size_t which = 0) const {
     if (!group) {
       float value;
       memcpy(&value, scale.data() + ((s * panels + p) * 16 + lane) * 4, 4);
@@ -262,7 +274,8 @@ struct Weight {
     }
     uint16_t half;
     const size_t at = reduction ? (s * groups + g) * panels + p : p * groups + g;
-    memcpy(&half, scale.data() + (at * 16 + lane) * 2, 2);
+    const size_t panel = format.minima ? 2 * at + which : at;
+    memcpy(&half, scale.data() + (panel * 16 + lane) * 2, 2);
     return half_value(half);
   }
 };

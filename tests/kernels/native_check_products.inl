@@ -8,8 +8,8 @@ class Expected {
            size_t rows, const float* residual, bool widen)
       : rows_(rows), outputs_(w.outputs) {
     const std::vector<double> seen = rounded(x, rows, w.segments, w.inputs);
-    add(w.dense, seen, residual);
-    if (widen && !w.wider.empty()) add(w.wider, seen, residual);
+    add(w.dense, w.sizes, seen, residual);
+    if (widen && !w.wider.empty()) add(w.wider, w.wider, seen, residual);
     const size_t inputs = w.segments * w.inputs;
     if (!change.rank) return;
     // Adapters see activations as they are.
@@ -43,14 +43,15 @@ class Expected {
     std::vector<double> value, room;
   };
 
-  void add(const std::vector<double>& dense, const std::vector<double>& seen, const float* residual) {
+  void add(const std::vector<double>& dense, const std::vector<double>& sizes,
+           const std::vector<double>& seen, const float* residual) {
     Sums sums{std::vector<double>(rows_ * outputs_), std::vector<double>(rows_ * outputs_)};
     const size_t inputs = dense.size() / outputs_;
     for (size_t row = 0; row < rows_; row++) {
       double *value = &sums.value[row * outputs_], *room = &sums.room[row * outputs_];
       for (size_t i = 0; i < inputs; i++) {
-        const double x = seen[row * inputs + i], *w = &dense[i * outputs_];
-        for (size_t o = 0; o < outputs_; o++) value[o] += x * w[o], room[o] += fabs(x * w[o]);
+        const double x = seen[row * inputs + i], *w = &dense[i * outputs_], *size = &sizes[i * outputs_];
+        for (size_t o = 0; o < outputs_; o++) value[o] += x * w[o], room[o] += fabs(x * size[o]);
       }
       for (size_t o = 0; o < outputs_; o++) {
         const double more = residual ? residual[row * outputs_ + o] : 0;

@@ -15,7 +15,7 @@ import numpy as np
 import scipy.special
 
 from jaxllm.quant import BlockedArray
-from tests.quant.plain import levels_of, step_of, wide
+from tests.quant.plain import levels_of, minimum_of, step_of, wide
 
 SPAN = 256
 # A sum of 8 groups and of some spans, each scaled twice: a dozen roundings of 2**-24.
@@ -123,6 +123,12 @@ def product(
     """`x` `[M, inputs]` times a weight."""
     dense = matrix(weight, widened=widened)
     room = np.abs(dense)
+    minimum = minimum_of(weight)
+    if minimum is not None:
+        # Steps and minima are summed apart, and may be far larger than what is left of them.
+        both = np.abs(wide(weight) - minimum) + np.abs(minimum)
+        room = both.reshape(-1, both.shape[-1])
+        room = room.T if weight.axis == -1 else room
     if kernels == "xla":
         # Some hundred products, summed in float32 in any order.
         return Known(x.value @ dense, x.error @ room + 4 * ULPS * (np.abs(x.value) @ room) + TINY)
@@ -132,7 +138,7 @@ def product(
 
 def reads(weight: BlockedArray) -> tuple[bool, ...]:
     """Whether native kernels may read a row's weights as they are stored, or widened."""
-    return (False, True) if weight.bits < 8 and weight.group else (False,)
+    return (False, True) if weight.bits < 8 and weight.group and not weight.minima else (False,)
 
 
 def normed(x: np.ndarray, scale: np.ndarray, eps: float) -> Known:

@@ -56,7 +56,8 @@ def test_whole_validation_text_to_four_digits(stories_folder, documents):
 # Bounds on the relative increase, from the formats' error: a sixteenth of a bit for 8-bit weights is
 # nothing, 16 levels on a model of 260 K parameters are felt.
 @pytest.mark.parametrize(
-    ("weights", "bound"), [("bf16", 0.002), ("int8", 0.01), ("int4", 0.25), ("int4-all", 0.3)]
+    ("weights", "bound"),
+    [("bf16", 0.002), ("int8", 0.01), ("int4", 0.25), ("int4-min", 0.25), ("int4-all", 0.3)],
 )
 def test_narrow_weights_cost_little(stories_folder, documents, weights, bound):
     some = documents[:40]

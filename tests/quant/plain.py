@@ -13,6 +13,9 @@ def wide(weight: Any) -> np.ndarray:
     if isinstance(weight, Bfloat16Bits):
         return np.asarray(weight.bits).view(ml_dtypes.bfloat16).astype(np.float64)
     if isinstance(weight, QArray | BlockedArray):
+        minimum = minimum_of(weight)
+        if minimum is not None:
+            return (levels_of(weight) + 8) * step_of(weight) + minimum
         return levels_of(weight) * step_of(weight)
     return np.asarray(weight).astype(np.float64)
 
@@ -38,7 +41,22 @@ def step_of(weight: QArray | BlockedArray) -> np.ndarray:
         return _nested_steps(weight)
     scale = np.asarray(weight.scale).astype(np.float64)
     if isinstance(weight, BlockedArray):
-        return _blocked_steps(weight, scale)
+        return _blocked_steps(weight, scale[..., 0, :] if weight.minima else scale)
+    return _spread(weight, scale)
+
+
+def minimum_of(weight: QArray | BlockedArray) -> np.ndarray | None:
+    """The minimum of every element's group, as `step_of`; None of a weight without."""
+    if isinstance(weight, BlockedArray):
+        scale = np.asarray(weight.scale).astype(np.float64)
+        return _blocked_steps(weight, scale[..., 1, :]) if weight.minima else None
+    if weight.minimum is None:
+        return None
+    return _spread(weight, np.asarray(weight.minimum).astype(np.float64))
+
+
+def _spread(weight: QArray, scale: np.ndarray) -> np.ndarray:
+    """What groups have, for every element."""
     if weight.group:
         scale = np.repeat(scale, weight.group, axis=weight.axis)
         scale = np.take(scale, np.arange(weight.shape[weight.axis]), axis=weight.axis)

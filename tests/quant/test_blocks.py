@@ -4,12 +4,21 @@ import dataclasses
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.quant import BlockedArray, QArray, blocked_shapes, from_blocks, quantize, to_blocks
+from jaxllm.quant import (
+    BlockedArray,
+    QArray,
+    blocked_shapes,
+    dequantize,
+    from_blocks,
+    quantize,
+    to_blocks,
+)
 from jaxllm.quant.blocks import blocked_levels, blocked_scales, take_blocked_rows
 from tests.quant.plain import levels_of, step_of, wide
 from tests.variants import every_variant
@@ -155,6 +164,23 @@ def test_padding_weighs_nothing(axis, bits, group):
     assert np.count_nonzero(blocked.scale) == np.count_nonzero(weight.scale)
 
 
+@every_axis
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_minima_stand_behind_the_scales_of_their_panel(shape, axis):
+    weight = np.random.default_rng(0).standard_normal(shape).astype(np.float32) + np.float32(0.5)
+    stored = quantize(weight, bits=4, axis=axis, group=32, minima=True)
+    blocked = to_blocks(stored)
+    shapes = blocked_shapes(shape, bits=4, group=32, axis=axis, minima=True)
+    chex.assert_shape([blocked.data, blocked.scale], shapes)
+    assert blocked.minima
+    np.testing.assert_array_equal(wide(blocked), wide(stored))
+    np.testing.assert_allclose(np.asarray(dequantize(blocked, jnp.float32)), wide(stored), rtol=1e-6)
+    chex.assert_trees_all_equal(from_blocks(blocked), stored, strict=True)
+    # All 16 levels lie between a group's smallest and largest weight, but for clipping and halves.
+    spread = np.max(weight, axis=axis) - np.min(weight, axis=axis)
+    assert np.all(np.abs(wide(stored) - weight) <= np.expand_dims(spread, axis) * 0.12 + 1e-3)
+
+
 # Parts
 
 
@@ -163,11 +189,22 @@ def test_padding_weighs_nothing(axis, bits, group):
 def test_rows_of_blocks(bits, group, variant):
     weight = quantized((37, 70), bits, group, -1)
     rows = np.array([[36, 0, 15], [16, 16, 1]], np.int32)
-    levels, scale = variant(take_blocked_rows)(to_blocks(weight), rows)
+    levels, scale, minimum = variant(take_blocked_rows)(to_blocks(weight), rows)
+    assert minimum is None
     chex.assert_shape(levels, (*rows.shape, 70))
     chex.assert_type(levels, np.int8)
     np.testing.assert_array_equal(levels, levels_of(weight)[rows])
     np.testing.assert_array_equal(scale, weight.scale[rows])
+
+
+def test_rows_of_blocks_with_minima():
+    weight = quantize(
+        np.random.default_rng(0).random((37, 70), np.float32), bits=4, axis=-1, group=32, minima=True
+    )
+    rows = np.array([36, 0, 16], np.int32)
+    _, scale, minimum = take_blocked_rows(to_blocks(weight), rows)
+    np.testing.assert_array_equal(scale, weight.scale[rows])
+    np.testing.assert_array_equal(minimum, weight.minimum[rows])
 
 
 def test_a_blocked_weight_is_a_tree_of_its_arrays():

@@ -2,6 +2,7 @@
 
 import chex
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
 from jaxllm.quant import INT4_GROUP, QArray, pack_int4, packed_columns, quantize
+from jaxllm.quant.grid import on_grid
 from tests.quant.plain import levels_of, step_of, wide
 
 # Ragged groups, whole groups, several groups, fewer than one; matrices and stacks of them.
@@ -44,6 +46,29 @@ def test_packed_bytes():
     assert set(packed[4:]) == {0x88}
     short = pack_int4(np.array([[-8, 7, 0]], np.int8))
     assert [f"{byte:02x}" for byte in short[0]] == ["80", "8f", "88", *["88"] * 29]
+
+
+# Grids of quantization-aware training
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_grid_of_four_bits_is_kept(axis):
+    """Levels are found again, and the numbers in bfloat16 with them, whichever levels a group has."""
+    draw = np.random.default_rng(0)
+    levels = np.clip(np.rint(draw.normal(size=(64, 96)) * 2.6), -8, 7)
+    step = draw.uniform(0.001, 0.02, (64, 3)).astype(np.float16).astype(np.float32).repeat(32, 1)
+    stored = (levels * step).astype(ml_dtypes.bfloat16)
+    given = stored.T if axis == -2 else stored
+    got = quantize(given.astype(np.float32), bits=4, axis=axis)
+    np.testing.assert_array_equal(wide(got).astype(np.float32).astype(ml_dtypes.bfloat16), given)
+
+
+def test_ordinary_weights_are_on_no_grid():
+    weight = normal((64, 96)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert not on_grid(weight.reshape(64, 3, 32))
+    assert not on_grid(np.zeros((4, 3, 32), np.float32))
+    # Eight bits are more levels than four.
+    assert not on_grid(np.rint(weight.reshape(64, 3, 32) / 0.01) * np.float32(0.01))
 
 
 # Exact small cases

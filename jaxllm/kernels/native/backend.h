@@ -13,6 +13,9 @@
 // a panel, and of each group a factor of 4 bits for each output, which the float is multiplied with: codes 8
 // to 15 as they are, 0 to 7 less 16. Byte j of 8 has output j's in its low bits, output j + 8's in its high
 // ones.
+//
+// A weight of 4 bits with minima has a half more for each output and group, behind the panel's scales: its
+// value is scale * q + minimum, where q in 0..15 is the nibble as it is stored.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -48,7 +51,7 @@ struct Matrix {
   const uint8_t* low;  // the low plane of a nested weight, like `data`; null to read its high plane alone
   const void* scale;   // group 0: float [segments][panels * 16]; else half, 16 per panel and group; or nested
   int bits, group;     // 2, 4 or 8, of a plane; inputs per scale: 0 (a whole segment), 32 or 64
-  bool nested;
+  bool nested, minima;
   Inputs inputs;
   size_t panels;                                  // of the product: ceil(outputs / 16)
   size_t panel_stride, block_stride;              // bytes from one panel, one input block to the next
@@ -63,7 +66,7 @@ struct Matrix {
   // products that are made whole. It is filled first, and read when the low plane is there (`finishing`).
   int32_t* early;
   bool finishing;
-  bool widened() const { return widen && group && bits != 8; }
+  bool widened() const { return widen && group && bits != 8 && !minima; }
   size_t planes() const { return low ? 2 : 1; }
   size_t groups() const { return group ? (inputs.length + group - 1) / group : 1; }  // of a segment
 };
@@ -243,9 +246,9 @@ struct Backend {
                                float* dq, float* dk, float* dv, float* scratch);
 };
 
-// Quarter-rows of a span's panels, and their group scales as floats.
+// Quarter-rows of a span's panels, and their group scales and minima as floats.
 constexpr size_t kTaskScratchBytes =
-    kTaskPanels * (kSpanBlocks * kBlock * kPanel + kSpanBlocks * kPanel * 4) + 64;
+    kTaskPanels * (kSpanBlocks * kBlock * kPanel + 2 * kSpanBlocks * kPanel * 4) + 64;
 
 inline size_t padded_width(size_t width) { return (width + kPanel - 1) / kPanel * kPanel; }
 // Floats that `load_chunk` works in.

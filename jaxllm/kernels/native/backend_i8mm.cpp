@@ -188,7 +188,8 @@ void paired(const Matrix& m, const Activations& a, size_t from, size_t to, size_
 
 void tile_i8mm(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
                float* out, void* scratch) {
-  if (to - from < kFewPairRows) return tile(m, a, from, to, panel, panels, out, scratch);
+  // Minima take the sums of a row's inputs, which pairs of rows do not have side by side.
+  if (to - from < kFewPairRows || m.minima) return tile(m, a, from, to, panel, panels, out, scratch);
   return m.group ? paired<kGroups>(m, a, from, to, panel, panels, out, scratch)
                  : paired<kChannels>(m, a, from, to, panel, panels, out, scratch);
 }

@@ -68,10 +68,11 @@ void few_span(const Matrix& m, const Activations& a, size_t span, size_t from, s
     for (size_t b = 0; b < count;) {
       const bool two = shift && b + 1 < count;
       I sum[Rows][Panels];
-      const auto none = [&](int r) {
+      const auto all = [&](int r) {
         const int32_t* sums = a.block_sum + (from + r) * row_blocks + first + b;
-        return iset(-bias_of(Bits) * (two ? sums[0] + sums[1] : sums[0]));
+        return two ? sums[0] + sums[1] : sums[0];
       };
+      const auto none = [&](int r) { return iset(-kOffset<Bits, How> * all(r)); };
       UNROLL for (int r = 0; r < Rows; r++) {
         const I start = none(r);
         UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = start;
@@ -90,6 +91,10 @@ void few_span(const Matrix& m, const Activations& a, size_t span, size_t from, s
       UNROLL for (int p = 0; p < Panels; p++) {
         const F channel = scale(p);
         UNROLL for (int r = 0; r < Rows; r++) part[r][p] = fma(to_float(sum[r][p]), channel, part[r][p]);
+        if constexpr (How == kMinima) {
+          const F minimum = scale.minimum(p);
+          UNROLL for (int r = 0; r < Rows; r++) part[r][p] = fma(to_float(iset(all(r))), minimum, part[r][p]);
+        }
       }
       const size_t blocks = two ? 2 : 1;
       b += blocks, w += blocks * m.block_stride, x += blocks * kBlock;

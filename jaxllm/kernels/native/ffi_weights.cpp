@@ -20,6 +20,10 @@ bool read_stored(const WeightArrays& w, Stored& out) {
   const bool nested = w.scale.type == Type::kU8;
   if (nested ? w.bits != 4 || w.group != 64 : w.scale.type != (w.group ? Type::kF16 : Type::kF32))
     return false;
+  // Minima lie behind the scales of a panel and group: [..., 2, 16] in place of [..., 16].
+  const size_t rank = w.scale.rank;
+  const bool minima = w.data.rank >= 3 && rank == w.data.rank + 1u && w.scale.dim(rank - 2) == 2;
+  if (minima && (nested || w.bits != 4)) return false;
   const bool high_alone = w.low.type == Type::kNone || w.low.count == 0;
   if (!high_alone && (!nested || w.low.type != Type::kU8 || !same_shape(w.low, w.data))) return false;
   out = {w.data.data,
@@ -27,7 +31,8 @@ bool read_stored(const WeightArrays& w, Stored& out) {
          w.scale.data,
          static_cast<int>(w.bits),
          static_cast<int>(w.group),
-         nested};
+         nested,
+         minima};
   return true;
 }
 
@@ -40,7 +45,8 @@ bool read_units(const WeightArrays& w, size_t inputs, size_t outputs, Units& out
   if (blocks != divide_up(inputs, kBlock) || data.dim(2) != static_cast<size_t>(w.bits) * 64) return false;
   if (divide_up(outputs, kPanel) > panels) return false;
   const size_t groups = w.group ? divide_up(inputs, w.group) : 1;
-  const size_t per_panel = out.stored.nested ? kChannelsBytes + groups * kFactorsBytes : groups * kPanel;
+  const size_t halves = out.stored.minima ? 2 * kPanel : kPanel;  // of a panel and group
+  const size_t per_panel = out.stored.nested ? kChannelsBytes + groups * kFactorsBytes : groups * halves;
   if (scale.count != panels * per_panel) return false;
   out.panels = panels, out.inputs = inputs, out.widen = false;
   return true;
@@ -57,7 +63,7 @@ bool read_reduction(const WeightArrays& w, size_t segments, size_t length, size_
   if (data.dim(0) > 1 && divide_up(length, kBlock) != blocks) return false;
   const bool nested = out.stored.nested;
   const size_t floats = nested ? kChannelsBytes : 0;  // of a panel, before those of groups
-  const size_t per_group = panels * (nested ? kFactorsBytes : kPanel);
+  const size_t per_group = panels * (nested ? kFactorsBytes : out.stored.minima ? 2 * kPanel : kPanel);
   const size_t per_segment = scale.count / data.dim(0);
   if (per_segment < panels * floats) return false;
   const size_t groups = w.group ? (per_segment - panels * floats) / per_group : 1;

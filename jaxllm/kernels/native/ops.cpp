@@ -26,6 +26,7 @@ Matrix matrix_of(const Stored& w, bool widen, size_t outputs) {
   m.bits = w.bits;
   m.group = w.group;
   m.nested = w.nested;
+  m.minima = w.minima;
   m.widen = widen;
   m.panels = panels_of(outputs);
   return m;
@@ -36,8 +37,9 @@ Matrix matrix_of(const Units& w, size_t outputs) {
   m.inputs = {1, w.inputs};
   m.block_stride = block_bytes(m.bits);
   m.panel_stride = m.inputs.blocks() * m.block_stride;
-  m.scale_group_stride = m.group ? kPanel : 0;
-  m.scale_panel_stride = m.group ? m.groups() * kPanel : kPanel;
+  const size_t halves = m.minima ? 2 * kPanel : kPanel;  // of a panel and group
+  m.scale_group_stride = m.group ? halves : 0;
+  m.scale_panel_stride = m.group ? m.groups() * halves : kPanel;
   if (m.nested) {
     m.scale_group_stride = kFactorsBytes;
     m.scale_panel_stride = m.channel_stride = kChannelsBytes + m.groups() * kFactorsBytes;
@@ -51,8 +53,8 @@ Matrix matrix_of(const Reduction& w, size_t segments, size_t length, size_t outp
   m.inputs = {segments, length};
   m.panel_stride = block_bytes(m.bits);
   m.block_stride = w.panels * m.panel_stride;
-  m.scale_panel_stride = kPanel;
-  m.scale_group_stride = w.panels * kPanel;
+  m.scale_panel_stride = m.minima ? 2 * kPanel : kPanel;
+  m.scale_group_stride = w.panels * m.scale_panel_stride;
   if (m.nested) {
     m.scale_panel_stride = kFactorsBytes;
     m.scale_group_stride = w.panels * kFactorsBytes;

@@ -19,7 +19,7 @@ constexpr size_t kWidenedRows = 16;
 struct Stored {
   const void *data, *low, *scale;
   int bits, group;
-  bool nested;
+  bool nested, minima;
 };
 // A weight whose units are outputs, [panels][blocks] blocks, of which the first `outputs` rows are used.
 struct Units {

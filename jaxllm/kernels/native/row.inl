@@ -6,6 +6,7 @@
 enum Scaling {
   kChannels,  // a float for each output
   kHalves,    // a half for each output and group of inputs
+  kMinima,    // the same, and another half that is added to all of them
   kHigh,      // nested scales, with the high plane alone
   kNested,    // the same, with both planes
   kEarly,     // what the high plane gives kNested, kept as whole numbers
@@ -30,12 +31,16 @@ struct GroupScales {
   const uint8_t *at, *channel;
   size_t stride, channel_stride;
   ALWAYS_INLINE F operator()(size_t i) const {
-    if constexpr (How == kHalves) {
+    if constexpr (How == kHalves || How == kMinima) {
       return fload_half(reinterpret_cast<const uint16_t*>(at + i * stride));
     } else {
       const F whole = fload(reinterpret_cast<const float*>(channel + i * channel_stride));
       return fmul(to_float(factors(at + i * stride)), How == kHigh ? fmul(whole, fset(16.0f)) : whole);
     }
+  }
+  // What is added to all inputs of a group.
+  ALWAYS_INLINE F minimum(size_t i) const {
+    return fload_half(reinterpret_cast<const uint16_t*>(at + i * stride) + kPanel);
   }
 };
 
@@ -45,8 +50,9 @@ ALWAYS_INLINE GroupScales<How> group_scales(const Matrix& m, size_t segment, siz
                                             bool by_panel) {
   const uint8_t* scale = static_cast<const uint8_t*>(m.scale);
   GroupScales<How> out;
-  constexpr size_t unit = How == kHalves ? 2 : 1;  // bytes that the strides count
-  if constexpr (How == kHalves) {
+  constexpr bool halves = How == kHalves || How == kMinima;
+  constexpr size_t unit = halves ? 2 : 1;  // bytes that the strides count
+  if constexpr (halves) {
     scale += unit * segment * m.groups() * m.scale_group_stride;
     out.channel = nullptr;
   } else {
@@ -65,6 +71,9 @@ ALWAYS_INLINE F group_scale(const Matrix& m, size_t segment, size_t group, size_
   if (!m.nested) return group_scales<kHalves>(m, segment, group, panel, false)(0);
   return m.low ? group_scales<kNested>(m, segment, group, panel, false)(0)
                : group_scales<kHigh>(m, segment, group, panel, false)(0);
+}
+ALWAYS_INLINE F group_minimum(const Matrix& m, size_t segment, size_t group, size_t panel) {
+  return group_scales<kMinima>(m, segment, group, panel, false).minimum(0);
 }
 
 // Of few bits products may first be summed over a block in lanes of 16 bits: `begin_sum`, a `product` for
@@ -143,6 +152,9 @@ ALWAYS_INLINE I block_dot_with(const uint8_t* w, const X (&x)[8], I sum) {
 }
 
 constexpr int bias_of(int bits) { return bits == 8 ? kBias8 : bits == 4 ? kBias4 : kBias2; }
+// The same, of weights with minima for levels in 0..15.
+template <int Bits, Scaling How>
+constexpr int kOffset = bias_of(Bits) - (How == kMinima ? 8 : 0);
 
 template <int Bits>
 ALWAYS_INLINE void prefetch_block(const uint8_t* w, size_t ahead) {
@@ -205,12 +217,14 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
           // A span begins with a group, and a group of two blocks may end after its first.
           const bool two = shift && b + 1 < count;
           const int32_t* sums = a.block_sum + first + b;
-          const I none = iset(-bias_of(Bits) * (two ? sums[0] + sums[1] : sums[0]));
+          const int32_t all = two ? sums[0] + sums[1] : sums[0];
+          const I none = iset(-kOffset<Bits, How> * all);
           int32_t* kept = nullptr;
           if constexpr (How == kEarly || How == kLate)
             kept = m.early + (panel * m.groups() + ((local + b) >> shift)) * kPanel;
           const I dots = group_dot<Bits, How>(w, m.block_stride, low, x, two, none, kept);
           part = fma(to_float(dots), channel, part);
+          if constexpr (How == kMinima) part = fma(to_float(iset(all)), scale.minimum(b >> shift), part);
           const size_t blocks = two ? 2 : 1;
           b += blocks, w += blocks * m.block_stride, x += blocks * kBlock;
         }
@@ -253,7 +267,7 @@ void row_span_of(const Matrix& m, const Activations& a, size_t span, size_t from
     X x[8];
     UNROLL for (int i = 0; i < 8; i++) x[i] = xload(bytes + 4 * i);
     const int32_t all = How == kChannels ? a.span_sum[span] : two ? sums[0] + sums[1] : sums[0];
-    const I none = iset(-bias_of(Bits) * all);
+    const I none = iset(-kOffset<Bits, How> * all);
     for (size_t p = 0, at = 0; p < panels; p++, at += m.panel_stride) {
       const size_t ahead = at + kAhead < run ? kAhead : kAhead + skip;
       prefetch_block<Bits>(w + at, ahead);
@@ -273,8 +287,10 @@ void row_span_of(const Matrix& m, const Activations& a, size_t span, size_t from
             dots = block_dot<Bits>(other + m.block_stride, bytes + kBlock, dots);
           }
         }
-        const F channel = group_scales<How>(m, segment, (local + b) >> shift, from, true)(p);
-        fstore(sum, fma(to_float(dots), channel, b ? fload(sum) : fzero()));
+        const auto scale = group_scales<How>(m, segment, (local + b) >> shift, from, true);
+        F part = fma(to_float(dots), scale(p), b ? fload(sum) : fzero());
+        if constexpr (How == kMinima) part = fma(to_float(iset(all)), scale.minimum(p), part);
+        fstore(sum, part);
       } else {
         istore(sum, block_dot_with<Bits>(w + at, x, b ? iload(sum) : none));
       }
@@ -303,13 +319,15 @@ void join_spans(const Matrix& m, const Activations& a, const float* parts, float
 }
 
 // Calls a kernel of the matrix's format. Fewer bits than 8 have scales of groups.
-#define OF_FORMAT(m, kernel, ...)                                                    \
-  if (m.nested) {                                                                    \
-    m.low ? kernel<4, kNested>(__VA_ARGS__) : kernel<4, kHigh>(__VA_ARGS__);         \
-  } else if (m.bits == 8) {                                                          \
-    m.group ? kernel<8, kHalves>(__VA_ARGS__) : kernel<8, kChannels>(__VA_ARGS__);   \
-  } else {                                                                           \
-    m.bits == 2 ? kernel<2, kHalves>(__VA_ARGS__) : kernel<4, kHalves>(__VA_ARGS__); \
+#define OF_FORMAT(m, kernel, ...)                                                  \
+  if (m.nested) {                                                                  \
+    m.low ? kernel<4, kNested>(__VA_ARGS__) : kernel<4, kHigh>(__VA_ARGS__);       \
+  } else if (m.bits == 8) {                                                        \
+    m.group ? kernel<8, kHalves>(__VA_ARGS__) : kernel<8, kChannels>(__VA_ARGS__); \
+  } else {                                                                         \
+    m.bits == 2 ? kernel<2, kHalves>(__VA_ARGS__)                                  \
+    : m.minima  ? kernel<4, kMinima>(__VA_ARGS__)                                  \
+                : kernel<4, kHalves>(__VA_ARGS__);                                  \
   }
 
 void row_panels(const Matrix& m, const Activations& a, size_t from, size_t to, float* y) {

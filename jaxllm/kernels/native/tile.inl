@@ -108,16 +108,20 @@ void span_channels(const Matrix& m, size_t span, size_t panel, size_t panels, fl
     fstore(channel + p * kPanel, fload(scale + (panel + p) * m.scale_panel_stride));
 }
 
-// Group scales of one span as floats: [panels / Panels][groups][Panels][16].
+// Group scales of one span as floats: [panels / Panels][groups][Panels][16]; minima, if there are any, alike
+// behind all of them.
 template <int Panels>
 void unpack_scales(const Matrix& m, size_t span, size_t panel, size_t panels, size_t groups, float* out) {
   const Inputs& in = m.inputs;
   const size_t segment = span / in.spans();
   const size_t first = span % in.spans() * (kSpan / m.group);
+  float* minima = out + (panels + Panels - 1) / Panels * Panels * groups * kPanel;
   for (size_t p = 0; p < (panels + Panels - 1) / Panels * Panels; p++) {
     for (size_t g = 0; g < groups; g++) {
-      fstore(out + ((p / Panels * groups + g) * Panels + p % Panels) * kPanel,
-             p < panels ? group_scale(m, segment, first + g, panel + p) : fzero());
+      const size_t at = ((p / Panels * groups + g) * Panels + p % Panels) * kPanel;
+      fstore(out + at, p < panels ? group_scale(m, segment, first + g, panel + p) : fzero());
+      if (m.minima)
+        fstore(minima + at, p < panels ? group_minimum(m, segment, first + g, panel + p) : fzero());
     }
   }
 }
@@ -143,6 +147,7 @@ struct SpanTile {
   int bias;
   const float* channel;      // [Panels * 16], or null with group scales
   const float* group_scale;  // [groups][Panels][16]
+  const float* minimum;      // like it, or null
   size_t group_blocks;
   const float* row_scale;  // first row's, rows apart by row_spans
   const int32_t *span_sum, *block_sum;
@@ -175,7 +180,7 @@ void span_tile_grouped(const SpanTile& t) {
   UNROLL for (int r = 0; r < Rows; r++) { UNROLL for (int p = 0; p < Panels; p++) part[r][p] = fzero(); }
   const uint8_t* w = t.w;
   const int8_t* x = t.x;
-  const float* scale = t.group_scale;
+  const float *scale = t.group_scale, *minimum = t.minimum;
   for (size_t b = 0; b < t.blocks; b += t.group_blocks) {
     const size_t count = t.blocks - b < t.group_blocks ? t.blocks - b : t.group_blocks;
     I sum[Rows][Panels];
@@ -193,6 +198,15 @@ void span_tile_grouped(const SpanTile& t) {
     UNROLL for (int p = 0; p < Panels; p++) {
       const F channel = fload(scale + p * kPanel);
       UNROLL for (int r = 0; r < Rows; r++) part[r][p] = fma(to_float(sum[r][p]), channel, part[r][p]);
+    }
+    if (minimum) {
+      UNROLL for (int r = 0; r < Rows; r++) {
+        const int32_t* sums = t.block_sum + r * t.row_blocks + b;
+        const F all = to_float(iset(count == 2 ? sums[0] + sums[1] : sums[0]));
+        UNROLL for (int p = 0; p < Panels; p++) part[r][p] =
+            fma(all, fload(minimum + p * kPanel), part[r][p]);
+      }
+      minimum += Panels * kPanel;
     }
     w += count * 8 * Panels * 64;
     x += count * kBlock;
@@ -237,10 +251,11 @@ void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size
     } else if (How == kAsStored) {
       span_channels(m, span, panel, panels, scales);
     }
+    const size_t all_panels = (panels + panels_at_once - 1) / panels_at_once * panels_at_once;
     SpanTile t;
     t.stride = a.stride;
     t.blocks = blocks;
-    t.bias = bias_of(How == kAsStored && !m.low ? m.bits : 8);
+    t.bias = bias_of(How == kAsStored && !m.low ? m.bits : 8) - (m.minima ? 8 : 0);
     t.group_blocks = group_blocks;
     t.row_spans = in.all_spans();
     t.row_blocks = in.all_blocks();
@@ -256,6 +271,7 @@ void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size
         t.w = operands + p * blocks * 8 * 64;
         t.channel = scales + p * kPanel;
         t.group_scale = scales + p * groups * kPanel;
+        t.minimum = m.minima ? t.group_scale + all_panels * groups * kPanel : nullptr;
         t.out = out + (row - from) * t.out_stride + p * kPanel;
         span_tile<Grouped, rows_at_once>(t, rows);
       }

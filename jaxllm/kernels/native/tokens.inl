@@ -4,11 +4,14 @@
 void unit_row(const Matrix& m, size_t row, float* out) {
   const size_t panel = row / kPanel, lane = row % kPanel, length = m.inputs.length;
   const uint8_t* data = m.data + panel * m.panel_stride;
-  float scales[kPanel];
+  float scales[kPanel], minima[kPanel] = {};
   const size_t low = low_plane(m);
   if (!m.group) scales[lane] = static_cast<const float*>(m.scale)[row];
   for (size_t at = 0; at < length; at += kBlock, data += m.block_stride) {
-    if (m.group && at % m.group == 0) fstore(scales, group_scale(m, 0, at / m.group, panel));
+    if (m.group && at % m.group == 0) {
+      fstore(scales, group_scale(m, 0, at / m.group, panel));
+      if (m.minima) fstore(minima, group_minimum(m, 0, at / m.group, panel));
+    }
     int8_t levels[kBlock];
     for (size_t four = 0; four < kBlock / 4; four++) {
       if (m.bits == 8) {
@@ -29,5 +32,9 @@ void unit_row(const Matrix& m, size_t row, float* out) {
     }
     const size_t count = length - at < kBlock ? length - at : kBlock;
     for (size_t i = 0; i < count; i++) out[at + i] = static_cast<float>(levels[i]) * scales[lane];
+    if (m.minima) {
+      for (size_t i = 0; i < count; i++)
+        out[at + i] = static_cast<float>(levels[i] + 8) * scales[lane] + minima[lane];
+    }
   }
 }

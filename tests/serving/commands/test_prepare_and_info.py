@@ -2,15 +2,17 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import serving.bundles
 from jaxllm.bundle import Bundle
 from jaxllm.models.parameters import parameter_count
 from tests.serving.commands.outcome import CFG, PARAMS, Run, answer, edit_config, failed, succeeded
-from tests.tiny import write_tiny_bundle
+from tests.tiny import write_tiny_bundle, write_tiny_folder
 
 
 def test_prepare_at_another_width(run: Run, home: Path, tmp_path: Path) -> None:
@@ -98,8 +100,25 @@ def test_info_of_a_folder(run: Run, folder: Path) -> None:
     assert "no mixture" in facts["rooms"]["experts apart"]
     assert facts["memory_bytes"]["f32"]["weights"] == 4 * parameter_count(CFG)
     assert facts["memory_bytes"]["int4"]["weights"] < facts["memory_bytes"]["int8"]["weights"]
+    memory = facts["memory_bytes"]["f32"]
+    assert memory["weights"] < memory["--memory for all"]
+    # Both are of the same kind as what a start says: enough, and not much more than that.
+    too_small = run("generate", "--model", folder, "--memory", "1", "--prompt", "a")
+    failed(too_small, "needs at least")
+    least = int(re.search(r"at least ([\d,]+)", too_small.err)[1].replace(",", ""))
+    assert least * 0.9 < memory["least --memory"] < least * 1.1
     assert "rooms: levels" in succeeded(run("info", folder))
     failed(run("info", folder, "--verify"), "no checksums")
+
+
+def test_info_recognizes_a_grid_of_four_bits(run: Run, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    grid = {
+        name: (np.clip(np.rint(draw.normal(size=each.shape) * 2.6), -8, 7) * 0.01).astype(np.float32)
+        for name, each in PARAMS.items()
+    }
+    folder = write_tiny_folder(tmp_path / "qat", cfg=CFG, params=grid)
+    assert "on a grid of 4 bits" in answer(run("info", folder, "--json"))["stored"]
 
 
 def test_info_and_prepare_of_a_gguf_file(run: Run, tmp_path: Path) -> None:

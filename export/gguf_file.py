@@ -1,0 +1,212 @@
+"""Writes a plain model as a GGUF file, which llama.cpp runs, and reads it again before it gets its name.
+
+A level of Llama's kind whose layers differ is written as llama.cpp's architecture `deci`, which has numbers
+of heads and neurons for each layer: nothing is padded. Other families get layers of one size (see
+`plain_model.py`).
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from export.gguf_vocabulary import vocabulary_keys
+from export.plain_model import PlainModel, uniform
+from jaxllm.checkpoints.gguf_config import family_of, read_gguf_config
+from jaxllm.checkpoints.gguf_file import import_gguf, read_gguf
+from jaxllm.checkpoints.gguf_model import read_gguf_params, stored_name, turned
+from jaxllm.checkpoints.gguf_tokenizer import read_gguf_tokenizer
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.models.architectures import architecture
+from jaxllm.models.parameters import param_specs
+from jaxllm.models.translate import Tensor
+from jaxllm.nn.layers import inverse_frequencies
+from jaxllm.text.tokenizer import Tokenizer
+
+# Our model_type -> llama.cpp's architecture, of those whose metadata is written here.
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma",
+    "smollm3": "smollm3", "ernie4_5": "ernie4_5",
+}  # fmt: skip
+# Precision -> GGUF's type of matrices; vectors are F32.
+TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "int8": "Q8_0"}
+_FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
+_DECI = "deci"
+_SAMPLES = ("Once upon a time, there was 1 dog.", "  two  spaces\n\nünïcödé 語 don't 1234", "")
+
+
+def write_plain_gguf(path: Path, model: PlainModel, precision: str) -> ModelConfig:
+    """Writes a file, whole or not at all. Returns the config that it has.
+
+    Args:
+      path: of the file.
+      model: the level.
+      precision: of its matrices, a key of `TYPES`; rows that do not divide into blocks are F16.
+
+    Raises:
+      ConfigError: llama.cpp has no such architecture or tokenizer, or the file that was written is of
+        another model.
+    """
+    if path.exists():
+        raise ConfigError(f"{path} exists already; remove it or name another output")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path.parent}: no such folder; create it first")
+    level = model.cfg
+    if level.model_type not in ARCHITECTURES:
+        raise ConfigError(
+            f"models of the type {level.model_type} are not written as GGUF, only "
+            f"{', '.join(ARCHITECTURES)}; export as hf, and convert that by llama.cpp's own converter"
+        )
+    plain = level if _as_deci(level) else uniform(level)
+    plain = dataclasses.replace(
+        plain, model_type="llama" if plain.model_type == "mistral" else plain.model_type
+    )
+    with tempfile.TemporaryDirectory(dir=path.absolute().parent) as folder:
+        written = Path(folder) / "model.gguf"
+        _write(written, model, plain, TYPES[precision])
+        _require_same(written, model, plain)
+        written.replace(path)
+    return plain
+
+
+def _as_deci(cfg: ModelConfig) -> bool:
+    """Whether a level has layers that differ, and blocks as `deci` has them."""
+    if len({cfg.units(layer) for layer in range(cfg.layers)}) == 1 or cfg.rope is None:
+        return False
+    kept = (
+        "model_type", "vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "ffn_size",
+        "window_tokens", "norm_eps", "rope", "qkv_bias", "tied_head",
+    )  # fmt: skip
+    plain = ModelConfig(**{name: getattr(cfg, name) for name in kept})
+    return plain == cfg.whole and cfg.rope.dim == cfg.head_dim
+
+
+def _write(path: Path, model: PlainModel, cfg: ModelConfig, kind: str) -> None:
+    gguf = import_gguf()
+    name = _DECI if cfg.layer_units else ARCHITECTURES[cfg.model_type]
+    writer = gguf.GGUFWriter(path, name)
+    try:
+        for key, value in _config_keys(cfg, kind).items():
+            _add(writer, key if key.startswith("general.") else f"{name}.{key}", value)
+        writer.add_name(model.name)
+        for key, value in vocabulary_keys(model.tokenizer, cfg.vocab_size).items():
+            section = "tokenizer" if key == "chat_template" else "tokenizer.ggml"
+            _add(writer, f"{section}.{key}", value)
+        tensors = dict(_tensors(cfg))
+        specs, params = param_specs(cfg), model.params(cfg, np.dtype(np.float32))
+        factors = _rope_factors(cfg)
+        if factors is not None:
+            writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+        types = {
+            stored: _type(gguf, tensor.shape(specs), kind, matrix=specs[tensor.params[0]].role != "vector")
+            for stored, tensor in tensors.items()
+        }
+        for stored, tensor in tensors.items():
+            size = gguf.quant_shape_to_byte_shape(tensor.shape(specs), types[stored])
+            count = int(np.prod(size))
+            writer.add_tensor_info(stored, size, np.dtype(np.uint8), count, raw_dtype=types[stored])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if factors is not None:
+            writer.write_tensor_data(factors)
+        for stored, tensor in tensors.items():
+            value = tensor.write(params, specs).astype(np.float32)
+            writer.write_tensor_data(gguf.quants.quantize(value, types[stored]))
+    finally:
+        writer.close()
+
+
+def _tensors(cfg: ModelConfig) -> dict[str, Tensor]:
+    """llama.cpp's name of each tensor, and how our parameters lie in it."""
+    gguf, family = import_gguf(), architecture(cfg.model_type)
+    of = ARCHITECTURES[cfg.model_type]
+    numbers = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(numbers[of], 1)
+    interleaved = family_of(of).interleaved or bool(cfg.layer_units)
+    return {stored_name(each, names, family): turned(each, interleaved) for each in family.tensors(cfg)}
+
+
+def _type(gguf: Any, shape: tuple[int, ...], kind: str, *, matrix: bool) -> Any:
+    own = gguf.GGMLQuantizationType[kind if matrix else "F32"]
+    whole = shape[-1] % gguf.GGML_QUANT_SIZES[own][0] == 0
+    return own if whole else gguf.GGMLQuantizationType.F16
+
+
+def _config_keys(cfg: ModelConfig, kind: str) -> dict[str, Any]:
+    """The metadata of the architecture, without its name."""
+    gguf, rope = import_gguf(), cfg.rope
+    units = [cfg.units(layer) for layer in range(cfg.layers)]
+    norm = "layer_norm_epsilon" if cfg.norm == "layer" else "layer_norm_rms_epsilon"
+
+    def by_layer(counts: list[int]) -> int | list[int]:
+        return counts if cfg.layer_units else counts[0]
+
+    keys = {
+        "general.file_type": int(gguf.LlamaFileType[_FILE_TYPES[kind]]),
+        "embedding_length": cfg.hidden_size,
+        "block_count": cfg.layers,
+        "attention.head_count": by_layer([each.kv_heads * cfg.group for each in units]),
+        "attention.head_count_kv": by_layer([each.kv_heads for each in units]),
+        "attention.key_length": cfg.head_dim,
+        "attention.value_length": cfg.head_dim,
+        "feed_forward_length": by_layer([each.neurons for each in units]),
+        "context_length": cfg.window_tokens,
+        "vocab_size": cfg.vocab_size,
+        f"attention.{norm}": float(cfg.norm_eps),
+    }
+    if rope is not None:
+        keys |= {"rope.freq_base": float(rope.theta), "rope.dimension_count": rope.dim}
+        if rope.kind in ("linear", "yarn"):
+            keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.factor)}
+        if rope.kind == "yarn":
+            keys["rope.scaling.original_context_length"] = rope.original_window_tokens
+    return keys
+
+
+def _rope_factors(cfg: ModelConfig) -> np.ndarray | None:
+    """What frequencies are divided by, `[rotary / 2]` float32, of kinds that llama.cpp stores so (Llama
+    3)."""
+    rope = cfg.rope
+    if rope is None or (rope.kind != "llama3" and not rope.factors):
+        return None
+    plain = dataclasses.replace(rope, kind="default", factors=(), factor=1.0)
+    return (inverse_frequencies(plain)[0] / inverse_frequencies(rope)[0]).astype(np.float32)
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    adds.get(type(value), writer.add_array)(key, value)
+
+
+def _require_same(path: Path, model: PlainModel, cfg: ModelConfig) -> None:
+    """Raises ConfigError unless the file is read as this model and tokenizer."""
+    try:
+        file = read_gguf(path)
+        ours, theirs = Tokenizer(model.tokenizer), Tokenizer(read_gguf_tokenizer(file, cfg.vocab_size))
+        if any(ours.encode(text) != theirs.encode(text) for text in _SAMPLES):
+            raise ConfigError(
+                "llama.cpp's kinds of tokenizers give other tokens than this model's; export it as hf"
+            )
+        if cfg.layer_units:
+            return
+        found = read_gguf_config(file)
+        read_gguf_params(file, found)
+    except CheckpointError as error:
+        raise ConfigError(f"GGUF cannot express this model: {error}") from error
+    if _comparable(found) != _comparable(cfg):
+        raise ConfigError(f"GGUF cannot express this {cfg.model_type} model; export it as hf")
+
+
+def _comparable(cfg: ModelConfig) -> Mapping[str, Any]:
+    """A config's fields, with frequencies in place of how they are made."""
+    fields = cfg.to_json()
+    rope = fields.pop("rope")
+    if rope is not None and cfg.rope is not None:
+        frequencies, scale = inverse_frequencies(cfg.rope)
+        fields["rope"] = [float(f"{each:.5g}") for each in (*frequencies, scale)], cfg.rope.query_growth
+    return fields

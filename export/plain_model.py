@@ -1,0 +1,198 @@
+"""Makes a level of a bundle a plain model: float parameters of one config, for engines that know no levels.
+
+A level's layers differ in their numbers of kv groups and neurons. Formats with one number for all layers get
+the largest, and zeros for what a layer lacks: a kv group of zeros adds nothing to its layer's output, and
+neither does a neuron.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from export.folder import new_folder
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.elastic import read_order, read_recovery, require_level
+from jaxllm.config import WHOLE, ModelConfig, require_decoder_alone
+from jaxllm.elastic.units import reorder_adapter
+from jaxllm.errors import ConfigError
+from jaxllm.models.architectures import architecture
+from jaxllm.models.lora import Adapter
+from jaxllm.models.parameters import param_specs
+from jaxllm.quant import BlockedArray, dequantize, from_blocks
+from jaxllm.quant.finite import all_finite
+from jaxllm.text.tokenizer import TokenizerFiles
+
+# Precision -> type of the parameters of a folder.
+DTYPES = {
+    "f32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f16": np.dtype(np.float16),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainModel:
+    """A level as floats, read one parameter at a time from an open bundle.
+
+    Attributes:
+      name: the model's, for people.
+      cfg: the level.
+      tokenizer: the model's.
+      bundle: where weights are read.
+      changes: adapters and their scalings, of the whole model or of the level, added to the weights.
+    """
+
+    name: str
+    cfg: ModelConfig
+    tokenizer: TokenizerFiles
+    bundle: Bundle
+    changes: tuple[tuple[Adapter, float], ...] = ()
+
+    def params(self, cfg: ModelConfig, dtype: np.dtype) -> dict[str, "PlainParam"]:
+        """The parameters of the level for a config that has at least its units, in `dtype`; those that are
+        not there are zeros."""
+        return {name: PlainParam(self, name, spec.shape, dtype) for name, spec in param_specs(cfg).items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """A parameter of the level, float32.
+
+        Raises:
+          BundleError: its checksum is wrong.
+        """
+        stored = self.bundle.stored(name)
+        weight: Any = from_blocks(stored) if isinstance(stored, BlockedArray) else jnp.asarray(stored)
+        value = np.array(dequantize(weight, jnp.dtype(jnp.float32)))
+        shape = param_specs(self.cfg)[name].shape
+        for adapter, scaling in self.changes:
+            if f"{name}.left" not in adapter:
+                continue
+            left, right = (np.asarray(adapter[f"{name}.{side}"], np.float32) for side in ("left", "right"))
+            change = np.matmul(left, right) * np.float32(scaling)
+            value[tuple(map(slice, change.shape))] += change
+        return value[tuple(map(slice, shape))]
+
+
+class PlainParam:
+    """A parameter of a plain model, made when it is asked for.
+
+    Attributes:
+      shape, dtype: of the array.
+    """
+
+    def __init__(self, model: PlainModel, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self._model, self._name, self.shape, self.dtype = model, name, shape, dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The array, on the host."""
+        del copy
+        value = self._model.read(self._name)
+        found = np.pad(value, [(0, to - has) for has, to in zip(value.shape, self.shape, strict=True)])
+        with np.errstate(over="ignore"):
+            narrow = found.astype(self.dtype)
+        if not all_finite(narrow):
+            raise ConfigError(
+                f"parameter {self._name} has numbers that {self.dtype} cannot hold; take --precision bf16 or "
+                "f32"
+            )
+        return narrow.astype(dtype or self.dtype, copy=False)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """One expert's."""
+        return np.asarray(self)[index]
+
+
+def read_plain(bundle: Bundle, *, level: int = WHOLE, adapter: Path | None = None) -> PlainModel:
+    """A level of an open bundle as a plain model; nothing is read yet.
+
+    Args:
+      bundle: it stays open while the result is used.
+      level: in percent.
+      adapter: a low-rank adapter of the model in PEFT's layout, to add to the weights.
+
+    Raises:
+      ConfigError: the bundle has no such level, or is of a kind that no plain model holds.
+    """
+    require_decoder_alone(bundle.cfg, "plain models")
+    if bundle.layout.experts_apart:
+        raise ConfigError(
+            f"{bundle.path} has its experts apart; export the bundle that it was made of, or prepare the "
+            "model without --expert-bits"
+        )
+    changes: list[tuple[Adapter, float]] = []
+    if adapter is not None:
+        # Imported here, because safetensors takes time to import.
+        from jaxllm.checkpoints.peft_folder import read_adapter
+
+        lora, change = read_adapter(adapter, bundle.cfg)
+        order = read_order(bundle)
+        changes.append((change if order is None else reorder_adapter(change, order), lora.scaling))
+    recovery = None if level == WHOLE else read_recovery(bundle, level)
+    if recovery is not None:
+        changes.append((recovery.adapter, recovery.scaling))
+    return PlainModel(
+        name=bundle.layout.name,
+        cfg=bundle.cfg if level == WHOLE else require_level(bundle, level),
+        tokenizer=bundle.tokenizer_files(),
+        bundle=bundle,
+        changes=tuple(changes),
+    )
+
+
+def uniform(cfg: ModelConfig) -> ModelConfig:
+    """The smallest config of equal layers that a level fits in and that its family can express.
+
+    Families whose head size is that of the model divided by its heads keep all heads.
+    """
+    for candidate in _candidates(cfg):
+        try:
+            architecture(cfg.model_type).config_to_hf(candidate)
+        except ConfigError:
+            continue
+        return candidate
+    return cfg.whole
+
+
+def _candidates(cfg: ModelConfig) -> Iterator[ModelConfig]:
+    units = [cfg.units(layer) for layer in range(cfg.layers)]
+    groups = max(each.kv_heads for each in units)
+    neurons: Mapping[bool, int] = {
+        sparse: max((each.neurons for at, each in enumerate(units) if cfg.is_sparse(at) == sparse), default=0)
+        for sparse in (False, True)
+    }
+    narrow = dataclasses.replace(
+        cfg.whole,
+        ffn_size=neurons[False] or cfg.ffn_size,
+        expert_ffn_size=neurons[True] or cfg.expert_ffn_size,
+    )
+    fewer = dataclasses.replace(narrow, kv_heads=groups, heads=groups * cfg.group)
+    return iter((fewer, narrow))
+
+
+def write_plain_folder(path: Path, model: PlainModel, precision: str) -> ModelConfig:
+    """Writes a Hugging Face folder, whole or not at all: config, safetensors and tokenizer. Returns its
+    config.
+
+    Args:
+      path: of the folder.
+      model: the level.
+      precision: of all parameters, a key of `DTYPES`.
+
+    Raises:
+      ConfigError: the folder is there already, or numbers are too large for the precision.
+    """
+    from jaxllm.checkpoints.huggingface import write_folder
+    from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
+
+    cfg, tokenizer = uniform(model.cfg), model.tokenizer
+    ends: Any = list(tokenizer.eos_ids) or None
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends[0] if ends and len(ends) == 1 else ends}
+    params: Any = model.params(cfg, DTYPES[precision])
+    with new_folder(path) as folder:
+        write_folder(folder, cfg, params, extra_config=ids)
+        write_tokenizer(folder, tokenizer)
+    return cfg

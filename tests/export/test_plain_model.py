@@ -1,0 +1,196 @@
+"""Levels as plain models give the level's logits: in transformers, and read again from GGUF files."""
+
+import dataclasses
+import json
+
+import click.testing
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from export.commands.export import export_command
+from export.gguf_file import write_plain_gguf
+from export.plain_model import read_plain, uniform, write_plain_folder
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.checkpoints.gguf_config import read_gguf_config
+from jaxllm.checkpoints.gguf_file import read_gguf
+from jaxllm.checkpoints.gguf_model import read_gguf_params
+from jaxllm.checkpoints.gguf_tokenizer import read_gguf_tokenizer
+from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+from jaxllm.config import WHOLE
+from jaxllm.elastic.ladder import Ladder
+from jaxllm.errors import ConfigError
+from jaxllm.models import decoder
+from jaxllm.text.tokenizer import Tokenizer
+from tests.export.models import LADDER, write_elastic
+from tests.quick_jit import jit
+from tests.tiny import TINY, tiny_params, write_tiny_bundle
+
+TOKENS = np.asarray([[(7 * i) % 61 for i in range(20)]], np.int32)
+F32 = np.dtype(np.float32)
+
+
+def logits(params, cfg):
+    @jit
+    def run(params):
+        return decoder.logits(params, decoder.forward_documents(params, TOKENS, cfg=cfg), cfg=cfg)
+
+    return np.asarray(run({name: jnp.asarray(np.asarray(value)) for name, value in params.items()}))[0]
+
+
+def of_level(model):
+    """The level's own logits, by our forward."""
+    return logits(model.params(model.cfg, F32), model.cfg)
+
+
+def elastic_of(folder, path):
+    """An elastic bundle of a folder's weights, whose last layer is an anchor."""
+    cfg = read_config(folder)
+    parts = elastic_parts(Ladder(levels=LADDER.levels, anchors=(cfg.layers - 1,)))
+    return write_tiny_bundle(path, cfg=cfg, params=dict(read_params(folder, cfg)), parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("variant", "fewer_heads"),
+    [("llama", True), ("qwen3", True), ("gemma2", True), ("gpt2", False), ("mixtral", True)],
+)
+def test_transformers_gives_the_levels_logits(tmp_path, variant, fewer_heads):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from tests import tiny_hf
+
+    bundle = elastic_of(tiny_hf.save(variant, tmp_path / "hf"), tmp_path / "m.jaxllm")
+    with Bundle.open(bundle) as opened:
+        model = read_plain(opened, level=40)
+        cfg = write_plain_folder(tmp_path / "out", model, "f32")
+        expected = of_level(model)
+    assert (cfg.heads < model.cfg.heads) <= fewer_heads
+    assert not cfg.layer_units
+    with tiny_hf.quiet(), torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        found = theirs(torch.tensor(TOKENS.astype(np.int64))).logits[0].numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_folder_has_the_recovery_of_its_level_and_the_tokenizer(tmp_path):
+    with Bundle.open(write_elastic(tmp_path / "m.jaxllm")) as opened:
+        model = read_plain(opened, level=40)
+        write_plain_folder(tmp_path / "out", model, "bf16")
+        plain = dataclasses.replace(model, changes=())
+        assert not np.array_equal(model.read("layers.0.attn.q"), plain.read("layers.0.attn.q"))
+        files = opened.tokenizer_files()
+        with pytest.raises(ConfigError, match="exists already"):
+            write_plain_folder(tmp_path / "out", model, "bf16")
+    again = read_tokenizer(tmp_path / "out")
+    assert (again.eos_ids, again.bos_id, again.chat_template) == (
+        files.eos_ids,
+        files.bos_id,
+        files.chat_template,
+    )
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_a_layer_of_fewer_units_is_filled_with_zeros(tmp_path):
+    cfg = dataclasses.replace(TINY, heads=8, kv_heads=4)
+    parts = elastic_parts(Ladder(levels=LADDER.levels, anchors=(1,)))
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", "int4-min", cfg=cfg, params=tiny_params(cfg), parts=parts)
+    with Bundle.open(path) as opened:
+        model = read_plain(opened, level=40)
+        wide = uniform(model.cfg)
+        padded = model.params(wide, F32)
+        np.testing.assert_allclose(logits(padded, wide), of_level(model), rtol=1e-5, atol=1e-5)
+        less = model.cfg.units(0).neurons
+        assert less < wide.ffn_size
+        assert not np.asarray(padded["layers.0.ffn.down"])[less:].any()
+
+
+@pytest.mark.parametrize(("precision", "most"), [("f32", 0), ("f16", 1e-3), ("int8", 0.01)])
+def test_gguf_is_read_again_as_the_model(tmp_path, precision, most):
+    with Bundle.open(write_elastic(tmp_path / "m.jaxllm")) as opened:
+        model = read_plain(opened, level=WHOLE)
+        write_plain_gguf(tmp_path / "m.gguf", model, precision)
+        expected = {name: np.asarray(value) for name, value in model.params(model.cfg, F32).items()}
+        ours = Tokenizer(model.tokenizer)
+    file = read_gguf(tmp_path / "m.gguf")
+    cfg = read_gguf_config(file)
+    assert cfg == model.cfg
+    for name, value in read_gguf_params(file, cfg, "f32"):
+        found = np.asarray(value, np.float32)
+        assert np.max(np.abs(found - expected[name])) <= most * np.max(np.abs(expected[name])), name
+    theirs = Tokenizer(read_gguf_tokenizer(file, cfg.vocab_size))
+    assert theirs.encode("Hello, you <|end|>") == ours.encode("Hello, you <|end|>")
+    assert (theirs.bos_id, theirs.eos_ids) == (ours.bos_id, ours.eos_ids)
+
+
+def test_layers_of_a_gguf_differ_where_llama_cpp_has_an_architecture_for_it(tmp_path):
+    cfg = dataclasses.replace(TINY, heads=8, kv_heads=4)
+    parts = elastic_parts(Ladder(levels=LADDER.levels, anchors=(1,)))
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", cfg=cfg, params=tiny_params(cfg), parts=parts)
+    with Bundle.open(path) as opened:
+        model = read_plain(opened, level=40)
+        assert write_plain_gguf(tmp_path / "m.gguf", model, "f32").layer_units == model.cfg.layer_units
+        up = model.read("layers.0.ffn.up")
+    found = gguf.GGUFReader(tmp_path / "m.gguf")
+    units = [model.cfg.units(layer) for layer in range(cfg.layers)]
+    assert found.fields["general.architecture"].contents() == "deci"
+    assert found.fields["deci.feed_forward_length"].contents() == [each.neurons for each in units]
+    assert found.fields["deci.attention.head_count_kv"].contents() == [each.kv_heads for each in units]
+    tensors = {each.name: each for each in found.tensors}
+    np.testing.assert_array_equal(tensors["blk.0.ffn_up.weight"].data, up)
+    assert tensors["blk.0.attn_q.weight"].data.shape == (
+        units[0].kv_heads * 2 * cfg.head_dim,
+        cfg.hidden_size,
+    )
+
+
+def test_a_gguf_of_equal_layers_gives_the_levels_logits(tmp_path):
+    """Of a family without an architecture whose layers differ: what is missing is zeros."""
+    cfg = dataclasses.replace(
+        TINY, model_type="qwen3", heads=8, kv_heads=4, qk_norm=True, attention_windows=()
+    )
+    parts = elastic_parts(Ladder(levels=LADDER.levels, anchors=(1,)))
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", cfg=cfg, params=tiny_params(cfg), parts=parts)
+    with Bundle.open(path) as opened:
+        model = read_plain(opened, level=40)
+        write_plain_gguf(tmp_path / "m.gguf", model, "f32")
+        expected = of_level(model)
+    file = read_gguf(tmp_path / "m.gguf")
+    cfg = read_gguf_config(file)
+    np.testing.assert_allclose(logits(dict(read_gguf_params(file, cfg)), cfg), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            ["--format", "gguf", "--precision", "w8a8", "--calibration-text", "x"],
+            "takes --precision f32, bf16",
+        ),
+        (["--format", "hf", "--chunk-tokens", "16"], "shape programs"),
+        (["--format", "hf", "--level", "40", "--level", "70"], "give one --level"),
+    ],
+)
+def test_options_of_programs_are_refused(tmp_path, options, match):
+    ran = click.testing.CliRunner().invoke(export_command, ["m", "-o", str(tmp_path / "o"), *options])
+    assert ran.exit_code == 2
+    assert match in ran.output
+
+
+def test_the_command_says_what_it_wrote(tmp_path):
+    path = write_elastic(tmp_path / "m.jaxllm")
+    options = ["-o", str(tmp_path / "m.gguf"), "--format", "gguf", "--precision", "f16", "--level", "40"]
+    ran = click.testing.CliRunner().invoke(export_command, [str(path), *options], catch_exceptions=False)
+    assert "M parameters" in ran.output
+    assert (tmp_path / "m.gguf").is_file()
+
+
+def test_families_without_metadata_are_refused_by_name(tmp_path):
+    cfg = dataclasses.replace(TINY, model_type="gpt2")
+    with Bundle.open(write_elastic(tmp_path / "m.jaxllm")) as opened:
+        model = dataclasses.replace(read_plain(opened), cfg=cfg)
+        with pytest.raises(ConfigError, match=r"type gpt2 are not written as GGUF, only llama.*export as hf"):
+            write_plain_gguf(tmp_path / "m.gguf", model, "f32")
+    assert not (tmp_path / "m.gguf").exists()
