@@ -111,7 +111,7 @@ def needed_bytes(manifest: Manifest) -> int:
     itemsize = _FLOAT_BYTES if manifest.cache_dtype == "float32" else 2
     shapes = manifest.cache_shapes(WHOLE, manifest.context_tokens).values()
     caches = _CACHE_SETS.get(manifest.format, 1) * itemsize * sum(math.prod(each) for each in shapes)
-    rows = sum(each.tokens for each in manifest.signatures if each.kind != "prefill")
+    rows = sum(each.tokens for each in manifest.signatures if each.kind in ("decode", "verify"))
     return weights_bytes(manifest) + caches + _FLOAT_BYTES * rows * manifest.levels[WHOLE].cfg.vocab_size
 
 

@@ -85,6 +85,23 @@ class Executor(Protocol):
         """
         ...
 
+    def run_block(
+        self, signature: Signature, caches: Any, token: int, at: int, controls: Mapping[str, np.ndarray]
+    ) -> tuple[np.ndarray, Any]:
+        """Decodes several tokens in one step.
+
+        Args:
+          signature: of the program.
+          caches: donated; with room for `limit` tokens.
+          token: the last one, not yet in the caches.
+          at: its position.
+          controls: see `jaxllm.program_folder.controls`.
+
+        Returns:
+          The next tokens `[n]` int32, and the caches.
+        """
+        ...
+
     def keep(self, signature: Signature, caches: Any, at: int, path: np.ndarray) -> Any:
         """Moves an accepted path of a tree to the beginning of the tree in the caches.
 

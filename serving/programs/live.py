@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxllm.config import ModelConfig
 from jaxllm.models.parameters import Params
 from jaxllm.program_folder.manifest import Manifest, ProgramLevel, Signature, level_signatures
-from jaxllm.steps.exported import step_of
+from jaxllm.steps.exported_blocks import step_of
 from serving.programs.jax_programs import JaxPrograms
 
 
@@ -21,6 +21,7 @@ class LiveExecutor(JaxPrograms):
       cfgs: by level; 100 among them.
       context_tokens: of the longest caches.
       chunk_tokens, verify_tokens: lengths of prefill chunks and sizes of trees.
+      block_tokens: most tokens that a program decodes; 0 for one.
       cache_tokens: lengths of shorter caches.
       dtype: of activations and caches.
     """
@@ -34,6 +35,7 @@ class LiveExecutor(JaxPrograms):
         context_tokens: int,
         chunk_tokens: Sequence[int],
         verify_tokens: Sequence[int] = (),
+        block_tokens: int = 0,
         cache_tokens: Sequence[int] = (),
         dtype: str = "float32",
     ) -> None:
@@ -41,7 +43,11 @@ class LiveExecutor(JaxPrograms):
             signature
             for level in cfgs
             for signature in level_signatures(
-                level, chunk_tokens=chunk_tokens, verify_tokens=verify_tokens, cache_tokens=cache_tokens
+                level,
+                chunk_tokens=chunk_tokens,
+                verify_tokens=verify_tokens,
+                block_tokens=block_tokens,
+                cache_tokens=cache_tokens,
             )
         )
         manifest = Manifest(
