@@ -57,7 +57,8 @@ def choose(
     axes.check(jnp.float32, "1 V", logits=logits)
     axes.check(jnp.int32, "1 V", counts=counts)
     options = dict(zip(OPTIONS, controls["options"], strict=True))
-    draw_facts = controls["draw"]
+    draw_facts, top_k = controls["draw"], controls["draw"][TOP_K]
+    drawn = draw_facts[DRAWN] + done
     penalizes, draws = draw_facts[PENALIZED] > 0, options["temperature"] > 0
 
     def penalized(logits: jax.Array) -> jax.Array:
@@ -68,55 +69,44 @@ def choose(
         logits = logits - options["frequency_penalty"] * counts.astype(jnp.float32)
         return logits - options["presence_penalty"] * in_answer.astype(jnp.float32)
 
-    def drawn(logits: jax.Array) -> jax.Array:
-        # Relative to the largest, so that division by a small temperature gives no positive infinity.
-        kept = (logits - jnp.max(logits, axis=-1, keepdims=True)) / options["temperature"]
-        kept = keep_top_k(kept, draw_facts[TOP_K], repeat)
-        kept = keep_top_p(kept, options["top_p"], repeat)
-        floor = jnp.max(kept, axis=-1, keepdims=True) + jnp.log(options["min_p"])
-        kept = jnp.where(kept >= floor, kept, -jnp.inf)
-        noise = gumbel_noise(draw_facts[SEED], draw_facts[DRAWN] + done, kept.shape[-1])
-        return if_finite(kept, largest(kept + noise[None]))
+    def noised(logits: jax.Array) -> jax.Array:
+        return logits + gumbel_noise(draw_facts[SEED], drawn, logits.shape[-1])[None]
 
-    def likeliest(logits: jax.Array) -> jax.Array:
-        return if_finite(logits, largest(logits))
+    # No branch is inside another: LiteRT's converter gives inner ones wrong constants.
+    logits = _only_if(penalizes, penalized, logits)
+    # Relative to the largest, so that division by a small temperature gives no positive infinity.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / options["temperature"]
+    logits = jnp.where(draws, scaled, logits)
+    some = draws & (top_k > 0) & (top_k < logits.shape[-1])
+    logits = _only_if(some, lambda x: keep_top_k(x, top_k, repeat), logits)
+    some = draws & (options["top_p"] < 1)
+    logits = _only_if(some, lambda x: keep_top_p(x, options["top_p"], repeat), logits)
+    floor = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(options["min_p"])
+    logits = jnp.where(jnp.logical_or(logits >= floor, ~draws), logits, -jnp.inf)
+    return if_finite(logits, largest(_only_if(draws, noised, logits)))
 
-    def unchanged(logits: jax.Array) -> jax.Array:
-        return logits
 
-    logits = jax.lax.cond(penalizes, penalized, unchanged, logits)
-    return jax.lax.cond(draws, drawn, likeliest, logits)
+def _only_if(wanted: jax.Array, change: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
+    return jax.lax.cond(wanted, change, lambda x: x, logits)
 
 
 def keep_top_k(logits: jax.Array, k: jax.Array, repeat: Repeat) -> jax.Array:
-    """See `jaxllm.sampling.keep_top_k`; keeps all where `k` is 0."""
-    # Counts as floats, which are exact for any vocabulary; 0 becomes all.
-    wanted = jnp.where(k > 0, k, logits.shape[-1]).astype(jnp.float32)
-    ones = jnp.ones_like(logits)
-    return jax.lax.cond(
-        (k > 0) & (k < logits.shape[-1]),
-        lambda x: _keep_enough(x, ones, wanted, repeat),
-        lambda x: x,
-        logits,
-    )
+    """See `jaxllm.sampling.keep_top_k`."""
+    # Counts are floats, which are exact for any vocabulary.
+    return _keep_enough(logits, jnp.ones_like(logits), k.astype(jnp.float32), repeat)
 
 
 def keep_top_p(logits: jax.Array, p: jax.Array, repeat: Repeat) -> jax.Array:
     """See `jaxllm.sampling.keep_top_p`."""
-
-    def keep(logits: jax.Array) -> jax.Array:
-        shares = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-        shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
-        return _keep_enough(logits, shares, p, repeat)
-
-    return jax.lax.cond(p < 1, keep, lambda x: x, logits)
+    shares = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    return _keep_enough(logits, shares / jnp.sum(shares, axis=-1, keepdims=True), p, repeat)
 
 
 def _keep_enough(logits: jax.Array, shares: jax.Array, wanted: jax.Array, repeat: Repeat) -> jax.Array:
     """The fewest largest logits `[1, V]` whose `shares` sum to at least `wanted`; -inf for the others."""
     bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
-    # Integers in the order of the floats.
-    keys = jnp.where(bits < 0, bits ^ _MAGNITUDE, bits)
+    # Integers in the order of the floats: of negative ones all bits but the sign are inverted.
+    keys = bits ^ (_shifted(bits, 31) * _MAGNITUDE)
 
     def try_bit(bit: Any, threshold: jax.Array) -> jax.Array:
         # From the least int32 on, whose first step, 2^31, wraps around to 0.
@@ -153,7 +143,7 @@ def gumbel_noise(seed: jax.Array, drawn: jax.Array, count: int) -> jax.Array:
     index = jnp.arange(count, dtype=jnp.int32)
     high, low = threefry(key, (jnp.zeros_like(index), index))
     # The 23 bits of a fraction, under the exponent of numbers in [1, 2).
-    bits = jax.lax.shift_right_logical(high ^ low, jnp.full_like(high, 9)) + _ONE
+    bits = _shifted(high ^ low, 9) + _ONE
     uniform = jax.lax.bitcast_convert_type(bits, jnp.float32) - 1
     return -jnp.log(-jnp.log(jnp.maximum(uniform, _TINY)))
 
@@ -183,4 +173,11 @@ def threefry(
 
 def _rotated(word: jax.Array, bits: int) -> jax.Array:
     """Words rotated left: the two parts have no bit in common, so that their sum is their union."""
-    return word * np.int32(1 << bits) + jax.lax.shift_right_logical(word, jnp.full_like(word, 32 - bits))
+    return word * np.int32(1 << bits) + _shifted(word, 32 - bits)
+
+
+def _shifted(word: jax.Array, bits: int) -> jax.Array:
+    """Words shifted right, with zeros on the left: LiteRT fills signed ones with their sign."""
+    unsigned = jax.lax.bitcast_convert_type(word, jnp.uint32)
+    shifted = jax.lax.shift_right_logical(unsigned, jnp.full_like(unsigned, bits))
+    return jax.lax.bitcast_convert_type(shifted, jnp.int32)
