@@ -60,12 +60,17 @@ def export_iree(
       progress: called with ("export", modules done, modules in all).
 
     Raises:
-      ConfigError: the compiler is not installed, refuses the model, or the folder exists.
+      ConfigError: the compiler is not installed, refuses the model, the plan has blocks of tokens, or the
+        folder exists.
       ProgramError: a module computes other results than the step, or is for another processor.
     """
     require_format("iree")
     from iree import compiler
 
+    if plan.block_tokens:
+        raise ConfigError(
+            "modules of IREE decode one token; leave --block-tokens out, or export as stablehlo or tflite"
+        )
     # Short caches only on request, because each module takes seconds to compile.
     plan = dataclasses.replace(plan, cache_tokens=plan.cache_tokens or ()).resolved(subject.cfg)
     signatures = [each for level in subject.levels for each in plan.signatures(level, str)]

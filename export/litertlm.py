@@ -43,13 +43,14 @@ def export_litertlm(
     """Writes a file that `litert-lm` runs (see `tflite.export_tflite` for the arguments).
 
     Raises:
-      ConfigError: the plan has levels, token trees or short caches, or see `export_tflite`.
+      ConfigError: the plan has levels, token trees, blocks or short caches, or see `export_tflite`.
     """
     require_format("litertlm")
-    if list(subject.levels) != [WHOLE] or plan.verify_tokens or plan.cache_tokens:
+    if list(subject.levels) != [WHOLE] or plan.verify_tokens or plan.block_tokens or plan.cache_tokens:
         raise ConfigError(
-            "a LiteRT-LM bundle holds no levels, no token trees and caches of one length; leave --level, "
-            "--verify-tokens and --cache-tokens out, or export as tflite"
+            "a LiteRT-LM bundle holds no levels, no token trees, no blocks of tokens and caches of one "
+            "length; leave --level, --verify-tokens, --block-tokens and --cache-tokens out, or export as "
+            "tflite"
         )
     plan = dataclasses.replace(plan, cache_tokens=())
     if out.exists():

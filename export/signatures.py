@@ -59,8 +59,8 @@ class ExportPlan:
             raise ConfigError(f"levels are percentages, got {self.levels}")
 
     def resolved(self, cfg: ModelConfig) -> "ExportPlan":
-        """The plan with a context that fits the model, caches no longer than it, and chunks no longer than
-        both.
+        """The plan with a context that fits the model, caches no longer than it, and chunks and blocks no
+        longer than both.
 
         Raises:
           ConfigError: the context is longer than the model's window, or something does not fit it.
@@ -75,8 +75,6 @@ class ExportPlan:
             raise ConfigError(f"no chunk of {self.chunk_tokens} tokens fits the context of {context}")
         if max(self.verify_tokens, default=0) > context:
             raise ConfigError(f"trees of {self.verify_tokens[-1]} nodes do not fit the context of {context}")
-        if self.block_tokens > context:
-            raise ConfigError(f"blocks of {self.block_tokens} tokens do not fit the context of {context}")
         caches = self.cache_tokens
         if caches is None:
             caches = tuple(each for each in cache_lengths(context)[:-1] if each >= chunks[0])
@@ -85,7 +83,13 @@ class ExportPlan:
                 f"caches of {caches} tokens must be shorter than the context of {context}, and hold the "
                 f"shortest chunk of {chunks[0]}"
             )
-        return dataclasses.replace(self, context_tokens=context, chunk_tokens=chunks, cache_tokens=caches)
+        return dataclasses.replace(
+            self,
+            context_tokens=context,
+            chunk_tokens=chunks,
+            block_tokens=min(self.block_tokens, context),
+            cache_tokens=caches,
+        )
 
     def signatures(self, level: int, file: Callable[[str], str]) -> list[Signature]:
         """The signatures of a level of a resolved plan; `file`: name of a signature -> its file."""

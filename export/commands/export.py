@@ -27,6 +27,8 @@ FORMATS = {
 PRECISIONS = ("f32", "bf16", "int8", "w8a8")
 PLATFORMS = ("cpu", "cuda", "tpu")
 CHUNK_TOKENS = (16, 64, 256)
+# LiteRT has no loops: there the program holds each of the steps.
+BLOCK_TOKENS = {"stablehlo": 16, "tflite": 4, "device": 4}
 # Enough for the largest magnitudes of a text to have been seen.
 _CALIBRATION_TOKENS = 4096
 # What surely holds as many.
@@ -106,6 +108,13 @@ _CALIBRATION_CHARACTERS = 1 << 20
     help="Make a program that verifies token trees of this size in one step. Repeatable.  [default: none]",
 )
 @click.option(
+    "--block-tokens",
+    type=click.IntRange(min=0, max=64),
+    metavar="TOKENS",
+    help="Make a program that decodes up to so many tokens in one dispatch, with sampling inside; 0 for "
+    "none.  [default: 16 for stablehlo; 4 for tflite and device, where the steps are unrolled; none else]",
+)
+@click.option(
     "--level",
     "levels",
     multiple=True,
@@ -145,7 +154,7 @@ def export_command(
     from export.stablehlo import DTYPES, export_stablehlo
     from export.subject import read_subject
 
-    plan = _plan(shapes)
+    plan = _plan(kind, shapes)
     # Before anything is read, and for what is not imported yet.
     extras.require_format(kind)
     subject = read_subject(bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision))
@@ -197,8 +206,8 @@ def _check_usage(
         )
 
 
-def _plan(shapes: dict[str, Any]) -> "ExportPlan":
-    """Which programs to make, by the options of their shapes."""
+def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
+    """Which programs to make in a format, by the options of their shapes."""
     from export.signatures import ExportPlan
 
     def ascending(name: str) -> tuple[int, ...]:
@@ -206,8 +215,12 @@ def _plan(shapes: dict[str, Any]) -> "ExportPlan":
 
     # 0 stands for no cache length besides the whole context; nothing for the usual ones.
     caches = tuple(each for each in ascending("cache_tokens") if each)
+    block = shapes["block_tokens"]
+    if block and kind not in BLOCK_TOKENS:
+        raise click.UsageError(f"--block-tokens goes with --format {', '.join(BLOCK_TOKENS)}")
     return ExportPlan(
         context_tokens=shapes["context_tokens"],
+        block_tokens=BLOCK_TOKENS.get(kind, 0) if block is None else block,
         chunk_tokens=ascending("chunk_tokens"),
         verify_tokens=ascending("verify_tokens"),
         cache_tokens=caches if shapes["cache_tokens"] else None,

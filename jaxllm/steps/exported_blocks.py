@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.portable_sampling import by_loop, choose, one_by_one
 from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS
 from jaxllm.program_folder.manifest import Signature
 from jaxllm.sampling_state import NO_TOKEN
 from jaxllm.steps.exported import Arrays, ParamsOf, run_step, run_tree
+from jaxllm.steps.portable_sampling import by_loop, choose, one_by_one
 
 
 def run_block(

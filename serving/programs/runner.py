@@ -117,7 +117,11 @@ class ProgramRunner:
         return [
             *(self._program("prefill", each, cache) for each in chunks),
             self._program("decode", 1, cache),
-            *(each for each in self.signatures if each.kind == "block" and self.executor.manifest.room(each) == cache),
+            *(
+                each
+                for each in self.signatures
+                if each.kind == "block" and self.executor.manifest.room(each) == cache
+            ),
             *(self._program("verify", each, cache) for each in trees if each <= cache),
         ]
 
@@ -203,7 +207,9 @@ class ProgramRunner:
             at, left = len(cached) + len(decoded) - 1, limit + 1 - len(decoded)
             # A program may compute its whole block, whatever the limit.
             if block > 1 and 2 * left > block:
-                found, cache = self._block(cache, decoded[-1], at, controls(sampler, stop_ids, min(left, block)))
+                found, cache = self._block(
+                    cache, decoded[-1], at, controls(sampler, stop_ids, min(left, block))
+                )
                 sampler = sampler if _likeliest(sampler) else _after(sampler, found)
                 decoded += found.tolist()
                 continue
