@@ -8,8 +8,8 @@ processor, the integer processor continues with another.
 The best order is too expensive to compute. If the integer processor would wait, the float processor takes the
 ready subgraph that enables most work there (equation 5), and the other way round; else a processor takes the
 subgraph that has waited longest. (With equation 5 alone some chunks fall behind, and both processors end up
-waiting for them; the order "equation-5" is the paper's, to compare with.) The runner on two real processors and the simulator both use this module. It has no clock:
-the caller reports what has finished.
+waiting for them; the order "equation-5" is the paper's, to compare with.) The runner on two real processors
+and the simulator both use this module. It has no clock: the caller reports what has finished.
 """
 
 import dataclasses

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.errors import ConfigError, ContextOverflow, ProgramError
 from jaxllm.program_folder.controls import controls
 from jaxllm.program_folder.manifest import Manifest, Signature
 from jaxllm.sampling_state import NO_TOKEN, SamplerState
@@ -231,10 +231,20 @@ class ProgramRunner:
         self, cache: ProgramCache, token: int, at: int, controls: Mapping[str, np.ndarray]
     ) -> tuple[np.ndarray, ProgramCache]:
         """Feeds a token at position `at`, and those that it draws behind it: the tokens drawn, and the
-        cache."""
+        cache.
+
+        Raises:
+          ProgramError: the program gives no tokens, more than asked for, or others than the vocabulary's.
+        """
         room = cache.capacity_tokens
         program = self._program("block", self.executor.manifest.block_tokens(self.level, room), room)
         tokens, caches = self.executor.run_block(program, cache.caches, token, at, controls)
+        most = int(controls["limit"][0])
+        if not 1 <= len(tokens) <= most or not NO_TOKEN <= tokens.min() <= tokens.max() < self.cfg.vocab_size:
+            raise ProgramError(
+                f"{program.name} gave {tokens.tolist()!s:.80}, not 1 to {most} tokens of "
+                f"{self.cfg.vocab_size}; export the model again"
+            )
         return tokens, ProgramCache(caches, room, at + len(tokens))
 
     def expect(self, tokens: np.ndarray) -> None:
