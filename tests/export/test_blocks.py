@@ -4,10 +4,11 @@ sampling, and compile nothing under a request."""
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 
 from export.signatures import ExportPlan
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, ProgramError
 from jaxllm.sampling_state import Sampling
 from jaxllm.text.tokenizer import Tokenizer
 from serving.engine import Engine
@@ -52,9 +53,24 @@ def one_by_one():
     return said(live(0))
 
 
-def test_a_loop_on_the_device(one_by_one, compiles, monkeypatch):
+@pytest.fixture(scope="module")
+def engine():
     engine = live(BLOCK)
     engine.warm_up()
+    return engine
+
+
+@pytest.mark.parametrize("tokens", [[], [1, CFG.vocab_size], [-2], [1] * (BLOCK + 1)])
+def test_tokens_that_no_block_may_give(engine, monkeypatch, tokens):
+    def wrong(signature, caches, *_):
+        return np.array(tokens, np.int32), caches
+
+    monkeypatch.setattr(engine.model.executor, "run_block", wrong)
+    with pytest.raises(ProgramError, match="block_4 gave"):
+        engine.generate(PROMPTS[1], CONFIG)
+
+
+def test_a_loop_on_the_device(engine, one_by_one, compiles, monkeypatch):
     dispatched = []
     block = engine.model.executor.run_block
 
