@@ -29,10 +29,13 @@ class Executor(Protocol):
       lock: taken by the caller: one call at a time.
       moves_rows: whether `keep` is implemented; else trees must be lines, whose accepted nodes are at their
         positions already.
+      stops_early: whether a block of tokens ends behind a stop token or its limit; else it takes as long as a
+        whole one.
     """
 
     lock: threading.RLock
     moves_rows: bool
+    stops_early: bool
 
     @property
     def manifest(self) -> Manifest:

@@ -36,7 +36,7 @@ class JaxPrograms:
       folder: keeps compiled buckets; None keeps none.
     """
 
-    moves_rows = True
+    moves_rows = stops_early = True
 
     def __init__(
         self,

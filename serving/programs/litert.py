@@ -48,9 +48,10 @@ class LiteRtExecutor:
       threads: that compute.
       moves_rows: False, because Python can only read and write whole buffers, which takes longer than the
         accepted tokens of other branches save.
+      stops_early: False, because its programs have no loops.
     """
 
-    moves_rows = False
+    moves_rows = stops_early = False
 
     def __init__(
         self, manifest: Manifest, folder: Path, *, threads: int = 0, packed: PackedFolder | None = None

@@ -205,8 +205,7 @@ class ProgramRunner:
         block = self.executor.manifest.block_tokens(self.level, cache.capacity_tokens)
         while len(decoded) <= limit and (len(decoded) == 1 or decoded[-1] not in stops):
             at, left = len(cached) + len(decoded) - 1, limit + 1 - len(decoded)
-            # A program may compute its whole block, whatever the limit.
-            if block > 1 and 2 * left > block:
+            if block > 1 and (self.executor.stops_early or 2 * left > block):
                 found, cache = self._block(
                     cache, decoded[-1], at, controls(sampler, stop_ids, min(left, block))
                 )
