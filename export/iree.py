@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from export.contents import require_contents
 from export.extras import require_format
 from export.folder import ProgramKind, finish, new_folder
 from export.signatures import ExportPlan
@@ -67,10 +68,7 @@ def export_iree(
     require_format("iree")
     from iree import compiler
 
-    if plan.block_tokens:
-        raise ConfigError(
-            "modules of IREE decode one token; leave --block-tokens out, or export as stablehlo or tflite"
-        )
+    require_contents("iree", plan, levels=len(subject.levels) > 1)
     # Short caches only on request, because each module takes seconds to compile.
     plan = dataclasses.replace(plan, cache_tokens=plan.cache_tokens or ()).resolved(subject.cfg)
     signatures = [each for level in subject.levels for each in plan.signatures(level, str)]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from export.contents import CONTENTS, require_contents
 from jaxllm.option_types import Level
 from serving.commands.console import progress_bars, read_text
 from serving.commands.shared_options import context_option
@@ -16,19 +17,9 @@ if TYPE_CHECKING:
     from jaxllm.program_folder.manifest import Manifest
     from serving.host.progress import Progress
 
-# Formats, and the precisions that each takes.
-FORMATS = {
-    "stablehlo": ("f32", "bf16"),
-    "tflite": ("f32", "int8", "w8a8"),
-    "device": ("f32", "int8", "w8a8"),
-    "litertlm": ("f32", "int8", "w8a8"),
-    "iree": ("f32",),
-}
 PRECISIONS = ("f32", "bf16", "int8", "w8a8")
 PLATFORMS = ("cpu", "cuda", "tpu")
 CHUNK_TOKENS = (16, 64, 256)
-# LiteRT has no loops: there the program holds each of the steps.
-BLOCK_TOKENS = {"stablehlo": 16, "tflite": 4, "device": 4}
 # Enough for the largest magnitudes of a text to have been seen.
 _CALIBRATION_TOKENS = 4096
 # What surely holds as many.
@@ -48,7 +39,7 @@ _CALIBRATION_CHARACTERS = 1 << 20
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(list(FORMATS)),
+    type=click.Choice(list(CONTENTS)),
     default="stablehlo",
     show_default=True,
     help="StableHLO for JAX, a TFLite model for LiteRT, the same with the loop that runs it where there is "
@@ -155,6 +146,7 @@ def export_command(
     from export.subject import read_subject
 
     plan = _plan(kind, shapes)
+    require_contents(kind, plan, levels=bool(plan.levels))
     # Before anything is read, and for what is not imported yet.
     extras.require_format(kind)
     subject = read_subject(bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision))
@@ -200,10 +192,9 @@ def _check_usage(
         raise click.UsageError("--precision w8a8 and --calibration-text FILE go together")
     if without_shadow and precision != "w8a8":
         raise click.UsageError("--without-shadow goes with --precision w8a8")
-    if precision not in FORMATS[kind]:
-        raise click.UsageError(
-            f"--format {kind} takes --precision {', '.join(FORMATS[kind])}, not {precision}"
-        )
+    allowed = CONTENTS[kind].precisions
+    if precision not in allowed:
+        raise click.UsageError(f"--format {kind} takes --precision {', '.join(allowed)}, not {precision}")
 
 
 def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
@@ -216,11 +207,9 @@ def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
     # 0 stands for no cache length besides the whole context; nothing for the usual ones.
     caches = tuple(each for each in ascending("cache_tokens") if each)
     block = shapes["block_tokens"]
-    if block and kind not in BLOCK_TOKENS:
-        raise click.UsageError(f"--block-tokens goes with --format {', '.join(BLOCK_TOKENS)}")
     return ExportPlan(
         context_tokens=shapes["context_tokens"],
-        block_tokens=BLOCK_TOKENS.get(kind, 0) if block is None else block,
+        block_tokens=CONTENTS[kind].block_tokens if block is None else block,
         chunk_tokens=ascending("chunk_tokens"),
         verify_tokens=ascending("verify_tokens"),
         cache_tokens=caches if shapes["cache_tokens"] else None,

@@ -109,14 +109,6 @@ def test_tflite_without_loops(subject, one_by_one, tmp_path):
     assert said(open_device(tmp_path / "programs")) == one_by_one
 
 
-def test_blocks_are_refused_by_name_where_there_are_none(subject, tmp_path):
-    pytest.importorskip("litert_lm_builder")
-    from export.litertlm import export_litertlm
-
-    with pytest.raises(ConfigError, match="no blocks of tokens"):
-        export_litertlm(subject, tmp_path / "a.litertlm", PLAN)
-
-
 @pytest.mark.parametrize("block", [1, 65, -1])
 def test_blocks_that_cannot_be(block):
     with pytest.raises(ConfigError, match="block_tokens must be 2 to 64"):
