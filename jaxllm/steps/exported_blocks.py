@@ -20,6 +20,19 @@ from jaxllm.steps.exported import Arrays, ParamsOf, run_step, run_tree
 from jaxllm.steps.portable_sampling import by_loop, choose, one_by_one
 
 
+def step_of(
+    signature: Signature, cfg: ModelConfig, dtype: jnp.dtype, *, loops: bool = True
+) -> Callable[..., dict[str, jax.Array]]:
+    """The function `(weights, caches, tokens, input_pos[, mask or controls])` of a signature, for a level's
+    model; without `loops` for a runtime that has none."""
+    if signature.kind == "verify":
+        return functools.partial(run_tree, cfg=cfg, dtype=dtype)
+    if signature.kind == "block":
+        block = run_block if loops else run_unrolled_block
+        return functools.partial(block, cfg=cfg, dtype=dtype, block=signature.tokens)
+    return functools.partial(run_step, cfg=cfg, dtype=dtype, with_logits=signature.kind == "decode")
+
+
 def run_block(
     weights: Arrays,
     caches: Arrays,
@@ -122,16 +135,3 @@ def _stops(token: jax.Array, controls: Arrays) -> jax.Array:
     # NO_TOKEN pads the stop tokens, and ends an answer, too.
     same = (controls["stop_ids"] == token).astype(jnp.int32)
     return (jnp.max(same) > 0) | (token[0] == NO_TOKEN)
-
-
-def step_of(
-    signature: Signature, cfg: ModelConfig, dtype: jnp.dtype, *, loops: bool = True
-) -> Callable[..., dict[str, jax.Array]]:
-    """The function `(weights, caches, tokens, input_pos[, mask or controls])` of a signature, for a level's
-    model; without `loops` for a runtime that has none."""
-    if signature.kind == "verify":
-        return functools.partial(run_tree, cfg=cfg, dtype=dtype)
-    if signature.kind == "block":
-        block = run_block if loops else run_unrolled_block
-        return functools.partial(block, cfg=cfg, dtype=dtype, block=signature.tokens)
-    return functools.partial(run_step, cfg=cfg, dtype=dtype, with_logits=signature.kind == "decode")
