@@ -1,6 +1,6 @@
 """Says what the programs of each format hold: the one place where what a format lacks is named.
 
-Exporters ask `require_contents`; the guide of exports has `table()`.
+Exporters ask `require_contents`; the guide of exports has `as_markdown()`.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ def require_contents(kind: str, plan: "ExportPlan", *, levels: bool) -> None:
         )
 
 
-def table() -> str:
+def as_markdown() -> str:
     """Programs and formats, as Markdown."""
     rows = {
         "prefill of a chunk, decode of a token": ["yes" for _ in CONTENTS.values()],
@@ -91,5 +91,5 @@ def _them(options: list[str]) -> str:
     return "it" if len(options) == 1 else "them"
 
 
-def _yes(held: bool) -> str:
-    return "yes" if held else "no"
+def _yes(there: bool) -> str:
+    return "yes" if there else "no"

@@ -9,7 +9,7 @@ and the sampler's options and state.
     in_prompt    [1, V] bool
     counts       [1, V] int32    how often the answer has each token
 
-They are few, because passing an array costs as much as a layer of a small model. See
+They are few, because to hand over an array costs as much as a layer of a small model. See
 `jaxllm.sampling_state.SamplerState` for their meaning. A program reads `bias`, `in_prompt` and `counts` only
 if `penalized`.
 """

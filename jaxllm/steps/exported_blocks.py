@@ -5,6 +5,7 @@ They take the last token `[1, 1]` and its position `[1]`, as a decode step does,
 caches must have room for `limit` tokens.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -20,6 +21,16 @@ from jaxllm.steps.exported import Arrays, ParamsOf, run_step, run_tree
 from jaxllm.steps.portable_sampling import by_loop, choose, one_by_one
 
 
+@dataclasses.dataclass(frozen=True)
+class BlockOptions:
+    """Of a program that decodes several tokens: the model, the dtype of its activations, and the most
+    tokens."""
+
+    cfg: ModelConfig
+    dtype: jnp.dtype
+    tokens: int
+
+
 def step_of(
     signature: Signature, cfg: ModelConfig, dtype: jnp.dtype, *, loops: bool = True
 ) -> Callable[..., dict[str, jax.Array]]:
@@ -29,7 +40,7 @@ def step_of(
         return functools.partial(run_tree, cfg=cfg, dtype=dtype)
     if signature.kind == "block":
         block = run_block if loops else run_unrolled_block
-        return functools.partial(block, cfg=cfg, dtype=dtype, block=signature.tokens)
+        return functools.partial(block, options=BlockOptions(cfg, dtype, signature.tokens))
     return functools.partial(run_step, cfg=cfg, dtype=dtype, with_logits=signature.kind == "decode")
 
 
@@ -40,17 +51,16 @@ def run_block(
     input_pos: jax.Array,
     controls: Arrays,
     *,
-    cfg: ModelConfig,
-    dtype: jnp.dtype,
-    block: int,
+    options: BlockOptions,
     params_of: ParamsOf | None = None,
 ) -> dict[str, jax.Array]:
-    """Decodes up to `controls["limit"]` of at most `block` tokens in a loop, and stops behind a stop token.
+    """Decodes up to `controls["limit"]` of at most `options.tokens` tokens in a loop, and stops behind a stop
+    token.
 
     Other arguments are those of `run_step`. The sampler's state is the caller's: `count` tokens were drawn.
     """
     _check(tokens, input_pos, controls)
-    step = _step(weights, cfg, dtype, params_of)
+    step = _step(weights, options, params_of)
 
     def more(carry):
         done, _, running = carry[:3]
@@ -66,7 +76,7 @@ def run_block(
 
     start = (
         jnp.zeros((), jnp.int32), tokens[0], jnp.ones((), jnp.bool_),
-        jnp.full((1, block), NO_TOKEN, jnp.int32), controls["counts"], dict(caches),
+        jnp.full((1, options.tokens), NO_TOKEN, jnp.int32), controls["counts"], dict(caches),
     )  # fmt: skip
     done, _, _, rows, _, caches = jax.lax.while_loop(more, one, start)
     return {**caches, NEXT_TOKENS: rows, COUNT: done[None]}
@@ -79,18 +89,16 @@ def run_unrolled_block(
     input_pos: jax.Array,
     controls: Arrays,
     *,
-    cfg: ModelConfig,
-    dtype: jnp.dtype,
-    block: int,
+    options: BlockOptions,
     params_of: ParamsOf | None = None,
 ) -> dict[str, jax.Array]:
     """What `run_block` gives, without a loop, for runtimes that have none: behind the last token the steps
     that are left repeat the last one, which changes nothing."""
     _check(tokens, input_pos, controls)
-    step = _step(weights, cfg, dtype, params_of)
+    step = _step(weights, options, params_of)
     token, at, counts = tokens[0], input_pos, controls["counts"]
     running, done, found, kept = jnp.ones((), jnp.bool_), jnp.zeros((), jnp.int32), [], dict(caches)
-    for index in range(block):
+    for index in range(options.tokens):
         logits, kept = step(kept, token, at)
         drawn = choose(logits, controls, counts, jnp.int32(index), one_by_one)
         found.append(jnp.where(running, drawn, NO_TOKEN))
@@ -109,7 +117,7 @@ def _check(tokens: jax.Array, input_pos: jax.Array, controls: Arrays) -> None:
 
 
 def _step(
-    weights: Arrays, cfg: ModelConfig, dtype: jnp.dtype, params_of: ParamsOf | None
+    weights: Arrays, options: BlockOptions, params_of: ParamsOf | None
 ) -> Callable[[Mapping[str, jax.Array], jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]:
     """The step `(caches, token [1], position [1])` -> logits `[1, V]`, caches."""
 
@@ -117,7 +125,14 @@ def _step(
         caches: Mapping[str, jax.Array], token: jax.Array, at: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         out = run_step(
-            weights, caches, token[None], at, cfg=cfg, dtype=dtype, with_logits=True, params_of=params_of
+            weights,
+            caches,
+            token[None],
+            at,
+            cfg=options.cfg,
+            dtype=options.dtype,
+            with_logits=True,
+            params_of=params_of,
         )
         return out.pop("logits")[0], out
 

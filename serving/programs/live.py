@@ -23,7 +23,8 @@ class LiveExecutor(JaxPrograms):
       chunk_tokens, verify_tokens: lengths of prefill chunks and sizes of trees.
       block_tokens: most tokens that a program decodes; 0 for one.
       cache_tokens: lengths of shorter caches.
-      dtype: of activations and caches.
+
+    Activations and caches are float32.
     """
 
     def __init__(
@@ -37,7 +38,6 @@ class LiveExecutor(JaxPrograms):
         verify_tokens: Sequence[int] = (),
         block_tokens: int = 0,
         cache_tokens: Sequence[int] = (),
-        dtype: str = "float32",
     ) -> None:
         signatures = tuple(
             signature
@@ -55,8 +55,8 @@ class LiveExecutor(JaxPrograms):
             name=name,
             model="",
             context_tokens=context_tokens,
-            precision="f32" if dtype == "float32" else "bf16",
-            cache_dtype=dtype,
+            precision="f32",
+            cache_dtype="float32",
             platforms=(jax.default_backend(),),
             levels={level: ProgramLevel(cfg=cfg, weights={}) for level, cfg in cfgs.items()},
             signatures=signatures,
@@ -66,6 +66,6 @@ class LiveExecutor(JaxPrograms):
         weights = {level: dict(each) for level, each in params.items()}
 
         def step(signature: Signature) -> Callable[..., dict[str, jax.Array]]:
-            return step_of(signature, cfgs[signature.level], jnp.dtype(dtype))
+            return step_of(signature, cfgs[signature.level], jnp.dtype(jnp.float32))
 
         super().__init__(manifest, weights, step, lambda each: each.name, None)

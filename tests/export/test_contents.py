@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from export.contents import CONTENTS, require_contents, table
+from export.contents import CONTENTS, as_markdown, require_contents
 from export.signatures import ExportPlan
 from jaxllm.errors import ConfigError
 
@@ -13,7 +13,7 @@ PAGE = Path("docs/guides/export.md")
 
 def test_the_table_is_up_to_date():
     written = PAGE.read_text(encoding="utf-8").split("<!-- contents -->\n")[1]
-    assert written.split("<!-- end of contents -->")[0].strip() == table()
+    assert written.split("<!-- end of contents -->")[0].strip() == as_markdown()
 
 
 def test_what_a_format_lacks_is_named():
