@@ -17,13 +17,15 @@ class Contents:
     """What a format holds besides prefill chunks and decode of one token.
 
     Attributes:
-      block_tokens: usual most tokens of a program that decodes several; 0 for no such programs.
+      blocks: whether it holds programs that decode several tokens.
+      block_tokens: of such a program that is made unasked; 0 for none.
       verified: what its `verify` programs take when our loop runs them; empty for none.
       levels: whether it holds sub-models.
       short_caches: whether it holds programs over caches shorter than the context.
       precisions: of weights.
     """
 
+    blocks: bool = False
     block_tokens: int = 0
     verified: str = ""
     levels: bool = True
@@ -31,9 +33,9 @@ class Contents:
     precisions: tuple[str, ...]
 
 
-_TFLITE = Contents(block_tokens=4, verified="lines", precisions=("f32", "int8", "w8a8"))
+_TFLITE = Contents(blocks=True, verified="lines", precisions=("f32", "int8", "w8a8"))
 CONTENTS = {
-    "stablehlo": Contents(block_tokens=16, verified="trees", precisions=("f32", "bf16")),
+    "stablehlo": Contents(blocks=True, block_tokens=16, verified="trees", precisions=("f32", "bf16")),
     "tflite": _TFLITE,
     "device": _TFLITE,
     "litertlm": Contents(levels=False, short_caches=False, precisions=_TFLITE.precisions),
@@ -58,7 +60,7 @@ def require_contents(kind: str, plan: "ExportPlan", *, levels: bool) -> None:
     lacking = {
         "--level": levels and not holds.levels,
         "--verify-tokens": bool(plan.verify_tokens) and not holds.verified,
-        "--block-tokens": bool(plan.block_tokens) and not holds.block_tokens,
+        "--block-tokens": bool(plan.block_tokens) and not holds.blocks,
         "--cache-tokens": bool(plan.cache_tokens) and not holds.short_caches,
     }
     options = [name for name, wrong in lacking.items() if wrong]
@@ -73,9 +75,7 @@ def as_markdown() -> str:
     """Programs and formats, as Markdown."""
     rows = {
         "prefill of a chunk, decode of a token": ["yes" for _ in CONTENTS.values()],
-        "decode of several tokens, with sampling": [
-            f"yes ({each.block_tokens} tokens)" if each.block_tokens else "no" for each in CONTENTS.values()
-        ],
+        "decode of several tokens, with sampling": [_yes(each.blocks) for each in CONTENTS.values()],
         "verification of drafts": [each.verified or "no" for each in CONTENTS.values()],
         "levels, with their recovery adapters": [_yes(each.levels) for each in CONTENTS.values()],
         "short caches": [_yes(each.short_caches) for each in CONTENTS.values()],

@@ -103,7 +103,7 @@ _CALIBRATION_CHARACTERS = 1 << 20
     type=click.IntRange(min=0, max=64),
     metavar="TOKENS",
     help="Make a program that decodes up to so many tokens in one dispatch, with sampling inside; 0 for "
-    "none.  [default: 16 for stablehlo; 4 for tflite and device, where the steps are unrolled; none else]",
+    "none.  [default: 16 for stablehlo; else none]",
 )
 @click.option(
     "--level",
