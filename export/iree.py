@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from export.contents import require_contents
 from export.extras import require_format
 from export.folder import ProgramKind, finish, new_folder
 from export.signatures import ExportPlan
@@ -60,12 +61,14 @@ def export_iree(
       progress: called with ("export", modules done, modules in all).
 
     Raises:
-      ConfigError: the compiler is not installed, refuses the model, or the folder exists.
+      ConfigError: the compiler is not installed, refuses the model, the plan has blocks of tokens, or the
+        folder exists.
       ProgramError: a module computes other results than the step, or is for another processor.
     """
     require_format("iree")
     from iree import compiler
 
+    require_contents("iree", plan, levels=len(subject.levels) > 1)
     # Short caches only on request, because each module takes seconds to compile.
     plan = dataclasses.replace(plan, cache_tokens=plan.cache_tokens or ()).resolved(subject.cfg)
     signatures = [each for level in subject.levels for each in plan.signatures(level, str)]

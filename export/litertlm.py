@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from export.contents import require_contents
 from export.extras import require_format
 from export.flatbuffer import Sharing
 from export.quantized import Ranges, left_out
@@ -43,14 +44,10 @@ def export_litertlm(
     """Writes a file that `litert-lm` runs (see `tflite.export_tflite` for the arguments).
 
     Raises:
-      ConfigError: the plan has levels, token trees or short caches, or see `export_tflite`.
+      ConfigError: the plan has levels, token trees, blocks or short caches, or see `export_tflite`.
     """
     require_format("litertlm")
-    if list(subject.levels) != [WHOLE] or plan.verify_tokens or plan.cache_tokens:
-        raise ConfigError(
-            "a LiteRT-LM bundle holds no levels, no token trees and caches of one length; leave --level, "
-            "--verify-tokens and --cache-tokens out, or export as tflite"
-        )
+    require_contents("litertlm", plan, levels=list(subject.levels) != [WHOLE])
     plan = dataclasses.replace(plan, cache_tokens=())
     if out.exists():
         raise ConfigError(f"{out} exists already; remove it or name another output")

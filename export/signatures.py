@@ -19,7 +19,7 @@ from jaxllm.program_folder.manifest import Signature, level_signatures
 from jaxllm.program_folder.shapes import input_shapes
 from serving.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
 
-_MAX_TREE = 256
+_MAX_TREE, _MAX_BLOCK = 256, 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,7 @@ class ExportPlan:
       context_tokens: length of the longest caches; 0 chooses the model's window, up to 2048.
       chunk_tokens: prefill chunk lengths, ascending.
       verify_tokens: sizes of token trees to verify; these programs also score text in few dispatches.
+      block_tokens: most tokens of a program that decodes several; 0 for none.
       cache_tokens: cache lengths besides the whole context, for shorter sequences; None chooses the engine's.
       levels: of an elastic bundle, in percent, besides the whole model.
       without_shadow: whether a calibrated bundle may become w8a8 (see `export.quantized.left_out`).
@@ -38,6 +39,7 @@ class ExportPlan:
     context_tokens: int = 0
     chunk_tokens: tuple[int, ...] = CPU_CHUNK_TOKENS
     verify_tokens: tuple[int, ...] = ()
+    block_tokens: int = 0
     cache_tokens: tuple[int, ...] | None = None
     levels: tuple[int, ...] = ()
     without_shadow: bool = False
@@ -49,14 +51,16 @@ class ExportPlan:
                 raise ConfigError(f"{name} must be ascending and at least {least}, got {values}")
         if not self.chunk_tokens:
             raise ConfigError("chunk_tokens is empty; name at least one prefill chunk length")
+        if not (self.block_tokens == 0 or 2 <= self.block_tokens <= _MAX_BLOCK):
+            raise ConfigError(f"block_tokens must be 2 to {_MAX_BLOCK}, or 0, got {self.block_tokens}")
         if max(self.verify_tokens, default=0) > _MAX_TREE:
             raise ConfigError(f"verify_tokens must be at most {_MAX_TREE}, got {self.verify_tokens}")
         if max(self.levels, default=WHOLE) > WHOLE:
             raise ConfigError(f"levels are percentages, got {self.levels}")
 
     def resolved(self, cfg: ModelConfig) -> "ExportPlan":
-        """The plan with a context that fits the model, caches no longer than it, and chunks no longer than
-        both.
+        """The plan with a context that fits the model, caches no longer than it, and chunks and blocks no
+        longer than both.
 
         Raises:
           ConfigError: the context is longer than the model's window, or something does not fit it.
@@ -79,7 +83,13 @@ class ExportPlan:
                 f"caches of {caches} tokens must be shorter than the context of {context}, and hold the "
                 f"shortest chunk of {chunks[0]}"
             )
-        return dataclasses.replace(self, context_tokens=context, chunk_tokens=chunks, cache_tokens=caches)
+        return dataclasses.replace(
+            self,
+            context_tokens=context,
+            chunk_tokens=chunks,
+            block_tokens=min(self.block_tokens, context),
+            cache_tokens=caches,
+        )
 
     def signatures(self, level: int, file: Callable[[str], str]) -> list[Signature]:
         """The signatures of a level of a resolved plan; `file`: name of a signature -> its file."""
@@ -87,6 +97,7 @@ class ExportPlan:
             level,
             chunk_tokens=self.chunk_tokens,
             verify_tokens=self.verify_tokens,
+            block_tokens=self.block_tokens,
             cache_tokens=self.cache_tokens or (),
             file=file,
         )

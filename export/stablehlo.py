@@ -21,7 +21,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.program_folder.manifest import WEIGHTS, Manifest, Signature
 from jaxllm.program_folder.weights import read_weights, write_weights
-from jaxllm.steps.exported import step_of
+from jaxllm.steps.exported_blocks import step_of
 from serving.host.progress import Progress
 
 PLATFORMS = ("cpu", "cuda", "tpu")

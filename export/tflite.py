@@ -31,9 +31,11 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.models.rooms import require_room
+from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS, control_shapes
 from jaxllm.program_folder.manifest import Argument, Manifest, Precision, ProgramLevel, Signature
 from jaxllm.quant import FirstUnits, Weight
-from jaxllm.steps.exported import ParamsOf, step_of, with_adapters
+from jaxllm.steps.exported import ParamsOf, with_adapters
+from jaxllm.steps.exported_blocks import step_of
 from serving.host.progress import Progress
 
 FILE = "model.tflite"
@@ -185,16 +187,20 @@ def _traced(
     cfg = level.cfg
     # Adapters are stored under names of their level.
     own = {name: scales[each.stored] for name, each in level.weights.items() if each.stored in scales}
-    step = functools.partial(step_of(signature, cfg, _FLOAT), params_of=_params_of(scales=own, ranges=ranges))
+    step = functools.partial(
+        step_of(signature, cfg, _FLOAT, loops=False), params_of=_params_of(scales=own, ranges=ranges)
+    )
     shapes = step_shapes(signature, subject, plan, _FLOAT)
     with without_native_kernels():
         exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
     weights, caches = subject.weights(signature.level), sorted(shapes[1])
-    tree = ["mask"] if signature.kind == "verify" else []
+    more = {"verify": ["mask"], "block": sorted(control_shapes(cfg.vocab_size))}.get(signature.kind, [])
+    results = [*caches, *{"prefill": [], "block": [COUNT, NEXT_TOKENS]}.get(signature.kind, ["logits"])]
     return Traced(
         signature.name,
         exported.mlir_module_serialized,
         [weights[name] for name in sorted(weights)],
-        [*caches, "tokens", "input_pos", *tree],
-        [*caches, *([] if signature.kind == "prefill" else ["logits"])],
+        [*caches, "tokens", "input_pos", *more],
+        # As JAX flattens them.
+        sorted(results),
     )

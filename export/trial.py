@@ -11,8 +11,10 @@ from export.subject import Subject
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ProgramError
 from jaxllm.kernels.native import without_native_kernels
+from jaxllm.program_folder.controls import STOP_IDS, controls
 from jaxllm.program_folder.manifest import Signature, cache_shapes
-from jaxllm.steps.exported import step_of
+from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
+from jaxllm.steps.exported_blocks import step_of
 
 
 class Trial(NamedTuple):
@@ -20,12 +22,12 @@ class Trial(NamedTuple):
 
     Attributes:
       caches: random, by name.
-      inputs: tokens, positions and, for a tree, its mask.
+      inputs: tokens, positions; for a tree its mask, for a block its controls.
       wanted: results of the step by name.
     """
 
     caches: dict[str, np.ndarray]
-    inputs: tuple[np.ndarray, ...]
+    inputs: tuple[Any, ...]
     wanted: dict[str, jax.Array]
 
 
@@ -41,14 +43,21 @@ def trial(signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dt
     return Trial(caches, inputs, wanted)
 
 
-def example_inputs(signature: Signature, cfg: ModelConfig, cache_tokens: int) -> tuple[np.ndarray, ...]:
-    """Tokens, positions and, for a tree, a mask: a chunk whose last token is padding, or a tree of two
-    branches."""
+def example_inputs(signature: Signature, cfg: ModelConfig, cache_tokens: int) -> tuple[Any, ...]:
+    """Tokens, positions; for a tree a mask, for a block controls: a chunk whose last token is padding, a tree
+    of two branches, or a greedy block of full length.
+
+    Greedy, because a sum that two compilers round differently may decide between drawn tokens.
+    """
     count = signature.tokens
     draw = np.random.default_rng(count)
     tokens = draw.integers(0, cfg.vocab_size, (1, count)).astype(np.int32)
     start = min(3, cache_tokens - count)
     positions = np.arange(start, start + count, dtype=np.int32)
+    if signature.kind == "block":
+        state = sampler_state(Sampling(), [], cfg.vocab_size, 0)
+        stop_ids = np.full(STOP_IDS, NO_TOKEN, np.int32)
+        return tokens[:, :1], positions[:1], controls(state, stop_ids, count)
     if signature.kind != "verify":
         if count > 1:
             positions[-1] = 0

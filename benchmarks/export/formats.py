@@ -24,6 +24,8 @@ EDGE_QUANTIZER = "AI-Edge-Quantizer"
 LITERT_LM = "LiteRT-LM"
 LLAMA_CPP = "llama.cpp"
 VERIFY_TOKENS = 64
+# Of StableHLO, as `jaxllm export` has it.
+BLOCK_TOKENS = 16
 _CALIBRATION_BYTES = 1 << 16
 # Formats, and the module that writes them.
 _NEEDED = (

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.export.formats import (
+    BLOCK_TOKENS,
     LITERT_LM,
     LIVE,
     LLAMA_CPP,
@@ -189,6 +190,7 @@ def _opened(
             "f32",
             chunk_tokens=[each for each in CPU_CHUNK_TOKENS if each <= context],
             verify_tokens=[min(VERIFY_TOKENS, context)],
+            block_tokens=BLOCK_TOKENS,
             cache_tokens=list(cache_lengths(context)[:-1]),
         ),
     }

@@ -12,7 +12,7 @@ from benchmarks.peers.jaxllm_engine import Ours
 from benchmarks.peers.peer import Opening, Progress, Session
 from serving.runners.runner import prefill_prompt
 
-STEP = "one token per step"
+PROGRAM_BLOCKS = "blocks of the programs"
 
 
 class Programs(Ours):
@@ -75,7 +75,7 @@ class LiveSteps(Programs):
 class ProgramSession:
     """A runner of programs, called directly."""
 
-    settings = (STEP,)
+    settings = (PROGRAM_BLOCKS,)
 
     def __init__(self, runner: Any, facts: dict[str, Any]) -> None:
         self._runner, self._facts = runner, facts

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from export.contents import CONTENTS, require_contents
 from jaxllm.option_types import Level
 from serving.commands.console import progress_bars, read_text
 from serving.commands.shared_options import context_option
@@ -16,18 +17,8 @@ if TYPE_CHECKING:
     from jaxllm.program_folder.manifest import Manifest
     from serving.host.progress import Progress
 
-# Formats, and the precisions that each takes.
-FORMATS = {
-    "stablehlo": ("f32", "bf16"),
-    "tflite": ("f32", "int8", "w8a8"),
-    "device": ("f32", "int8", "w8a8"),
-    "litertlm": ("f32", "int8", "w8a8"),
-    "iree": ("f32",),
-    "hf": ("f32", "bf16", "f16"),
-    "gguf": ("f32", "bf16", "f16", "int8"),
-}
-# Formats of models for other engines; the others are of programs.
-PLAIN = ("hf", "gguf")
+# Formats of models for other engines, and the precisions that each takes; the others are of programs.
+PLAIN = {"hf": ("f32", "bf16", "f16"), "gguf": ("f32", "bf16", "f16", "int8")}
 PRECISIONS = ("f32", "bf16", "f16", "int8", "w8a8")
 PLATFORMS = ("cpu", "cuda", "tpu")
 CHUNK_TOKENS = (16, 64, 256)
@@ -50,7 +41,7 @@ _CALIBRATION_CHARACTERS = 1 << 20
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(list(FORMATS)),
+    type=click.Choice([*CONTENTS, *PLAIN]),
     default="stablehlo",
     show_default=True,
     help="StableHLO for JAX, a TFLite model for LiteRT, the same with the loop that runs it where there is "
@@ -111,6 +102,13 @@ _CALIBRATION_CHARACTERS = 1 << 20
     help="Make a program that verifies token trees of this size in one step. Repeatable.  [default: none]",
 )
 @click.option(
+    "--block-tokens",
+    type=click.IntRange(min=0, max=64),
+    metavar="TOKENS",
+    help="Make a program that decodes up to so many tokens in one dispatch, with sampling inside; 0 for "
+    "none.  [default: 16 for stablehlo; else none]",
+)
+@click.option(
     "--level",
     "levels",
     multiple=True,
@@ -156,7 +154,8 @@ def export_command(
     from export.stablehlo import DTYPES, export_stablehlo
     from export.subject import read_subject
 
-    plan = _plan(shapes)
+    plan = _plan(kind, shapes)
+    require_contents(kind, plan, levels=bool(plan.levels))
     # Before anything is read, and for what is not imported yet.
     extras.require_format(kind)
     subject = read_subject(bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision))
@@ -202,10 +201,9 @@ def _check_usage(
         raise click.UsageError("--precision w8a8 and --calibration-text FILE go together")
     if without_shadow and precision != "w8a8":
         raise click.UsageError("--without-shadow goes with --precision w8a8")
-    if precision not in FORMATS[kind]:
-        raise click.UsageError(
-            f"--format {kind} takes --precision {', '.join(FORMATS[kind])}, not {precision}"
-        )
+    allowed = PLAIN[kind] if kind in PLAIN else CONTENTS[kind].precisions
+    if precision not in allowed:
+        raise click.UsageError(f"--format {kind} takes --precision {', '.join(allowed)}, not {precision}")
 
 
 def _export_plain(
@@ -213,7 +211,7 @@ def _export_plain(
 ) -> None:
     """Exports as hf or gguf."""
     context = click.get_current_context()
-    for name in ("context_tokens", "chunk_tokens", "cache_tokens", "verify_tokens"):
+    for name in ("context_tokens", "chunk_tokens", "cache_tokens", "verify_tokens", "block_tokens"):
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
             raise click.UsageError(f"--{name.split('_')[0]} options shape programs; --format {kind} has none")
     if len(levels) > 1:
@@ -237,8 +235,8 @@ def _export_plain(
     click.echo(f"{output}: {model.name}, {written / 1e6:.1f} M parameters, {size_mb:.1f} MB{padded}")
 
 
-def _plan(shapes: dict[str, Any]) -> "ExportPlan":
-    """Which programs to make, by the options of their shapes."""
+def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
+    """Which programs to make in a format, by the options of their shapes."""
     from export.signatures import ExportPlan
 
     def ascending(name: str) -> tuple[int, ...]:
@@ -246,8 +244,10 @@ def _plan(shapes: dict[str, Any]) -> "ExportPlan":
 
     # 0 stands for no cache length besides the whole context; nothing for the usual ones.
     caches = tuple(each for each in ascending("cache_tokens") if each)
+    block = shapes["block_tokens"]
     return ExportPlan(
         context_tokens=shapes["context_tokens"],
+        block_tokens=CONTENTS[kind].block_tokens if block is None else block,
         chunk_tokens=ascending("chunk_tokens"),
         verify_tokens=ascending("verify_tokens"),
         cache_tokens=caches if shapes["cache_tokens"] else None,

@@ -8,8 +8,8 @@ processor, the integer processor continues with another.
 The best order is too expensive to compute. If the integer processor would wait, the float processor takes the
 ready subgraph that enables most work there (equation 5), and the other way round; else a processor takes the
 subgraph that has waited longest. (With equation 5 alone some chunks fall behind, and both processors end up
-waiting for them.) The runner on two real processors and the simulator both use this module. It has no clock:
-the caller reports what has finished.
+waiting for them; the order "equation-5" is the paper's, to compare with.) The runner on two real processors
+and the simulator both use this module. It has no clock: the caller reports what has finished.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from jaxllm.int8_prefill.stages import INTEGER_STAGES, Stage, stages_of
 
 Processor = Literal["integer", "float"]
 PROCESSORS: tuple[Processor, ...] = ("integer", "float")
-Order = Literal["in-order", "first-ready", "out-of-order"]
-ORDERS: tuple[Order, ...] = ("in-order", "first-ready", "out-of-order")
+Order = Literal["in-order", "first-ready", "equation-5", "out-of-order"]
+ORDERS: tuple[Order, ...] = ("in-order", "first-ready", "equation-5", "out-of-order")
 _OTHER: Mapping[Processor, Processor] = {"integer": "float", "float": "integer"}
 # Dependencies of stages within a layer; a layer without a shadow has a part of them.
 _NEEDS: Mapping[Stage, tuple[Stage, ...]] = {
@@ -146,9 +146,9 @@ class Dispatcher:
         Args:
           subgraphs: see `prompt_subgraphs`.
           times: of subgraphs, profiled; wrong times cost speed, never correctness.
-          order: "out-of-order" by equation 5 where a processor would wait; "first-ready" takes the subgraph
-            that has waited longest; "in-order" lets each processor run its subgraphs in the order of the list
-            alone.
+          order: "out-of-order" by equation 5 where a processor would wait; "equation-5" by that equation,
+            as the paper has it, always; "first-ready" takes the subgraph that has waited longest; "in-order"
+            lets each processor run its subgraphs in the order of the list alone.
         """
         if order not in ORDERS:
             raise ConfigError(f"subgraphs are run in one of {', '.join(ORDERS)}, got {order!r}")
@@ -191,6 +191,8 @@ class Dispatcher:
             if queue[-1] not in ready:
                 return None
             chosen = queue.pop()
+        elif self._order == "equation-5":
+            chosen = max(ready, key=self.literal_contribution)
         elif self._order == "first-ready" or self._ready[_OTHER[processor]]:
             # The other processor has work: take what has waited longest, so that no chunk falls far behind.
             chosen = ready[0]
@@ -208,9 +210,16 @@ class Dispatcher:
             if not self._missing[follower]:
                 self._ready[self.subgraphs[follower].processor].append(follower)
 
+    def literal_contribution(self, place: int) -> float:
+        """The contribution of a subgraph by equation 5 as the paper has it: time of all subgraphs that wait
+        for this one alone, negative if this one is on the integer processor."""
+        freed = [each for each in self._followers[place] if self._missing[each] == 1]
+        taken = sum(self._times[each] for each in freed)
+        return taken if self.subgraphs[place].processor == "float" else -taken
+
     def contribution(self, place: int) -> float:
-        """The contribution of a subgraph (equation 5): time of the subgraphs on the other processor that wait
-        for this one alone."""
+        """The contribution of a subgraph in the order "out-of-order": time of the subgraphs on the other
+        processor that wait for this one alone."""
         other = _OTHER[self.subgraphs[place].processor]
         return sum(
             self._times[follower]

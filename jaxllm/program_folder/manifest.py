@@ -4,7 +4,7 @@
     tokenizer.json     see `jaxllm.text.tokenizer.TokenizerFiles`
     weights.safetensors, *.jaxexport     or     *.tflite
 
-A signature names one program, an exported bucket: `prefill_16`, `decode`, `verify_8`; of a level
+A signature names one program, an exported bucket: `prefill_16`, `decode`, `block_8`, `verify_8`; of a level
 `level_30_decode`; over caches shorter than the context `cache_512_decode`. The manifest has all facts that a
 loop over programs needs, so that running them takes neither model code nor the bundle.
 """
@@ -28,7 +28,7 @@ from jaxllm.text.tokenizer import TokenizerFiles
 # "live" programs are in no folder: a process traces them for itself.
 ProgramFormat = Literal["stablehlo", "tflite", "iree", "live"]
 FORMATS: tuple[ProgramFormat, ...] = ("stablehlo", "tflite", "iree")
-Kind = Literal["prefill", "decode", "verify"]
+Kind = Literal["prefill", "decode", "block", "verify"]
 Precision = Literal["f32", "bf16", "int8", "w8a8"]
 CACHE_DTYPES = ("float32", "bfloat16")
 
@@ -46,8 +46,8 @@ class Signature:
     """One program.
 
     Attributes:
-      kind: prefill, decode or verify.
-      tokens: T, number of new tokens.
+      kind: prefill, decode, block (decodes several tokens) or verify.
+      tokens: T, number of new tokens; of a block, the most.
       level: the sub-model, in percent.
       cache_tokens: S, length of its caches; 0 for the whole context.
       file: name of its file.
@@ -81,6 +81,7 @@ def level_signatures(
     *,
     chunk_tokens: Sequence[int],
     verify_tokens: Sequence[int],
+    block_tokens: int = 0,
     cache_tokens: Sequence[int] = (),
     file: Callable[[str], str] = lambda _: "",
 ) -> list[Signature]:
@@ -89,6 +90,7 @@ def level_signatures(
     Args:
       level: in percent.
       chunk_tokens, verify_tokens: lengths of prefill chunks and sizes of trees.
+      block_tokens: most tokens that a program decodes; 0 for no program but that of one token.
       cache_tokens: lengths of caches besides the whole context; each gets the chunks and trees that fit.
       file: name of a program -> its file.
     """
@@ -97,6 +99,7 @@ def level_signatures(
         sizes: list[tuple[Kind, int]] = [
             *(("prefill", each) for each in chunk_tokens),
             ("decode", 1),
+            *([("block", block_tokens)] if block_tokens else []),
             *(("verify", each) for each in verify_tokens),
         ]
         for kind, tokens in sizes:
@@ -214,6 +217,10 @@ class Manifest:
     def verify_tokens(self, level: int, cache_tokens: int) -> tuple[int, ...]:
         """Tree sizes of a level over caches of a length, ascending."""
         return self._sizes("verify", level, cache_tokens)
+
+    def block_tokens(self, level: int, cache_tokens: int) -> int:
+        """Most tokens that a level decodes in one dispatch over caches of a length."""
+        return max(self._sizes("block", level, cache_tokens), default=1)
 
     def signature(self, kind: Kind, tokens: int, level: int, cache_tokens: int) -> Signature:
         """The signature of these values.

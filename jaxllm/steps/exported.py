@@ -8,7 +8,6 @@ any other number in `input_pos` after the prompt's end marks padding, which is n
 Shapes are static, layers are unrolled, and there are no loops.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -20,18 +19,11 @@ from jaxllm.kv.cache import KVCache
 from jaxllm.kv.positions import TokenPositions, TreePositions
 from jaxllm.models.decoder import forward_at, logits
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.program_folder.manifest import KEYS, LEFT, RIGHT, VALUES, Signature
+from jaxllm.program_folder.manifest import KEYS, LEFT, RIGHT, VALUES
 from jaxllm.quant import Adapted, Weight
 
 Arrays = Mapping[str, jax.Array]
 ParamsOf = Callable[[Mapping[str, Weight], ModelConfig], Params]
-
-
-def step_of(signature: Signature, cfg: ModelConfig, dtype: jnp.dtype) -> Callable[..., dict[str, jax.Array]]:
-    """The function `(weights, caches, tokens, input_pos[, mask])` of a signature, for a level's model."""
-    if signature.kind == "verify":
-        return functools.partial(run_tree, cfg=cfg, dtype=dtype)
-    return functools.partial(run_step, cfg=cfg, dtype=dtype, with_logits=signature.kind == "decode")
 
 
 def run_step(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS
 from jaxllm.program_folder.manifest import Manifest, Signature
 from jaxllm.program_folder.shapes import input_shapes
 
@@ -26,7 +27,7 @@ class Allowance:
 
     Attributes:
       inputs, outputs: arrays that it takes and gives, in the order of their names.
-      loops: whether it may loop, as over the experts of a mixture.
+      loops: whether it may loop, as over the experts of a mixture or the tokens of a block.
       operations: most operations, those of functions counted at each call.
       largest_elements: most elements of one array.
       work: most additions, multiplications and copies of elements, one round of each loop.
@@ -52,7 +53,10 @@ def results(signature: Signature, manifest: Manifest) -> dict[str, jax.ShapeDtyp
     dtype = jax.numpy.dtype(manifest.cache_dtype)
     caches = manifest.cache_shapes(signature.level, manifest.room(signature))
     found = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in caches.items()}
-    if signature.kind != "prefill":
+    if signature.kind == "block":
+        found[NEXT_TOKENS] = jax.ShapeDtypeStruct((1, signature.tokens), np.int32)
+        found[COUNT] = jax.ShapeDtypeStruct((1,), np.int32)
+    elif signature.kind != "prefill":
         vocab_size = manifest.levels[signature.level].cfg.vocab_size
         found["logits"] = jax.ShapeDtypeStruct((1, signature.tokens, vocab_size), np.float32)
     return found
@@ -69,7 +73,7 @@ def allowance(signature: Signature, manifest: Manifest, weights: Mapping[str, An
     return Allowance(
         inputs=inputs,
         outputs=outputs,
-        loops=cfg.experts > 0,
+        loops=cfg.experts > 0 or signature.kind == "block",
         operations=_OPERATIONS * (cfg.layers + 1),
         largest_elements=_SMALL + _LARGEST * max(sizes),
         work=_SMALL_WORK + _WORK * signature.tokens * sum(sizes),

@@ -110,7 +110,9 @@ class ProgramDrafter:
         wanted = self._runner.signatures
         if tokens is not None:
             wanted = self._runner.request_signatures(min(tokens, self._runner.options.context_tokens), 0)
-        self._runner.executor.prepare([each for each in wanted if each.kind != "verify"], progress)
+        self._runner.executor.prepare(
+            [each for each in wanted if each.kind in ("prefill", "decode")], progress
+        )
 
     def read(self, source: tuple[int, ...]) -> None:
         """Nothing: programs have no encoder."""

@@ -29,10 +29,13 @@ class Executor(Protocol):
       lock: taken by the caller: one call at a time.
       moves_rows: whether `keep` is implemented; else trees must be lines, whose accepted nodes are at their
         positions already.
+      stops_early: whether a block of tokens ends behind a stop token or its limit; else it takes as long as a
+        whole one.
     """
 
     lock: threading.RLock
     moves_rows: bool
+    stops_early: bool
 
     @property
     def manifest(self) -> Manifest:
@@ -82,6 +85,23 @@ class Executor(Protocol):
 
         Returns:
           Logits `[1, T, V]` float32, which NumPy can read, or None from a prefill; and the caches.
+        """
+        ...
+
+    def run_block(
+        self, signature: Signature, caches: Any, token: int, at: int, controls: Mapping[str, np.ndarray]
+    ) -> tuple[np.ndarray, Any]:
+        """Decodes several tokens in one step.
+
+        Args:
+          signature: of the program.
+          caches: donated; with room for `limit` tokens.
+          token: the last one, not yet in the caches.
+          at: its position.
+          controls: see `jaxllm.program_folder.controls`.
+
+        Returns:
+          The next tokens `[n]` int32, and the caches.
         """
         ...
 

@@ -2,8 +2,9 @@
 
 A folder of programs may come from anywhere, and a compiled program runs with this process's rights: a custom
 call reaches into the process, by the index of a callback or by an address. Programs of `jaxllm export` make
-no custom calls, have static shapes, and loop only over the experts of a mixture; all others are refused. To
-parse a program may take for ever or end the process, so `screening.py` has another process do it.
+no custom calls, have static shapes, and loop only over the experts of a mixture or the tokens of a block; all
+others are refused. To parse a program may take for ever or end the process, so `screening.py` has another
+process do it.
 """
 
 import functools
@@ -21,8 +22,8 @@ from serving.programs.allowance import Allowance
 # Pure functions of arrays. Left out are calls of anything outside of the program, communication, and dynamic
 # shapes.
 _PURE = (
-    "abs", "add", "and", "broadcast_in_dim", "case", "ceil", "clamp", "compare", "composite",
-    "concatenate", "constant", "convert", "cosine", "divide", "dot_general", "dynamic_slice",
+    "abs", "add", "and", "bitcast_convert", "broadcast_in_dim", "case", "ceil", "clamp", "compare",
+    "composite", "concatenate", "constant", "convert", "cosine", "divide", "dot_general", "dynamic_slice",
     "dynamic_update_slice", "exponential", "exponential_minus_one", "floor", "gather", "iota", "log",
     "log_plus_one", "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "pad", "power",
     "reduce", "reduce_window", "remainder", "reshape", "return", "reverse", "round_nearest_even", "rsqrt",

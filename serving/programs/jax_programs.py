@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS
 from jaxllm.program_folder.manifest import Manifest, Signature
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
@@ -35,7 +36,7 @@ class JaxPrograms:
       folder: keeps compiled buckets; None keeps none.
     """
 
-    moves_rows = True
+    moves_rows = stops_early = True
 
     def __init__(
         self,
@@ -116,6 +117,18 @@ class JaxPrograms:
         program = self._buckets.get(self._program_bucket(signature))
         out = program(self._weights[signature.level], caches, *inputs)
         return out.pop("logits", None), out
+
+    def run_block(
+        self, signature: Signature, caches: Caches, token: int, at: int, controls: Mapping[str, np.ndarray]
+    ) -> tuple[np.ndarray, Caches]:
+        """See `Executor`."""
+        if not self.is_ready(signature):
+            self.prepare([signature])
+        program = self._buckets.get(self._program_bucket(signature))
+        last, position = np.array([[token]], np.int32), np.array([at], np.int32)
+        out = program(self._weights[signature.level], caches, last, position, dict(controls))
+        tokens, count = np.asarray(out.pop(NEXT_TOKENS)), np.asarray(out.pop(COUNT))
+        return tokens[0, : count[0]], out
 
     def keep(self, signature: Signature, caches: Caches, at: int, path: np.ndarray) -> Caches:
         """See `Executor`."""

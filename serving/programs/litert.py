@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError, ProgramError, one_line
+from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS, PENALIZED, PENALTIES, control_shapes
 from jaxllm.program_folder.manifest import MANIFEST, Manifest, Signature
 from serving.host.machine import usable_cores
 from serving.host.progress import Progress
@@ -47,9 +48,10 @@ class LiteRtExecutor:
       threads: that compute.
       moves_rows: False, because Python can only read and write whole buffers, which takes longer than the
         accepted tokens of other branches save.
+      stops_early: False, because its programs have no loops.
     """
 
-    moves_rows = False
+    moves_rows = stops_early = False
 
     def __init__(
         self, manifest: Manifest, folder: Path, *, threads: int = 0, packed: PackedFolder | None = None
@@ -172,21 +174,41 @@ class LiteRtExecutor:
         inputs["input_pos"].write(input_pos)
         if mask is not None:
             inputs["mask"].write(mask)
-        try:
-            self._model.run_by_name(signature.name, {**inputs, **caches.filled}, {**outputs, **caches.spare})
-        except RuntimeError as error:
-            raise ProgramError(f"LiteRT cannot run {signature.name} ({one_line(error)})") from error
+        self._run(signature, {**inputs, **caches.filled}, {**outputs, **caches.spare})
         logits = None
         if _LOGITS in outputs:
             shape = (1, signature.tokens, self.manifest.levels[signature.level].cfg.vocab_size)
             logits = outputs[_LOGITS].read(int(np.prod(shape)), np.float32).reshape(shape)
         return logits, Buffers(caches.cache_tokens, caches.spare, caches.filled)
 
+    def run_block(
+        self, signature: Signature, caches: Buffers, token: int, at: int, controls: Mapping[str, np.ndarray]
+    ) -> tuple[np.ndarray, Buffers]:
+        """See `Executor`."""
+        inputs, outputs = self._inputs_and_outputs(signature)
+        inputs["tokens"].write(np.array([[token]], np.int32))
+        inputs["input_pos"].write(np.array([at], np.int32))
+        # Without penalties the program reads none of their large arrays.
+        skipped = () if controls["draw"][PENALIZED] else PENALTIES
+        for name, each in controls.items():
+            if name not in skipped:
+                inputs[name].write(each)
+        self._run(signature, {**inputs, **caches.filled}, {**outputs, **caches.spare})
+        count = outputs[COUNT].read(1, np.int32)[0]
+        tokens = outputs[NEXT_TOKENS].read(signature.tokens, np.int32)
+        return np.array(tokens[:count]), Buffers(caches.cache_tokens, caches.spare, caches.filled)
+
     def keep(self, signature: Signature, caches: Buffers, at: int, path: np.ndarray) -> Buffers:
         """Refuses (see `moves_rows`)."""
         raise ConfigError(
             f"LiteRT moves no rows, {path.tolist()} of {signature.name}: give it lines of tokens"
         )
+
+    def _run(self, signature: Signature, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+        try:
+            self._model.run_by_name(signature.name, inputs, outputs)
+        except RuntimeError as error:
+            raise ProgramError(f"LiteRT cannot run {signature.name} ({one_line(error)})") from error
 
     def _caches(self, level: int, cache_tokens: int) -> Buffers:
         """Uninitialized buffers for caches."""
@@ -200,10 +222,15 @@ class LiteRtExecutor:
         """The buffers of a signature by name, without its caches."""
         name = signature.name
         if name not in self._buffers:
-            wanted = ["tokens", "input_pos", *(["mask"] if signature.kind == "verify" else [])]
+            shapes = control_shapes(self.manifest.levels[signature.level].cfg.vocab_size)
+            more = {"verify": ["mask"], "block": list(shapes)}.get(signature.kind, [])
+            wanted = ["tokens", "input_pos", *more]
             inputs = {each: self._model.create_input_buffer_by_name(name, each) for each in wanted}
-            results = [] if signature.kind == "prefill" else [_LOGITS]
+            results = {"prefill": [], "block": [NEXT_TOKENS, COUNT]}.get(signature.kind, [_LOGITS])
             outputs = {each: self._model.create_output_buffer_by_name(name, each) for each in results}
+            if signature.kind == "block":
+                for each, (shape, dtype) in shapes.items():
+                    inputs[each].write(np.zeros(shape, dtype))
             self._buffers[name] = inputs, outputs
         return self._buffers[name]
 

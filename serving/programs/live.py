@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxllm.config import ModelConfig
 from jaxllm.models.parameters import Params
 from jaxllm.program_folder.manifest import Manifest, ProgramLevel, Signature, level_signatures
-from jaxllm.steps.exported import step_of
+from jaxllm.steps.exported_blocks import step_of
 from serving.programs.jax_programs import JaxPrograms
 
 
@@ -21,8 +21,10 @@ class LiveExecutor(JaxPrograms):
       cfgs: by level; 100 among them.
       context_tokens: of the longest caches.
       chunk_tokens, verify_tokens: lengths of prefill chunks and sizes of trees.
+      block_tokens: most tokens that a program decodes; 0 for one.
       cache_tokens: lengths of shorter caches.
-      dtype: of activations and caches.
+
+    Activations and caches are float32.
     """
 
     def __init__(
@@ -34,14 +36,18 @@ class LiveExecutor(JaxPrograms):
         context_tokens: int,
         chunk_tokens: Sequence[int],
         verify_tokens: Sequence[int] = (),
+        block_tokens: int = 0,
         cache_tokens: Sequence[int] = (),
-        dtype: str = "float32",
     ) -> None:
         signatures = tuple(
             signature
             for level in cfgs
             for signature in level_signatures(
-                level, chunk_tokens=chunk_tokens, verify_tokens=verify_tokens, cache_tokens=cache_tokens
+                level,
+                chunk_tokens=chunk_tokens,
+                verify_tokens=verify_tokens,
+                block_tokens=block_tokens,
+                cache_tokens=cache_tokens,
             )
         )
         manifest = Manifest(
@@ -49,8 +55,8 @@ class LiveExecutor(JaxPrograms):
             name=name,
             model="",
             context_tokens=context_tokens,
-            precision="f32" if dtype == "float32" else "bf16",
-            cache_dtype=dtype,
+            precision="f32",
+            cache_dtype="float32",
             platforms=(jax.default_backend(),),
             levels={level: ProgramLevel(cfg=cfg, weights={}) for level, cfg in cfgs.items()},
             signatures=signatures,
@@ -60,6 +66,6 @@ class LiveExecutor(JaxPrograms):
         weights = {level: dict(each) for level, each in params.items()}
 
         def step(signature: Signature) -> Callable[..., dict[str, jax.Array]]:
-            return step_of(signature, cfgs[signature.level], jnp.dtype(dtype))
+            return step_of(signature, cfgs[signature.level], jnp.dtype(jnp.float32))
 
         super().__init__(manifest, weights, step, lambda each: each.name, None)

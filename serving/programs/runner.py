@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.errors import ConfigError, ContextOverflow, ProgramError
+from jaxllm.program_folder.controls import controls
 from jaxllm.program_folder.manifest import Manifest, Signature
 from jaxllm.sampling_state import NO_TOKEN, SamplerState
 from jaxllm.speculative.token_tree import TokenTree
@@ -116,6 +117,11 @@ class ProgramRunner:
         return [
             *(self._program("prefill", each, cache) for each in chunks),
             self._program("decode", 1, cache),
+            *(
+                each
+                for each in self.signatures
+                if each.kind == "block" and self.executor.manifest.room(each) == cache
+            ),
             *(self._program("verify", each, cache) for each in trees if each <= cache),
         ]
 
@@ -193,10 +199,20 @@ class ProgramRunner:
         limit: int,
         cached: Sequence[int] = (),
     ) -> tuple[np.ndarray, int, ProgramCache, SamplerState]:
-        """See `Runner`; a step for each token, until a stop token."""
+        """See `Runner`; a dispatch for each block of tokens, or for each token where there is no program of
+        blocks, until a stop token."""
         stops, decoded = set(stop_ids.tolist()), [int(np.asarray(token)[0])]
+        block = self.executor.manifest.block_tokens(self.level, cache.capacity_tokens)
         while len(decoded) <= limit and (len(decoded) == 1 or decoded[-1] not in stops):
-            logits, cache = self.step(cache, decoded[-1], len(cached) + len(decoded) - 1)
+            at, left = len(cached) + len(decoded) - 1, limit + 1 - len(decoded)
+            if block > 1 and (self.executor.stops_early or 2 * left > block):
+                found, cache = self._block(
+                    cache, decoded[-1], at, controls(sampler, stop_ids, min(left, block))
+                )
+                sampler = sampler if _likeliest(sampler) else _after(sampler, found)
+                decoded += found.tolist()
+                continue
+            logits, cache = self.step(cache, decoded[-1], at)
             chosen, sampler = self.sample(logits, sampler)
             decoded.append(int(chosen[0]))
         rows = np.array([decoded[1:]], np.int32)
@@ -209,6 +225,26 @@ class ProgramRunner:
         logits, caches = self.executor.run(self._program("decode", 1, room), cache.caches, row, position)
         # Slicing a device's array would compile a computation.
         return np.asarray(logits)[0], ProgramCache(caches, room, at + 1)
+
+    def _block(
+        self, cache: ProgramCache, token: int, at: int, controls: Mapping[str, np.ndarray]
+    ) -> tuple[np.ndarray, ProgramCache]:
+        """Feeds a token at position `at`, and those that it draws behind it: the tokens drawn, and the
+        cache.
+
+        Raises:
+          ProgramError: the program gives no tokens, more than asked for, or others than the vocabulary's.
+        """
+        room = cache.capacity_tokens
+        program = self._program("block", self.executor.manifest.block_tokens(self.level, room), room)
+        tokens, caches = self.executor.run_block(program, cache.caches, token, at, controls)
+        most = int(controls["limit"][0])
+        if not 1 <= len(tokens) <= most or not NO_TOKEN <= tokens.min() <= tokens.max() < self.cfg.vocab_size:
+            raise ProgramError(
+                f"{program.name} gave {tokens.tolist()!s:.80}, not 1 to {most} tokens of "
+                f"{self.cfg.vocab_size}; export the model again"
+            )
+        return tokens, ProgramCache(caches, room, at + len(tokens))
 
     def expect(self, tokens: np.ndarray) -> None:
         """See `Runner`; does nothing, because all weights are in memory."""
@@ -236,10 +272,7 @@ class ProgramRunner:
         path = accepted_path(tree, chosen)[:limit]
         tokens = chosen[path]
         if not _likeliest(sampler):
-            counts = np.array(sampler.counts)
-            np.add.at(counts[0], tokens, 1)
-            drawn = np.int32(int(sampler.drawn) + len(tokens))
-            sampler = dataclasses.replace(sampler, counts=counts, drawn=drawn)  # pyright: ignore
+            sampler = _after(sampler, tokens)
         if path[-1] >= len(path):
             caches = self.executor.keep(signature, caches, at, path)
         return Verdict(tokens, path), ProgramCache(caches, room, at + len(path)), sampler
@@ -292,6 +325,14 @@ class ProgramRunner:
     def _chunks(self, tokens: int, room: int) -> list[int]:
         lengths = self.executor.manifest.chunk_tokens(self.level, room)
         return plan_chunks(tokens, lengths) if tokens > 0 else []
+
+
+def _after(sampler: SamplerState, tokens: np.ndarray) -> SamplerState:
+    """The state after some tokens `[n]` were drawn."""
+    counts = np.array(sampler.counts)
+    np.add.at(counts[0], tokens, 1)
+    drawn = np.int32(int(sampler.drawn) + len(tokens))
+    return dataclasses.replace(sampler, counts=counts, drawn=drawn)  # pyright: ignore[reportArgumentType]
 
 
 def _program(manifest: Manifest, level: int, kind: Any, tokens: int, room: int) -> Signature:

@@ -111,6 +111,11 @@ def test_what_a_subgraph_contributes():
     # The next product runs on the integer processor itself.
     assert dispatcher.contribution(place["finish0.0"]) == 0
     assert dispatcher.contribution(place["finish0.1"]) == 0
+    # As the paper has it: the sign tells the processor, and all that becomes ready counts.
+    assert dispatcher.literal_contribution(place["attend0.0"]) == 4
+    assert dispatcher.literal_contribution(place["project0.0"]) == -2
+    assert dispatcher.literal_contribution(place["project1.0"]) == 0
+    assert dispatcher.literal_contribution(place["finish0.0"]) == -1
 
 
 def test_little_memory_goes_to_the_heaviest():

@@ -9,7 +9,7 @@ from benchmarks.export.run import Plan, Subject
 from benchmarks.peers import SYSTEMS, Opening
 from benchmarks.peers.alternation import Result
 from benchmarks.peers.jaxllm_engine import BLOCKS
-from benchmarks.peers.programs import STEP
+from benchmarks.peers.programs import PROGRAM_BLOCKS
 from export.signatures import ExportPlan
 from export.stablehlo import export_stablehlo
 from export.subject import read_subject
@@ -40,7 +40,11 @@ def test_all_forms_of_a_model_answer_alike(bundle, tmp_path):
     forms = [opened("programs", tmp_path / "programs"), opened("live-steps", bundle, **chunks)]
     wanted = [engine.prefill(PROMPT, BLOCKS), *engine.decode(8, BLOCKS)]
     for form in forms:
-        assert [form.prefill(PROMPT, STEP), *form.decode(5, STEP), *form.decode(3, STEP)] == wanted
+        assert [
+            form.prefill(PROMPT, PROGRAM_BLOCKS),
+            *form.decode(5, PROGRAM_BLOCKS),
+            *form.decode(3, PROGRAM_BLOCKS),
+        ] == wanted
         assert form.facts().keys() == {"load_ms", "build_ms"}
     scores = [form.score(PROMPT[:-1], PROMPT[1:]) for form in forms]
     assert scores[0] == pytest.approx(scores[1], abs=1e-4)

@@ -1,0 +1,95 @@
+"""Says what the programs of each format hold: the one place where what a format lacks is named.
+
+Exporters ask `require_contents`; the guide of exports has `as_markdown()`.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from jaxllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from export.signatures import ExportPlan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a format holds besides prefill chunks and decode of one token.
+
+    Attributes:
+      blocks: whether it holds programs that decode several tokens.
+      block_tokens: of such a program that is made unasked; 0 for none.
+      verified: what its `verify` programs take when our loop runs them; empty for none.
+      levels: whether it holds sub-models.
+      short_caches: whether it holds programs over caches shorter than the context.
+      precisions: of weights.
+    """
+
+    blocks: bool = False
+    block_tokens: int = 0
+    verified: str = ""
+    levels: bool = True
+    short_caches: bool = True
+    precisions: tuple[str, ...]
+
+
+_TFLITE = Contents(blocks=True, verified="lines", precisions=("f32", "int8", "w8a8"))
+CONTENTS = {
+    "stablehlo": Contents(blocks=True, block_tokens=16, verified="trees", precisions=("f32", "bf16")),
+    "tflite": _TFLITE,
+    "device": _TFLITE,
+    "litertlm": Contents(levels=False, short_caches=False, precisions=_TFLITE.precisions),
+    "iree": Contents(verified="trees", precisions=("f32",)),
+}
+# What no format holds.
+_NEVER = ("context codecs", "the tiny LM", "adapters as inputs", "encoder-decoders")
+
+
+def require_contents(kind: str, plan: "ExportPlan", *, levels: bool) -> None:
+    """Checks that a format holds what a plan names.
+
+    Args:
+      kind: the format.
+      plan: as it was asked for.
+      levels: whether there are levels besides the whole model.
+
+    Raises:
+      ConfigError: it does not; the message names the options to leave out.
+    """
+    holds = CONTENTS[kind]
+    lacking = {
+        "--level": levels and not holds.levels,
+        "--verify-tokens": bool(plan.verify_tokens) and not holds.verified,
+        "--block-tokens": bool(plan.block_tokens) and not holds.blocks,
+        "--cache-tokens": bool(plan.cache_tokens) and not holds.short_caches,
+    }
+    options = [name for name, wrong in lacking.items() if wrong]
+    if options:
+        raise ConfigError(
+            f"the {kind} format holds no programs of {', '.join(options)}; leave {_them(options)} out, or "
+            "export as tflite"
+        )
+
+
+def as_markdown() -> str:
+    """Programs and formats, as Markdown."""
+    rows = {
+        "prefill of a chunk, decode of a token": ["yes" for _ in CONTENTS.values()],
+        "decode of several tokens, with sampling": [_yes(each.blocks) for each in CONTENTS.values()],
+        "verification of drafts": [each.verified or "no" for each in CONTENTS.values()],
+        "levels, with their recovery adapters": [_yes(each.levels) for each in CONTENTS.values()],
+        "short caches": [_yes(each.short_caches) for each in CONTENTS.values()],
+        ", ".join(_NEVER): ["no" for _ in CONTENTS.values()],
+        "`--precision`": [", ".join(each.precisions) for each in CONTENTS.values()],
+    }
+    head = ["", *(f"`{name}`" for name in CONTENTS)]
+    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _them(options: list[str]) -> str:
+    return "it" if len(options) == 1 else "them"
+
+
+def _yes(there: bool) -> str:
+    return "yes" if there else "no"

@@ -1,0 +1,115 @@
+"""Programs that decode several tokens in one dispatch say what programs of one token say, whatever the
+sampling, and compile nothing under a request."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from export.signatures import ExportPlan
+from jaxllm.errors import ConfigError, ProgramError
+from jaxllm.sampling_state import Sampling
+from jaxllm.text.tokenizer import Tokenizer
+from serving.engine import Engine
+from serving.programs.live import LiveExecutor
+from serving.programs.model import ProgramModel
+from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS
+from tests.tiny import tiny_params, tiny_tokenizer
+
+BLOCK = 4
+PLAN = ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS, cache_tokens=(), block_tokens=BLOCK)
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(temperature=1.3, top_k=5, seed=4),
+    Sampling(temperature=0.7, top_p=0.8, min_p=0.02, seed=5),
+    Sampling(temperature=1.0, repetition_penalty=1.3, presence_penalty=0.4, seed=6, logit_bias=((3, 4.0),)),
+    Sampling(repetition_penalty=1.5, frequency_penalty=0.2),
+)
+
+
+def said(engine):
+    """Answers of all samplings; and one that ends in the middle of a block."""
+    found = [
+        engine.generate(PROMPTS[1], dataclasses.replace(CONFIG, sampling=each)).tokens for each in SAMPLINGS
+    ]
+    # Its last block must not write behind the caches.
+    found.append(engine.generate(PROMPTS[4], dataclasses.replace(CONFIG, max_tokens=40)).tokens)
+    stop = dataclasses.replace(CONFIG, stop_token_ids=(found[0][6],))
+    return [*found, engine.generate(PROMPTS[1], stop).tokens]
+
+
+def live(block):
+    params = {name: jax.numpy.asarray(value) for name, value in tiny_params(CFG).items()}
+    executor = LiveExecutor(
+        "tiny", {100: params}, {100: CFG}, context_tokens=CONTEXT, chunk_tokens=CHUNKS, block_tokens=block
+    )
+    return Engine(ProgramModel(executor, Tokenizer(tiny_tokenizer())))
+
+
+@pytest.fixture(scope="module")
+def one_by_one():
+    return said(live(0))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = live(BLOCK)
+    engine.warm_up()
+    return engine
+
+
+@pytest.mark.parametrize("tokens", [[], [1, CFG.vocab_size], [-2], [1] * (BLOCK + 1)])
+def test_tokens_that_no_block_may_give(engine, monkeypatch, tokens):
+    def wrong(signature, caches, *_):
+        return np.array(tokens, np.int32), caches
+
+    monkeypatch.setattr(engine.model.executor, "run_block", wrong)
+    with pytest.raises(ProgramError, match="block_4 gave"):
+        engine.generate(PROMPTS[1], CONFIG)
+
+
+def test_a_loop_on_the_device(engine, one_by_one, compiles, monkeypatch):
+    dispatched = []
+    block = engine.model.executor.run_block
+
+    def counted(*arguments):
+        tokens, caches = block(*arguments)
+        dispatched.append(len(tokens))
+        return tokens, caches
+
+    monkeypatch.setattr(engine.model.executor, "run_block", counted)
+    # Neither is anything that other tests may have left.
+    jax.clear_caches()
+    with compiles() as count:
+        assert said(engine) == one_by_one
+    assert count() == 0
+    assert max(dispatched) == BLOCK
+    # The first token comes of the prompt, and all others of blocks.
+    assert sum(dispatched) == sum(map(len, one_by_one)) - len(one_by_one)
+
+
+def test_stablehlo(subject, one_by_one, tmp_path):
+    pytest.importorskip("flatbuffers")
+    from export.stablehlo import export_stablehlo
+
+    whole = dataclasses.replace(subject, levels={100: subject.levels[100]})
+    export_stablehlo(whole, tmp_path / "programs", PLAN, platforms=("cpu",))
+    assert said(Engine.open_program(tmp_path / "programs")) == one_by_one
+
+
+def test_tflite_without_loops(subject, one_by_one, tmp_path):
+    pytest.importorskip("litert_converter")
+    from export.tflite import export_tflite
+    from serving.device.opening import open_device
+
+    whole = dataclasses.replace(subject, levels={100: subject.levels[100]})
+    export_tflite(whole, tmp_path / "programs", PLAN)
+    assert said(open_device(tmp_path / "programs")) == one_by_one
+
+
+@pytest.mark.parametrize("block", [1, 65, -1])
+def test_blocks_that_cannot_be(block):
+    with pytest.raises(ConfigError, match="block_tokens must be 2 to 64"):
+        ExportPlan(block_tokens=block)

@@ -1,0 +1,77 @@
+"""Portable sampling chooses the tokens that `jaxllm.sampling` chooses, in a loop and without one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm import sampling
+from jaxllm.program_folder.controls import STOP_IDS, control_shapes, controls
+from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
+from jaxllm.steps import portable_sampling
+from jaxllm.steps.portable_sampling import by_loop, one_by_one
+from serving.text_stream import MAX_STOP_IDS
+
+VOCAB = 61
+STOPS = np.full(STOP_IDS, -1, np.int32)
+ROWS = np.random.default_rng(0).normal(size=(6, 1, VOCAB)).astype(np.float32) * 3
+# Ties at the threshold of every filter.
+ROWS[1, 0, :20] = 1.5
+CASES = [
+    Sampling(),
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.05, top_k=1),
+    Sampling(temperature=1.5, top_k=7, top_p=0.8, min_p=0.03),
+    Sampling(temperature=1.0, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3),
+    Sampling(repetition_penalty=3.0, logit_bias=((3, -np.inf), (5, 4.0))),
+]
+
+
+@pytest.fixture(scope="module")
+def chosen():
+    """The choices of both modules, compiled once for all options."""
+
+    def each(repeat):
+        def choose(row, given, done):
+            return portable_sampling.choose(row, given, given["counts"], done, repeat)
+
+        return jax.jit(choose)
+
+    return each(by_loop), each(one_by_one), jax.jit(sampling.choose)
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_the_same_tokens(chosen, options):
+    looped, unrolled, wanted = chosen
+    for index, row in enumerate(ROWS):
+        state = sampler_state(options, [1, 2, 3], VOCAB, 77 + (index << 40))
+        state.counts[0, :4] = 2
+        given, done = controls(state, STOPS, 1), jnp.int32(3)
+        later = wanted(row, dataclasses.replace(state, drawn=np.int32(3)))
+        assert looped(row, given, done) == unrolled(row, given, done) == later
+
+
+def test_logits_that_are_no_numbers_give_no_token(chosen):
+    looped, unrolled, _ = chosen
+    row = ROWS[0].copy()
+    row[0, 9] = np.nan
+    for options in (Sampling(), Sampling(temperature=1.0)):
+        given = controls(sampler_state(options, [], VOCAB, 1), STOPS, 1)
+        assert looped(row, given, jnp.int32(0)) == unrolled(row, given, jnp.int32(0)) == NO_TOKEN
+
+
+def test_noise_has_the_bits_of_jax():
+    seed = np.array([0xDEADBEEF, 7], np.uint32)
+    got = portable_sampling.gumbel_noise(jnp.asarray(seed.view(np.int32)), jnp.int32(5), VOCAB)
+    wanted = sampling.gumbel_noise(jnp.asarray(seed), jnp.int32(5), (VOCAB,))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_controls_have_their_shapes():
+    given = controls(sampler_state(Sampling(seed=3), [1], VOCAB, 3), STOPS, 4)
+    assert {name: (each.shape, each.dtype) for name, each in given.items()} == {
+        name: (shape, np.dtype(dtype)) for name, (shape, dtype) in control_shapes(VOCAB).items()
+    }
+    assert STOP_IDS == MAX_STOP_IDS
