@@ -18,7 +18,7 @@ from jaxllm.kernels import native
 from jaxllm.models.lora import Adapter, adapter_digest, padded
 from jaxllm.models.parameters import Params
 from jaxllm.quant import Weight
-from jaxllm.text.tokenizer import MAX_START_TOKENS
+from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 from serving.bundles import open_model
 from serving.host.forked import require_not_forked, watch_for_forks
 from serving.host.machine import give_back_memory

@@ -248,6 +248,7 @@ class _UntilUnsure:
         self.run_s = self.branch_s = self.step_s = 0.0
         self.steps = 0
         self.warm_up, self.step, self.follow = drafter.warm_up, drafter.step, drafter.follow
+        self.read = drafter.read
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; alpha, a bound for whole paths, is not used."""

@@ -1,5 +1,5 @@
-// Sixteen lanes in C++ with the vectors that GCC and Clang have for every processor: what no register holds, they
-// divide. Loops over arrays of sixteen compute the same, but take five times as long to compile.
+// Sixteen lanes in C++ with the vectors that GCC and Clang have for every processor: what no register holds,
+// they divide. Loops over arrays of sixteen compute the same, but take five times as long to compile.
 #pragma once
 #include <math.h>
 #include <stdint.h>
