@@ -53,6 +53,8 @@ def test_a_full_disk_answers_507_and_the_service_lives(served, http, monkeypatch
             for _ in range(4):
                 next(lines)
         idle(served)
+        # Its chunks are written by a thread, while the disk is full.
+        served.service.contexts.store.wait()
     late = said(http, name, "hi", 1)
     assert late.status_code == 507
     assert "could not be written" in late.text

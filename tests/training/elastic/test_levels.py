@@ -22,8 +22,6 @@ from training.loop.trainer import Trainer
 from training.lora.job import lora_job
 from training.lora.recipe import LoraRecipe
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 LADDER = Ladder(levels=(30, 60, 100), anchors=(1,))
 RECIPE = LoraRecipe(
     steps=3, batch=2, row_tokens=24, peak_learning_rate=1e-2, warmup_steps=0, lora=LoraConfig(rank=2),

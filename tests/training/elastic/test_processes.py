@@ -19,7 +19,7 @@ from training.loop.parallel import MeshShape, start_process_group
 from training.lora.recipe import LoraRecipe
 from training.lora.run import train_lora
 
-pytestmark = [pytest.mark.usefixtures("quick_compilations"), pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 SHORT = {"steps": 2, "warmup_steps": 0, "checkpoint_steps": 2, "log_steps": 2}
 TOGETHER = dataclasses.replace(RECIPE, **SHORT, recovery="joint", units="global", whole_kl_nats=1.0)

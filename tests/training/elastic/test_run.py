@@ -35,8 +35,6 @@ from training.elastic.run import elasticize
 from training.loop import losses
 from training.tiny_lm.recipe import TinyLmRun, load_tiny_lm_recipe
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 TOKENS = np.arange(40, dtype=np.int32).reshape(2, 20) * 6
 
 
