@@ -63,7 +63,7 @@ SECTIONS = {
         ),
         "export": (
             "export.commands.export:export_command",
-            "Export a model as programs that run without our model code.",
+            "Export a model as programs that run without our model code, or as a model for other engines.",
         ),
         "seq2seq": (
             "training.commands.seq2seq:seq2seq_command",

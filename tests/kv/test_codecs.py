@@ -157,7 +157,7 @@ def test_in_a_graph_or_out_of_it_bytes_are_the_same(name):
 
 
 def test_bad_input_is_told():
-    with pytest.raises(ConfigError, match="no codec 'zip'; there are channel, kivi, rotated"):
+    with pytest.raises(ConfigError, match="no codec 'zip'; there are channel, token, kivi, rotated"):
         find_codec("zip")
     with pytest.raises(ConfigError, match="got 3"):
         CODECS["kivi"].blob_bytes(SHAPE, 3)

@@ -53,8 +53,7 @@ def seq2seq_command(
     \b
     Example:
       jaxllm seq2seq --data DIR --run runs/translate
-      jaxllm seq2seq --recipe translate-draft --data DIR --run runs/draft \\
-        --tokenizer runs/translate/tokenizer.json --teacher runs/translate/hf
+      jaxllm seq2seq --recipe switch --data DIR --run runs/switch --tokenizer runs/translate/tokenizer.json
     """
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
     from training.loop.parallel import MeshShape

@@ -82,6 +82,7 @@ def test_every_option_says_what_it_does(path: tuple[str, ...], command: click.Co
 def test_values_are_those_of_the_modules_that_define_them() -> None:
     """Command modules write them out, since they import none of these."""
     from export.commands import export as export_options
+    from export.contents import CONTENTS
     from export.stablehlo import DTYPES, PLATFORMS
     from jaxllm.int8_prefill.recipe import MOST_LOSS
     from serving.commands import profile, trace
@@ -101,7 +102,7 @@ def test_values_are_those_of_the_modules_that_define_them() -> None:
     assert PrefillOptions().most_loss == options.MAX_PREFILL_LOSS
     assert (profile.REPEATS, trace.ANSWER_TOKENS) == (REPEATS, ANSWER_TOKENS)
     assert export_options.PLATFORMS == PLATFORMS
-    assert export_options.FORMATS["stablehlo"] == tuple(DTYPES)
+    assert CONTENTS["stablehlo"].precisions == tuple(DTYPES)
     assert export_options.CHUNK_TOKENS == CPU_CHUNK_TOKENS
     assert calibrate_prefill.MAX_LOSS == MOST_LOSS
     assert PrefillRecipe().tokens == calibrate_prefill.TOKENS
@@ -167,6 +168,7 @@ def test_completion(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         "int8-nested",
         "int4",
         "int4-all",
+        "int4-min",
     }
 
 

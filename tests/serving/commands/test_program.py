@@ -22,7 +22,7 @@ def program(home: Path) -> Path:
     arguments = [str(home / "tiny.jaxllm"), "-o", str(out), "--platform", "cpu"]
     arguments += ["--chunk-tokens", "16", "--verify-tokens", "4"]
     done = CliRunner().invoke(cli, ["export", *arguments], catch_exceptions=False)
-    assert done.output.startswith(f"{out}: 3 programs of tiny, ")
+    assert done.output.startswith(f"{out}: 4 programs of tiny, ")
     return out
 
 
