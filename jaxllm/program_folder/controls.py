@@ -1,5 +1,5 @@
-"""What a program that decodes several tokens takes besides the last token and its position: where to stop,
-and the sampler's options and state.
+"""Lists what a program that decodes several tokens takes besides the last token and its position: where to
+stop, and the sampler's options and state.
 
     limit        [1] int32       most tokens, at least 1
     stop_ids     [STOP_IDS] int32    tokens that end the answer, padded with -1

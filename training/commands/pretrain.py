@@ -18,8 +18,10 @@ from training.commands.shared_options import (
     run_option,
     set_devices,
     steps_option,
+    teacher_option,
     tensorboard_option,
     text_option,
+    tokenizer_option,
 )
 
 
@@ -44,18 +46,8 @@ from training.commands.shared_options import (
     metavar="FILE",
     help="A text file to report the final loss on, never trained on. Repeatable.",
 )
-@click.option(
-    "--tokenizer",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A tokenizer.json of another run, to share its tokens.  [default: train one]",
-)
-@click.option(
-    "--teacher",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="A Hugging Face folder of the same tokenizer to distil, for a recipe with a teacher_share.",
-)
+@tokenizer_option("another run")
+@teacher_option
 @steps_option("the run")
 @click.option(
     "--accumulate",

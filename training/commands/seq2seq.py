@@ -13,7 +13,9 @@ from training.commands.shared_options import (
     run_option,
     set_devices,
     steps_option,
+    teacher_option,
     tensorboard_option,
+    tokenizer_option,
 )
 
 
@@ -21,18 +23,8 @@ from training.commands.shared_options import (
 @run_option
 @recipe_option("translate")
 @data_option
-@click.option(
-    "--tokenizer",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A tokenizer.json of another such run, to share its tokens.  [default: train one]",
-)
-@click.option(
-    "--teacher",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="A Hugging Face folder of the same tokenizer to distil, for a recipe with a teacher_share.",
-)
+@tokenizer_option("another such run")
+@teacher_option
 @steps_option("the run")
 @tensorboard_option
 @device_options

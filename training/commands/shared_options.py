@@ -39,6 +39,12 @@ data_option = click.option(
 name_option = click.option(
     "--name", default="", metavar="NAME", help="The model's name, for people.  [default: the folder's own]"
 )
+teacher_option = click.option(
+    "--teacher",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A Hugging Face folder of the same tokenizer to distil, for a recipe with a teacher_share.",
+)
 tensorboard_option = click.option(
     "--tensorboard", is_flag=True, help="Write TensorBoard's events into RUN/tensorboard, too."
 )
@@ -98,6 +104,16 @@ def given_sources(texts: Sequence[Path], chats: Sequence[Path], skip_bad: bool) 
     plain = (Source(text=str(path.absolute())) for path in texts)
     talks = (Source(chat=str(path.absolute()), skip_bad=skip_bad) for path in chats)
     return (*plain, *talks)
+
+
+def tokenizer_option(of: str) -> Callable[[Command], Command]:
+    """--tokenizer: parameter `tokenizer`, None to train one."""
+    return click.option(
+        "--tokenizer",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help=f"A tokenizer.json of {of}, to share its tokens.  [default: train one]",
+    )
 
 
 def steps_option(of: str) -> Callable[[Command], Command]:

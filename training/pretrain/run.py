@@ -41,6 +41,7 @@ from training.loop.run_files import (
     write_json,
     write_text,
 )
+from training.loop.teachers import read_teacher
 from training.loop.trainer import Trainer
 from training.pretrain.job import Teacher, pretrain_job
 from training.pretrain.recipe import PretrainRecipe
@@ -96,7 +97,10 @@ def pretrain(
     first = jax.process_index() == 0
     console = (console or Console(stderr=True)) if first else Console(quiet=True)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
-    job = pretrain_job(recipe, _read_teacher(recipe, teacher))
+    taught = read_teacher(
+        teacher, Teacher.read, share=recipe.teacher_share, vocab_size=recipe.model.vocab_size
+    )
+    job = pretrain_job(recipe, taught)
     corpus = Corpus.open(_sources(recipe, texts.train), texts.data, recipe.held_out_share)
     splits = _prepare_run(recipe, corpus, run_dir, tokenizer) if first else None
     wait_for_first("tokens")
@@ -223,23 +227,6 @@ def _sources(recipe: PretrainRecipe, text_paths: Sequence[Path]) -> tuple[Source
     if recipe.sources and text_paths:
         raise ConfigError("this recipe names its own sources: give --data and no --text")
     return recipe.sources or tuple(Source(text=str(Path(path).absolute())) for path in text_paths)
-
-
-def _read_teacher(recipe: PretrainRecipe, folder: Path | None) -> Teacher | None:
-    if (folder is not None) != (recipe.teacher_share > 0):
-        raise ConfigError(
-            f"the recipe's teacher_share is {recipe.teacher_share}: "
-            + ("say with --teacher whom to learn from" if folder is None else "it takes no --teacher")
-        )
-    if folder is None:
-        return None
-    teacher = Teacher.read(folder)
-    if teacher.cfg.vocab_size != recipe.model.vocab_size:
-        raise ConfigError(
-            f"the teacher has {teacher.cfg.vocab_size} tokens, the recipe's model {recipe.model.vocab_size}; "
-            "train both with one tokenizer"
-        )
-    return teacher
 
 
 def _prepare_run(

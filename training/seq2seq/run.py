@@ -23,6 +23,7 @@ from training.loop.checkpoints import read_best
 from training.loop.fitting import fit
 from training.loop.parallel import MeshShape, make_mesh
 from training.loop.run_files import CHECKPOINTS, claimed, read_identity, write_json, write_text
+from training.loop.teachers import read_teacher
 from training.loop.trainer import Trainer
 from training.seq2seq.job import Seq2SeqTeacher, seq2seq_job
 from training.seq2seq.pairs import encoded_rows, pair_tokenizer, read_pairs
@@ -64,7 +65,10 @@ def train_seq2seq(
     if jax.process_count() > 1:
         raise ConfigError("encoder-decoders are trained by one process; start it without --coordinator")
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
-    job = seq2seq_job(recipe, _read_teacher(recipe, teacher))
+    taught = read_teacher(
+        teacher, Seq2SeqTeacher.read, share=recipe.teacher_share, vocab_size=recipe.cfg.vocab_size
+    )
+    job = seq2seq_job(recipe, taught)
     pairs = read_pairs(recipe.sources, data)
     taken, kept = pairs.split(recipe.held_out_share)
     with claimed(run_dir, recipe, pairs=pairs.digest()) as resuming:
@@ -140,23 +144,6 @@ def write_seq2seq(folder: Path, recipe: Seq2SeqRecipe, tokenizer: Tokenizer, par
     )
     # Not a key of transformers, but where its pipelines look for the prefix of a task.
     write_json(Path(folder) / "generation_config.json", {**ids, "prefix": f"{recipe.sources[0].prefix} "})
-
-
-def _read_teacher(recipe: Seq2SeqRecipe, folder: Path | None) -> Seq2SeqTeacher | None:
-    if (folder is not None) != (recipe.teacher_share > 0):
-        raise ConfigError(
-            f"the recipe's teacher_share is {recipe.teacher_share}: "
-            + ("say with --teacher whom to learn from" if folder is None else "it takes no --teacher")
-        )
-    if folder is None:
-        return None
-    teacher = Seq2SeqTeacher.read(folder)
-    if teacher.cfg.vocab_size != recipe.cfg.vocab_size:
-        raise ConfigError(
-            f"the teacher has {teacher.cfg.vocab_size} tokens, the recipe's model {recipe.cfg.vocab_size}; "
-            "train both with one tokenizer"
-        )
-    return teacher
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Which context is called next: laws of probabilities, and habits that are learned."""
+"""Predicting the context that is called next: laws of probabilities, and habits that are learned."""
 
 import math
 import random
