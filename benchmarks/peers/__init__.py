@@ -3,6 +3,7 @@
 A peer is one file here and one line below.
 """
 
+from benchmarks.peers.drafting import DraftedLlamaCpp, NestedEngine
 from benchmarks.peers.jaxllm_engine import JaxllmEngine
 from benchmarks.peers.llama import LlamaCpp
 from benchmarks.peers.peer import Opening, Peer, Progress, Session
@@ -12,6 +13,8 @@ from benchmarks.peers.torch_transformers import TorchTransformers
 OURS = JaxllmEngine()
 # Ours too, in other forms: `jaxllm bench export` measures them.
 FORMS: tuple[Peer, ...] = (Programs(), LiveSteps())
+# With drafts and all weights in memory: `jaxllm bench speculative` measures them.
+DRAFTED: tuple[Peer, ...] = (NestedEngine(), DraftedLlamaCpp())
 PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
@@ -19,6 +22,6 @@ PEERS: dict[str, Peer] = {
         TorchTransformers(),
     )
 }
-SYSTEMS: dict[str, Peer] = {OURS.name: OURS, **{each.name: each for each in FORMS}, **PEERS}
+SYSTEMS: dict[str, Peer] = {OURS.name: OURS, **{each.name: each for each in (*FORMS, *DRAFTED)}, **PEERS}
 
-__all__ = ["FORMS", "OURS", "PEERS", "SYSTEMS", "Opening", "Peer", "Progress", "Session"]
+__all__ = ["DRAFTED", "FORMS", "OURS", "PEERS", "SYSTEMS", "Opening", "Peer", "Progress", "Session"]

@@ -79,6 +79,12 @@ class Server:
         self.send({"progress": [stage, done, total]})
 
 
+def _passes(session: Session) -> int:
+    """Verifications of drafts so far; 0 where a session has none."""
+    told = getattr(session, "passes", None)
+    return told() if told is not None else 0
+
+
 def _kernel_ms(session: Session) -> float:
     """Time spent in native kernels so far; 0 where a session does not count it."""
     told = getattr(session, "kernel_ms", None)
@@ -86,7 +92,7 @@ def _kernel_ms(session: Session) -> float:
 
 
 def _timed_answer(session: Session, prompt: list[int], tokens: int, setting: str) -> dict[str, Any]:
-    kernels = [_kernel_ms(session)]
+    kernels, passes = [_kernel_ms(session)], _passes(session)
     began = time.perf_counter()
     first = session.prefill(prompt, setting)
     between = time.perf_counter()
@@ -99,6 +105,7 @@ def _timed_answer(session: Session, prompt: list[int], tokens: int, setting: str
         "decode_kernel_ms": kernels[2] - kernels[1],
         "prefill_ms": 1000 * (between - began),
         "decode_ms": 1000 * (ended - between),
+        "passes": _passes(session) - passes,
         "ids": [first, *rest],
     }
 

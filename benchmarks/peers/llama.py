@@ -105,40 +105,62 @@ class LlamaCppSession:
 
     def prefill(self, prompt: Sequence[int], setting: str) -> int:
         """See `Session.prefill`."""
-        self._current = self._contexts[setting]
-        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._current), True)
-        self._token = self._feed(prompt)
+        self.begin(setting)
+        self._token = int(self.feed(prompt).argmax())
         return self._token
 
     def decode(self, tokens: int, setting: str) -> list[int]:
         """See `Session.decode`."""
         ids = []
         for _ in range(tokens):
-            self._token = self._feed((self._token,))
+            self._token = int(self.feed((self._token,)).argmax())
             ids.append(self._token)
         return ids
 
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> Sequence[float]:
         """See `Session.score`."""
-        lib, context = self._lib, next(iter(self._contexts.values()))
-        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        self.begin(self.settings[0])
         scores: list[float] = []
         for start in range(0, len(tokens), _BATCH_TOKENS):
             chunk = tokens[start : start + _BATCH_TOKENS]
-            batch = lib.llama_batch_init(len(chunk), 0, 1)
-            for i, token in enumerate(chunk):
-                batch.token[i], batch.pos[i], batch.logits[i] = token, start + i, True
-                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-            batch.n_tokens = len(chunk)
-            code = lib.llama_decode(context, batch)
-            lib.llama_batch_free(batch)
-            self._check(code)
-            rows = np.ctypeslib.as_array(lib.llama_get_logits(context), (len(chunk), self._vocab))
-            rows = rows.astype(np.float64)
+            rows = self.feed_all(chunk, start).astype(np.float64)
             rows -= rows.max(-1, keepdims=True)
             rows -= np.log(np.exp(rows).sum(-1, keepdims=True))
             scores += rows[np.arange(len(chunk)), list(targets[start : start + len(chunk)])].tolist()
         return scores
+
+    def begin(self, setting: str) -> None:
+        """Begins with nothing, in the context of a setting."""
+        self._current = self._contexts[setting]
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._current), True)
+
+    def forget(self, seen: int) -> None:
+        """Forgets all tokens but the first `seen`."""
+        self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self._current), 0, seen, -1)
+
+    def feed(self, tokens: Sequence[int]) -> np.ndarray:
+        """Feeds tokens after those already seen: logits `[V]` of the next one, until the next call."""
+        lib = self._lib
+        for start in range(0, len(tokens), _BATCH_TOKENS):
+            chunk = tokens[start : start + _BATCH_TOKENS]
+            # The batch points into this array: it has to stay until the call has returned.
+            array = (lib.llama_token * len(chunk))(*chunk)
+            self._check(lib.llama_decode(self._current, lib.llama_batch_get_one(array, len(chunk))))
+        return np.ctypeslib.as_array(lib.llama_get_logits_ith(self._current, -1), (self._vocab,))
+
+    def feed_all(self, tokens: Sequence[int], seen: int) -> np.ndarray:
+        """Feeds at most a batch of tokens after the first `seen`: logits `[tokens, V]` of the token after
+        each, until the next call."""
+        lib = self._lib
+        batch = lib.llama_batch_init(len(tokens), 0, 1)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, seen + i, True
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        batch.n_tokens = len(tokens)
+        code = lib.llama_decode(self._current, batch)
+        lib.llama_batch_free(batch)
+        self._check(code)
+        return np.ctypeslib.as_array(lib.llama_get_logits(self._current), (len(tokens), self._vocab))
 
     def _context(self, tokens: int, threads: int, flash: int) -> Any:
         """A context; None where the model's shape does not allow the setting."""
@@ -148,17 +170,6 @@ class LlamaCppSession:
         how.flash_attn_type = flash
         how.no_perf = True
         return self._lib.llama_init_from_model(self._model, how)
-
-    def _feed(self, tokens: Sequence[int]) -> int:
-        """Feeds tokens after those already seen; the likeliest next one."""
-        lib = self._lib
-        for start in range(0, len(tokens), _BATCH_TOKENS):
-            chunk = tokens[start : start + _BATCH_TOKENS]
-            # The batch points into this array: it has to stay until the call has returned.
-            array = (lib.llama_token * len(chunk))(*chunk)
-            self._check(lib.llama_decode(self._current, lib.llama_batch_get_one(array, len(chunk))))
-        logits = lib.llama_get_logits_ith(self._current, -1)
-        return int(np.ctypeslib.as_array(logits, (self._vocab,)).argmax())
 
     def _check(self, code: int) -> None:
         if code:

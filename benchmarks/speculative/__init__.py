@@ -1,8 +1,9 @@
 """`jaxllm bench speculative`: a model larger than memory, with and without drafts (LLMCad, section 4).
 
 `systems` opens ours and the baselines, `tuning` tunes them, `shards` narrows the target for STI, `run` times
-answers, `answers` has their figures, `memory` measures a process in a budget, and `enlarged` makes a trained
-target as much larger than its draft as the papers' are.
+answers, `answers` has their figures, `memory` measures a process in a budget, `in_memory` times answers
+without one, beside llama.cpp's, and `enlarged` makes a trained target as much larger than its draft as the
+papers' are.
 """
 
 # That a run may be limited to: name -> what is measured, for the help text.
@@ -11,6 +12,8 @@ PARTS = {
     "ablations": "time per token without each technique",
     "unguessable": "time per token of answers that no draft can guess",
     "same-answers": "share of answers that equal the target's own",
+    "in-memory": "with --full or named: time per token with all weights in memory, drafted by their high "
+    "planes, beside llama.cpp with a draft and without",
 }
 
 # Sets of options of the token tree: name -> what is measured of it, for the help text.

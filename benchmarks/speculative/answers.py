@@ -13,6 +13,8 @@ from serving.request import GenerationConfig
 
 # Of one system, by task.
 Answers = dict[str, list[Answer]]
+# Of one system, for each task: milliseconds after the first token of each answer, and tokens after it.
+Spent = Sequence[tuple[Sequence[float], Sequence[int]]]
 _DRAWS = 2000
 
 
@@ -45,39 +47,37 @@ def ask(
     return found
 
 
-def token_ms(answers: Answers) -> float:
+def token_ms(spent: Spent) -> float:
     """Time per token after the first: over all answers of a task, then the mean over tasks.
 
     Raises:
       ConfigError: no answer has a second token.
     """
-    spent, tokens = _spent_and_tokens(answers)
-    means = [sum(a) / sum(b) for a, b in zip(spent, tokens, strict=True) if sum(b)]
+    means = [sum(times) / sum(tokens) for times, tokens in spent if sum(tokens)]
     if not means:
         raise ConfigError("no answer had more than one token; give more prompts, or let answers be longer")
     return float(np.mean(means))
 
 
-def ratio_interval(ours: Answers, theirs: Answers, *, seed: int = 0) -> tuple[float, float]:
+def ratio_interval(ours: Spent, theirs: Spent, *, seed: int = 0) -> tuple[float, float]:
     """The middle 95 % of how many times ours is as fast, over prompts of each task drawn with replacement,
     the same ones for both systems (paired bootstrap); with one prompt of each task it is a point.
 
     Args:
-      ours: answers.
-      theirs: of another system to the same prompts.
+      ours: of answers.
+      theirs: of another system's answers to the same prompts.
       seed: of the draws.
     """
     draw = np.random.default_rng(seed)
     sums = [np.zeros(_DRAWS), np.zeros(_DRAWS)]
-    figures = [_spent_and_tokens(each) for each in (ours, theirs)]
-    for task in range(len(ours)):
-        count = len(figures[0][0][task])
+    for pair in zip(ours, theirs, strict=True):
+        count = len(pair[0][0])
         if not count:
             continue
         drawn = draw.integers(0, count, (_DRAWS, count))
-        tokens = [np.asarray(of[1][task])[drawn].sum(1) for of in figures]
-        for place, (spent, _) in enumerate(figures):
-            per_token = np.asarray(spent[task])[drawn].sum(1) / np.maximum(tokens[place], 1)
+        tokens = [np.asarray(each)[drawn].sum(1) for _, each in pair]
+        for place, (times, _) in enumerate(pair):
+            per_token = np.asarray(times)[drawn].sum(1) / np.maximum(tokens[place], 1)
             # A task of which a draw has no token on either side counts for neither.
             sums[place] += np.where((tokens[0] > 0) & (tokens[1] > 0), per_token, 0.0)
     low, high = np.percentile(sums[1] / np.maximum(sums[0], 1e-9), (2.5, 97.5))
@@ -111,7 +111,9 @@ def mean_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, flo
     return float(low), float(high)
 
 
-def _spent_and_tokens(answers: Answers) -> tuple[list[list[float]], list[list[int]]]:
-    """Milliseconds after the first token and tokens after it, of each answer of each task."""
-    spent = [[one.timings.total_ms - one.timings.ttft_ms for one in each] for each in answers.values()]
-    return spent, [[len(one.tokens) - 1 for one in each] for each in answers.values()]
+def spent(answers: Answers) -> Spent:
+    """What the answers of each task took."""
+    return [
+        ([one.timings.total_ms - one.timings.ttft_ms for one in each], [len(one.tokens) - 1 for one in each])
+        for each in answers.values()
+    ]

@@ -9,10 +9,12 @@ from benchmarks.measuring.report import Row, compared
 from benchmarks.measuring.storage import Device
 from benchmarks.speculative.answers import (
     Answers,
+    Spent,
     agreement,
     mean_interval,
     ratio_interval,
     rouge_l,
+    spent,
     token_ms,
 )
 from benchmarks.speculative.systems import BLD, OURS, PUBLISHED, STDPL, STI
@@ -29,12 +31,12 @@ def time_rows(case: str, answers: Mapping[str, Answers], notes: Mapping[str, str
     without = {name for name in answers if name.startswith(f"{PUBLISHED}-")}
     rows = []
     for task in (*next(iter(answers.values())), ALL):
-        found = {name: each if task == ALL else {task: each[task]} for name, each in answers.items()}
+        found = {name: spent(each if task == ALL else {task: each[task]}) for name, each in answers.items()}
         label = f"{case}: {task}"
         noted = notes if task == ALL else {}
-        rows += _compared(OURS, {name: found[name] for name in found if name not in without}, label, noted)
+        rows += spent_rows(OURS, {name: found[name] for name in found if name not in without}, label, noted)
         if without:
-            rows += _compared(PUBLISHED, {name: found[name] for name in (PUBLISHED, *without)}, label, noted)
+            rows += spent_rows(PUBLISHED, {name: found[name] for name in (PUBLISHED, *without)}, label, noted)
     return rows
 
 
@@ -93,20 +95,32 @@ def notes_of(engines: Mapping[str, Engine], device: Device, how: Mapping[str, st
     return notes
 
 
-def _compared(ours: str, answers: Mapping[str, Answers], case: str, notes: Mapping[str, str]) -> list[Row]:
-    """Rows of one case; with notes, the interval of each ratio in it, where tasks have several prompts."""
-    times = {name: token_ms(each) for name, each in answers.items()}
+def spent_rows(ours: str, times: Mapping[str, Spent], case: str, notes: Mapping[str, str]) -> list[Row]:
+    """Rows of one case; with notes, the interval of each ratio in it, where tasks have several prompts.
+
+    Args:
+      ours: the system that the others stand beside.
+      times: of every system.
+      case: of the rows.
+      notes: how each system ran.
+    """
     rows = compared(
-        times, ours=ours, case=case, metric="tpot_ms", unit="ms", notes=notes, lower_is_better=True
+        {name: token_ms(each) for name, each in times.items()},
+        ours=ours,
+        case=case,
+        metric="tpot_ms",
+        unit="ms",
+        notes=notes,
+        lower_is_better=True,
     )
-    counts = [len(each) for each in answers[ours].values()]
+    counts = [len(answers) for answers, _ in times[ours]]
     if not notes or max(counts) < 2:
         return rows
 
     def with_interval(row: Row) -> Row:
         if row.baseline is None:
             return row
-        low, high = ratio_interval(answers[ours], answers[row.baseline])
+        low, high = ratio_interval(times[ours], times[row.baseline])
         said = f"paired 95 % in [{low:.2f}x, {high:.2f}x] of {sum(counts)} prompts"
         return dataclasses.replace(row, note="; ".join(filter(None, (said, row.note))))
 

@@ -1,6 +1,7 @@
 """Times every system's answers, and compares ours with the target's own."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
@@ -9,7 +10,8 @@ from benchmarks.measuring.report import Row, compared
 from benchmarks.measuring.storage import PHONES, Device, named_devices
 from benchmarks.models.checkpoint import Checkpoint
 from benchmarks.speculative import PARTS, PRESETS
-from benchmarks.speculative.answers import ask, token_ms
+from benchmarks.speculative.answers import ask, spent, token_ms
+from benchmarks.speculative.in_memory import in_memory_rows
 from benchmarks.speculative.prompts import TASKS, read_prompts
 from benchmarks.speculative.rows import draft_rows, notes_of, quality_rows, time_rows
 from benchmarks.speculative.shards import narrow_bundles
@@ -112,33 +114,61 @@ def run(
     with open_model(subject.model) as bundle:
         weight_bytes, tokenizer = bundle.weight_bytes, open_tokenizer(bundle.tokenizer_files())
     prompts = Prompts.read(subject, plan, tokenizer)
+    if "in-memory" in plan.parts:
+        rows += in_memory_rows(
+            subject.model,
+            prompts.timed,
+            prompts.tried,
+            tokens=plan.tokens - 1,
+            context_tokens=plan.context_tokens,
+            progress=progress or (lambda *_: None),
+            tell=tell,
+        )
+    if {*plan.parts} - {"in-memory"}:
+        rows += _budget_rows(subject, plan, prompts, weight_bytes, progress, tell)
+    return rows
+
+
+def _budget_rows(
+    subject: Subject,
+    plan: Plan,
+    prompts: "Prompts",
+    weight_bytes: int,
+    progress: Progress | None,
+    tell: Callable[[str], None],
+) -> list[Row]:
+    """Rows of every storage and budget.
+
+    Raises:
+      ConfigError: no budget is large enough.
+    """
+    rows: list[Row] = []
     narrow: Mapping[float, Path] = {}
     if "systems" in plan.parts and plan.judged:
         texts = [each for all_ in prompts.tried.values() for each in all_]
         # Without tuning the middle is taken.
         bits = NARROW_BITS if texts else NARROW_BITS[len(NARROW_BITS) // 2 :][:1]
         narrow = narrow_bundles(subject.model, bits, texts, progress)
-    for device in plan.devices:
-        for share in plan.shares:
-            setting = Setting(
-                model=subject.model,
-                draft=subject.draft,
-                narrow=narrow,
-                weights_bytes=int(share * weight_bytes),
-                context_tokens=plan.context_tokens,
-                storage=device.storage,
-            )
-            case = f"{device.name}, {share:.0%} of the model in memory"
-            try:
-                found = _Systems(setting, device, prompts, plan, progress)
-            except BudgetExceeded as error:
-                tell(f"without {case}: {error}")
-                continue
-            rows += found.rows(case, twice=Checkpoint.find(subject.model).quantized)
-            # What answers say depends neither on storage nor on memory.
-            if "same-answers" in plan.parts and not any(row.metric == "agreement" for row in rows):
-                rows += _same_rows(found.engines[OURS], subject, plan, progress)
-            found.close()
+    for device, share in itertools.product(plan.devices, plan.shares):
+        setting = Setting(
+            model=subject.model,
+            draft=subject.draft,
+            narrow=narrow,
+            weights_bytes=int(share * weight_bytes),
+            context_tokens=plan.context_tokens,
+            storage=device.storage,
+        )
+        case = f"{device.name}, {share:.0%} of the model in memory"
+        try:
+            found = _Systems(setting, device, prompts, plan, progress)
+        except BudgetExceeded as error:
+            tell(f"without {case}: {error}")
+            continue
+        rows += found.rows(case, twice=Checkpoint.find(subject.model).quantized)
+        # What answers say depends neither on storage nor on memory.
+        if "same-answers" in plan.parts and not any(row.metric == "agreement" for row in rows):
+            rows += _same_rows(found.engines[OURS], subject, plan, progress)
+        found.close()
     if not rows:
         raise ConfigError(
             "no budget holds a draft and two layers; give a larger --budget, or --enlarge the model"
@@ -255,7 +285,7 @@ class _Systems:
         answers = ask(chosen, self._prompts.timed, config, "Measuring unguessable answers", self._progress)
         if STDPL not in self.engines:
             chosen[STDPL].close()
-        times = {name: token_ms(found) for name, found in answers.items()}
+        times = {name: token_ms(spent(found)) for name, found in answers.items()}
         case = f"{case}: unguessable"
         return compared(times, ours=OURS, case=case, metric="tpot_ms", unit="ms", lower_is_better=True)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.speculative.answers import ask, rouge_l, token_ms
+from benchmarks.speculative.answers import ask, rouge_l, spent, token_ms
 from benchmarks.speculative.systems import STDPL, Opener, Setting
 from serving.engine import Engine
 from serving.host.progress import Progress
@@ -56,7 +56,7 @@ def tuned(
     engines = {label: opened(setting) for label, opened in candidates.items()}
     asked = {STDPL: target, **engines}
     answers = ask(asked, prompts, config, f"Tuning {name}", progress)
-    times = {label: token_ms(answers[label]) for label in engines}
+    times = {label: token_ms(spent(answers[label])) for label in engines}
     quality = {label: float(np.mean(rouge_l(answers[label], answers[STDPL]))) for label in engines}
     best = fastest(times, quality)
     for label, engine in engines.items():

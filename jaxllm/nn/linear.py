@@ -39,6 +39,7 @@ from jaxllm.kernels import converted, native, native_products, stepwise
 from jaxllm.kernels.native_operands import Adaptable
 from jaxllm.kernels.platforms import natively, on_platform
 from jaxllm.kernels.used_units import UsedUnits, only_of_rows
+from jaxllm.nn.dense_products import dense_product
 from jaxllm.nn.layers import activate
 from jaxllm.nn.norms import Norm, by_sequence, normalize
 from jaxllm.quant import (
@@ -330,8 +331,7 @@ def _to_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None = N
         rows = stepwise.rounded(rows, step)
 
     def whole(rows: jax.Array, weight: Weight) -> jax.Array:
-        dense = dequantize(weight, rows.dtype).reshape(-1, width)
-        return jax.lax.dot_general(rows, dense, (((1,), (1,)), ((), ())))
+        return dense_product(rows, dequantize(weight, rows.dtype).reshape(-1, width), 1)
 
     def by_blocks(rows: jax.Array, weight: Weight) -> jax.Array:
         return converted.rows_product(rows, _flat(weight))
@@ -359,8 +359,7 @@ def _from_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None =
         rows = stepwise.rounded(rows, step)
 
     def whole(rows: jax.Array, weight: Weight) -> jax.Array:
-        dense = dequantize(weight, rows.dtype).reshape(-1, width)
-        return jax.lax.dot_general(rows, dense, (((1,), (0,)), ((), ())))
+        return dense_product(rows, dequantize(weight, rows.dtype).reshape(-1, width), 0)
 
     def by_blocks(rows: jax.Array, weight: Weight) -> jax.Array:
         if isinstance(weight, QArray) and weight.ndim == 3:

@@ -81,7 +81,8 @@ def dropout(key: jax.Array, share: float) -> Drop:
         words = jax.random.bits(jax.random.fold_in(own, place), (*x.shape[:-1], -(-x.shape[-1] // 4)))
         drawn = (words[..., None] >> shifts) & np.uint32(255)
         kept = drawn.reshape(*words.shape[:-1], -1)[..., : x.shape[-1]] >= np.uint32(lost)
-        return x * jnp.where(kept, factor, np.float32(0)).astype(x.dtype)
+        # In float32: in bfloat16 XLA's CPU backend draws the bits again for the gradient.
+        return (x.astype(jnp.float32) * jnp.where(kept, factor, np.float32(0))).astype(x.dtype)
 
     return drop if lost else no_drop
 

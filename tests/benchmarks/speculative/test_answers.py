@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.speculative import tuning
-from benchmarks.speculative.answers import agreement, mean_interval, ratio_interval, rouge_l, token_ms
+from benchmarks.speculative.answers import agreement, mean_interval, ratio_interval, rouge_l, spent, token_ms
 from benchmarks.speculative.rows import quality_rows, time_rows
 from benchmarks.speculative.tuning import fastest, tuned
 from jaxllm.errors import ConfigError
@@ -27,9 +27,9 @@ def test_tasks_count_alike_however_long_their_answers_are():
         "long": [said([1] * 11, 5.0, 105.0), said([1] * 11, 5.0, 25.0)],
         "short": [said([1, 2], 5.0, 7.0), said([1], 5.0, 5.0)],
     }
-    assert token_ms(answers) == pytest.approx(((100 + 20) / 20 + 2) / 2)
+    assert token_ms(spent(answers)) == pytest.approx(((100 + 20) / 20 + 2) / 2)
     with pytest.raises(ConfigError, match="no answer had more than one token"):
-        token_ms({"none": [said([1], 5.0, 5.0)]})
+        token_ms(spent({"none": [said([1], 5.0, 5.0)]}))
 
 
 def test_agreement_is_of_tokens_at_their_places():
@@ -38,14 +38,16 @@ def test_agreement_is_of_tokens_at_their_places():
 
 
 def test_intervals_are_paired():
+    def interval(ours, theirs):
+        return ratio_interval(spent(ours), spent(theirs))
+
     # Prompts differ much, the systems by the same factor at each: the interval is a point.
-    assert ratio_interval(took(10, 100, 1000), took(20, 200, 2000)) == pytest.approx((2, 2))
+    assert interval(took(10, 100, 1000), took(20, 200, 2000)) == pytest.approx((2, 2))
     # One of two prompts is 1, the other 3 times as fast, and as long in ours: draws are 1, 2 and 3.
-    assert ratio_interval(took(10, 10), took(10, 30)) == pytest.approx((1, 3))
+    assert interval(took(10, 10), took(10, 30)) == pytest.approx((1, 3))
     both = {**took(10), "b": took(10)["a"], "none": [said([1], 5.0, 5.0)]}
-    assert ratio_interval(both, {**took(30), "b": took(10)["a"], "none": both["none"]}) == pytest.approx(
-        (2, 2)
-    )
+    other = {**took(30), "b": took(10)["a"], "none": both["none"]}
+    assert interval(both, other) == pytest.approx((2, 2))
     assert mean_interval([0.5, 0.5]) == (0.5, 0.5)
     low, high = mean_interval([0.0, 1.0] * 50)
     assert low == pytest.approx(0.4, abs=0.02)

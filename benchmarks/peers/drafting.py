@@ -1,0 +1,179 @@
+"""Runs models in memory with drafts: ours by their own high planes, llama.cpp by a second file of 4 bits.
+
+llama.cpp drafts as its own tools do (`common/speculative.cpp`): a line of the draft's likeliest tokens, until
+one has a probability below 0.75, of at most 16 tokens by default; then one batch of the target verifies the
+line. Here the loop is in Python around its low-level binding, and 4 and 8 tokens are tried too. Both are
+greedy, so that answers are those of the model alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.gguf_cache import gguf_of
+from benchmarks.peers.jaxllm_engine import Ours
+from benchmarks.peers.llama import FORMATS, LlamaCpp, LlamaCppSession
+from benchmarks.peers.peer import Opening, Progress, Session
+from jaxllm.config import ModelConfig
+
+_DRAFT_FORMAT = "Q4_0"
+# The most tokens of a line, and the least probability of one that others follow.
+_LINES, _LEAST = (16, 8, 4), 0.75
+# Of the likeliest tokens, among which probabilities are shared out.
+_TOP = 10
+
+
+class NestedEngine(Ours):
+    """Our engine on `int8-nested` weights, whose high planes draft."""
+
+    name = "jaxllm, nested"
+
+    def systems(self, weights: str) -> Mapping[str, str]:
+        """One system, at the width that is asked for."""
+        return {self.name: weights}
+
+    def open(self, opening: Opening, progress: Progress) -> Session:
+        """Opens the engine and its drafter, and compiles all buckets."""
+        return NestedSession(opening, progress)
+
+
+class NestedSession:
+    """An engine that drafts by itself. Its `options` name `answer_tokens`, of every answer."""
+
+    settings = ("drafts of high planes",)
+
+    def __init__(self, opening: Opening, progress: Progress) -> None:
+        from serving.engine import Engine
+        from serving.options import EngineOptions
+        from serving.speculation.options import SpeculationOptions
+
+        self._answer_tokens = int(opening.options["answer_tokens"])
+        self._engine = Engine.open(
+            opening.model,
+            weights="int8-nested",
+            options=EngineOptions(context_tokens=opening.context_tokens),
+            speculation=SpeculationOptions(drafter="nested"),
+            progress=progress,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """The size of the weights."""
+        return {"weight_bytes": self._engine.model.bundle.weight_bytes}
+
+    def passes(self) -> int:
+        """Verifications so far, and tokens that were decoded without one."""
+        assert self._engine.speculation is not None
+        counts = self._engine.speculation.counts
+        return counts.verifications + counts.plain_tokens
+
+    def prefill(self, prompt: Sequence[int], setting: str) -> int:
+        """See `Session.prefill`."""
+        from serving.request import GenerationConfig
+
+        config = GenerationConfig(max_tokens=self._answer_tokens, ignore_eos=True)
+        self._answer = self._engine.stream(list(prompt), config)
+        self._pieces = iter(self._answer)
+        self._read(1)
+        return self._answer.tokens[0]
+
+    def decode(self, tokens: int, setting: str) -> list[int]:
+        """See `Session.decode`."""
+        self._read(1 + tokens)
+        return self._answer.tokens[1 : 1 + tokens]
+
+    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> Sequence[float]:
+        """Not needed: the weights are those of our engine without drafts."""
+        raise NotImplementedError
+
+    def _read(self, count: int) -> None:
+        while len(self._answer.tokens) < count and next(self._pieces, None) is not None:
+            pass
+
+
+class DraftedLlamaCpp(LlamaCpp):
+    """llama.cpp with a draft: the same model at 4 bits."""
+
+    name = "llama.cpp, drafted"
+
+    def systems(self, weights: str) -> Mapping[str, str]:
+        """One system, at the format of the same width."""
+        return {self.name: FORMATS[weights]}
+
+    def open(self, opening: Opening, progress: Progress) -> Session:
+        """Writes and quantizes both files unless that has been done, and loads them."""
+        target, draft = (
+            gguf_of(opening.model, each, threads=opening.threads, progress=progress)
+            for each in (opening.format, _DRAFT_FORMAT)
+        )
+        return DraftedLlamaSession(target, draft, opening)
+
+
+class DraftedLlamaSession(LlamaCppSession):
+    """A target and its draft, each with a context for each setting."""
+
+    def __init__(self, path: Path, draft: Path, opening: Opening) -> None:
+        super().__init__(path, opening)
+        self._draft = LlamaCppSession(draft, opening)
+        self._kinds = {
+            f"{setting}, lines of {most}": (setting, most)
+            for setting in self.settings
+            for most in _LINES
+            if setting in self._draft.settings
+        }
+        self.settings = tuple(self._kinds)
+        self._passes = 0
+
+    def passes(self) -> int:
+        """Verifications so far."""
+        return self._passes
+
+    def prefill(self, prompt: Sequence[int], setting: str) -> int:
+        """See `Session.prefill`."""
+        kind, self._most = self._kinds[setting]
+        self._seen, self._drafted = list(prompt), len(prompt)
+        self._draft.begin(kind)
+        self._draft.feed(prompt)
+        return super().prefill(prompt, kind)
+
+    def decode(self, tokens: int, setting: str) -> list[int]:
+        """See `Session.decode`."""
+        ids: list[int] = []
+        while len(ids) < tokens:
+            line = self._line(min(self._most, tokens - len(ids) - 1))
+            picked = self.feed_all([self._token, *line], len(self._seen)).argmax(-1)
+            self._passes += 1
+            right = next((i for i, token in enumerate(line) if token != picked[i]), len(line))
+            self._seen += [self._token, *line[:right]]
+            self._token = int(picked[right])
+            self.forget(len(self._seen))
+            # The draft has not been fed the line's last token.
+            self._drafted = min(self._drafted, len(self._seen))
+            self._draft.forget(self._drafted)
+            ids += [*line[:right], self._token]
+        return ids
+
+    def _line(self, most: int) -> list[int]:
+        """What the draft finds likeliest after the last token."""
+        line: list[int] = []
+        if most <= 0:
+            return line
+        pending = [*self._seen[self._drafted :], self._token]
+        self._drafted = len(self._seen) + 1
+        while len(line) < most:
+            logits = self._draft.feed(pending)
+            top = np.partition(logits, -_TOP)[-_TOP:]
+            line.append(int(logits.argmax()))
+            if 1 / np.exp(top - top.max()).sum() < _LEAST or len(line) == most:
+                break
+            pending = line[-1:]
+            self._drafted += 1
+        return line
+
+
+def missing_drafts(cfg: ModelConfig) -> str | None:
+    """The reason why llama.cpp cannot be measured on a model; None when it can."""
+    peer = DraftedLlamaCpp()
+    missing = peer.missing()
+    return f"{missing} is not installed: pip install 'jaxllm[peers]'" if missing else peer.refusal(cfg)
