@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.bundle.calibrated import read_calibration
 from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
-from jaxllm.errors import BundleError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.kv.calibration import PARTS, Candidate, ContextCalibration
 from jaxllm.kv.codecs import WIDTHS, find_codec
 
@@ -38,16 +39,7 @@ def read_contexts(bundle: Bundle) -> ContextCalibration | None:
     Raises:
       BundleError: the calibration is corrupt, malformed, or belongs to another model.
     """
-    part = bundle.load_part(_PART)
-    if part is None:
-        return None
-    try:
-        return _checked(bundle, part)
-    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
-        raise BundleError(
-            f"{bundle.path}: its calibration of contexts is malformed ({error!s:.300}); make it again with "
-            "`jaxllm calibrate-contexts`"
-        ) from error
+    return read_calibration(bundle, _PART, "contexts", _checked)
 
 
 def _checked(bundle: Bundle, part: Part) -> ContextCalibration:

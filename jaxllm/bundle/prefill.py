@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.bundle.calibrated import read_calibration
 from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
-from jaxllm.errors import BundleError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import PrefillCalibration
 from jaxllm.int8_prefill.products import PRODUCTS, product_sizes
 
@@ -59,16 +60,7 @@ def read_prefill(bundle: Bundle) -> PrefillCalibration | None:
     Raises:
       BundleError: the calibration is corrupt, malformed, or belongs to another model.
     """
-    part = bundle.load_part(_PART)
-    if part is None:
-        return None
-    try:
-        return _checked(bundle, part)
-    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
-        raise BundleError(
-            f"{bundle.path}: its calibration of integer prefill is malformed ({error!s:.300}); make it again "
-            "with `jaxllm calibrate-prefill`"
-        ) from error
+    return read_calibration(bundle, _PART, "integer prefill", _checked)
 
 
 def _checked(bundle: Bundle, part: Part) -> PrefillCalibration:

@@ -1,4 +1,4 @@
-"""What a device opens, and what it refuses."""
+"""Opens a device's folder, and refuses what it cannot run."""
 
 import dataclasses
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""What the live service and a device share is imported where JAX is not installed."""
+"""Imports what the live service and a device share where JAX is not installed."""
 
 import subprocess
 import sys
