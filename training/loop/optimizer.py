@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import optax
 import optax.contrib
 
@@ -39,6 +40,8 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
             weight_decay_mask=decays,
             muon_weight_dimension_numbers=matrices,
         )
+        if settings.precision == "bfloat16":
+            inner = _in_bfloat16(inner)
     else:
         inner = optax.adamw(
             schedule,
@@ -48,6 +51,17 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
             mask=decays,
         )
     return optax.chain(optax.clip_by_global_norm(settings.clip_norm), inner)
+
+
+def _in_bfloat16(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An optimizer whose products, those of Muon's Newton-Schulz iterations, round their sides to
+    bfloat16; not on CPUs, where XLA computes them in float32."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        with jax.default_matmul_precision("BF16_BF16_F32"):
+            return inner.update(updates, state, params)
+
+    return optax.GradientTransformation(inner.init, update)
 
 
 def matrices(params: Any) -> dict[str, Any]:
