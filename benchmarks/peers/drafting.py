@@ -8,7 +8,7 @@ greedy, so that answers are those of the model alone.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from benchmarks.peers.gguf_cache import gguf_of
 from benchmarks.peers.jaxllm_engine import Ours
 from benchmarks.peers.llama import FORMATS, LlamaCpp, LlamaCppSession
 from benchmarks.peers.peer import Opening, Progress, Session
+from jaxllm.bundle import WeightFormat
 from jaxllm.config import ModelConfig
 
 _DRAFT_FORMAT = "Q4_0"
@@ -52,7 +53,7 @@ class NestedSession:
         self._answer_tokens = int(opening.options["answer_tokens"])
         self._engine = Engine.open(
             opening.model,
-            weights="int8-nested",
+            weights=cast(WeightFormat, opening.format),
             options=EngineOptions(context_tokens=opening.context_tokens),
             speculation=SpeculationOptions(drafter="nested"),
             progress=progress,

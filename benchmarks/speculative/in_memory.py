@@ -21,7 +21,7 @@ from serving.host.progress import Progress
 
 NESTED, LLAMA_DRAFTED = (each.name for each in DRAFTED)
 PLAIN, LLAMA = OURS.name, PEERS["llama.cpp"].name
-_WIDTH = "int8"
+_WIDTH = "int8-nested"
 
 
 @dataclasses.dataclass
@@ -45,7 +45,7 @@ class Turns:
     def answer(self, task: str, prompt: Sequence[int], tokens: int) -> None:
         """Answers a prompt with a first token and so many more."""
         self.child.wait_until_asleep()
-        found = self.child.answer(prompt, tokens, self.setting)
+        found = self.child.answer([int(token) for token in prompt], tokens, self.setting)
         times, counts = self.spent.setdefault(task, ([], []))
         times.append(found["decode_ms"])
         counts.append(tokens)
@@ -94,7 +94,7 @@ def in_memory_rows(
     checkpoint = Checkpoint.find(model)
     opened = _Opened(checkpoint, tokens + 1, context_tokens, progress)
     with opened:
-        opened.open(DRAFTED[0], "int8-nested")
+        opened.open(DRAFTED[0], _WIDTH)
         opened.open(OURS, _WIDTH)
         for peer in (PEERS[LLAMA], DRAFTED[1]):
             missing = peer.missing()
@@ -102,7 +102,7 @@ def in_memory_rows(
             if reason := reason or peer.refusal(checkpoint.cfg):
                 tell(f"without {peer.name}: {reason}")
                 continue
-            (format_,) = peer.systems(_WIDTH).values()
+            (format_,) = peer.systems("int8").values()
             opened.open(peer, format_)
         chosen = {task: each for task, each in tried.items() if each} or {
             task: each[:1] for task, each in prompts.items()
@@ -160,8 +160,7 @@ def _fastest(child: Child, tried: Mapping[str, Sequence[Sequence[int]]], tokens:
     times: dict[str, float] = {}
     for setting in child.settings:
         turns = Turns(child, setting)
-        first = next(iter(tried.values()))[0]
-        child.answer(first, tokens, setting)
+        Turns(child, setting).answer("warm-up", next(iter(tried.values()))[0], tokens)
         for task, prompts in tried.items():
             for prompt in prompts:
                 turns.answer(task, prompt, tokens)
