@@ -55,6 +55,10 @@ class Subject:
         """The whole model."""
         return self.levels[WHOLE].cfg
 
+    def without_calibration(self) -> "Subject":
+        """The same model as if its bundle were not calibrated."""
+        return dataclasses.replace(self, calibration=None)
+
     def weights(self, level: int) -> dict[str, np.ndarray]:
         """The weight arguments of a level's programs by name, as views of the arrays."""
         return self.levels[level].views(self.arrays)

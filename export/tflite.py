@@ -118,8 +118,7 @@ def tflite_model(
     left_out(subject, precision, without_shadow=plan.without_shadow)
     scales: dict[str, np.ndarray] = {}
     if precision == "w8a8":
-        subject = dataclasses.replace(subject, calibration=None) if plan.without_shadow else subject
-        subject = with_shadow(subject)
+        subject = subject.without_calibration() if plan.without_shadow else with_shadow(subject)
     if precision != "f32":
         subject, scales = quantized_subject(subject)
     whole = {

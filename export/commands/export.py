@@ -1,6 +1,5 @@
 """`jaxllm export`: writes a bundle as programs, or as a plain model for other engines."""
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -315,7 +314,7 @@ def _ranges(subject: "Subject", plan: "ExportPlan", text: Path) -> "dict[int, di
 
     tokens = Tokenizer(subject.tokenizer).encode(read_text(text)[:_CALIBRATION_CHARACTERS])
     if plan.without_shadow:
-        subject = dataclasses.replace(subject, calibration=None)
+        subject = subject.without_calibration()
     return static_products.calibrate(quantized.quantized_subject(subject)[0], tokens[:_CALIBRATION_TOKENS])
 
 

@@ -1,6 +1,5 @@
 """W8A8 programs of a trained model, as it is and with outliers put in: their prefill loses little."""
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -10,11 +9,11 @@ import numpy as np
 import pytest
 
 import jaxllm
+from benchmarks.prefill.exported import exported_scores, missing
 from benchmarks.samples.stories import story_tokens
 from export.signatures import ExportPlan
 from export.subject import read_subject
-from jaxllm.bundle import Bundle, write_bundle
-from jaxllm.bundle.prefill import prefill_parts
+from jaxllm.bundle import Bundle
 from jaxllm.int8_prefill.fitting import random_calibration, whole_rows
 from jaxllm.int8_prefill.outliers import OutlierRecipe, with_outliers
 from jaxllm.int8_prefill.reference import plain_rule, scores_by_rule
@@ -32,69 +31,50 @@ from export.static_products import calibrate
 from export.tflite import FILE, export_tflite
 
 LENGTH, KNOWN = 128, 12
-PLAN = ExportPlan(
-    context_tokens=LENGTH, chunk_tokens=(16,), verify_tokens=(LENGTH,), cache_tokens=(), static_verify=True
-)
+NAIVE = ExportPlan(
+    context_tokens=LENGTH, chunk_tokens=(16,), verify_tokens=(LENGTH,), cache_tokens=(), static_verify=True,
+    without_shadow=True,
+)  # fmt: skip
+FLOATS = Operator("FULLY_CONNECTED", ("FLOAT32", "FLOAT32"), "FLOAT32")
 
 
 @pytest.fixture(scope="module")
 def trained():
-    """The packaged draft: config, floats, tokenizer, rows of text."""
-    with (
-        Bundle.open(Path(jaxllm.__file__).parent / "assets" / "draft.jaxllm") as bundle,
-        without_native_kernels(),
-    ):
+    """The packaged draft: config, floats, tokenizer, and rows of text."""
+    path = Path(jaxllm.__file__).parent / "assets" / "draft.jaxllm"
+    with Bundle.open(path) as bundle, without_native_kernels():
         floats = {name: np.asarray(dequantize(each, jnp.float32)) for name, each in bundle.load().items()}
         files = bundle.tokenizer_files()
         rows = whole_rows(story_tokens(Tokenizer(files), None), LENGTH)
     return bundle.cfg, floats, files, rows
 
 
-@pytest.fixture(scope="module", params=["as it is", "with outliers"])
-def model(request, trained, tmp_path_factory):
-    """A calibrated bundle of it, and the perplexity of its floats."""
+@pytest.mark.parametrize("outliers", [False, True])
+def test_prefill_loses_less_than_a_hundredth_and_naive_steps_lose_all(trained, outliers, tmp_path):
+    """By the command, as `jaxllm bench prefill` exports it."""
     cfg, floats, files, rows = trained
-    params = floats if request.param == "as it is" else with_outliers(cfg, floats, OutlierRecipe(channels=2))
+    params = with_outliers(cfg, floats, OutlierRecipe(channels=2)) if outliers else floats
     arrays = {name: jnp.asarray(each) for name, each in params.items()}
-    calibration = random_calibration(cfg, arrays, rows[:KNOWN], shadows=cfg.layers)
-    path = tmp_path_factory.mktemp("trained") / "model.jaxllm"
-    write_bundle(
-        path, cfg=cfg, params=params.items(), weights="int8", tokenizer=files, name="draft",
-        parts=prefill_parts(calibration),
-    )  # fmt: skip
-    score = jax.jit(lambda row: scores_by_rule(arrays, row[:-1], row[1:], plain_rule(arrays, cfg), cfg=cfg))
-    return path, _perplexity([np.asarray(score(row)) for row in rows[KNOWN:]]), rows, request.param
-
-
-def test_prefill_loses_less_than_a_hundredth_and_naive_steps_lose_all(model, tmp_path):
-    path, wanted, rows, kind = model
-    subject, tokens = read_subject(path), np.concatenate(rows[:KNOWN]).tolist()
-    grown = {}
-    for shadow in (True, False):
-        known = subject if shadow else dataclasses.replace(subject, calibration=None)
-        out = tmp_path / f"programs-{shadow}"
-        export_tflite(
-            subject,
-            out,
-            dataclasses.replace(PLAN, without_shadow=not shadow),
-            precision="w8a8",
-            ranges=calibrate(quantized_subject(known)[0], tokens),
-        )
-        runner = Engine.open_program(out, threads=1).runner
-        scores = [runner.score(row[:-1].tolist(), row[1:].tolist()) for row in rows[KNOWN:]]
-        grown[shadow] = _perplexity(scores) / wanted - 1
-        found = operators((out / FILE).read_bytes())
-        floats = sum(
-            count
-            for each, count in found[f"verify_{LENGTH}"].items()
-            if each == Operator("FULLY_CONNECTED", ("FLOAT32", "FLOAT32"), "FLOAT32")
-        )
-        assert (floats > 0) == shadow
-        # Decoding has no static steps, and thus no shadow.
-        assert not any(each.name == "QUANTIZE" for each in found["decode"])
-    assert abs(grown[True]) < 0.01
-    if kind == "with outliers":
-        assert grown[False] > 1
+    known, judged = rows[:KNOWN], rows[KNOWN:]
+    calibration = random_calibration(cfg, arrays, known, shadows=cfg.layers)
+    exact = jax.jit(lambda row: scores_by_rule(arrays, row[:-1], row[1:], plain_rule(arrays, cfg), cfg=cfg))
+    wanted = _perplexity([np.asarray(exact(row)) for row in judged])
+    assert missing() is None
+    score = exported_scores(cfg, params, files, calibration, known, tmp_path)
+    assert abs(_perplexity([score(row) for row in judged]) / wanted - 1) < 0.01
+    found = operators((tmp_path / "programs" / FILE).read_bytes())
+    assert found[f"verify_{LENGTH}"][FLOATS] > 0
+    # Decoding has no static steps, and thus no shadow.
+    assert not any(each.name == "QUANTIZE" or each == FLOATS for each in found["decode"])
+    if outliers:
+        naive, subject = tmp_path / "naive", read_subject(tmp_path / "model.jaxllm")
+        bare = quantized_subject(subject)[0]
+        ranges = calibrate(bare.without_calibration(), np.concatenate(known).tolist())
+        export_tflite(subject, naive, NAIVE, precision="w8a8", ranges=ranges)
+        runner = Engine.open_program(naive, threads=1).runner
+        scores = [runner.score(row[:-1].tolist(), row[1:].tolist()) for row in judged]
+        assert _perplexity(scores) > 2 * wanted
+        assert FLOATS not in operators((naive / FILE).read_bytes())[f"verify_{LENGTH}"]
 
 
 def _perplexity(scores):
