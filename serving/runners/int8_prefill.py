@@ -43,11 +43,11 @@ from serving.buckets.integer_stage import (
 from serving.buckets.layer import EmbedBucket, HeadBucket, NormBucket
 from serving.buckets.parts import embedding_params, norm_params
 from serving.host.device import Device
-from serving.int8_prefill.chunk_plans import ChunkPlanner, chunk_plans
 from serving.int8_prefill.modes import PrefillMode
 from serving.int8_prefill.prompt_pass import PromptPass
 from serving.int8_prefill.shared import Int8Shared
 from serving.int8_prefill.subgraph_times import measured_times
+from serving.runners.chunk_plans import ChunkPlanner, chunk_plans
 from serving.runners.chunks import padded, placed_chunks, plan_chunks
 from serving.runners.runner import PrefillChunk, chunks_of
 from serving.weights.model_level import ModelLevel

@@ -7,8 +7,8 @@ import pytest
 from jaxllm.int8_prefill.schedule import ORDERS, Order, prompt_subgraphs
 from jaxllm.int8_prefill.simulator import simulate
 from serving.buckets.integer_stage import IntegerStageBucket
-from serving.int8_prefill.chunk_plans import ChunkPlanner, chunk_plans
 from serving.int8_prefill.subgraph_times import SubgraphTime, SubgraphTimes
+from serving.runners.chunk_plans import ChunkPlanner, chunk_plans
 from serving.runners.chunks import plan_chunks
 
 LENGTHS, CAPACITY, LAYERS = (64, 128, 256), 1024, 4
