@@ -14,8 +14,9 @@ from typing import Any
 from export.contents import require_contents
 from export.extras import require_format
 from export.flatbuffer import Sharing
-from export.quantized import Ranges, left_out
+from export.quantized import left_out
 from export.signatures import ExportPlan
+from export.static_products import Ranges
 from export.subject import Subject
 from export.tflite import FILE, tflite_model
 from jaxllm.config import WHOLE
@@ -38,7 +39,7 @@ def export_litertlm(
     plan: ExportPlan,
     *,
     precision: Precision = "f32",
-    ranges: Mapping[str, Ranges] | None = None,
+    ranges: Mapping[int, Mapping[str, Ranges]] | None = None,
     progress: Progress | None = None,
 ) -> Sharing:
     """Writes a file that `litert-lm` runs (see `tflite.export_tflite` for the arguments).

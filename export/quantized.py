@@ -1,15 +1,15 @@
-"""Marks products for a compiler to compute in integers, and finds their scales.
+"""Marks products for a compiler to compute in integers, and finds the scales of weights.
 
 `int8` has weights at 8 bits with one scale per output channel, and dynamic activations with one scale per
-token. `w8a8` has static scales of activations too, one per tensor without a shadow, found on a text: inputs,
-weights and outputs are marked, and the runtime multiplies int8 by int8 into int8. Marks are composites that
-`mlir.py` translates (`quant.fake_quant`); a runtime without support for them computes floats. The embedding
-matrix has dynamic scales in both, because its products choose tokens.
+token. `w8a8` has the same weights, and in its prefill programs static steps of activations (see
+`static_products.py`). Marks are composites that `mlir.py` translates (`quant.fake_quant`); a runtime without
+support for them computes floats. The embedding matrix has dynamic scales in both, because its products choose
+tokens.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,10 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from export.subject import Subject
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kernels.native import without_native_kernels
-from jaxllm.models.decoder import forward, logits
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.program_folder.manifest import LEFT, RIGHT, Precision
 from jaxllm.quant import FirstUnits, OwnProduct, QArray, Weight
@@ -30,36 +28,34 @@ FAKE_QUANT = "quant.fake_quant"
 # Suffixes of the names of the embedding's int8 levels and their scales among the weights.
 LEVELS, SCALE = ".levels", ".scale"
 _TOP = 127
-# Tokens of the calibration text per forward pass.
-CALIBRATION_WINDOW_TOKENS = 256
-
-
-@dataclasses.dataclass(frozen=True)
-class Ranges:
-    """The largest magnitudes of a product's inputs and outputs."""
-
-    inputs: float
-    outputs: float
+# Of activations `[M, N]` with a matrix, whose axis -1 or -2 is contracted (see `OwnProduct`).
+Product = Callable[[jax.Array, jax.Array, int], jax.Array]
 
 
 def left_out(subject: Subject, precision: Precision, *, without_shadow: bool) -> tuple[str, ...]:
     """Features of a bundle that its programs do not have, for manifests and people.
 
-    `w8a8` has one step per tensor, and no shadow for values that it clips. A bundle that was calibrated for
-    integer prefill has a shadow, because its model may have channels with outliers that no single step fits.
-
     Raises:
-      ConfigError: the bundle has a shadow, and `without_shadow` is false.
+      ConfigError: the shadow of a calibrated bundle cannot be exported, and `without_shadow` is false.
     """
-    if precision != "w8a8" or not subject.calibrated:
+    if precision != "w8a8" or subject.calibration is None:
         return ()
-    if not without_shadow:
+    if without_shadow:
+        return ("the calibration of integer prefill, and its shadow",)
+    if subject.merged:
         raise ConfigError(
-            f"{subject.name} was calibrated for integer prefill with a shadow for outliers, which w8a8 "
-            "programs have none of: where the model has outliers they compute something else; export it with "
-            "--precision int8, or say --without-shadow and measure what it loses (jaxllm bench export)"
+            f"{subject.name} was calibrated for integer prefill without the adapter, whose weights need "
+            "other steps and rows; export it with --precision int8, or say --without-shadow and measure what "
+            "it loses (jaxllm bench export)"
         )
-    return ("the calibration of integer prefill, and its shadow",)
+    for level in subject.levels:
+        if level not in subject.calibration.levels:
+            known = ", ".join(map(str, subject.calibration.levels))
+            raise ConfigError(
+                f"level {level} of {subject.name} was not calibrated for integer prefill, levels {known} "
+                "were; calibrate again with `jaxllm calibrate-prefill`, or export with --precision int8"
+            )
+    return ()
 
 
 def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]:
@@ -120,10 +116,10 @@ def annotated(
     cfg: ModelConfig,
     *,
     scales: Mapping[str, np.ndarray],
-    ranges: Mapping[str, Ranges],
+    static: Mapping[str, Callable[[Mapping[str, Weight]], Product]],
 ) -> Params:
-    """The parameters with marks around their products. Products without `ranges`, and those of adapters, have
-    dynamic activations."""
+    """The parameters with marks around their products: those of `static` make their own of the weights; the
+    others, and those of adapters, have dynamic activations."""
     specs, marked = param_specs(cfg), dict(weights)
     for name, each in scales.items():
         if name not in weights:
@@ -131,13 +127,15 @@ def annotated(
         weight = weights[name]
         if name.endswith((LEFT, RIGHT)):
             side = jnp.reshape(weight, (weight.shape[0], -1))  # pyright: ignore[reportArgumentType]: arrays
-            product = functools.partial(_product, channel_scales=each, ranges=None)
+            product = functools.partial(_product, channel_scales=each)
             marked[name] = OwnProduct(side, product)
             continue
         spec = specs[name]
         base = weight.base if isinstance(weight, FirstUnits) else weight
         outputs = int(np.prod(spec.shape[:-1])) if spec.role != "from_units" else spec.shape[-1]
-        product = functools.partial(_product, channel_scales=each[:outputs], ranges=ranges.get(name))
+        product: Product = functools.partial(_product, channel_scales=each[:outputs])
+        if name in static:
+            product = static[name](weights)
         own = OwnProduct(base, product)
         if f"{name}{LEVELS}" in weights:
             rows = QArray(
@@ -153,59 +151,19 @@ def annotated(
     return with_adapters(marked, cfg)
 
 
-def calibrate(subject: Subject, tokens: Sequence[int]) -> dict[str, Ranges]:
-    """The ranges of all products of the layers on a text.
-
-    Args:
-      subject: the whole model, as it will be exported.
-      tokens: at least two; windows of `CALIBRATION_WINDOW_TOKENS` are run separately.
-
-    Raises:
-      ConfigError: there is too little text.
-    """
-    if len(tokens) < 2:
-        raise ConfigError(
-            f"{len(tokens)} tokens are no text to calibrate on; give a longer text (--calibration-text)"
-        )
-    cfg, found = subject.cfg, {}
-
-    def observed(name: str, rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
-        out = _plain(rows, matrix, axis)
-        inputs, outputs = (float(jnp.abs(each).max()) for each in (rows, out))
-        before = found.get(name, Ranges(0.0, 0.0))
-        found[name] = Ranges(max(inputs, before.inputs), max(outputs, before.outputs))
-        return out
-
-    params: dict[str, Any] = {
-        name: jnp.asarray(array) for name, array in subject.weights(WHOLE).items() if name in param_specs(cfg)
-    }
-    for name, spec in param_specs(cfg).items():
-        if spec.role in ("to_units", "from_units"):
-            params[name] = OwnProduct(params[name], functools.partial(observed, name))
-    window = min(CALIBRATION_WINDOW_TOKENS, cfg.window_tokens)
-    with without_native_kernels():
-        for at in range(0, len(tokens), window):
-            # Not compiled, because the observer needs the values of each product's inputs and outputs.
-            row = jnp.asarray(np.asarray(tokens[at : at + window], np.int32)[None])
-            hidden, _ = forward(params, row, cfg=cfg)
-            logits(params, hidden[:, -1], cfg=cfg)
-    return found
+def _product(rows: jax.Array, matrix: jax.Array, axis: int, *, channel_scales: np.ndarray) -> jax.Array:
+    weight = quantized_matrix(matrix, axis, channel_scales)
+    return plain_product(fake_quant(rows, np.zeros(0)), weight, -1)
 
 
-def _product(
-    rows: jax.Array, matrix: jax.Array, axis: int, *, channel_scales: np.ndarray, ranges: Ranges | None
-) -> jax.Array:
+def quantized_matrix(matrix: jax.Array, axis: int, channel_scales: np.ndarray) -> jax.Array:
+    """A weight `[outputs, inputs]`, marked, of a matrix whose `axis` is contracted."""
     turned = matrix if axis == -1 else matrix.T
-    weight = fake_quant(turned, channel_scales, axis=0 if len(channel_scales) == len(turned) else None)
-    if ranges is None:
-        return _plain(fake_quant(rows, np.zeros(0)), weight, -1)
-    inputs, outputs = (np.array([max(each, 1e-6) / _TOP]) for each in (ranges.inputs, ranges.outputs))
-    out = fake_quant(_plain(fake_quant(rows, inputs), weight, -1), outputs)
-    # Keeps the converter from propagating int8 into following operations, above all the cache.
-    return jax.lax.optimization_barrier(out)
+    return fake_quant(turned, channel_scales, axis=0 if len(channel_scales) == len(turned) else None)
 
 
-def _plain(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+def plain_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+    """`rows` `[M, N]` times a matrix whose `axis` is contracted."""
     contracted = 1 if axis == -1 else 0
     return jax.lax.dot_general(rows, matrix, (((1,), (contracted,)), ((), ())))
 

@@ -15,7 +15,7 @@ import numpy as np
 from export.subject import Subject
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.program_folder.manifest import Signature, level_signatures
+from jaxllm.program_folder.manifest import Kind, Signature, level_signatures
 from jaxllm.program_folder.shapes import input_shapes
 from serving.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
 
@@ -33,7 +33,8 @@ class ExportPlan:
       block_tokens: most tokens of a program that decodes several; 0 for none.
       cache_tokens: cache lengths besides the whole context, for shorter sequences; None chooses the engine's.
       levels: of an elastic bundle, in percent, besides the whole model.
-      without_shadow: whether a calibrated bundle may become w8a8 (see `export.quantized.left_out`).
+      without_shadow: whether a calibrated bundle becomes w8a8 without its calibration.
+      static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
     """
 
     context_tokens: int = 0
@@ -43,6 +44,7 @@ class ExportPlan:
     cache_tokens: tuple[int, ...] | None = None
     levels: tuple[int, ...] = ()
     without_shadow: bool = False
+    static_verify: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_tokens", 2), ("verify_tokens", 2), ("cache_tokens", 2), ("levels", 1)):
@@ -90,6 +92,11 @@ class ExportPlan:
             block_tokens=min(self.block_tokens, context),
             cache_tokens=caches,
         )
+
+    @property
+    def static_kinds(self) -> tuple[Kind, ...]:
+        """The kinds of programs that have static steps at w8a8."""
+        return ("prefill", "verify") if self.static_verify else ("prefill",)
 
     def signatures(self, level: int, file: Callable[[str], str]) -> list[Signature]:
         """The signatures of a level of a resolved plan; `file`: name of a signature -> its file."""

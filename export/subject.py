@@ -11,10 +11,11 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import Recovery, read_order, read_recovery, require_level
-from jaxllm.bundle.prefill import prefill_facts
+from jaxllm.bundle.prefill import read_prefill
 from jaxllm.config import WHOLE, ModelConfig, require_decoder_alone
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.int8_prefill.calibration import PrefillCalibration
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.lora import adapter_digest, merge, parameters_of
 from jaxllm.models.parameters import param_specs
@@ -37,7 +38,8 @@ class Subject:
         levels' adapters.
       levels: the sub-models and the arrays of each; 100 is among them.
       tokenizer: the model's.
-      calibrated: whether the bundle is calibrated for integer prefill with a shadow.
+      calibration: of integer prefill; None if the bundle has none.
+      merged: whether an adapter was merged into the weights.
     """
 
     name: str
@@ -45,12 +47,17 @@ class Subject:
     arrays: Mapping[str, np.ndarray]
     levels: Mapping[int, ProgramLevel]
     tokenizer: TokenizerFiles
-    calibrated: bool = False
+    calibration: PrefillCalibration | None = None
+    merged: bool = False
 
     @property
     def cfg(self) -> ModelConfig:
         """The whole model."""
         return self.levels[WHOLE].cfg
+
+    def without_calibration(self) -> "Subject":
+        """The same model as if its bundle were not calibrated."""
+        return dataclasses.replace(self, calibration=None)
 
     def weights(self, level: int) -> dict[str, np.ndarray]:
         """The weight arguments of a level's programs by name, as views of the arrays."""
@@ -120,8 +127,22 @@ def read_subject(
             arrays=arrays,
             levels=entries,
             tokenizer=bundle.tokenizer_files(),
-            calibrated=bool(prefill_facts(bundle)),
+            calibration=_calibration(bundle),
+            merged=adapter is not None,
         )
+
+
+def _calibration(bundle: Bundle) -> PrefillCalibration | None:
+    """The calibration in arrays of its own, which outlive the open bundle."""
+    found = read_prefill(bundle)
+    if found is None:
+        return None
+    return dataclasses.replace(
+        found,
+        steps=np.array(found.steps),
+        channels={key: np.array(each) for key, each in found.channels.items()},
+        rows={key: tuple(np.array(rows) for rows in each) for key, each in found.rows.items()},
+    )
 
 
 def require_portable(bundle: Bundle) -> None:

@@ -1,7 +1,7 @@
 """Exports one `.tflite` model of all signatures, for LiteRT on phones; its weights are shared constants.
 
-Precisions: `f32`; `int8`, with weights at 8 bits and dynamic activations; `w8a8`, with static scales of
-activations too, without the shadow of a calibrated bundle.
+Precisions: `f32`; `int8`, with weights at 8 bits and dynamic activations; `w8a8`, whose prefill programs have
+static steps of activations instead, and the shadow of a calibrated bundle (see `static_products.py`).
 
 A level's matrices are prefixes of the whole model's, and share their bytes. Where a level contracts over
 units (o, down), it multiplies by the whole matrix, with zero activations for missing units: the runtime
@@ -23,8 +23,9 @@ from export.extras import require_format
 from export.flatbuffer import Sharing, share_buffers
 from export.folder import ProgramKind, finish, new_folder
 from export.mlir import Traced, convert
-from export.quantized import LEVELS, SCALE, Ranges, annotated, left_out, quantized_subject
+from export.quantized import LEVELS, SCALE, annotated, left_out, quantized_subject
 from export.signatures import ExportPlan, step_shapes
+from export.static_products import Ranges, StaticProduct, static_level, with_shadow
 from export.subject import Subject
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
@@ -50,7 +51,7 @@ def export_tflite(
     plan: ExportPlan,
     *,
     precision: Precision = "f32",
-    ranges: Mapping[str, Ranges] | None = None,
+    ranges: Mapping[int, Mapping[str, Ranges]] | None = None,
     progress: Progress | None = None,
     beside: Callable[[Path], None] | None = None,
 ) -> tuple[Manifest, Sharing]:
@@ -61,7 +62,7 @@ def export_tflite(
       out: the folder to make.
       plan: the signatures.
       precision: one of `PRECISIONS`.
-      ranges: for w8a8, of activations (see `quantized.calibrate`).
+      ranges: for w8a8, of activations (see `static_products.calibrate`).
       progress: called with ("export", signatures traced, signatures in all).
       beside: writes further files into the folder, which the manifest lists; None for none.
 
@@ -105,7 +106,7 @@ def tflite_model(
     signatures: list[Signature],
     *,
     precision: Precision,
-    ranges: Mapping[str, Ranges] | None = None,
+    ranges: Mapping[int, Mapping[str, Ranges]] | None = None,
     progress: Progress | None = None,
 ) -> tuple[bytes, Sharing]:
     """The model as bytes, and the bytes of its weights (see `export_tflite`); `plan` is resolved."""
@@ -116,21 +117,21 @@ def tflite_model(
         raise ConfigError("w8a8, and it alone, takes a text to calibrate on; give --calibration-text FILE")
     left_out(subject, precision, without_shadow=plan.without_shadow)
     scales: dict[str, np.ndarray] = {}
+    if precision == "w8a8":
+        subject = subject.without_calibration() if plan.without_shadow else with_shadow(subject)
     if precision != "f32":
         subject, scales = quantized_subject(subject)
+    whole = {
+        level: with_whole_outputs(subject, level, int8_embedding=bool(scales)) for level in subject.levels
+    }
+    subject = dataclasses.replace(subject, levels=whole)
+    static = {level: static_level(subject, level, scales, each) for level, each in (ranges or {}).items()}
     traced = []
     for done, signature in enumerate(signatures):
-        level = with_whole_outputs(subject, signature.level, int8_embedding=bool(scales))
-        whole = {**subject.levels, signature.level: level}
-        traced.append(
-            _traced(
-                signature,
-                dataclasses.replace(subject, levels=whole),
-                plan,
-                scales=scales,
-                ranges=ranges or {},
-            )
-        )
+        of, products = subject, {}
+        if signature.level in static and signature.kind in plan.static_kinds:
+            of, products = static[signature.level]
+        traced.append(_traced(signature, of, plan, scales=scales, static=products))
         if progress is not None:
             progress("export", done + 1, len(signatures))
     # The converter turns them into float32.
@@ -160,7 +161,7 @@ def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) ->
     return ProgramLevel(cfg=entry.cfg, weights=weights)
 
 
-def _params_of(*, scales: Mapping[str, np.ndarray], ranges: Mapping[str, Ranges]) -> ParamsOf:
+def _params_of(*, scales: Mapping[str, np.ndarray], static: Mapping[str, StaticProduct]) -> ParamsOf:
     """Makes parameters of a level's weights."""
 
     def params(weights: Mapping[str, Weight], cfg: ModelConfig) -> Params:
@@ -170,7 +171,12 @@ def _params_of(*, scales: Mapping[str, np.ndarray], ranges: Mapping[str, Ranges]
                 whole[name] = FirstUnits(weights[name], spec.shape[0])
         if not scales:
             return with_adapters(whole, cfg)
-        return annotated(whole, cfg, scales=scales, ranges=ranges)
+        return annotated(
+            whole,
+            cfg,
+            scales=scales,
+            static={name: functools.partial(each.of, name) for name, each in static.items()},
+        )
 
     return params
 
@@ -181,14 +187,14 @@ def _traced(
     plan: ExportPlan,
     *,
     scales: Mapping[str, np.ndarray],
-    ranges: Mapping[str, Ranges],
+    static: Mapping[str, StaticProduct],
 ) -> Traced:
     level = subject.levels[signature.level]
     cfg = level.cfg
     # Adapters are stored under names of their level.
     own = {name: scales[each.stored] for name, each in level.weights.items() if each.stored in scales}
     step = functools.partial(
-        step_of(signature, cfg, _FLOAT, loops=False), params_of=_params_of(scales=own, ranges=ranges)
+        step_of(signature, cfg, _FLOAT, loops=False), params_of=_params_of(scales=own, static=static)
     )
     shapes = step_shapes(signature, subject, plan, _FLOAT)
     with without_native_kernels():

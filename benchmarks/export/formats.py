@@ -97,7 +97,7 @@ def _commands(scratch: Path, context_tokens: int, text: Path | None) -> dict[str
     if text is not None:
         part = scratch / "calibration.txt"
         part.write_bytes(text.read_bytes()[-_CALIBRATION_BYTES:])
-        w8a8 = ["--precision", "w8a8", "--calibration-text", part]
+        w8a8 = ["--precision", "w8a8", "--static-verify", "--calibration-text", part]
         commands[TFLITE["w8a8"]] = ["--format", "tflite", *w8a8, *sizes, *tree]
     return commands
 

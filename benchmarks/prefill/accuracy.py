@@ -2,11 +2,13 @@
 
 Perplexity of a text that no system was calibrated on, and right answers to tasks' questions, by the whole
 model's pass over the text under each quantizer's products. Small trained models have no outliers; those of
-large ones are put in without changing the function (`jaxllm.int8_prefill.outliers`), and rows say so.
+large ones are put in without changing the function (`jaxllm.int8_prefill.outliers`), and rows say so. Where
+LiteRT and its converter are installed, ours is also exported (`exported.py`).
 """
 
 import dataclasses
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 from benchmarks.measuring.report import Row, compared
 from benchmarks.models.checkpoint import Checkpoint
 from benchmarks.prefill.activation_quantizers import OURS, PER_TENSOR, QUANTIZERS, rotated_steps, rule_of
+from benchmarks.prefill.exported import EXPORTED, exported_scores, missing
 from benchmarks.samples.questions import read_examples
 from benchmarks.samples.stories import stories_file, story_tokens
 from jaxllm.bundle.layout import contracted_axis
@@ -32,7 +35,7 @@ from jaxllm.models.parameters import param_specs
 from jaxllm.quant import quantize, to_blocks
 from jaxllm.tasks.branching import branching
 from jaxllm.text.prompts import end_of_turn_id
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 from serving.host.progress import Progress
 
 # One channel in so many is an outlier, as in large models.
@@ -95,7 +98,7 @@ def accuracy_rows(
     progress = progress or (lambda *_: None)
     checkpoint = Checkpoint.find(model)
     folder = checkpoint.folder(progress)
-    cfg, tokenizer = checkpoint.cfg, Tokenizer(read_tokenizer(folder))
+    cfg, tokenizer = checkpoint.cfg, read_tokenizer(folder)
     plain = {name: np.asarray(value, np.float32) for name, value in read_params(folder, cfg)}
     recipe = OutlierRecipe(channels=max(1, cfg.hidden_size // _CHANNELS), factor=plan.factor)
     rows = []
@@ -124,9 +127,9 @@ def _subject(cfg: ModelConfig, params: dict[str, np.ndarray]) -> _Subject:
 
 
 def _rows_of(
-    subject: _Subject, tokenizer: Tokenizer, data: Path | None, plan: AccuracyPlan, case: str
+    subject: _Subject, files: TokenizerFiles, data: Path | None, plan: AccuracyPlan, case: str
 ) -> list[Row]:
-    cfg = subject.cfg
+    cfg, tokenizer = subject.cfg, Tokenizer(files)
     length = min(plan.row_tokens, cfg.window_tokens)
     rows = whole_rows(story_tokens(tokenizer, data), length)
     calibrating = max(plan.rows // 4, -(-LEAST_TOKENS // length))
@@ -166,6 +169,13 @@ def _rows_of(
         nats[name] = -sum(float(score(row).sum()) for row in judged) / (len(judged) * (length - 1))
         if questions:
             right[name] = _accuracy(score, questions)
+    if missing() is None:
+        floats = {name: np.asarray(value) for name, value in subject.floats.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            by_programs = exported_scores(cfg, floats, files, fitted[OURS], known, Path(folder))
+            nats[EXPORTED] = -sum(float(by_programs(row).sum()) for row in judged) / (
+                len(judged) * (length - 1)
+            )
     perplexity = {name: math.exp(each) for name, each in nats.items()}
     notes: dict[str, str | None] = {
         name: f"{value / perplexity['float'] - 1:+.2%} against float" for name, value in perplexity.items()

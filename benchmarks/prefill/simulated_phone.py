@@ -11,12 +11,17 @@ all of the CPU's time were products of attention, it would grow with the prompt 
 1,024 tokens.)
 
 315 ms for 256 tokens are at most 813 tokens/s: the paper's headline of more than 1,000 does not follow from
-them, and this phone does not reach it.
+them, and this phone does not reach it. Neither is it the Xiaomi 14 of table 4, on which 1,500 tokens and an
+answer take 1.7 s, less than 315 ms for each 256. `headline_phone` has the same proportions, and is as much
+faster as the headline asks for; the bars of figure 14, with the latencies of 64 and 256 tokens, have no
+numbers.
 """
+
+import dataclasses
 
 from jaxllm.config import ModelConfig
 from jaxllm.int8_prefill.schedule import Processor, prompt_subgraphs
-from jaxllm.int8_prefill.simulator import SpeedProfile, stage_operations
+from jaxllm.int8_prefill.simulator import SpeedProfile, simulate, stage_operations
 
 # Qwen1.5-1.8B.
 MODEL = ModelConfig(
@@ -34,6 +39,8 @@ CHUNK_TOKENS = 256
 _INTEGER_MS, _FLOAT_MS = 315.0, 315.0 / 2
 _FASTER = (4.5 + 5.8) / 2
 _SHADOWS = 4
+# More than 1,000 tokens/s (abstract), which section 4.2 measures up to 1,024 tokens.
+_HEADLINE_TOKENS, _HEADLINE_MS = 1024, 1024.0
 
 
 def shadowed_layers() -> tuple[bool, ...]:
@@ -58,4 +65,18 @@ def stated_phone() -> SpeedProfile:
         integer_gops=integer_gops,
         float_gflops=float_gflops,
         attend_us_per_token=1000 * besides_ms / (MODEL.layers * CHUNK_TOKENS),
+    )
+
+
+def headline_phone() -> SpeedProfile:
+    """`stated_phone`, with both processors as much faster as 1,024 tokens in 1,024 ms need."""
+    stated = stated_phone()
+    subgraphs = prompt_subgraphs(_HEADLINE_TOKENS // CHUNK_TOKENS, shadowed_layers())
+    faster = simulate(subgraphs, stated.times(MODEL, CHUNK_TOKENS)).makespan_ms / _HEADLINE_MS
+    return dataclasses.replace(
+        stated,
+        name="phone of 1,000 tokens/s",
+        integer_gops=stated.integer_gops * faster,
+        float_gflops=stated.float_gflops * faster,
+        attend_us_per_token=stated.attend_us_per_token / faster,
     )

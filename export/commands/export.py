@@ -11,8 +11,8 @@ from serving.commands.console import progress_bars, read_text
 from serving.commands.shared_options import context_option
 
 if TYPE_CHECKING:
-    from export.quantized import Ranges
     from export.signatures import ExportPlan
+    from export.static_products import Ranges
     from export.subject import Subject
     from jaxllm.program_folder.manifest import Manifest
     from serving.host.progress import Progress
@@ -60,13 +60,19 @@ _CALIBRATION_CHARACTERS = 1 << 20
     "--calibration-text",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="For w8a8, a UTF-8 text to find the activations' scales on.",
+    help="For w8a8, a UTF-8 text to find the activations' scales on; calibrated bundles have the inputs'.",
 )
 @click.option(
     "--without-shadow",
     is_flag=True,
-    help="For w8a8 of a bundle that was calibrated for integer prefill, leave out the float path of its "
-    "outlier channels, which the format cannot hold.",
+    help="For w8a8 of a bundle that was calibrated for integer prefill, leave out its steps, "
+    "and the float path of its outlier channels.",
+)
+@click.option(
+    "--static-verify",
+    is_flag=True,
+    help="For w8a8, make verify programs multiply as prefill programs do, so that the scores of a text tell "
+    "what prefill loses.",
 )
 @click.option(
     "--platform",
@@ -253,6 +259,7 @@ def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
         cache_tokens=caches if shapes["cache_tokens"] else None,
         levels=ascending("levels"),
         without_shadow=shapes["without_shadow"],
+        static_verify=shapes["static_verify"],
     )
 
 
@@ -270,7 +277,7 @@ def _export_tflite(
 
     # Before a text is read with it.
     require_holdable(subject.cfg)
-    ranges = None if calibration_text is None else _ranges(subject, calibration_text)
+    ranges = None if calibration_text is None else _ranges(subject, plan, calibration_text)
     if kind in ("tflite", "device"):
         from export.device import write_loop
 
@@ -301,12 +308,14 @@ def _export_tflite(
     return said
 
 
-def _ranges(subject: "Subject", text: Path) -> "dict[str, Ranges]":
-    from export import quantized
+def _ranges(subject: "Subject", plan: "ExportPlan", text: Path) -> "dict[int, dict[str, Ranges]]":
+    from export import quantized, static_products
     from jaxllm.text.tokenizer import Tokenizer
 
     tokens = Tokenizer(subject.tokenizer).encode(read_text(text)[:_CALIBRATION_CHARACTERS])
-    return quantized.calibrate(quantized.quantized_subject(subject)[0], tokens[:_CALIBRATION_TOKENS])
+    if plan.without_shadow:
+        subject = subject.without_calibration()
+    return static_products.calibrate(quantized.quantized_subject(subject)[0], tokens[:_CALIBRATION_TOKENS])
 
 
 def _facts(output: Path, manifest: "Manifest") -> str:

@@ -28,7 +28,7 @@ def product_biases(params: Params, layer: int, product: int, cfg: ModelConfig) -
 def product_sizes(cfg: ModelConfig, layer: int, product: int) -> tuple[int, list[int]]:
     """Number of inputs of a product, and of outputs of each of its weights."""
     specs = param_specs(cfg)
-    shapes = [specs[f"layers.{layer}.{name}"].shape for name in _names(product, cfg)]
+    shapes = [specs[name].shape for name in product_names(layer, product, cfg)]
     units = [int(np.prod(shape[:-1], dtype=object)) for shape in shapes]
     if contracts_last_axis(product):
         return shapes[0][-1], units
@@ -38,11 +38,16 @@ def product_sizes(cfg: ModelConfig, layer: int, product: int) -> tuple[int, list
 def contracted_axes(cfg: ModelConfig) -> dict[str, Literal[-1, -2]]:
     """Name of each product's weight -> its contracted axis, as `quantize` takes it."""
     return {
-        f"layers.{layer}.{name}": -1 if contracts_last_axis(product) else -2
+        name: -1 if contracts_last_axis(product) else -2
         for layer in range(cfg.layers)
         for product in range(len(PRODUCTS))
-        for name in _names(product, cfg)
+        for name in product_names(layer, product, cfg)
     }
+
+
+def product_names(layer: int, product: int, cfg: ModelConfig) -> list[str]:
+    """The names of the weights of one of `PRODUCTS`, among a model's parameters."""
+    return [f"layers.{layer}.{name}" for name in _names(product, cfg)]
 
 
 def contracts_last_axis(product: int) -> bool:

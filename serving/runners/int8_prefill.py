@@ -47,6 +47,7 @@ from serving.int8_prefill.modes import PrefillMode
 from serving.int8_prefill.prompt_pass import PromptPass
 from serving.int8_prefill.shared import Int8Shared
 from serving.int8_prefill.subgraph_times import measured_times
+from serving.runners.chunk_plans import ChunkPlanner, chunk_plans
 from serving.runners.chunks import padded, placed_chunks, plan_chunks
 from serving.runners.runner import PrefillChunk, chunks_of
 from serving.weights.model_level import ModelLevel
@@ -72,6 +73,10 @@ class Int8Prefill:
         self._outliers: list[tuple[int, tuple[int, ...], Any]] = []
         self._stage_buckets: dict[_Case, IntegerStageBucket] = {}
         self._ready_for: tuple[int, int] | None = None
+        options = model.options
+        self._planner = ChunkPlanner(
+            options.chunk_tokens, options.prefill.order, shared.measured, self.stage_bucket, self._subgraphs
+        )
 
     # -- which prompts ----------------------------------------------------------------------------
 
@@ -181,8 +186,8 @@ class Int8Prefill:
         options = self.model.options
         wanted = min(prompt_tokens + max_tokens, options.context_tokens)
         capacity = next(each for each in options.cache_tokens if each >= wanted)
-        chunks = sorted(set(plan_chunks(prompt_tokens, options.chunk_tokens)))
-        self._time((chunk, capacity) for chunk in chunks)
+        plans = chunk_plans(prompt_tokens, options.chunk_tokens)
+        self._time((chunk, capacity) for chunk in sorted({each for plan in plans for each in plan}))
 
     def _chunk_cases(self) -> Iterator[tuple[int, int]]:
         """All pairs of chunk length and cache length."""
@@ -217,13 +222,14 @@ class Int8Prefill:
         fed = np.linspace(0, self.model.cfg.vocab_size - 1, min(tokens, capacity)).astype(int).tolist()
 
         def begin(full: bool) -> PromptPass:
-            return self.begin(self.empty_cache(capacity), fed, (capacity - len(fed)) * full)
+            return self.begin(self.empty_cache(capacity), fed, (capacity - len(fed)) * full, [tokens])
 
         def bucket_of(each: Subgraph) -> IntegerStageBucket:
             return self.stage_bucket(each.layer, each.stage, tokens, capacity)
 
         times, handover_ms = measured_times(self.shared.processors, begin, self.subgraphs, bucket_of, runs)
         self.shared.measured.put(times, handover_ms)
+        self._planner.chosen.clear()
 
     def empty_cache(self, capacity: int) -> KVCache:
         """An empty cache of one of `EngineOptions.cache_tokens`."""
@@ -281,32 +287,23 @@ class Int8Prefill:
 
     def subgraphs(self, prompt: PromptPass) -> tuple[Subgraph, ...]:
         """The subgraphs of a prompt."""
-        shadowed = self.calibration.shadowed
-        return prompt_subgraphs(len(prompt.chunks), shadowed, self.shared.placed, self._stages)
+        return self._subgraphs(len(prompt.chunks))
+
+    def _subgraphs(self, chunks: int) -> tuple[Subgraph, ...]:
+        return prompt_subgraphs(chunks, self.calibration.shadowed, self.shared.placed, self._stages)
 
     def times(self, prompt: PromptPass, *, shared: bool = False) -> Times:
         """A function of the measured times of a prompt's subgraphs, in milliseconds: alone, or with `shared`
         while the other processor is busy; 1 for subgraphs that were not measured."""
-
-        def time_of(each: Subgraph) -> float:
-            at = prompt.chunks[each.chunk].positions
-            bucket = self.stage_bucket(each.layer, each.stage, len(at), prompt.capacity)
-            if bucket not in self.shared.measured:
-                return 1.0
-            known = self.shared.measured[bucket]
-            empty, full = known.shared if shared else known.alone
-            # Attention takes longer with more tokens before it.
-            room = max(1, prompt.capacity - len(at))
-            return empty + (full - empty) * min(1.0, int(at[0]) / room)
-
-        return time_of
+        chunks = [(len(each.positions), int(each.positions[0])) for each in prompt.chunks]
+        return self._planner.times(chunks, prompt.capacity, shared=shared)
 
     def begin(
         self, cache: KVCache, tokens: Sequence[int], at: int, lengths: Sequence[int] | None = None
     ) -> PromptPass:
-        """A prompt before its first layer, in chunks of `lengths`, or in the cheapest ones."""
+        """A prompt before its first layer, in chunks of `lengths`, or in those that are planned."""
         self._make_ready()
-        lengths = lengths or plan_chunks(len(tokens), self.model.options.chunk_tokens)
+        lengths = lengths or self._planner.plan(len(tokens), at, cache.capacity_tokens)
         chunks = placed_chunks(tokens, lengths, at)
         embeds = [self._buckets.get(self._embed_bucket(len(row))) for row, _ in chunks]
         inputs = [

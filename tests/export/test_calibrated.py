@@ -1,16 +1,20 @@
-"""Bundles calibrated for integer prefill: what of them programs can do without, and what must be said."""
+"""Bundles calibrated for integer prefill: what their programs take of it, and what must be said."""
 
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from export.folder import ProgramKind, finish
 from export.quantized import left_out
 from export.signatures import ExportPlan
+from export.static_products import ROWS, StaticProduct, with_shadow
 from export.subject import read_subject
 from jaxllm.bundle.prefill import prefill_parts
 from jaxllm.errors import ConfigError
+from jaxllm.int8_prefill.products import NARROW
 from jaxllm.program_folder.manifest import Manifest
 from serving.cli import cli
 from tests.int8_prefill.calibrated import calibrated, outlying
@@ -23,14 +27,19 @@ def bundle(tmp_path_factory):
     return write_tiny_bundle(path, "int8", params=outlying(), parts=prefill_parts(calibrated()))
 
 
-def test_products_in_integers_are_refused_without_their_shadow(bundle, tmp_path):
+def test_what_of_a_calibration_programs_do_not_have_is_said(bundle, tmp_path):
     subject = read_subject(bundle)
-    assert left_out(subject, "int8", without_shadow=False) == ()
-    assert left_out(dataclasses.replace(subject, calibrated=False), "w8a8", without_shadow=False) == ()
+    assert left_out(subject, "w8a8", without_shadow=False) == ()
+    merged = dataclasses.replace(subject, merged=True)
     with pytest.raises(
-        ConfigError, match=r"calibrated for integer prefill .*--precision int8, .*--without-shadow"
+        ConfigError,
+        match=r"calibrated for integer prefill without the adapter.*--precision int8, .*--without-shadow",
     ):
-        left_out(subject, "w8a8", without_shadow=False)
+        left_out(merged, "w8a8", without_shadow=False)
+    assert left_out(merged, "int8", without_shadow=False) == ()
+    other = dataclasses.replace(subject, levels={40: subject.levels[100], **subject.levels})
+    with pytest.raises(ConfigError, match=r"level 40 of tiny was not calibrated .*levels 100 were"):
+        left_out(other, "w8a8", without_shadow=False)
     # Who insists has it on record.
     plan = ExportPlan(context_tokens=64, chunk_tokens=(16,), cache_tokens=(), without_shadow=True)
     (tmp_path / "model.tflite").write_bytes(b"")
@@ -46,11 +55,54 @@ def test_products_in_integers_are_refused_without_their_shadow(bundle, tmp_path)
     assert Manifest.read(tmp_path).left_out == ("the calibration of integer prefill, and its shadow",)
 
 
-def test_the_command_refuses_before_it_reads_a_text(bundle, tmp_path, monkeypatch):
+def test_calibration_outlives_the_bundle_and_rows_become_weights(bundle):
+    subject = with_shadow(read_subject(bundle))
+    calibration, wanted = subject.calibration, calibrated()
+    assert calibration is not None
+    np.testing.assert_array_equal(calibration.steps, wanted.steps)
+    (layer,) = [at for at, each in enumerate(wanted.shadowed) if each]
+    channels = wanted.channels[layer, NARROW]
+    real = channels >= 0
+    name = f"layers.{layer}.ffn.down"
+    assert real.any()
+    np.testing.assert_array_equal(
+        subject.weights(100)[f"{name}{ROWS}"], wanted.rows[layer, NARROW][0][real].T
+    )
+    assert all(f"layers.{layer}." in each for each in subject.arrays if each.endswith(ROWS))
+
+
+def test_a_static_product_is_that_of_floats_but_for_rounding():
+    draw = np.random.default_rng(0)
+    levels, scale, step = draw.integers(-127, 128, (24, 40)), np.float32(0.01), 0.05
+    matrix, x = (levels * scale).astype(np.float32), draw.normal(size=(16, 40)).astype(np.float32)
+    # Beyond 127 steps on both sides.
+    x[:, 7] = 20 * np.where(np.arange(16) % 2, 1, -1)
+    wanted, channels = x @ matrix.T, np.array([7], np.int32)
+    clipped = np.clip(x, -128 * step, 127 * step)
+    outputs = np.abs(clipped @ matrix.T).max(axis=0)
+    scales = np.full(24, scale, np.float64) / outputs
+    weights = {f"w{ROWS}": jnp.asarray(matrix[:, channels].astype(np.float16))}
+    divided = jnp.asarray(matrix / outputs[:, None])
+    # Rounding of inputs, of outputs, and of the row in half precision.
+    most = step / 2 * np.abs(matrix).sum(axis=1) + outputs / 127 + 20 * 1.3 / 2**11
+    for known, within in ((channels, 1.0), (np.zeros(0, np.int32), 3.0)):
+        product = StaticProduct(step, outputs, known, scales).of("w", weights)
+        off = np.abs(np.asarray(product(jnp.asarray(x), divided, -1)) - wanted) / most
+        assert (off.max() <= 1) == (within == 1.0)
+    assert off.max() > 3
+
+
+def test_the_command_exports_a_calibrated_bundle_with_its_shadow_or_says_without(
+    bundle, tmp_path, monkeypatch
+):
+    """What the exporter is given, for the converter lives elsewhere."""
+    given = []
     monkeypatch.setattr("export.extras.require_format", lambda kind: None)
-    out = tmp_path / "out"
-    asked = [str(bundle), "-o", str(out), "--format", "tflite", "--precision", "w8a8"]
-    done = CliRunner().invoke(cli, ["export", *asked, "--calibration-text", str(tmp_path / "none")])
-    assert isinstance(done.exception, ConfigError)
-    assert "--without-shadow" in str(done.exception)
-    assert not out.exists()
+    monkeypatch.setattr("export.commands.export._export_tflite", lambda *of: given.append(of) or ["made"])
+    (tmp_path / "text").write_text("the hello")
+    asked = [str(bundle), "-o", str(tmp_path / "out"), "--format", "tflite", "--precision", "w8a8"]
+    asked += ["--calibration-text", str(tmp_path / "text")]
+    for more, said in (([], "made\n"), (["--without-shadow"], "without the calibration of integer prefill")):
+        done = CliRunner().invoke(cli, ["export", *asked, *more])
+        assert said in done.output, done
+        assert given[-1][0].calibration is not None
