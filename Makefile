@@ -25,7 +25,8 @@ test-export: $(VENV)-export/.ready
 	$(VENV)-export/bin/python -m pytest -p no:anyio --numprocesses auto --maxprocesses 4 --dist loadfile \
 	  tests/export/test_tflite.py tests/export/test_architectures.py tests/export/test_litertlm.py \
 	  tests/export/test_edge_quantizer.py tests/export/test_iree.py tests/export/test_device.py \
-	  tests/export/test_blocks.py tests/export/test_shadow.py tests/export/test_native.py
+	  tests/export/test_blocks.py tests/export/test_shadow.py tests/export/test_native.py \
+	  tests/export/test_encoder_decoders.py
 
 # Harms files, processes, storage and calls at random for MINUTES, and tells what did not bear it.
 MINUTES ?= 20

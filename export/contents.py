@@ -6,6 +6,7 @@ Exporters ask `require_contents`; the guide of exports has `as_markdown()`.
 import dataclasses
 from typing import TYPE_CHECKING
 
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class Contents:
       verified: what its `verify` programs take when our loop runs them; empty for none.
       levels: whether it holds sub-models.
       short_caches: whether it holds programs over caches shorter than the context.
+      encoders: whether it holds the programs of an encoder-decoder: those that encode besides.
       precisions: of weights.
     """
 
@@ -30,6 +32,7 @@ class Contents:
     verified: str = ""
     levels: bool = True
     short_caches: bool = True
+    encoders: bool = True
     precisions: tuple[str, ...]
 
 
@@ -38,11 +41,13 @@ CONTENTS = {
     "stablehlo": Contents(blocks=True, block_tokens=16, verified="trees", precisions=("f32", "bf16")),
     "tflite": _TFLITE,
     "device": _TFLITE,
-    "litertlm": Contents(levels=False, short_caches=False, precisions=_TFLITE.precisions),
-    "iree": Contents(verified="trees", precisions=("f32",)),
+    "litertlm": Contents(levels=False, short_caches=False, encoders=False, precisions=_TFLITE.precisions),
+    "iree": Contents(verified="trees", encoders=False, precisions=("f32",)),
 }
 # What no format holds.
-_NEVER = ("context codecs", "the tiny LM", "adapters as inputs", "encoder-decoders")
+_NEVER = ("context codecs", "the tiny LM", "adapters as inputs")
+# Static scales are found by running text through a decoder.
+_NOT_ENCODED = "w8a8"
 
 
 def require_contents(kind: str, plan: "ExportPlan", *, levels: bool) -> None:
@@ -71,6 +76,31 @@ def require_contents(kind: str, plan: "ExportPlan", *, levels: bool) -> None:
         )
 
 
+def require_family(kind: str, precision: str, cfg: ModelConfig, *, levels: bool = False) -> None:
+    """Checks that a format holds a model of a family, at a precision, with or without levels.
+
+    Raises:
+      ConfigError: it does not hold encoder-decoders, or their levels, and the model is one.
+    """
+    if cfg.encoder is None:
+        return
+    if levels:
+        raise ConfigError(
+            f"no format holds levels of encoder-decoders, and {cfg.model_type} is one; leave --level out"
+        )
+    if not CONTENTS[kind].encoders:
+        there = " or ".join(name for name, each in CONTENTS.items() if each.encoders)
+        raise ConfigError(
+            f"the {kind} format holds no programs of encoder-decoders, and {cfg.model_type} is one; export "
+            f"as {there}"
+        )
+    if precision == _NOT_ENCODED:
+        raise ConfigError(
+            f"{precision} programs are not made of encoder-decoders, and {cfg.model_type} is one: their "
+            "scales are found on a text, by a decoder alone; take --precision int8 or f32"
+        )
+
+
 def as_markdown() -> str:
     """Programs and formats, as Markdown."""
     rows = {
@@ -79,6 +109,7 @@ def as_markdown() -> str:
         "verification of drafts": [each.verified or "no" for each in CONTENTS.values()],
         "levels, with their recovery adapters": [_yes(each.levels) for each in CONTENTS.values()],
         "short caches": [_yes(each.short_caches) for each in CONTENTS.values()],
+        f"encoder-decoders (not {_NOT_ENCODED})": [_yes(each.encoders) for each in CONTENTS.values()],
         ", ".join(_NEVER): ["no" for _ in CONTENTS.values()],
         "`--precision`": [", ".join(each.precisions) for each in CONTENTS.values()],
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from export.contents import require_contents
+from export.contents import require_contents, require_family
 from export.extras import require_format
 from export.folder import ProgramKind, finish, new_folder
 from export.signatures import ExportPlan
@@ -69,6 +69,7 @@ def export_iree(
     from iree import compiler
 
     require_contents("iree", plan, levels=len(subject.levels) > 1)
+    require_family("iree", "f32", subject.cfg, levels=len(subject.levels) > 1)
     # Short caches only on request, because each module takes seconds to compile.
     plan = dataclasses.replace(plan, cache_tokens=plan.cache_tokens or ()).resolved(subject.cfg)
     signatures = [each for level in subject.levels for each in plan.signatures(level, str)]

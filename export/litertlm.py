@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from export.contents import require_contents
+from export.contents import require_contents, require_family
 from export.extras import require_format
 from export.flatbuffer import Sharing
 from export.quantized import left_out
@@ -49,6 +49,7 @@ def export_litertlm(
     """
     require_format("litertlm")
     require_contents("litertlm", plan, levels=list(subject.levels) != [WHOLE])
+    require_family("litertlm", precision, subject.cfg, levels=len(subject.levels) > 1)
     plan = dataclasses.replace(plan, cache_tokens=())
     if out.exists():
         raise ConfigError(f"{out} exists already; remove it or name another output")

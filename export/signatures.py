@@ -32,6 +32,8 @@ class ExportPlan:
       verify_tokens: sizes of token trees to verify; these programs also score text in few dispatches.
       block_tokens: most tokens of a program that decodes several; 0 for none.
       cache_tokens: cache lengths besides the whole context, for shorter sequences; None chooses the engine's.
+      encode_tokens: lengths of sources, ascending; of a resolved plan those of chunks, and the longest source
+        of an encoder-decoder. Its decoder begins with few tokens, so that the shortest chunk is enough there.
       levels: of an elastic bundle, in percent, besides the whole model.
       without_shadow: whether a calibrated bundle becomes w8a8 without its calibration.
       static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
@@ -42,6 +44,7 @@ class ExportPlan:
     verify_tokens: tuple[int, ...] = ()
     block_tokens: int = 0
     cache_tokens: tuple[int, ...] | None = None
+    encode_tokens: tuple[int, ...] = ()
     levels: tuple[int, ...] = ()
     without_shadow: bool = False
     static_verify: bool = False
@@ -85,10 +88,16 @@ class ExportPlan:
                 f"caches of {caches} tokens must be shorter than the context of {context}, and hold the "
                 f"shortest chunk of {chunks[0]}"
             )
+        sources: tuple[int, ...] = ()
+        if cfg.encoder is not None:
+            longest = min(cfg.encoder.window_tokens, context)
+            sources = (*(each for each in chunks if each < longest), longest)
+            chunks = chunks[:1]
         return dataclasses.replace(
             self,
             context_tokens=context,
             chunk_tokens=chunks,
+            encode_tokens=sources,
             block_tokens=min(self.block_tokens, context),
             cache_tokens=caches,
         )
@@ -102,6 +111,7 @@ class ExportPlan:
         """The signatures of a level of a resolved plan; `file`: name of a signature -> its file."""
         return level_signatures(
             level,
+            encode_tokens=self.encode_tokens,
             chunk_tokens=self.chunk_tokens,
             verify_tokens=self.verify_tokens,
             block_tokens=self.block_tokens,
@@ -123,4 +133,5 @@ def step_shapes(
         name: jax.ShapeDtypeStruct(each.shape, subject.arrays[each.stored].dtype)
         for name, each in level.weights.items()
     }
-    return (weights, *input_shapes(signature, level.cfg, plan.room(signature), cache_dtype))
+    sources = max(plan.encode_tokens, default=0)
+    return (weights, *input_shapes(signature, level.cfg, plan.room(signature), cache_dtype, sources))

@@ -12,6 +12,7 @@ import jax.export
 import ml_dtypes
 import numpy as np
 
+from export.contents import require_family
 from export.extras import require_format
 from export.folder import ProgramKind, finish, new_folder
 from export.signatures import ExportPlan, step_shapes
@@ -55,6 +56,7 @@ def export_stablehlo(
       ProgramError: a program computes other results than its step (see `verify`).
     """
     require_format("stablehlo")
+    require_family("stablehlo", precision, subject.cfg, levels=len(subject.levels) > 1)
     unknown = [each for each in platforms if each not in PLATFORMS]
     if unknown or not platforms:
         raise ConfigError(

@@ -12,7 +12,7 @@ import numpy as np
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import Recovery, read_order, read_recovery, require_level
 from jaxllm.bundle.prefill import read_prefill
-from jaxllm.config import WHOLE, ModelConfig, require_decoder_alone
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.int8_prefill.calibration import PrefillCalibration
@@ -89,7 +89,6 @@ def read_subject(
         )
     dtype = np.dtype(np.float32) if dtype is None else dtype
     with without_native_kernels(), Bundle.open(path) as bundle:
-        require_decoder_alone(bundle.cfg, "exports")
         require_portable(bundle)
         cfgs = {WHOLE: bundle.cfg, **{each: require_level(bundle, each) for each in levels if each != WHOLE}}
         params, model = bundle.load(), bundle.fingerprint

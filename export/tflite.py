@@ -19,6 +19,7 @@ import jax
 import jax.export
 import numpy as np
 
+from export.contents import require_family
 from export.extras import require_format
 from export.flatbuffer import Sharing, share_buffers
 from export.folder import ProgramKind, finish, new_folder
@@ -32,6 +33,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.models.rooms import require_room
+from jaxllm.program_folder.arrays import SOURCE_TOKENS, source_shapes
 from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS, control_shapes
 from jaxllm.program_folder.manifest import Argument, Manifest, Precision, ProgramLevel, Signature
 from jaxllm.quant import FirstUnits, Weight
@@ -113,6 +115,7 @@ def tflite_model(
     require_holdable(subject.cfg)
     if precision not in PRECISIONS:
         raise ConfigError(f"a tflite model is {', '.join(PRECISIONS)}, not {precision}; choose one")
+    require_family("tflite", precision, subject.cfg, levels=len(subject.levels) > 1)
     if (precision == "w8a8") != bool(ranges):
         raise ConfigError("w8a8, and it alone, takes a text to calibrate on; give --calibration-text FILE")
     left_out(subject, precision, without_shadow=plan.without_shadow)
@@ -200,13 +203,18 @@ def _traced(
     with without_native_kernels():
         exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
     weights, caches = subject.weights(signature.level), sorted(shapes[1])
-    more = {"verify": ["mask"], "block": sorted(control_shapes(cfg.vocab_size))}.get(signature.kind, [])
     results = [*caches, *{"prefill": [], "block": [COUNT, NEXT_TOKENS]}.get(signature.kind, ["logits"])]
+    if signature.kind == "encode":
+        results = [each for each in source_shapes(cfg, 0) if each != SOURCE_TOKENS]
+        inputs = ["tokens", SOURCE_TOKENS]
+    else:
+        more = {"verify": ["mask"], "block": sorted(control_shapes(cfg.vocab_size))}.get(signature.kind, [])
+        inputs = [*caches, "tokens", "input_pos", *more, *sorted(source_shapes(cfg, 0))]
     return Traced(
         signature.name,
         exported.mlir_module_serialized,
         [weights[name] for name in sorted(weights)],
-        [*caches, "tokens", "input_pos", *more],
+        inputs,
         # As JAX flattens them.
         sorted(results),
     )

@@ -11,8 +11,9 @@ from export.subject import Subject
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ProgramError
 from jaxllm.kernels.native import without_native_kernels
+from jaxllm.program_folder.arrays import SOURCE_TOKENS, cache_shapes, source_shapes
 from jaxllm.program_folder.controls import STOP_IDS, controls
-from jaxllm.program_folder.manifest import Signature, cache_shapes
+from jaxllm.program_folder.manifest import Signature
 from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
 from jaxllm.steps.exported_blocks import step_of
 
@@ -22,7 +23,8 @@ class Trial(NamedTuple):
 
     Attributes:
       caches: random, by name.
-      inputs: tokens, positions; for a tree its mask, for a block its controls.
+      inputs: tokens, positions; for a tree its mask, for a block its controls; of an encoder-decoder its
+        source, random, too.
       wanted: results of the step by name.
     """
 
@@ -35,9 +37,17 @@ def trial(signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dt
     """Runs the step of a signature with activations and caches of `dtype`."""
     cfg, room = subject.levels[signature.level].cfg, plan.room(signature)
     inputs, draw = example_inputs(signature, cfg, room), np.random.default_rng(0)
-    caches = {
-        name: draw.standard_normal(shape).astype(dtype) for name, shape in cache_shapes(cfg, room).items()
-    }
+    if signature.kind == "encode":
+        caches = {}
+    else:
+        caches = {
+            name: draw.standard_normal(shape).astype(dtype) for name, shape in cache_shapes(cfg, room).items()
+        }
+        if cfg.encoder is not None:
+            shapes = source_shapes(cfg, max(plan.encode_tokens))
+            source = {name: draw.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+            source[SOURCE_TOKENS] = np.array([max(1, max(plan.encode_tokens) - 1)], np.int32)
+            inputs = (*inputs, source)
     with without_native_kernels():
         wanted = jax.jit(step_of(signature, cfg, dtype))(subject.weights(signature.level), caches, *inputs)
     return Trial(caches, inputs, wanted)
@@ -45,13 +55,15 @@ def trial(signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dt
 
 def example_inputs(signature: Signature, cfg: ModelConfig, cache_tokens: int) -> tuple[Any, ...]:
     """Tokens, positions; for a tree a mask, for a block controls: a chunk whose last token is padding, a tree
-    of two branches, or a greedy block of full length.
+    of two branches, a greedy block of full length, or a source whose last token is padding.
 
     Greedy, because a sum that two compilers round differently may decide between drawn tokens.
     """
     count = signature.tokens
     draw = np.random.default_rng(count)
     tokens = draw.integers(0, cfg.vocab_size, (1, count)).astype(np.int32)
+    if signature.kind == "encode":
+        return tokens, np.array([max(1, count - 1)], np.int32)
     start = min(3, cache_tokens - count)
     positions = np.arange(start, start + count, dtype=np.int32)
     if signature.kind == "block":

@@ -207,11 +207,11 @@ class ModelConfig:
             return
         require(isinstance(self.encoder, ModelConfig), f"encoder must be a config, got {self.encoder!r:.80}")
         for each in (self, self.encoder):
-            plain = each.rope is None and not each.layer_units and not any(each.attention_windows)
+            plain = each.rope is None and not any(each.attention_windows)
             require(
                 plain and not each.qk_norm and not each.post_norms and not each.qkv_clip,
-                "encoder-decoders have no rotary embedding, attention windows, sub-models, norms of queries "
-                "and keys, or norms after blocks before their sum",
+                "encoder-decoders have no rotary embedding, attention windows, norms of queries and keys, or "
+                "norms after blocks before their sum",
             )
         of_decoder = self.encoder.encoder is None and not self.encoder.head_bias and self.encoder.tied_head
         require(of_decoder, "an encoder has neither an encoder nor a head of its own")
@@ -286,7 +286,10 @@ class ModelConfig:
     @property
     def whole(self) -> "ModelConfig":
         """The config of the whole model; itself if this is no sub-model."""
-        return dataclasses.replace(self, layer_units=()) if self.layer_units else self
+        encoder = None if self.encoder is None else self.encoder.whole
+        if not self.layer_units and encoder is self.encoder:
+            return self
+        return dataclasses.replace(self, layer_units=(), encoder=encoder)
 
     @property
     def group(self) -> int:
@@ -361,15 +364,19 @@ _ENCODER_DECODER_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def decoder_alone_refusal(cfg: ModelConfig, what: str) -> str:
-    """Why `what`, such as "exports", does not take an encoder-decoder."""
-    return f"{what}: not for encoder-decoders yet, and {cfg.model_type} is one; take a decoder alone"
+# Its answer follows one source, which a call has whole; its keys and values are of no use after another.
+CONTEXTS_REFUSED = ("contexts", "call without one, each time with the whole source")
 
 
-def require_decoder_alone(cfg: ModelConfig, what: str) -> None:
-    """Refuses an encoder-decoder where `what`, such as "exports", takes decoders alone.
+def decoder_alone_refusal(cfg: ModelConfig, what: str, instead: str = "take a decoder alone") -> str:
+    """Why `what`, such as "plain models", does not take an encoder-decoder, and what to do `instead`."""
+    return f"{what}: not for encoder-decoders yet, and {cfg.model_type} is one; {instead}"
+
+
+def require_decoder_alone(cfg: ModelConfig, what: str, instead: str = "take a decoder alone") -> None:
+    """Refuses an encoder-decoder where `what`, such as "plain models", takes decoders alone.
 
     Raises:
       ConfigError: the model has an encoder.
     """
-    require(cfg.encoder is None, decoder_alone_refusal(cfg, what))
+    require(cfg.encoder is None, decoder_alone_refusal(cfg, what, instead))

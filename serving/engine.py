@@ -322,7 +322,8 @@ class Engine(Generic[AnyModel]):
         encoder-decoder one message (see `jaxllm.text.prompts.source_prompt`)."""
         tokenizer = self.tokenizer.limited(self.options.context_tokens)
         if self.cfg.encoder is not None:
-            prompt = prompt_ids(tokenizer, source_prompt(messages))
+            task = "" if config is None else config.task
+            prompt = prompt_ids(tokenizer, source_prompt(messages, task=task))
         else:
             prompt = tokenizer.encode_chat(list(messages), now=datetime.now())
         return self.stream(prompt, config, session=session)
@@ -343,13 +344,12 @@ class Engine(Generic[AnyModel]):
         """
         runner = self.runner_at(level)
         runner.require_usable()
+        config, source = config or GenerationConfig(), None
         if isinstance(prompt, str):
             if not prompt:
                 raise ConfigError("the prompt is empty; give it at least one character")
-            prompt = self.tokenizer.limited(runner.options.context_tokens).encode(
-                self.tokenizer.files.source_text(prompt)
-            )
-        config, source = config or GenerationConfig(), None
+            text = self.tokenizer.files.source_text(prompt, config.task)
+            prompt = self.tokenizer.limited(runner.options.context_tokens).encode(text)
         if runner.cfg.encoder is not None:
             prompt, source = start_ids(self.tokenizer, self.name), tuple(prompt)
         seed = config.sampling.seed

@@ -12,7 +12,7 @@ import jax
 
 from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.bundle.elastic import require_level
-from jaxllm.config import WHOLE, require_decoder_alone
+from jaxllm.config import CONTEXTS_REFUSED, WHOLE, require_decoder_alone
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kernels import native
 from jaxllm.models.lora import Adapter, adapter_digest, padded
@@ -334,10 +334,10 @@ def drafts_by_itself(bundle: Bundle, level: int, options: EngineOptions) -> bool
 
 def _require_served(bundle: Bundle, options: EngineOptions) -> None:
     """Raises ConfigError if the options ask for what encoder-decoders cannot have."""
+    if options.kv_codec:
+        require_decoder_alone(bundle.cfg, *CONTEXTS_REFUSED)
     asked = {
-        "contexts": options.kv_codec,
         "weights read from storage while the model runs (a memory budget)": options.memory_bytes,
-        "adapters": options.adapter_rank,
         "experts stored apart": bundle.layout.experts_apart,
     }
     for what, wanted in asked.items():

@@ -33,6 +33,8 @@ class GenerationConfig:
       stop_token_ids: tokens that end it besides the model's own end tokens.
       ignore_eos: go on past the model's end tokens.
       sampling: how tokens are chosen.
+      task: of an encoder-decoder, whose prefix stands before a source that is text, one of
+        `TokenizerFiles.tasks`; empty for the model's own, or none.
       grammar: what the text must match; None for any text. The answer then has no drafts.
       top_logprobs: tell log-probabilities: at each token its own, and of so many of the likeliest; None for
         none. The answer then has no drafts, and one token a dispatch.
@@ -43,6 +45,7 @@ class GenerationConfig:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    task: str = ""
     grammar: Grammar | None = None
     top_logprobs: int | None = None
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxllm.bundle.contexts import read_contexts
 from jaxllm.bundle.tiny_lm import read_tiny_lm
-from jaxllm.config import WHOLE
+from jaxllm.config import CONTEXTS_REFUSED, WHOLE, decoder_alone_refusal
 from jaxllm.errors import ConfigError
 from serving.bundles import levels_of, open_model
 from serving.contexts.context import Context
@@ -211,8 +211,15 @@ class LLMService(PlannedService):
 
     def _kept(self) -> Contexts:
         if self.contexts is None:
-            raise ConfigError("this service keeps no contexts; open it with ContextOptions")
+            raise self.without_contexts("open it with ContextOptions")
         return self.contexts
+
+    def without_contexts(self, how: str) -> ConfigError:
+        """The error of a call in a context where there are none, and `how` a service has them."""
+        cfg, (what, instead) = self.engine.cfg, CONTEXTS_REFUSED
+        if cfg.encoder is not None:
+            return ConfigError(decoder_alone_refusal(cfg, what, instead))
+        return ConfigError(f"this service keeps no contexts; {how}")
 
 
 def engine_options(

@@ -1,6 +1,7 @@
 """A tiny encoder-decoder with the tiny model's tokenizer, as a bundle; its decoder begins with <|begin|>."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxllm.bundle import WeightFormat
@@ -28,13 +29,19 @@ ENCODER = ModelConfig(
 TINY_T5 = dataclasses.replace(ENCODER, encoder=ENCODER, window_tokens=64)
 
 
-def tokenizer(prefix: str = "") -> TokenizerFiles:
+def tokenizer(prefix: str = "", tasks: Mapping[str, str] | None = None) -> TokenizerFiles:
     """The tiny model's, of an encoder-decoder."""
-    return dataclasses.replace(tiny.tiny_tokenizer(), start_ids=(tiny.BEGIN_ID,), source_prefix=prefix)
+    own = {"start_ids": (tiny.BEGIN_ID,), "source_prefix": prefix, "tasks": tasks or {}}
+    return dataclasses.replace(tiny.tiny_tokenizer(), **own)
 
 
 def write_bundle(
-    path: Path, weights: WeightFormat = "f32", *, cfg: ModelConfig = TINY_T5, prefix: str = ""
+    path: Path,
+    weights: WeightFormat = "f32",
+    *,
+    cfg: ModelConfig = TINY_T5,
+    prefix: str = "",
+    tasks: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes a bundle of a tiny encoder-decoder; returns its path."""
-    return tiny.write_tiny_bundle(path, weights, cfg=cfg, tokenizer=tokenizer(prefix), name="tiny-t5")
+    return tiny.write_tiny_bundle(path, weights, cfg=cfg, tokenizer=tokenizer(prefix, tasks), name="tiny-t5")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from export.contents import CONTENTS, require_contents
+from export.contents import CONTENTS, require_contents, require_family
 from jaxllm.option_types import Level
 from serving.commands.console import progress_bars, read_text
 from serving.commands.shared_options import context_option
@@ -165,6 +165,7 @@ def export_command(
     # Before anything is read, and for what is not imported yet.
     extras.require_format(kind)
     subject = read_subject(bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision))
+    require_family(kind, precision, subject.cfg, levels=len(subject.levels) > 1)
     # Before a text is read with it.
     without = quantized.left_out(subject, precision, without_shadow=plan.without_shadow)  # pyright: ignore
     with progress_bars() as progress:

@@ -10,7 +10,7 @@ from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
-from jaxllm.elastic.units import UnitOrder, check_order, unit_arrays, units_of_arrays
+from jaxllm.elastic.units import UnitOrder, check_order, order_arrays, order_of_arrays
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.models.lora import TARGETS, adapter_shapes, parameters_of, target_of
 from jaxllm.models.parameters import param_specs
@@ -46,7 +46,7 @@ def elastic_parts(
         reordered.
       facts: further facts, for people.
     """
-    arrays = {} if order is None else unit_arrays(order.groups, order.neurons)
+    arrays = {} if order is None else order_arrays(order)
     parts = {_LADDER: Part({**(facts or {}), "ladder": ladder.to_json()}, arrays)}
     for level, each in (recoveries or {}).items():
         halved = {name: _halved(value) for name, value in each.adapter.items()}
@@ -81,7 +81,7 @@ def read_order(bundle: Bundle) -> UnitOrder | None:
     if part is None or not part.arrays:
         return None
     try:
-        order = UnitOrder(*units_of_arrays(part.arrays, bundle.cfg.layers))
+        order = order_of_arrays(bundle.cfg, part.arrays)
         check_order(bundle.cfg, order)
     except (KeyError, ConfigError) as error:
         raise BundleError(f"{bundle.path}: its order of units is malformed ({error})") from error

@@ -191,15 +191,15 @@ def _source_facts(
         # The first of them, as transformers takes generation_config.json before config.json.
         found += ids[:1] or (list(bos_ids[:1]) if key == "decoder_start_token_id" else [])
     prefix = next((each["prefix"] for each in models if isinstance(each.get("prefix"), str)), "")
-    return {"start_ids": tuple(found), "source_prefix": prefix, "task_prefixes": _task_prefixes(models)}
+    return {"start_ids": tuple(found), "source_prefix": prefix, "tasks": _tasks(models)}
 
 
-def _task_prefixes(models: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The prefixes of the tasks that a config tells of, as T5's do; what is malformed tells of none."""
+def _tasks(models: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The prefixes of the tasks that a config names, as T5's do; what is malformed names none."""
     tasks = next((each["task_specific_params"] for each in models if "task_specific_params" in each), None)
-    named = tasks.values() if isinstance(tasks, dict) else ()
-    prefixes = (each.get("prefix") for each in named if isinstance(each, dict))
-    return tuple(each.strip() for each in prefixes if isinstance(each, str) and each.strip())
+    named = tasks.items() if isinstance(tasks, dict) else ()
+    prefixes = ((name, each.get("prefix")) for name, each in named if isinstance(each, dict))
+    return {name: each for name, each in prefixes if name.strip() and isinstance(each, str) and each.strip()}
 
 
 def _named_id(tokenizer: AnyTokenizer, token: str | None) -> list[int]:

@@ -18,12 +18,14 @@ import numpy as np
 
 from jaxllm.config import WHOLE, LayerUnits, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.parameters import param_specs
+from jaxllm.models.parameters import ENCODER, param_specs
 
 LEVELS = (20, 30, 40, 50, 60, 70, 80, 90, 100)
 # Neurons are kept in multiples of this, which a kernel computes at once; of less in narrow layers.
 _NEURON_STEP = 32
 _STEPS_PER_LAYER = 40
+# Fields that a bundle has only where they say something.
+_LEFT_OUT = frozenset({"units", "encoder"})
 # Number of steps in which shares of [0, 1] are tried.
 _SHARES = 2000
 
@@ -36,11 +38,13 @@ class Ladder:
       levels: in percent, ascending; the last is 100, the whole model.
       anchors: indices of the anchor layers, which shrink last, ascending.
       units: per level but the last, per layer, its kv groups and neurons; empty: by share and anchors.
+      encoder: of an encoder-decoder, the ladder of its encoder, of the same levels; None: by share alone.
     """
 
     levels: tuple[int, ...] = LEVELS
     anchors: tuple[int, ...] = ()
     units: tuple[tuple[tuple[int, int], ...], ...] = ()
+    encoder: "Ladder | None" = None
 
     def __post_init__(self) -> None:
         whole = all(type(each) is int for each in (*self.levels, *self.anchors))
@@ -52,6 +56,8 @@ class Ladder:
             raise ConfigError(f"a level must be at least 1 percent, got {self.levels[0]}")
         if list(self.anchors) != sorted(set(self.anchors)) or min(self.anchors, default=0) < 0:
             raise ConfigError(f"anchors must be ascending numbers of layers, got {self.anchors}")
+        if self.encoder is not None and (self.encoder.levels != self.levels or self.encoder.encoder):
+            raise ConfigError(f"the encoder's levels must be those of the decoder, {self.levels}")
         if self.units and len(self.units) != len(self.levels) - 1:
             raise ConfigError(f"units of {len(self.units)} levels for {len(self.levels) - 1} below the whole")
         pairs = [pair for level in self.units for pair in level]
@@ -60,7 +66,9 @@ class Ladder:
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict that `from_json` reads back."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "units" or value}
+        data = dataclasses.asdict(self)
+        data["encoder"] = None if self.encoder is None else self.encoder.to_json()
+        return {name: value for name, value in data.items() if name not in _LEFT_OUT or value}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Ladder":
@@ -70,17 +78,19 @@ class Ladder:
           ConfigError: a key is unknown or missing, or a value is out of its domain.
         """
         names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(data, dict) or data.keys() | {"units"} != names:
+        if not isinstance(data, dict) or data.keys() | _LEFT_OUT != names:
             raise ConfigError(f"malformed levels: expected {' and '.join(sorted(names))}, got {data!r:.80}")
         try:
             units = tuple(tuple(map(tuple, level)) for level in data.get("units", ()))
-            return cls(levels=tuple(data["levels"]), anchors=tuple(data["anchors"]), units=units)
+            encoder = None if data.get("encoder") is None else cls.from_json(data["encoder"])
+            levels, anchors = tuple(data["levels"]), tuple(data["anchors"])
+            return cls(levels=levels, anchors=anchors, units=units, encoder=encoder)
         except TypeError as error:
             raise ConfigError(f"malformed levels: {error}") from error
 
 
 def sub_config(cfg: ModelConfig, ladder: Ladder, level: int) -> ModelConfig:
-    """The sub-model of a level.
+    """The sub-model of a level; of an encoder-decoder both sides have one.
 
     Args:
       cfg: the whole model.
@@ -94,6 +104,9 @@ def sub_config(cfg: ModelConfig, ladder: Ladder, level: int) -> ModelConfig:
         raise ConfigError(f"there is no level {level}; there are {', '.join(map(str, ladder.levels))}")
     if ladder.anchors[-1:] >= (cfg.layers,):
         raise ConfigError(f"layer {ladder.anchors[-1]} is an anchor of a model of {cfg.layers} layers")
+    if cfg.encoder is not None:
+        encoder = sub_config(cfg.encoder, ladder.encoder or Ladder(levels=ladder.levels), level)
+        cfg = dataclasses.replace(cfg, encoder=encoder)
     if ladder.units and level != WHOLE:
         return _of_units(cfg, ladder.units[ladder.levels.index(level)])
     return _sub_config(cfg, ladder.anchors, level)
@@ -141,7 +154,7 @@ def unit_sizes(cfg: ModelConfig, layer: int) -> tuple[int, int]:
     units = whole.units(layer)
     for name, spec in param_specs(whole).items():
         if name.startswith(f"layers.{layer}.") and is_unit_parameter(name):
-            kept["attn" if ".attn." in name else "ffn"] += int(np.prod(spec.shape))
+            kept["attn" if is_group_parameter(name) else "ffn"] += int(np.prod(spec.shape))
     return kept["attn"] // units.kv_heads, kept["ffn"] // units.neurons
 
 
@@ -153,9 +166,16 @@ def layer_parameters(cfg: ModelConfig) -> int:
 
 def is_unit_parameter(name: str) -> bool:
     """Whether a parameter consists of units: those of layers do, but norms, output biases and routers."""
+    name = name.removeprefix(ENCODER)
     part = name.split(".", 2)[2] if name.startswith("layers.") else ""
-    outputs = ("attn.o_bias", "ffn.down_bias")
-    return part.startswith(("attn.", "ffn.", "experts.")) and "norm" not in part and part not in outputs
+    outputs = ("attn.o_bias", "cross.o_bias", "ffn.down_bias")
+    ours = part.startswith(("attn.", "cross.", "ffn.", "experts."))
+    return ours and "norm" not in part and part not in outputs
+
+
+def is_group_parameter(name: str) -> bool:
+    """Whether the units of such a parameter are kv groups, and not neurons."""
+    return ".attn." in name or ".cross." in name
 
 
 def neuron_step(neurons: int) -> int:

@@ -17,7 +17,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels.used_units import PARAMETER, counts_of
 from jaxllm.models.layer_stack import STACK, can_be_addressed
 from jaxllm.models.lora import Adapter, summed_factors
-from jaxllm.models.parameters import Params, param_specs
+from jaxllm.models.parameters import ENCODER, Params, param_specs
 from jaxllm.models.stacked_layers import are_entries
 from jaxllm.quant import Adapted, Weight, first_units, narrow, sliced, take_units
 
@@ -31,8 +31,8 @@ def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     Args:
       params: of the whole model, with its units in order; or of a larger sub-model with all of these units
         (not every larger level has them, see `jaxllm.elastic.ladder`); or the result of `shared_sub_model` or
-        of `by_address`, which is returned as it is, as are parameters of an encoder-decoder, which has no
-        sub-models.
+        of `by_address`, which is returned as it is, as are parameters of an encoder-decoder, whose sub-models
+        are counted.
       cfg: the sub-model.
 
     Raises:
@@ -90,7 +90,10 @@ def shared_part(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
 
 def can_be_counted(params: Params, cfg: ModelConfig) -> bool:
     """Whether one bucket can serve all levels of a model, each at its own cost: if its layers are read by
-    address, and no units are in experts."""
+    address, and no units are in experts. Those of encoder-decoders are always counted: other weights than
+    those in blocks then cost at every level what they cost at the whole model."""
+    if cfg.encoder is not None:
+        return True
     return not cfg.experts and can_be_addressed(params, cfg)
 
 
@@ -119,11 +122,12 @@ def counted_sub_model(
         left, right = summed_factors(name, base.shape, adapters, rank)
         found[name] = Adapted(base, left, right)  # pyright: ignore[reportArgumentType]: of the host
     if level is not None:
-        units = [level.units(layer) for layer in range(cfg.layers)]
         rank = max((ranks or {}).values(), default=0) if adapters else 0
-        counts = counts_of([each.kv_heads for each in units], [each.neurons for each in units], rank)
-        for layer, own in enumerate(counts):
-            found[f"layers.{layer}.{PARAMETER}"] = own  # pyright: ignore[reportArgumentType]: of the host
+        for lead, side in (("", level), (ENCODER, level.encoder)):
+            units = [] if side is None else [side.units(layer) for layer in range(side.layers)]
+            counts = counts_of([each.kv_heads for each in units], [each.neurons for each in units], rank)
+            for layer, own in enumerate(counts):
+                found[f"{lead}layers.{layer}.{PARAMETER}"] = own  # pyright: ignore[reportArgumentType]: host
     return found
 
 

@@ -15,6 +15,10 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import is_unit_parameter
 from jaxllm.errors import ConfigError
+from jaxllm.models.parameters import ENCODER
+
+# The parameter with a bias per head, which all layers share.
+_BIASES = "relative_positions"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,10 +28,39 @@ class UnitOrder:
     Attributes:
       groups: per layer, indices of its kv groups `[K]` int32.
       neurons: per layer, indices of its neurons `[F]` int32, or `[E, F]` for each of its experts.
+      cross: per layer of the decoder of an encoder-decoder, indices of its kv groups over the source; of
+        other models empty.
+      encoder: the order of its encoder's units; None of other models.
+
+    With relative positions the kv groups of all layers are in one order, as all layers share the biases.
     """
 
     groups: tuple[np.ndarray, ...]
     neurons: tuple[np.ndarray, ...]
+    cross: tuple[np.ndarray, ...] = ()
+    encoder: "UnitOrder | None" = None
+
+
+def order_arrays(order: UnitOrder) -> dict[str, np.ndarray]:
+    """An order as named arrays for a file."""
+    named = unit_arrays(order.groups, order.neurons)
+    named |= {f"cross.{layer}": each for layer, each in enumerate(order.cross)}
+    of_encoder = {} if order.encoder is None else order_arrays(order.encoder)
+    return named | {ENCODER + name: each for name, each in of_encoder.items()}
+
+
+def order_of_arrays(cfg: ModelConfig, arrays: Mapping[str, np.ndarray]) -> UnitOrder:
+    """The inverse of `order_arrays`.
+
+    Raises:
+      KeyError: the arrays of a layer are missing.
+    """
+    groups, neurons = units_of_arrays(arrays, cfg.layers)
+    if cfg.encoder is None:
+        return UnitOrder(groups, neurons)
+    cross = tuple(arrays[f"cross.{layer}"] for layer in range(cfg.layers))
+    own = {name.removeprefix(ENCODER): each for name, each in arrays.items() if name.startswith(ENCODER)}
+    return UnitOrder(groups, neurons, cross, order_of_arrays(cfg.encoder, own))
 
 
 def unit_arrays(groups: Sequence[np.ndarray], neurons: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
@@ -63,6 +96,38 @@ def order_units(groups: Iterable[np.ndarray], neurons: Iterable[np.ndarray]) -> 
     return UnitOrder(tuple(map(falling, groups)), tuple(map(falling, neurons)))
 
 
+def order_sides(
+    cfg: ModelConfig, scores: Mapping[str, np.ndarray], encoder: Mapping[str, np.ndarray] | None = None
+) -> UnitOrder:
+    """The order of units of an encoder-decoder, or of one of its sides, by falling importance.
+
+    Args:
+      cfg: the model, or its encoder.
+      scores: of the decoder, or of the encoder, by layer i: `groups.i`, `cross.i` `[K]`, `neurons.i` `[F]`.
+        With relative positions the groups' are added up over the layers, each as a share of its layer's.
+      encoder: the encoder's, likewise; None for the encoder by itself.
+
+    Raises:
+      ConfigError: a score is missing, or not finite.
+    """
+
+    def of(kind: str) -> list[np.ndarray]:
+        try:
+            return [np.asarray(scores[f"{kind}.{layer}"], np.float64) for layer in range(cfg.layers)]
+        except KeyError as error:
+            raise ConfigError(f"the scores of {error} are missing") from error
+
+    groups, cross = of("groups"), of("cross") if cfg.encoder is not None else []
+    if cfg.relative_buckets:
+        shares = [each / max(float(each.sum()), np.finfo(np.float64).tiny) for each in groups]
+        groups = [np.sum(shares, axis=0)] * cfg.layers
+    own = order_units(groups, of("neurons"))
+    if cfg.encoder is None:
+        return own
+    over_source = order_units(cross, cross).groups
+    return dataclasses.replace(own, cross=over_source, encoder=order_sides(cfg.encoder, encoder or {}))
+
+
 def reorder(
     cfg: ModelConfig, params: Iterable[tuple[str, np.ndarray]], order: UnitOrder
 ) -> Iterator[tuple[str, np.ndarray]]:
@@ -78,7 +143,13 @@ def reorder(
     """
     check_order(cfg, order)
     for name, value in params:
-        yield name, _reordered(name, np.asarray(value), order) if is_unit_parameter(name) else value
+        if is_unit_parameter(name):
+            yield name, _reordered(name, np.asarray(value), order)
+        elif name.removeprefix(ENCODER) == _BIASES:
+            of = order.encoder if name.startswith(ENCODER) and order.encoder is not None else order
+            yield name, _biases(np.asarray(value), of)
+        else:
+            yield name, value
 
 
 def reorder_adapter(adapter: Mapping[str, np.ndarray | jax.Array], order: UnitOrder) -> dict[str, np.ndarray]:
@@ -93,14 +164,23 @@ def reorder_adapter(adapter: Mapping[str, np.ndarray | jax.Array], order: UnitOr
 
 def check_order(cfg: ModelConfig, order: UnitOrder) -> None:
     """Raises ConfigError unless an order has every unit of a model exactly once."""
+    over_source = 0 if cfg.encoder is None else cfg.layers
+    if (order.encoder is None) != (cfg.encoder is None) or len(order.cross) != over_source:
+        raise ConfigError("the order is of a decoder alone, the model an encoder-decoder, or the reverse")
+    if cfg.encoder is not None and order.encoder is not None:
+        check_order(cfg.encoder, order.encoder)
+    if cfg.relative_buckets and not all(np.array_equal(each, order.groups[0]) for each in order.groups):
+        raise ConfigError("with relative positions the kv groups of all layers must be in one order")
     if not len(order.groups) == len(order.neurons) == cfg.layers:
         raise ConfigError(f"the order is of {len(order.groups)} layers, the model has {cfg.layers}")
     for layer in range(cfg.layers):
         units = cfg.whole.units(layer)
         lead = (cfg.experts,) if cfg.is_sparse(layer) else ()
+        cross = order.cross[layer : layer + 1]
         for what, places, count in (
             ("kv-groups", order.groups[layer], (units.kv_heads,)),
             ("neurons", order.neurons[layer], (*lead, units.neurons)),
+            *(("kv-groups over the source", each, (units.kv_heads,)) for each in cross),
         ):
             whole = np.broadcast_to(np.arange(count[-1]), count)
             if places.shape != count or not np.array_equal(np.sort(places, axis=-1), whole):
@@ -111,8 +191,17 @@ def check_order(cfg: ModelConfig, order: UnitOrder) -> None:
 
 
 def _reordered(name: str, value: np.ndarray, order: UnitOrder) -> np.ndarray:
+    if name.startswith(ENCODER) and order.encoder is not None:
+        name, order = name.removeprefix(ENCODER), order.encoder
     _, layer, part = name.split(".", 2)
-    places = (order.groups if part.startswith("attn.") else order.neurons)[int(layer)]
+    kinds = {"attn": order.groups, "cross": order.cross}
+    places = kinds.get(part.partition(".")[0], order.neurons)[int(layer)]
     if places.ndim == 1:
         return value[places]
     return np.take_along_axis(value, places.reshape(*places.shape, *(1,) * (value.ndim - 2)), axis=1)
+
+
+def _biases(value: np.ndarray, order: UnitOrder) -> np.ndarray:
+    """Biases `[buckets, N]` with the heads of each kv group where the group goes."""
+    by_group = value.reshape(len(value), len(order.groups[0]), -1)
+    return by_group[:, order.groups[0]].reshape(value.shape)

@@ -20,7 +20,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels import native, native_products
 from jaxllm.kv.coded import CodedChunks
 from jaxllm.kv.positions import TokenPositions
-from jaxllm.kv.source import SourceKV, no_source
+from jaxllm.kv.source import Source, SourceKV, no_source
 
 # Rows that `fork` copies at once.
 _FORK_BLOCK = 64
@@ -101,7 +101,7 @@ class KVCache:
     mass: jax.Array | None = None
     places: tuple[tuple[int, int], ...] | None = dataclasses.field(default=None, metadata={"static": True})
     coded: CodedChunks | None = None
-    source: SourceKV | None = None
+    source: Source | None = None
 
     @property
     def capacity_tokens(self) -> int:

@@ -4,6 +4,7 @@ They are projected once per prompt from what the encoder said, and stay as they 
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,52 @@ class SourceKV:
         """Asserts the shapes above, where a step that takes them is traced."""
         axes.check(jnp.floating, "* B * R H", keys=self.keys, values=self.values)
         axes.check(jnp.int32, "", length=self.length)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SourceLayers:
+    """A `SourceKV` whose layers are arrays of their own, as exported programs have them.
+
+    Attributes:
+      keys, values: per layer `[B, K, R, H]`; empty arrays until they are written.
+      length: see `SourceKV`.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    length: jax.Array
+
+    @property
+    def capacity_tokens(self) -> int:
+        """See `SourceKV`."""
+        return self.keys[0].shape[-2]
+
+    @property
+    def mask(self) -> jax.Array:
+        """See `SourceKV`."""
+        return jnp.arange(self.capacity_tokens, dtype=jnp.int32)[None, :] < self.length
+
+    def of_layer(self, layer: Any) -> tuple[jax.Array, jax.Array]:
+        """See `SourceKV`."""
+        return self.keys[layer], self.values[layer]
+
+    def with_layer(self, layer: Any, keys: jax.Array, values: jax.Array) -> "SourceLayers":
+        """With keys and values `[B, K, T, H]` as those of a layer, for sources of up to T tokens."""
+
+        def put(rows: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
+            return (*rows[:layer], new, *rows[layer + 1 :])
+
+        return dataclasses.replace(self, keys=put(self.keys, keys), values=put(self.values, values))
+
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes them is traced."""
+        for keys, values in zip(self.keys, self.values, strict=True):
+            axes.check(jnp.floating, "B * R H", keys=keys, values=values)
+        axes.check(jnp.int32, "", length=self.length)
+
+
+Source = SourceKV | SourceLayers
 
 
 def no_source(shape: tuple[int, ...], dtype: jnp.dtype) -> SourceKV:

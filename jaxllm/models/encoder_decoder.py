@@ -9,7 +9,7 @@ or norms after each sum (BART, arXiv 1910.13461), or experts with a capacity (Sw
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,10 @@ from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import route
+from jaxllm.kernels.used_units import UsedUnits
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.positions import TokenPositions
-from jaxllm.kv.source import SourceKV
+from jaxllm.kv.source import Source
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of, over_layers
 from jaxllm.models.parameters import ENCODER, Params
@@ -38,8 +39,17 @@ from jaxllm.nn.linear import FeedForward, embed, feed_forward, from_units, norme
 from jaxllm.nn.norms import normalize
 
 Kept = TypeVar("Kept")
-# (queries, keys and values of new tokens) -> (attention outputs, what the layer keeps, such as the cache).
-_Attend = Callable[[Sequence[jax.Array]], tuple[jax.Array, Kept]]
+# (queries, keys and values of new tokens; used kv groups) -> (attention outputs, what the layer keeps, such
+# as the cache).
+_Attend = Callable[[Sequence[jax.Array], UsedUnits | None], tuple[jax.Array, Kept]]
+
+
+class _Shared(TypedDict):
+    """Options that all products of a block take (see `jaxllm.nn.linear`)."""
+
+    used: UsedUnits | None
+    live: jax.Array | None
+    rowwise: bool
 
 
 def encoder_params(params: Params) -> Params:
@@ -71,7 +81,8 @@ def encode(
     x = _embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=live)
     mask = _scored(params, positions, (positions < valid)[None, :], cfg)
 
-    def attend(heads: Sequence[jax.Array]) -> tuple[jax.Array, None]:
+    def attend(heads: Sequence[jax.Array], used: UsedUnits | None) -> tuple[jax.Array, None]:
+        del used
         q, k, v = heads[0], *(_zeroed(each, valid) for each in heads[1:])
         keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         return attention(q, keys, values, mask, scale=cfg.attention_scale), None
@@ -86,8 +97,8 @@ def encode(
 
 
 def with_source(
-    params: Params, hidden: jax.Array, valid: jax.Array, source: SourceKV, *, cfg: ModelConfig
-) -> SourceKV:
+    params: Params, hidden: jax.Array, valid: jax.Array, source: Source, *, cfg: ModelConfig
+) -> Source:
     """The keys and values of a source in all layers of the decoder.
 
     Args:
@@ -99,10 +110,12 @@ def with_source(
     """
     hidden = _zeroed(hidden, valid)
 
-    def layer(source: SourceKV, own: Params, like: int, number: jax.Array | int) -> SourceKV:
+    def layer(source: Source, own: Params, like: int, number: jax.Array | int) -> Source:
         weights = layer_of(own, like)
+        groups, _ = weights.used
         keys, values = (
-            to_units(hidden, weights[f"cross.{name}"], weights.vector(f"cross.{name}_bias")) for name in "kv"
+            to_units(hidden, weights[f"cross.{name}"], weights.vector(f"cross.{name}_bias"), used=groups)
+            for name in "kv"
         )
         return source.with_layer(number, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3))
 
@@ -150,13 +163,15 @@ def forward_at(
     mask = at.visible(cache.capacity_tokens, 0)
     options = AttentionOptions(scale=cfg.attention_scale, bias=_bias_by_distance(params, cfg))
 
-    def attend(heads: Sequence[jax.Array], past, mass):
+    def attend(heads: Sequence[jax.Array], used: UsedUnits | None, past, mass):
         new = Heads(*heads)
-        out, past, mass = cached_attention(new, None, past, mask, at, mass, options=options)
+        out, past, mass = cached_attention(new, None, past, mask, at, mass, options=options, used=used)
         return out, (past, mass)
 
-    def attend_source(heads: Sequence[jax.Array], source: SourceKV, number: jax.Array | int):
-        return source_attention(heads[0], source, number, at, scale=cfg.attention_scale)
+    def attend_source(
+        heads: Sequence[jax.Array], used: UsedUnits | None, source: Source, number: jax.Array | int
+    ):
+        return source_attention(heads[0], source, number, at, scale=cfg.attention_scale, used=used)
 
     def layer(
         carry: tuple[jax.Array, KVCache], own: Params, like: int, number: jax.Array | int
@@ -277,18 +292,20 @@ def _attended(
     """Attention of `x` `[B, T, D]` to its own tokens (`name` "attn"), or to the source ("cross"), for which
     only queries are new; and what `attend` keeps."""
     norm, parts = weights.norm(f"{name}_norm", cfg), "qkv" if name == "attn" else "q"
+    groups, _ = weights.used
+    shared: _Shared = {"used": groups, "live": live, "rowwise": rowwise}
     products = [weights[f"{name}.{part}"] for part in parts]
     biases = [weights.vector(f"{name}.{part}_bias") for part in parts]
     if cfg.norm_after:
         pairs = zip(products, biases, strict=True)
-        heads = [to_units(x, *each, live=live, rowwise=rowwise) for each in pairs]
+        heads = [to_units(x, *each, **shared) for each in pairs]
     else:
-        heads = normed_to_units(x, norm, products, biases, live=live, rowwise=rowwise)
+        heads = normed_to_units(x, norm, products, biases, **shared)
     queries = heads[0].reshape(*heads[0].shape[:3], cfg.group, cfg.head_dim)
-    out, kept = attend([queries, *heads[1:]])
+    out, kept = attend([queries, *heads[1:]], groups)
     out = out.reshape(*out.shape[:3], -1)
     o_bias = weights.vector(f"{name}.o_bias")
-    mixed = from_units(out, weights[f"{name}.o"], o_bias, residual=x, live=live, rowwise=rowwise)
+    mixed = from_units(out, weights[f"{name}.o"], o_bias, residual=x, **shared)
     return (normalize(mixed, norm) if cfg.norm_after else mixed), kept
 
 
@@ -313,10 +330,12 @@ def _fed_forward(
         down_bias=weights.vector("ffn.down_bias"),
         activation=cfg.activation,
     )
+    _, neurons = weights.used
+    shared: _Shared = {"used": neurons, "live": live, "rowwise": rowwise}
     if not cfg.norm_after:
-        return feed_forward(x, norm, block, add_input=True, live=live, rowwise=rowwise)
-    hidden = activate(to_units(x, block.up, block.up_bias, live=live, rowwise=rowwise), cfg.activation)
-    mixed = from_units(hidden, block.down, block.down_bias, residual=x, live=live, rowwise=rowwise)
+        return feed_forward(x, norm, block, add_input=True, **shared)
+    hidden = activate(to_units(x, block.up, block.up_bias, **shared), cfg.activation)
+    mixed = from_units(hidden, block.down, block.down_bias, residual=x, **shared)
     return normalize(mixed, norm)
 
 

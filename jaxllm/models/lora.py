@@ -20,14 +20,16 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.parameters import Params, param_specs
+from jaxllm.models.parameters import ENCODER, Params, param_specs
 from jaxllm.quant import Adapted, Weight, dequantize
 
 Adapter = Mapping[str, jax.Array | np.ndarray]
 
-# Names within a layer of parameters that can be adapted: every matrix but the embedding.
+# Names within a layer of parameters that can be adapted: every matrix but the embedding. Those of an
+# encoder-decoder are of both sides, the "cross" ones of its decoder.
 TARGETS = (
-    "attn.q", "attn.k", "attn.v", "attn.o", "ffn.gate", "ffn.up", "ffn.down",
+    "attn.q", "attn.k", "attn.v", "attn.o", "cross.q", "cross.k", "cross.v", "cross.o", "ffn.gate", "ffn.up",
+    "ffn.down",
     "experts.gate", "experts.up", "experts.down", "router", "head",
 )  # fmt: skip
 MAX_RANK = 4096
@@ -47,7 +49,7 @@ class LoraConfig:
 
     rank: int = 8
     alpha: float = 16.0
-    targets: tuple[str, ...] = ("attn.q", "attn.k", "attn.v", "attn.o", "ffn.gate", "ffn.up", "ffn.down")
+    targets: tuple[str, ...] = tuple(each for each in TARGETS if each.startswith(("attn", "cross", "ffn")))
     rank_stabilized: bool = False
 
     def __post_init__(self) -> None:
@@ -85,7 +87,9 @@ def adapted_parameters(cfg: ModelConfig, targets: tuple[str, ...]) -> tuple[str,
 
 
 def target_of(name: str) -> str:
-    """The target that a parameter belongs to: its name without its layer."""
+    """The target that a parameter belongs to: its name without its layer, on either side of an
+    encoder-decoder."""
+    name = name.removeprefix(ENCODER)
     return name.split(".", 2)[2] if name.startswith("layers.") else name
 
 

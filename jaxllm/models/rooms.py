@@ -15,7 +15,7 @@ ROOMS: tuple[Room, ...] = ("streamed weights", "levels", "integer prefill", "exp
 
 def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
     """Why a room cannot take a model; None if it can."""
-    if cfg.encoder is not None:
+    if cfg.encoder is not None and room != "tflite":
         return decoder_alone_refusal(cfg, room)
     return {
         "streamed weights": _streamed,
@@ -77,7 +77,7 @@ def _experts_apart(cfg: ModelConfig) -> str | None:
 
 
 def _tflite(cfg: ModelConfig) -> str | None:
-    if not cfg.experts:
+    if not cfg.experts and not (cfg.encoder and cfg.encoder.experts):
         return None
     return (
         "a tflite model has no mixture of experts (its tokens would have to be sorted by expert); export it "

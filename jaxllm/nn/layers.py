@@ -5,7 +5,7 @@ Softmax is computed in float32, whatever the dtype of the activations.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxllm.kernels.weight_table import TableArray
 from jaxllm.kv.cache import Past
 from jaxllm.kv.coded import CodedChunks
 from jaxllm.kv.positions import TokenPositions
-from jaxllm.kv.source import SourceKV
+from jaxllm.kv.source import Source, SourceKV
 
 # Large but finite: a query with all keys masked must give a uniform softmax, not NaN.
 MASKED = -1e30
@@ -294,8 +294,14 @@ def cached_attention(
 
 
 def source_attention(
-    q: jax.Array, source: SourceKV, layer: jax.Array | int, at: TokenPositions, *, scale: float
-) -> tuple[jax.Array, SourceKV]:
+    q: jax.Array,
+    source: Source,
+    layer: Any,
+    at: TokenPositions,
+    *,
+    scale: float,
+    used: UsedUnits | None = None,
+) -> tuple[jax.Array, Source]:
     """Attends to a source from a layer of the decoder.
 
     The native kernel reads only the source's tokens; XLA, whose shapes are static, reads all of its rows.
@@ -306,12 +312,13 @@ def source_attention(
       layer: its index.
       at: positions of the queries' tokens, and how many of them are real.
       scale: multiplies the scores.
+      used: see `cached_attention`.
 
     Returns:
       Outputs `[B, T, K, G, H]` in q's dtype, and the same source.
     """
 
-    def by_kernel(q: jax.Array, source: SourceKV):
+    def by_kernel(q: jax.Array, source: Any):
         # Nothing is written, and a query sees the rows up to its own: that of the last token.
         count = jnp.maximum(source.length, 1)
         rows = jnp.broadcast_to(count - 1, at.positions.shape)
@@ -320,14 +327,15 @@ def source_attention(
         slot = np.int32(layer) if isinstance(layer, int) else layer
         out, keys, values, *_ = native_attention.attention(
             q.astype(jnp.float32), None, None, None, source.keys, source.values, rows, at.valid,
-            slot=slot, scale=scale, tree=tree,
+            slot=slot, scale=scale, tree=tree, used=used,
         )  # fmt: skip
         return out.astype(q.dtype), dataclasses.replace(source, keys=keys, values=values)
 
-    def by_xla(q: jax.Array, source: SourceKV):
+    def by_xla(q: jax.Array, source: Source):
         return attention(q, *source.of_layer(layer), source.mask, scale=scale), source
 
-    if not native.kernels().native or source.keys.dtype not in (jnp.float32, jnp.float16):
+    by_address = isinstance(source, SourceKV) and source.keys.dtype in (jnp.float32, jnp.float16)
+    if not (native.kernels().native and by_address):
         return by_xla(q, source)
     return jax.lax.platform_dependent(q, source, cpu=by_kernel, default=by_xla)
 

@@ -5,8 +5,9 @@
     weights.safetensors, *.jaxexport     or     *.tflite
 
 A signature names one program, an exported bucket: `prefill_16`, `decode`, `block_8`, `verify_8`; of a level
-`level_30_decode`; over caches shorter than the context `cache_512_decode`. The manifest has all facts that a
-loop over programs needs, so that running them takes neither model code nor the bundle.
+`level_30_decode`; over caches shorter than the context `cache_512_decode`. `encode_64` reads a source of an
+encoder-decoder. The manifest has all facts that a loop over programs needs, so that running them takes
+neither model code nor the bundle.
 """
 
 import collections
@@ -22,19 +23,19 @@ import xxhash
 from jaxllm.config import MAX_DIMENSION, WHOLE, ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError, ProgramError
 from jaxllm.files.input_files import read_bytes
+from jaxllm.program_folder.arrays import cache_shapes, source_shapes
 from jaxllm.program_folder.files import StoredFile, require_ints, require_text
 from jaxllm.text.tokenizer import TokenizerFiles
 
 # "live" programs are in no folder: a process traces them for itself.
 ProgramFormat = Literal["stablehlo", "tflite", "iree", "live"]
 FORMATS: tuple[ProgramFormat, ...] = ("stablehlo", "tflite", "iree")
-Kind = Literal["prefill", "decode", "block", "verify"]
+Kind = Literal["prefill", "decode", "block", "verify", "encode"]
 Precision = Literal["f32", "bf16", "int8", "w8a8"]
 CACHE_DTYPES = ("float32", "bfloat16")
 
 MANIFEST, TOKENIZER, WEIGHTS = "program.json", "tokenizer.json", "weights.safetensors"
 VERSION = 2
-KEYS, VALUES = "kv_cache_k_{}", "kv_cache_v_{}"
 # Suffixes of the names of an adapter's factors, after the parameter's name.
 LEFT, RIGHT = ".left", ".right"
 _MAX_MANIFEST_BYTES, _MAX_TOKENIZER_BYTES = 16 << 20, 64 << 20
@@ -46,8 +47,8 @@ class Signature:
     """One program.
 
     Attributes:
-      kind: prefill, decode, block (decodes several tokens) or verify.
-      tokens: T, number of new tokens; of a block, the most.
+      kind: prefill, decode, block (decodes several tokens), verify or encode (reads a source).
+      tokens: T, number of new tokens; of a block, the most; of an encode program the longest source.
       level: the sub-model, in percent.
       cache_tokens: S, length of its caches; 0 for the whole context.
       file: name of its file.
@@ -83,6 +84,7 @@ def level_signatures(
     verify_tokens: Sequence[int],
     block_tokens: int = 0,
     cache_tokens: Sequence[int] = (),
+    encode_tokens: Sequence[int] = (),
     file: Callable[[str], str] = lambda _: "",
 ) -> list[Signature]:
     """The signatures of a level.
@@ -92,6 +94,7 @@ def level_signatures(
       chunk_tokens, verify_tokens: lengths of prefill chunks and sizes of trees.
       block_tokens: most tokens that a program decodes; 0 for no program but that of one token.
       cache_tokens: lengths of caches besides the whole context; each gets the chunks and trees that fit.
+      encode_tokens: lengths of sources; these programs have no caches.
       file: name of a program -> its file.
     """
     found = []
@@ -101,6 +104,7 @@ def level_signatures(
             ("decode", 1),
             *([("block", block_tokens)] if block_tokens else []),
             *(("verify", each) for each in verify_tokens),
+            *(("encode", each) for each in encode_tokens if not cache),
         ]
         for kind, tokens in sizes:
             if not cache or tokens <= cache:
@@ -201,6 +205,12 @@ class Manifest:
             for cache in {self.context_tokens, *self.cache_tokens(level)}:
                 if kinds[level, cache].count("decode") != 1 or "prefill" not in kinds[level, cache]:
                     raise ValueError(f"level {level} cannot read a prompt and decode in {cache} tokens")
+            encoder = self.levels[level].cfg.encoder
+            sources = self.encode_tokens(level)
+            if (encoder is not None) != bool(sources):
+                raise ValueError(f"level {level} has an encoder, or programs that encode, but not both")
+            if encoder is not None and sources[-1] > encoder.window_tokens:
+                raise ValueError(f"level {level} encodes more tokens than its encoder's window")
 
     def room(self, signature: Signature) -> int:
         """Positions of a program's caches (S)."""
@@ -217,6 +227,15 @@ class Manifest:
     def verify_tokens(self, level: int, cache_tokens: int) -> tuple[int, ...]:
         """Tree sizes of a level over caches of a length, ascending."""
         return self._sizes("verify", level, cache_tokens)
+
+    def encode_tokens(self, level: int) -> tuple[int, ...]:
+        """Lengths of sources that a level of an encoder-decoder has programs for, ascending; the last one is
+        the number of rows (R) of the source's keys and values."""
+        return self._sizes("encode", level, self.context_tokens)
+
+    def source_shapes(self, level: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of a level's source: `[1, K, R, H]` by name, and its number of tokens `[1]`."""
+        return source_shapes(self.levels[level].cfg, max(self.encode_tokens(level), default=0))
 
     def block_tokens(self, level: int, cache_tokens: int) -> int:
         """Most tokens that a level decodes in one dispatch over caches of a length."""
@@ -342,15 +361,6 @@ class Manifest:
         if found != stored:
             raise ProgramError(f"{path}: the checksum is wrong; copy the folder again or export it again")
         return path
-
-
-def cache_shapes(cfg: ModelConfig, cache_tokens: int) -> dict[str, tuple[int, ...]]:
-    """Shapes `[1, K, S, H]` of the caches of a model by name."""
-    shapes = {}
-    for layer in range(cfg.layers):
-        shape = (1, cfg.units(layer).kv_heads, cache_tokens, cfg.head_dim)
-        shapes[KEYS.format(layer)] = shapes[VALUES.format(layer)] = shape
-    return shapes
 
 
 def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:

@@ -6,22 +6,32 @@ import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
+from jaxllm.program_folder.arrays import SOURCE_TOKENS, cache_shapes, source_shapes
 from jaxllm.program_folder.controls import control_shapes
-from jaxllm.program_folder.manifest import Signature, cache_shapes
+from jaxllm.program_folder.manifest import Signature
 
 
 def input_shapes(
-    signature: Signature, cfg: ModelConfig, cache_tokens: int, cache_dtype: np.dtype
+    signature: Signature,
+    cfg: ModelConfig,
+    cache_tokens: int,
+    cache_dtype: np.dtype,
+    source_tokens: int = 0,
 ) -> tuple[Any, ...]:
     """Caches by name, `tokens`, `input_pos`; for a tree, its mask (see `jaxllm.steps.exported`), for a block
-    its controls by name (see `controls`).
+    its controls by name (see `controls`); for an encoder-decoder its source by name. A program that encodes
+    takes no caches, and the number of tokens in place of positions.
 
     Args:
       signature: of the program.
       cfg: its level's sub-model.
       cache_tokens: length of its caches (S).
       cache_dtype: of keys and values.
+      source_tokens: of an encoder-decoder, rows of the source's keys and values (R).
     """
+    if signature.kind == "encode":
+        tokens = jax.ShapeDtypeStruct((1, signature.tokens), np.int32)
+        return {}, tokens, jax.ShapeDtypeStruct((1,), np.int32)
     count = 1 if signature.kind == "block" else signature.tokens
     caches = {
         name: jax.ShapeDtypeStruct(shape, cache_dtype)
@@ -31,6 +41,13 @@ def input_shapes(
     shapes = (caches, tokens, jax.ShapeDtypeStruct((count,), np.int32))
     if signature.kind == "block":
         wanted = control_shapes(cfg.vocab_size)
-        return (*shapes, {name: jax.ShapeDtypeStruct(*each) for name, each in wanted.items()})
-    mask = jax.ShapeDtypeStruct((count, count), np.bool_)
-    return (*shapes, mask) if signature.kind == "verify" else shapes
+        shapes = (*shapes, {name: jax.ShapeDtypeStruct(*each) for name, each in wanted.items()})
+    elif signature.kind == "verify":
+        shapes = (*shapes, jax.ShapeDtypeStruct((count, count), np.bool_))
+    if cfg.encoder is None:
+        return shapes
+    source = {
+        name: jax.ShapeDtypeStruct(shape, np.int32 if name == SOURCE_TOKENS else cache_dtype)
+        for name, shape in source_shapes(cfg, source_tokens).items()
+    }
+    return (*shapes, source)

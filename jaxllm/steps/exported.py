@@ -6,6 +6,10 @@ Names and shapes are those of the LiteRT-LM runtime: `tokens` `[1, T]` and `inpu
 float32, a prefill step does not. A token is real if its position is that of the first token plus its index;
 any other number in `input_pos` after the prompt's end marks padding, which is not written to the caches.
 Shapes are static, layers are unrolled, and there are no loops.
+
+Of an encoder-decoder an encode step takes `tokens` `[1, T]` and `source_tokens` `[1]` int32, how many of them
+are real, and gives `source_k_i` and `source_v_i` `[1, K, T, H]` of each layer of the decoder. Its other steps
+take these, with zeros up to R rows, and `source_tokens`, and leave them as they are.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +21,12 @@ from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.positions import TokenPositions, TreePositions
+from jaxllm.kv.source import SourceLayers
 from jaxllm.models.decoder import forward_at, logits
+from jaxllm.models.encoder_decoder import encode, encoder_params, with_source
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.program_folder.manifest import KEYS, LEFT, RIGHT, VALUES
+from jaxllm.program_folder.arrays import KEYS, SOURCE_KEYS, SOURCE_TOKENS, SOURCE_VALUES, VALUES
+from jaxllm.program_folder.manifest import LEFT, RIGHT
 from jaxllm.quant import Adapted, Weight
 
 Arrays = Mapping[str, jax.Array]
@@ -40,7 +47,8 @@ def run_step(
     """Runs consecutive tokens through the model.
 
     Args:
-      weights: parameters by name, and the two factors of each adapter.
+      weights: parameters by name, and the two factors of each adapter; of an encoder-decoder also the
+        source's arrays, which a step only reads, too.
       caches: `kv_cache_k_i`, `kv_cache_v_i` `[1, K, S, H]`.
       tokens: `[1, T]` int32.
       input_pos: `[T]` int32, their positions (see the module).
@@ -60,7 +68,7 @@ def run_step(
     real = input_pos == start + jnp.arange(count, dtype=jnp.int32)
     at = TokenPositions.after(start, count, jnp.sum(real, dtype=jnp.int32))
     params = (params_of or with_adapters)(weights, cfg)
-    return _step(params, caches, tokens, at, cfg, dtype, with_logits)
+    return _step(params, caches, tokens, at, cfg, dtype, with_logits, _source(weights, cfg))
 
 
 def run_tree(
@@ -94,7 +102,52 @@ def run_tree(
     real = jnp.sum(jnp.any(mask, axis=1), dtype=jnp.int32)
     at = TokenPositions(input_pos, real, TreePositions(base, rows, mask), consecutive=True)
     params = (params_of or with_adapters)(weights, cfg)
-    return _step(params, caches, tokens, at, cfg, dtype, with_logits=True)
+    return _step(params, caches, tokens, at, cfg, dtype, True, _source(weights, cfg))
+
+
+def run_encode(
+    weights: Arrays,
+    caches: Arrays,
+    tokens: jax.Array,
+    source_tokens: jax.Array,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype,
+    params_of: ParamsOf | None = None,
+) -> dict[str, jax.Array]:
+    """Encodes a source, and projects what was said for each layer of the decoder.
+
+    Args:
+      weights, cfg, dtype, params_of: see `run_step`.
+      caches: empty, as a source has none.
+      tokens: `[1, T]` int32.
+      source_tokens: `[1]` int32, how many of them are real.
+
+    Returns:
+      `source_k_i`, `source_v_i` `[1, K, T, H]`.
+    """
+    del caches
+    axes = Axes("run_encode")
+    axes.check(jnp.int32, "1 T", tokens=tokens)
+    axes.check(jnp.int32, "1", source_tokens=source_tokens)
+    assert cfg.encoder is not None
+    params, valid = (params_of or with_adapters)(weights, cfg), source_tokens[0]
+    hidden = encode(encoder_params(params), tokens, valid, cfg=cfg.encoder, dtype=dtype)
+    empty = (jnp.zeros(0, dtype),) * cfg.layers
+    source = with_source(params, hidden, valid, SourceLayers(empty, empty, valid), cfg=cfg)
+    out = {SOURCE_KEYS.format(layer): each for layer, each in enumerate(source.keys)}
+    return out | {SOURCE_VALUES.format(layer): each for layer, each in enumerate(source.values)}
+
+
+def _source(weights: Arrays, cfg: ModelConfig) -> SourceLayers | None:
+    """The source among the arrays that a step only reads."""
+    if cfg.encoder is None:
+        return None
+    keys, values = (
+        tuple(weights[name.format(layer)] for layer in range(cfg.layers))
+        for name in (SOURCE_KEYS, SOURCE_VALUES)
+    )
+    return SourceLayers(keys, values, weights[SOURCE_TOKENS][0])
 
 
 def _step(
@@ -105,11 +158,13 @@ def _step(
     cfg: ModelConfig,
     dtype: jnp.dtype,
     with_logits: bool,
+    source: SourceLayers | None,
 ) -> dict[str, jax.Array]:
     cache = KVCache(
         keys=tuple(caches[KEYS.format(layer)] for layer in range(cfg.layers)),
         values=tuple(caches[VALUES.format(layer)] for layer in range(cfg.layers)),
         length=at.positions[0],
+        source=source,
     )
     hidden, cache = forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype)
     out = {KEYS.format(layer): each for layer, each in enumerate(cache.keys)}

@@ -8,6 +8,7 @@ caches must have room for `limit` tokens.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS
 from jaxllm.program_folder.manifest import Signature
 from jaxllm.sampling_state import NO_TOKEN
-from jaxllm.steps.exported import Arrays, ParamsOf, run_step, run_tree
+from jaxllm.steps.exported import Arrays, ParamsOf, run_encode, run_step, run_tree
 from jaxllm.steps.portable_sampling import by_loop, choose, one_by_one
 
 
@@ -34,14 +35,30 @@ class BlockOptions:
 def step_of(
     signature: Signature, cfg: ModelConfig, dtype: jnp.dtype, *, loops: bool = True
 ) -> Callable[..., dict[str, jax.Array]]:
-    """The function `(weights, caches, tokens, input_pos[, mask or controls])` of a signature, for a level's
-    model; without `loops` for a runtime that has none."""
+    """The function `(weights, caches, tokens, input_pos[, mask or controls][, source])` of a signature, for a
+    level's model; without `loops` for a runtime that has none. An encode step takes `source_tokens` in place
+    of `input_pos`, and no source."""
+    if signature.kind == "encode":
+        return functools.partial(run_encode, cfg=cfg, dtype=dtype)
     if signature.kind == "verify":
-        return functools.partial(run_tree, cfg=cfg, dtype=dtype)
-    if signature.kind == "block":
+        step = functools.partial(run_tree, cfg=cfg, dtype=dtype)
+    elif signature.kind == "block":
         block = run_block if loops else run_unrolled_block
-        return functools.partial(block, options=BlockOptions(cfg, dtype, signature.tokens))
-    return functools.partial(run_step, cfg=cfg, dtype=dtype, with_logits=signature.kind == "decode")
+        step = functools.partial(block, options=BlockOptions(cfg, dtype, signature.tokens))
+    else:
+        step = functools.partial(run_step, cfg=cfg, dtype=dtype, with_logits=signature.kind == "decode")
+    return step if cfg.encoder is None else functools.partial(_with_source, step)
+
+
+def _with_source(
+    step: Callable[..., dict[str, jax.Array]],
+    weights: Arrays,
+    caches: Arrays,
+    *inputs: Any,
+    **options: Any,
+) -> dict[str, jax.Array]:
+    """A step whose last input is the source, which it takes among the arrays that it only reads."""
+    return step({**weights, **inputs[-1]}, caches, *inputs[:-1], **options)
 
 
 def run_block(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,11 +23,13 @@ class Prompt:
       user: the user's message; with the form "text", the text to continue.
       system: the instruction, which is never shortened; empty for none.
       form: "chat" for messages of a chat, "text" for a text to continue.
+      task: of an encoder-decoder, one of `TokenizerFiles.tasks`; empty for the model's own, or none.
     """
 
     user: str
     system: str = ""
     form: Form = "chat"
+    task: str = ""
 
     def __post_init__(self) -> None:
         if self.form not in ("chat", "text"):
@@ -43,13 +46,16 @@ def reads_sources(tokenizer: "Tokenizer") -> bool:
     return bool(tokenizer.files.start_ids)
 
 
-def source_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
+def source_prompt(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, task: str = ""
+) -> Prompt:
     """The source that a conversation gives an encoder-decoder: a user's message, perhaps after an
     instruction.
 
     Args:
       messages: JSON objects with a `role` and a `content`, oldest first.
       tools: must be empty.
+      task: see `Prompt`.
 
     Raises:
       ConfigError: there are other messages, or tools.
@@ -65,7 +71,7 @@ def source_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
         raise ConfigError("tools are not for encoder-decoders; send a message without them")
     if not str(texts[-1]).strip():
         raise ConfigError("the source is empty; give it at least one word")
-    return Prompt(user=str(texts[-1]), system=str(texts[0]) if len(texts) > 1 else "")
+    return Prompt(user=str(texts[-1]), system=str(texts[0]) if len(texts) > 1 else "", task=task)
 
 
 def prompt_text(
@@ -85,16 +91,20 @@ def prompt_text(
 
     Raises:
       TemplateError: the model's template is broken.
+      ConfigError: the model has no such task.
     """
     # Here, so that command lines can list tasks without importing NumPy.
     from jaxllm.text.marked_text import MarkedText
 
-    source_text = tokenizer.files.source_text
+    source_text = functools.partial(tokenizer.files.source_text, task=prompt.task)
     if prompt.form == "text":
         return MarkedText.of_template(source_text(prompt.user)), True
     plain = "\n".join(part for part in (prompt.system, prompt.user) if part)
     if reads_sources(tokenizer):
         return MarkedText.of_content(source_text(plain)), True
+    if prompt.task:
+        # Refused, as there are no tasks of a decoder.
+        source_text(plain)
     if not tokenizer.has_chat_template:
         return MarkedText.of_content(f"{plain}\n"), True
     messages = prompt.messages()

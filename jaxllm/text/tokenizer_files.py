@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.errors import CheckpointError, one_line
+from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.text.library_tokenizer import MAX_TOKEN_ID
 
 # Tokens that the decoder of an encoder-decoder begins with, at most.
@@ -25,8 +25,8 @@ class TokenizerFiles:
       start_ids: tokens that the decoder of an encoder-decoder begins with: its start token, and a first token
         that is forced, if there is one. At most `MAX_START_TOKENS`.
       source_prefix: text in front of each source, which names the task (T5).
-      task_prefixes: such texts of all tasks that the model was trained on, without the space at their end; a
-        source that begins with one gets no `source_prefix`.
+      tasks: of the tasks that the model was trained on, by their names, such texts; a source that begins with
+        one, perhaps without the space at its end, gets no `source_prefix`.
 
     Raises:
       CheckpointError: a field is of the wrong type.
@@ -39,7 +39,7 @@ class TokenizerFiles:
     bos_id: int | None = None
     start_ids: tuple[int, ...] = ()
     source_prefix: str = ""
-    task_prefixes: tuple[str, ...] = ()
+    tasks: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         template, special, ids = self.chat_template, self.special, self.eos_ids
@@ -57,13 +57,30 @@ class TokenizerFiles:
         valid = isinstance(ids, tuple) and len(ids) <= MAX_START_TOKENS and all(map(_is_token_id, ids))
         _require("start_ids", valid, f"at most {MAX_START_TOKENS} token ids", ids)
         _require("source_prefix", isinstance(prefix, str), "text", prefix)
-        tasks = self.task_prefixes
-        valid = isinstance(tasks, tuple) and all(isinstance(each, str) and each for each in tasks)
-        _require("task_prefixes", valid, "texts that are not empty", tasks)
+        tasks = self.tasks
+        valid = isinstance(tasks, Mapping) and all(
+            isinstance(each, str) and each.strip() for item in tasks.items() for each in item
+        )
+        _require("tasks", valid, "a map from names to texts that are not empty", tasks)
 
-    def source_text(self, text: str) -> str:
-        """The source that a user's text stands for: with the prefix of a task."""
-        return text if text.startswith(self.task_prefixes) else self.source_prefix + text
+    def source_text(self, text: str, task: str = "") -> str:
+        """The source that a user's text stands for: with the prefix of a task, unless it begins with one.
+
+        Args:
+          text: the user's.
+          task: one of `tasks`; empty for `source_prefix`.
+
+        Raises:
+          ConfigError: there is no such task.
+        """
+        if not task:
+            begun = text.startswith(tuple(each.strip() for each in self.tasks.values()))
+            return text if begun else self.source_prefix + text
+        if task not in self.tasks:
+            there = f"there are {', '.join(self.tasks)}" if self.tasks else "its folder names none"
+            raise ConfigError(f"the model has no task {task!r:.80}: {there}")
+        prefix = self.tasks[task]
+        return text if text.startswith(prefix.strip()) else prefix + text
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict that `from_json` reads back."""
@@ -78,7 +95,7 @@ class TokenizerFiles:
         own = {
             "start_ids": list(self.start_ids),
             "source_prefix": self.source_prefix,
-            "task_prefixes": list(self.task_prefixes),
+            "tasks": dict(self.tasks),
         }
         return {**data, **{name: value for name, value in own.items() if value}}
 
@@ -91,7 +108,12 @@ class TokenizerFiles:
         """
         _require("the tokenizer", isinstance(data, dict), "a JSON object", data)
         fields = dict(data)
-        for name in ("eos_ids", "start_ids", "task_prefixes"):
+        older = fields.get("task_prefixes")
+        if isinstance(older, list) and all(isinstance(each, str) for each in older):
+            # Of a bundle that was prepared when tasks had no names.
+            del fields["task_prefixes"]
+            fields["tasks"] = {each: f"{each} " for each in older}
+        for name in ("eos_ids", "start_ids"):
             if isinstance(fields.get(name), list):
                 fields[name] = tuple(fields[name])
         try:

@@ -49,10 +49,12 @@ class ProgramBucket(Bucket):
     contents: str
 
     def lower(self, model: ProgramShapes, /) -> jax.stages.Lowered:
-        """(weights, caches, tokens, positions[, mask]) -> caches and logits."""
+        """(weights, caches, tokens, positions[, mask or controls][, source]) -> caches and logits; a program
+        that encodes: (weights, no caches, tokens, number of them) -> the source's arrays."""
         manifest, signature = model.manifest, self.signature
         cfg, dtype = manifest.levels[signature.level].cfg, jnp.dtype(manifest.cache_dtype)
-        shapes = input_shapes(signature, cfg, manifest.room(signature), dtype)
+        sources = max(manifest.encode_tokens(signature.level), default=0)
+        shapes = input_shapes(signature, cfg, manifest.room(signature), dtype, sources)
         # Exported functions do not donate: without donation here every step would copy the caches.
         step = jax.jit(model.step(signature), donate_argnums=(1,), keep_unused=True)
         return step.lower(model.weights, *shapes)

@@ -15,6 +15,7 @@ from serving.commands.shared_options import (
     model_options,
     running_options,
     sampling_options,
+    task_option,
 )
 
 
@@ -25,6 +26,7 @@ from serving.commands.shared_options import (
 )
 @model_options
 @running_options
+@task_option
 @sampling_options
 @json_option
 def generate_command(
@@ -43,6 +45,7 @@ def generate_command(
     Example:
       jaxllm generate --prompt "Once upon a time" --max-tokens 50
       jaxllm generate --model model.jaxllm --memory 300MB --draft ngram --prompt-file prompt.txt --json
+      jaxllm generate --model t5-small --task translation_en_to_de --prompt "Good morning."
     """
     from serving.host.machine import process_age_ms
 

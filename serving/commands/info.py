@@ -78,6 +78,7 @@ def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool)
             "fingerprint": opened.fingerprint,
             "verified": verify,
             **_levels(opened),
+            **_tasks(opened),
             **_experts(opened),
             "config": opened.cfg.to_json(),
             "jaxllm": jaxllm.__version__,
@@ -119,6 +120,12 @@ def _experts(bundle: "Bundle") -> dict[str, Any]:
         "expert_widths": {str(bits): widths[bits] for bits in store.widths},
         "calibration": expert_facts(bundle),
     }
+
+
+def _tasks(bundle: "Bundle") -> dict[str, Any]:
+    """The tasks of an encoder-decoder and their prefixes, if it names any."""
+    tasks = bundle.tokenizer_files().tasks
+    return {"tasks": dict(tasks)} if tasks else {}
 
 
 def _levels(bundle: "Bundle") -> dict[str, Any]:

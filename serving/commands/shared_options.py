@@ -27,6 +27,12 @@ INTEGER_DEVICES = ("cpu", "gpu")
 MAX_TOKENS = 256
 MAX_PREFILL_LOSS = 0.01
 
+task_option = click.option(
+    "--task",
+    default="",
+    metavar="NAME",
+    help="Of an encoder-decoder, the task whose prefix stands before the prompt.  [default: the model's own]",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 model_option = click.option(
@@ -234,11 +240,12 @@ def generation_config(options: dict[str, Any]) -> "GenerationConfig":
 
     bias = tuple(_bias(pair) for pair in options.pop("logit_bias"))
     length = {name: options.pop(name) for name in ("max_tokens", "ignore_eos")}
+    task = options.pop("task", "")
     stop, stop_token_ids = tuple(options.pop("stop")), tuple(options.pop("stop_token"))
     names = ("temperature", "top_k", "top_p", "min_p", "seed")
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     sampling = Sampling(logit_bias=bias, **{name: options.pop(name) for name in (*names, *penalties)})
-    return GenerationConfig(stop=stop, stop_token_ids=stop_token_ids, sampling=sampling, **length)
+    return GenerationConfig(stop=stop, stop_token_ids=stop_token_ids, sampling=sampling, task=task, **length)
 
 
 def _with_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:

@@ -12,6 +12,7 @@ import click
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.option_types import Level, Size
+from jaxllm.text.prompts import Prompt
 from serving.answer import Answer
 from serving.commands.answer_facts import answer_facts, draft_facts
 from serving.commands.chat import converse
@@ -19,7 +20,7 @@ from serving.commands.console import print_json, progress_bars, read_text
 from serving.commands.errors import run_command
 from serving.commands.model_choice import speculation
 from serving.commands.profile import show_profile
-from serving.commands.shared_options import generation_config, json_option, sampling_options
+from serving.commands.shared_options import generation_config, json_option, sampling_options, task_option
 from serving.device.opening import needed_bytes, open_device, weights_bytes
 from serving.device.profiles import device_profile, profile_path
 from serving.device.service import DeviceService
@@ -151,6 +152,7 @@ def chat_command(choice: _Choice, system: str | None = None, level: int = WHOLE,
     help="The text to continue. Repeatable.  [default: standard input]",
 )  # fmt: skip
 @click.option("--level", type=Level(), default=WHOLE, help="The sub-model that answers.  [default: 100]")
+@task_option
 @sampling_options
 @json_option
 @click.pass_obj
@@ -173,6 +175,7 @@ def generate_command(
 @click.option("--app", default="device", help="The app that owns the context.  [default: device]")
 @click.option("--context", "name", metavar="NAME", help="Go on in this context; `new` makes one.")
 @_context_options
+@task_option
 @sampling_options
 @json_option
 @click.pass_obj
@@ -186,7 +189,9 @@ def call_command(
     """Answer a prompt by a plan, or in a context that outlives calls."""
     slo, strict, app = (options.pop(each) for each in ("slo", "strict", "app"))
     folder, name, budget_bytes = (options.pop(each) for each in ("folder", "name", "budget_bytes"))
-    config = generation_config(options)
+    task, config = options["task"], generation_config(options)
+    if task and name is not None:
+        raise click.UsageError("--task goes without --context")
     if (folder is None) != (name is None):
         raise click.UsageError("--contexts and --context go together")
     if name is not None and (slo or strict):
@@ -195,8 +200,9 @@ def call_command(
     service = choice.serve(folder, budget_bytes)
     try:
         if name is None:
+            asked = Prompt(user=text, system=instruction, task=task) if task else text
             answer: Answer = service.call(
-                text, slo=slo, strict=strict, instruction=instruction, max_tokens=config.max_tokens,
+                asked, slo=slo, strict=strict, instruction=instruction, max_tokens=config.max_tokens,
                 stop=config.stop, sampling=config.sampling,
             )  # fmt: skip
         else:

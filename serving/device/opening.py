@@ -111,7 +111,8 @@ def needed_bytes(manifest: Manifest) -> int:
     itemsize = _FLOAT_BYTES if manifest.cache_dtype == "float32" else 2
     shapes = manifest.cache_shapes(WHOLE, manifest.context_tokens).values()
     caches = _CACHE_SETS.get(manifest.format, 1) * itemsize * sum(math.prod(each) for each in shapes)
-    kinds = [(each.kind, each.tokens) for each in manifest.signatures]
+    caches += itemsize * sum(math.prod(each) for each in manifest.source_shapes(WHOLE).values())
+    kinds = [(each.kind, each.tokens) for each in manifest.signatures if each.kind != "encode"]
     # A block takes a bias, the prompt's tokens and their counts in place of giving logits.
     rows = sum(3 if kind == "block" else tokens for kind, tokens in kinds if kind != "prefill")
     return weights_bytes(manifest) + caches + _FLOAT_BYTES * rows * manifest.levels[WHOLE].cfg.vocab_size

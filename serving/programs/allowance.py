@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.program_folder.arrays import SOURCE_TOKENS, source_shapes
 from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS
 from jaxllm.program_folder.manifest import Manifest, Signature
 from jaxllm.program_folder.shapes import input_shapes
@@ -45,12 +46,20 @@ def arguments(signature: Signature, manifest: Manifest, weights: Mapping[str, An
     """Shapes of a program's arguments; `weights` are its level's."""
     cfg, dtype = manifest.levels[signature.level].cfg, jax.numpy.dtype(manifest.cache_dtype)
     shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in weights.items()}
-    return (shapes, *input_shapes(signature, cfg, manifest.room(signature), dtype))
+    sources = max(manifest.encode_tokens(signature.level), default=0)
+    return (shapes, *input_shapes(signature, cfg, manifest.room(signature), dtype, sources))
 
 
 def results(signature: Signature, manifest: Manifest) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a program's results."""
     dtype = jax.numpy.dtype(manifest.cache_dtype)
+    if signature.kind == "encode":
+        shapes = source_shapes(manifest.levels[signature.level].cfg, signature.tokens)
+        return {
+            name: jax.ShapeDtypeStruct(shape, dtype)
+            for name, shape in shapes.items()
+            if name != SOURCE_TOKENS
+        }
     caches = manifest.cache_shapes(signature.level, manifest.room(signature))
     found = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in caches.items()}
     if signature.kind == "block":
@@ -70,11 +79,13 @@ def allowance(signature: Signature, manifest: Manifest, weights: Mapping[str, An
         for part in (arguments(signature, manifest, weights), results(signature, manifest))
     )
     sizes = [math.prod(shape) for shape, _ in (*inputs, *outputs)]
+    sides = [cfg] if cfg.encoder is None else [cfg, cfg.encoder]
+    layers, experts = (sum(getattr(each, name) for each in sides) for name in ("layers", "experts"))
     return Allowance(
         inputs=inputs,
         outputs=outputs,
-        loops=cfg.experts > 0 or signature.kind == "block",
-        operations=_OPERATIONS * (cfg.layers + 1),
+        loops=experts > 0 or signature.kind == "block",
+        operations=_OPERATIONS * (layers + 1),
         largest_elements=_SMALL + _LARGEST * max(sizes),
         work=_SMALL_WORK + _WORK * signature.tokens * sum(sizes),
     )

@@ -21,7 +21,7 @@ from serving.programs.executor import open_executor
 from serving.programs.runner import ProgramCache, ProgramRunner
 from serving.request import common_prefix
 from serving.runners.runner import prefill_prompt
-from serving.speculation.drafter import Drafter, Growing
+from serving.speculation.drafter import Drafter, Growing, require_same_kind
 from serving.speculation.host_tree import grown, root_alone
 from serving.speculation.ngram_drafter import NgramDrafter
 from serving.speculation.options import SpeculationOptions, TreeShape
@@ -84,6 +84,7 @@ def _drafter(
         )
     # It draws nothing, so that any chooser will do.
     runner = ProgramRunner(executor, token_chooser=target.token_chooser)
+    require_same_kind(folder, runner.cfg, "the target", target.cfg)
     return ProgramDrafter(runner, options.trees)
 
 
@@ -104,6 +105,7 @@ class ProgramDrafter:
         # The tokens in the cache.
         self._cached: list[int] = []
         self._cache: ProgramCache | None = None
+        self._source: tuple[int, ...] = ()
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """See `Drafter`."""
@@ -111,12 +113,13 @@ class ProgramDrafter:
         if tokens is not None:
             wanted = self._runner.request_signatures(min(tokens, self._runner.options.context_tokens), 0)
         self._runner.executor.prepare(
-            [each for each in wanted if each.kind in ("prefill", "decode")], progress
+            [each for each in wanted if each.kind in ("prefill", "decode", "encode")], progress
         )
 
     def read(self, source: tuple[int, ...]) -> None:
-        """Nothing: programs have no encoder."""
-        del source
+        """See `Drafter`; its own programs read the source."""
+        if source != self._source:
+            self._cached, self._cache, self._source = [], None, source
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; it has a cache of its own."""
@@ -126,8 +129,10 @@ class ProgramDrafter:
 
     def _grown(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
         text, tree = [*sequence, root], root_alone(root, self._shape.room)
-        most = min(most, self._runner.options.context_tokens - len(text), self._shape.room)
-        if most < 2:
+        options = self._runner.options
+        most = min(most, options.context_tokens - len(text), self._shape.room)
+        # Or a source that is longer than its encoder reads.
+        if most < 2 or len(self._source) > options.source_tokens(self._runner.cfg):
             return tree
         logits = self._behind(text, len(text) + most)
         line: list[int] = []
@@ -165,6 +170,8 @@ class ProgramDrafter:
         cache, self._cache = self._cache, None
         if cache is None:
             cache, common = self._runner.start(room), 0
+            if self._source:
+                cache = self._runner.read_source(cache, self._source)
         self._cache = self._runner.make_room(cache, room)
         self._cached = list(text[:common])
         rest = text[common:]

@@ -66,6 +66,19 @@ class Executor(Protocol):
         """Caches of a level, of a length that it has programs for, that begin with `rows` (see `rows`)."""
         ...
 
+    def encode(self, signature: Signature, tokens: np.ndarray, count: int) -> Any:
+        """Reads a source.
+
+        Args:
+          signature: of a program that encodes.
+          tokens: `[1, T]` int32.
+          count: how many of them are real.
+
+        Returns:
+          The source as `run` and `run_block` take it, any number of times.
+        """
+        ...
+
     def run(
         self,
         signature: Signature,
@@ -73,6 +86,7 @@ class Executor(Protocol):
         tokens: np.ndarray,
         input_pos: np.ndarray,
         mask: np.ndarray | None = None,
+        source: Any = None,
     ) -> tuple[Any, Any]:
         """Runs one step.
 
@@ -82,6 +96,7 @@ class Executor(Protocol):
           tokens: `[1, T]` int32.
           input_pos: `[T]` int32.
           mask: `[T, T]` bool, of a tree (see `jaxllm.steps.exported.run_tree`).
+          source: of an encoder-decoder (see `encode`).
 
         Returns:
           Logits `[1, T, V]` float32, which NumPy can read, or None from a prefill; and the caches.
@@ -89,7 +104,13 @@ class Executor(Protocol):
         ...
 
     def run_block(
-        self, signature: Signature, caches: Any, token: int, at: int, controls: Mapping[str, np.ndarray]
+        self,
+        signature: Signature,
+        caches: Any,
+        token: int,
+        at: int,
+        controls: Mapping[str, np.ndarray],
+        source: Any = None,
     ) -> tuple[np.ndarray, Any]:
         """Decodes several tokens in one step.
 
@@ -99,6 +120,7 @@ class Executor(Protocol):
           token: the last one, not yet in the caches.
           at: its position.
           controls: see `jaxllm.program_folder.controls`.
+          source: of an encoder-decoder (see `encode`).
 
         Returns:
           The next tokens `[n]` int32, and the caches.
@@ -165,8 +187,8 @@ def _require_room(folder: Path, manifest: Manifest) -> None:
         return
     itemsize = 4 if manifest.cache_dtype == "float32" else 2
     for level in manifest.levels:
-        shapes = manifest.cache_shapes(level, manifest.context_tokens).values()
-        taken = itemsize * sum(math.prod(each) for each in shapes)
+        shapes = manifest.cache_shapes(level, manifest.context_tokens) | manifest.source_shapes(level)
+        taken = itemsize * sum(math.prod(each) for each in shapes.values())
         if taken > there:
             raise BudgetExceeded(
                 f"{folder}: caches of {manifest.context_tokens} tokens take {taken:,} bytes, and this "

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.program_folder.arrays import SOURCE_TOKENS, lengthened
 from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS
 from jaxllm.program_folder.manifest import Manifest, Signature
 from serving.buckets.bucket import Bucket
@@ -97,10 +98,20 @@ class JaxPrograms:
         """See `Executor`."""
         found = {}
         for name, each in self._cache_shapes(level, cache_tokens).items():
-            whole = np.zeros(each.shape, each.dtype)
-            whole[:, :, : rows[name].shape[2]] = rows[name]
-            found[name] = jax.device_put(whole)
+            found[name] = jax.device_put(lengthened(rows[name], each.shape))
         return found
+
+    def encode(self, signature: Signature, tokens: np.ndarray, count: int) -> Caches:
+        """See `Executor`."""
+        if not self.is_ready(signature):
+            self.prepare([signature])
+        program = self._buckets.get(self._program_bucket(signature))
+        number = np.array([count], np.int32)
+        out = program(self._weights[signature.level], {}, tokens, number)
+        shapes = self.manifest.source_shapes(signature.level)
+        # Padded on the host, once per source: on the device that would be a bucket more for each length.
+        rows = {name: lengthened(np.asarray(each), shapes[name]) for name, each in out.items()}
+        return jax.device_put({**rows, SOURCE_TOKENS: number})
 
     def run(
         self,
@@ -109,24 +120,32 @@ class JaxPrograms:
         tokens: np.ndarray,
         input_pos: np.ndarray,
         mask: np.ndarray | None = None,
+        source: Caches | None = None,
     ) -> tuple[jax.Array | None, Caches]:
         """See `Executor`."""
         if not self.is_ready(signature):
             self.prepare([signature])
-        inputs = (tokens, input_pos) if mask is None else (tokens, input_pos, mask)
+        inputs = [each for each in (tokens, input_pos, mask, source) if each is not None]
         program = self._buckets.get(self._program_bucket(signature))
         out = program(self._weights[signature.level], caches, *inputs)
         return out.pop("logits", None), out
 
     def run_block(
-        self, signature: Signature, caches: Caches, token: int, at: int, controls: Mapping[str, np.ndarray]
+        self,
+        signature: Signature,
+        caches: Caches,
+        token: int,
+        at: int,
+        controls: Mapping[str, np.ndarray],
+        source: Caches | None = None,
     ) -> tuple[np.ndarray, Caches]:
         """See `Executor`."""
         if not self.is_ready(signature):
             self.prepare([signature])
         program = self._buckets.get(self._program_bucket(signature))
         last, position = np.array([[token]], np.int32), np.array([at], np.int32)
-        out = program(self._weights[signature.level], caches, last, position, dict(controls))
+        inputs = [last, position, dict(controls), *([] if source is None else [source])]
+        out = program(self._weights[signature.level], caches, *inputs)
         tokens, count = np.asarray(out.pop(NEXT_TOKENS)), np.asarray(out.pop(COUNT))
         return tokens[0, : count[0]], out
 

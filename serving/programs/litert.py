@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError, ProgramError, one_line
+from jaxllm.program_folder.arrays import SOURCE_TOKENS, lengthened
 from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS, PENALIZED, PENALTIES, control_shapes
 from jaxllm.program_folder.manifest import MANIFEST, Manifest, Signature
 from serving.host.machine import usable_cores
@@ -155,10 +156,30 @@ class LiteRtExecutor:
         """See `Executor`."""
         buffers = self._caches(level, cache_tokens)
         for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
-            whole = np.zeros(shape, np.float32)
-            whole[:, :, : rows[name].shape[2]] = rows[name]
-            buffers.filled[name].write(whole)
+            buffers.filled[name].write(lengthened(rows[name], shape))
         return buffers
+
+    def encode(self, signature: Signature, tokens: np.ndarray, count: int) -> dict[str, Any]:
+        """See `Executor`."""
+        inputs, outputs = self._inputs_and_outputs(signature)
+        number = np.array([count], np.int32)
+        inputs["tokens"].write(tokens)
+        inputs[SOURCE_TOKENS].write(number)
+        self._run(signature, inputs, outputs)
+        level, taking, source = signature.level, self._decode(signature.level), {}
+        for name, shape in self.manifest.source_shapes(level).items():
+            source[name] = self._model.create_input_buffer_by_name(taking, name)
+            if name == SOURCE_TOKENS:
+                source[name].write(number)
+                continue
+            heads, width = shape[1], shape[3]
+            rows = outputs[name].read(heads * signature.tokens * width, np.float32)
+            source[name].write(lengthened(rows.reshape(1, heads, signature.tokens, width), shape))
+        return source
+
+    def _decode(self, level: int) -> str:
+        """The name of a program that takes a source of a level, as all but those that encode do."""
+        return self.manifest.signature("decode", 1, level, self.manifest.context_tokens).name
 
     def run(
         self,
@@ -167,6 +188,7 @@ class LiteRtExecutor:
         tokens: np.ndarray,
         input_pos: np.ndarray,
         mask: np.ndarray | None = None,
+        source: Mapping[str, Any] | None = None,
     ) -> tuple[np.ndarray | None, Buffers]:
         """See `Executor`."""
         inputs, outputs = self._inputs_and_outputs(signature)
@@ -174,7 +196,7 @@ class LiteRtExecutor:
         inputs["input_pos"].write(input_pos)
         if mask is not None:
             inputs["mask"].write(mask)
-        self._run(signature, {**inputs, **caches.filled}, {**outputs, **caches.spare})
+        self._run(signature, {**inputs, **caches.filled, **(source or {})}, {**outputs, **caches.spare})
         logits = None
         if _LOGITS in outputs:
             shape = (1, signature.tokens, self.manifest.levels[signature.level].cfg.vocab_size)
@@ -182,7 +204,13 @@ class LiteRtExecutor:
         return logits, Buffers(caches.cache_tokens, caches.spare, caches.filled)
 
     def run_block(
-        self, signature: Signature, caches: Buffers, token: int, at: int, controls: Mapping[str, np.ndarray]
+        self,
+        signature: Signature,
+        caches: Buffers,
+        token: int,
+        at: int,
+        controls: Mapping[str, np.ndarray],
+        source: Mapping[str, Any] | None = None,
     ) -> tuple[np.ndarray, Buffers]:
         """See `Executor`."""
         inputs, outputs = self._inputs_and_outputs(signature)
@@ -193,7 +221,7 @@ class LiteRtExecutor:
         for name, each in controls.items():
             if name not in skipped:
                 inputs[name].write(each)
-        self._run(signature, {**inputs, **caches.filled}, {**outputs, **caches.spare})
+        self._run(signature, {**inputs, **caches.filled, **(source or {})}, {**outputs, **caches.spare})
         count = outputs[COUNT].read(1, np.int32)[0]
         tokens = outputs[NEXT_TOKENS].read(signature.tokens, np.int32)
         return np.array(tokens[:count]), Buffers(caches.cache_tokens, caches.spare, caches.filled)
@@ -224,9 +252,12 @@ class LiteRtExecutor:
         if name not in self._buffers:
             shapes = control_shapes(self.manifest.levels[signature.level].cfg.vocab_size)
             more = {"verify": ["mask"], "block": list(shapes)}.get(signature.kind, [])
-            wanted = ["tokens", "input_pos", *more]
+            wanted = ["tokens", SOURCE_TOKENS if signature.kind == "encode" else "input_pos", *more]
             inputs = {each: self._model.create_input_buffer_by_name(name, each) for each in wanted}
-            results = {"prefill": [], "block": [NEXT_TOKENS, COUNT]}.get(signature.kind, [_LOGITS])
+            read = [each for each in self.manifest.source_shapes(signature.level) if each != SOURCE_TOKENS]
+            results = {"prefill": [], "block": [NEXT_TOKENS, COUNT], "encode": read}.get(
+                signature.kind, [_LOGITS]
+            )
             outputs = {each: self._model.create_output_buffer_by_name(name, each) for each in results}
             if signature.kind == "block":
                 for each, (shape, dtype) in shapes.items():

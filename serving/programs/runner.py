@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import WHOLE, ModelConfig, require_decoder_alone
 from jaxllm.errors import ConfigError, ContextOverflow, ProgramError
 from jaxllm.program_folder.controls import controls
 from jaxllm.program_folder.manifest import Manifest, Signature
 from jaxllm.sampling_state import NO_TOKEN, SamplerState
 from jaxllm.speculative.token_tree import TokenTree
+from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 from serving.host.forked import require_not_forked
 from serving.programs.executor import Executor
 from serving.programs.token_chooser import TokenChooser, bucket_chooser
@@ -42,14 +43,24 @@ class ProgramOptions:
     chunk_tokens: tuple[int, ...]
     exact_chunks: bool = False
 
+    def source_tokens(self, cfg: ModelConfig) -> int:
+        """The longest source of an encoder-decoder; 0 of other models."""
+        return 0 if cfg.encoder is None else min(cfg.encoder.window_tokens, self.context_tokens)
+
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCache:
-    """An executor's caches of `capacity_tokens` positions, of which `length` are in use."""
+    """An executor's caches of `capacity_tokens` positions, of which `length` are in use; and the source, if
+    an encoder read one."""
 
     caches: Any
     capacity_tokens: int
     length: int = 0
+    source: Any = None
+
+    def after(self, caches: Any, length: int) -> "ProgramCache":
+        """With what a program made of the caches, and `length` positions in use."""
+        return dataclasses.replace(self, caches=caches, length=length)
 
 
 class ProgramRunner:
@@ -111,10 +122,15 @@ class ProgramRunner:
     ) -> list[Signature]:
         """The fewest programs that answer one request: over caches of one length, the chunks of its prompt
         and `trees` of these sizes. `max_tokens` is 0 where it is not known."""
+        encoding: list[Signature] = []
+        if self.cfg.encoder is not None:
+            # The prompt is the source; of the decoder it is the start tokens.
+            encoding, prompt_tokens = [self._encoding(prompt_tokens)], MAX_START_TOKENS
         wanted = min(prompt_tokens + max_tokens, self.options.context_tokens)
         cache = next(each for each in self._lengths if each >= wanted)
         chunks = dict.fromkeys(self._chunks(prompt_tokens - 1, cache))
         return [
+            *encoding,
             *(self._program("prefill", each, cache) for each in chunks),
             self._program("decode", 1, cache),
             *(
@@ -144,11 +160,22 @@ class ProgramRunner:
         for length in self._lengths:
             if cache.capacity_tokens < length <= target:
                 caches = self.executor.grow(self.level, caches, length)
-        return ProgramCache(caches, max(target, cache.capacity_tokens), cache.length)
+        longest = max(target, cache.capacity_tokens)
+        return ProgramCache(caches, longest, cache.length, cache.source)
 
     def read_source(self, cache: ProgramCache, tokens: Sequence[int]) -> ProgramCache:
         """See `Runner`."""
-        raise ConfigError("sources are read by models with an encoder, which are not exported")
+        signature = self._encoding(len(tokens))
+        row, real = padded(tokens, signature.tokens)
+        return dataclasses.replace(cache, source=self.executor.encode(signature, row, real))
+
+    def _encoding(self, tokens: int) -> Signature:
+        """The program that reads a source of so many tokens."""
+        lengths = self.executor.manifest.encode_tokens(self.level)
+        if not lengths:
+            raise ConfigError(f"{self.cfg.model_type} has no encoder to read a source; give it a prompt")
+        length = next((each for each in lengths if each >= tokens), lengths[-1])
+        return self._program("encode", length, self.options.context_tokens)
 
     def rows(self, cache: ProgramCache, tokens: int) -> dict[str, np.ndarray]:
         """Copies of the first `tokens` rows of each of a cache's arrays, by name, `[1, K, tokens, H]`."""
@@ -175,8 +202,8 @@ class ProgramRunner:
             positions = np.full(length, _PADDING, np.int32)
             positions[:real] = np.arange(at + fed, at + fed + real)
             program = self._program("prefill", length, room)
-            _, caches = self.executor.run(program, cache.caches, row, positions)
-            cache, fed = ProgramCache(caches, room, at + fed + real), fed + real
+            _, caches = self.executor.run(program, cache.caches, row, positions, None, cache.source)
+            cache, fed = cache.after(caches, at + fed + real), fed + real
         return self.step(cache, tokens[-1], at + len(tokens) - 1)
 
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
@@ -222,9 +249,10 @@ class ProgramRunner:
         """Feeds one token at position `at`; returns the logits `[1, V]` after it, and the cache."""
         row, position = np.array([[token]], np.int32), np.array([at], np.int32)
         room = cache.capacity_tokens
-        logits, caches = self.executor.run(self._program("decode", 1, room), cache.caches, row, position)
+        program = self._program("decode", 1, room)
+        logits, caches = self.executor.run(program, cache.caches, row, position, None, cache.source)
         # Slicing a device's array would compile a computation.
-        return np.asarray(logits)[0], ProgramCache(caches, room, at + 1)
+        return np.asarray(logits)[0], cache.after(caches, at + 1)
 
     def _block(
         self, cache: ProgramCache, token: int, at: int, controls: Mapping[str, np.ndarray]
@@ -237,14 +265,14 @@ class ProgramRunner:
         """
         room = cache.capacity_tokens
         program = self._program("block", self.executor.manifest.block_tokens(self.level, room), room)
-        tokens, caches = self.executor.run_block(program, cache.caches, token, at, controls)
+        tokens, caches = self.executor.run_block(program, cache.caches, token, at, controls, cache.source)
         most = int(controls["limit"][0])
         if not 1 <= len(tokens) <= most or not NO_TOKEN <= tokens.min() <= tokens.max() < self.cfg.vocab_size:
             raise ProgramError(
                 f"{program.name} gave {tokens.tolist()!s:.80}, not 1 to {most} tokens of "
                 f"{self.cfg.vocab_size}; export the model again"
             )
-        return tokens, ProgramCache(caches, room, at + len(tokens))
+        return tokens, cache.after(caches, at + len(tokens))
 
     def expect(self, tokens: np.ndarray) -> None:
         """See `Runner`; does nothing, because all weights are in memory."""
@@ -264,7 +292,9 @@ class ProgramRunner:
         signature = self._program("verify", tree.room, room)
         positions = at + np.asarray(tree.depths)
         row, seen = np.asarray(tree.tokens)[None], np.asarray(tree.ancestors)
-        logits, caches = self.executor.run(signature, cache.caches, row, positions.astype(np.int32), seen)
+        logits, caches = self.executor.run(
+            signature, cache.caches, row, positions.astype(np.int32), seen, cache.source
+        )
         if _likeliest(sampler):
             chosen = _most_likely(np.asarray(logits)[0])
         else:
@@ -275,13 +305,17 @@ class ProgramRunner:
             sampler = _after(sampler, tokens)
         if path[-1] >= len(path):
             caches = self.executor.keep(signature, caches, at, path)
-        return Verdict(tokens, path), ProgramCache(caches, room, at + len(path)), sampler
+        return Verdict(tokens, path), cache.after(caches, at + len(path)), sampler
 
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> np.ndarray:
         """Log-probability (natural) `[tokens]` of each target after its token and all tokens before it.
 
         Runs the largest `verify` program, or token by token where there is none.
+
+        Raises:
+          ConfigError: the model is an encoder-decoder.
         """
+        require_decoder_alone(self.cfg, "scoring or embedding text")
         cache, scores = self.start(len(tokens)), []
         sizes = self.executor.manifest.verify_tokens(self.level, cache.capacity_tokens)
         size = sizes[-1] if sizes else 1
@@ -309,7 +343,7 @@ class ProgramRunner:
         logits, caches = self.executor.run(
             self._program("verify", size, room), cache.caches, row, positions, mask
         )
-        return np.asarray(logits)[0, :real], ProgramCache(caches, room, at + real)
+        return np.asarray(logits)[0, :real], cache.after(caches, at + real)
 
     def _length_for(self, tokens: int) -> int:
         """The shortest caches for `tokens`, preferably those that a program is ready for."""

@@ -69,7 +69,7 @@ class AccountedBackend(EngineBackend):
         tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
         if call.context:
             return call, _content_tokens(tokenizer, call.prompt)
-        prompt = prompt_ids_of(tokenizer, call.prompt)
+        prompt = prompt_ids_of(tokenizer, call.prompt, call.config.task)
         return dataclasses.replace(call, prompt=prompt), len(prompt)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.errors import JaxllmError
 from jaxllm.text.droppable import PromptTokens
 from serving.planning.objectives import Cost, whole_cost
 from serving.server.adapters import Adapters
@@ -176,7 +176,7 @@ class Executor:
           ConfigError: the service keeps none.
         """
         if self.contexts is None:
-            raise ConfigError("this service keeps no contexts; start it with a folder for them (--contexts)")
+            raise self.service.without_contexts("start it with a folder for them (--contexts)")
         return self.contexts
 
     def jobs(self) -> list[Job]:

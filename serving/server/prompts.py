@@ -48,17 +48,20 @@ def prompt_of(tokenizer: Tokenizer, call: Call) -> PromptTokens:
     """
     if call.shorten and isinstance(call.prompt, Conversation):
         if reads_sources(tokenizer):
-            return prompt_tokens(tokenizer, source_prompt(call.prompt.messages, call.prompt.tools))
+            source = source_prompt(call.prompt.messages, call.prompt.tools, task=call.config.task)
+            return prompt_tokens(tokenizer, source)
         return conversation_tokens(
             tokenizer, call.prompt.messages, tools=call.prompt.tools, now=datetime.now()
         )
     if call.shorten and isinstance(call.prompt, str) and call.prompt:
-        return prompt_tokens(tokenizer, Prompt(user=call.prompt, form="text"))
-    return PromptTokens.of_ids(prompt_ids_of(tokenizer, call.prompt))
+        return prompt_tokens(tokenizer, Prompt(user=call.prompt, form="text", task=call.config.task))
+    return PromptTokens.of_ids(prompt_ids_of(tokenizer, call.prompt, call.config.task))
 
 
-def prompt_ids_of(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, ...]) -> tuple[int, ...]:
-    """The token ids of a prompt.
+def prompt_ids_of(
+    tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, ...], task: str = ""
+) -> tuple[int, ...]:
+    """The token ids of a prompt; `task`: see `GenerationConfig`.
 
     Raises:
       ConfigError, ContextOverflow: see `prompt_of`.
@@ -68,9 +71,12 @@ def prompt_ids_of(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, 
     if isinstance(prompt, str):
         if not prompt:
             raise ConfigError("the prompt is empty; give it at least one character")
-        return tuple(tokenizer.encode(tokenizer.files.source_text(prompt)))
+        return tuple(tokenizer.encode(tokenizer.files.source_text(prompt, task)))
     if reads_sources(tokenizer):
-        return tuple(prompt_ids(tokenizer, source_prompt(prompt.messages, prompt.tools)))
+        return tuple(prompt_ids(tokenizer, source_prompt(prompt.messages, prompt.tools, task=task)))
+    if task:
+        # Refused, as there are no tasks of a decoder.
+        tokenizer.files.source_text("", task)
     return tuple(tokenizer.encode_chat(list(prompt.messages), tools=prompt.tools, now=datetime.now()))
 
 

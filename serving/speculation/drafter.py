@@ -2,8 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
 from jaxllm.speculative.token_tree import TokenTree
 from serving.host.progress import Progress
 
@@ -103,3 +106,17 @@ class Drafter(Protocol):
     def follow(self, path: Sequence[int], token: int) -> None:
         """Takes the nodes `path` of the last tree that the target accepted, and the target's next `token`."""
         ...
+
+
+def require_same_kind(
+    draft: Path | str, cfg: ModelConfig, target: Path | str, target_cfg: ModelConfig
+) -> None:
+    """Raises ConfigError unless both or none of a draft and its target, by their paths, read a source."""
+    kinds = {True: "an encoder-decoder", False: "a decoder alone"}
+    of_draft, of_target = cfg.encoder is not None, target_cfg.encoder is not None
+    if of_draft != of_target:
+        raise ConfigError(
+            f"{draft} ({cfg.model_type}) is {kinds[of_draft]}, and {target} "
+            f"({target_cfg.model_type}) is {kinds[of_target]}: they do not read the same prompts; take a "
+            f"draft that is {kinds[of_target]}, or draft with ngram"
+        )

@@ -19,7 +19,7 @@ from serving.request import common_prefix
 from serving.runners.resident import ResidentRunner
 from serving.runners.runner import prefill_prompt
 from serving.speculation.confidence import Confidence
-from serving.speculation.drafter import DrafterMemory, Growing
+from serving.speculation.drafter import DrafterMemory, Growing, require_same_kind
 from serving.speculation.grower import Grower, GrowingDrafter
 from serving.speculation.host_tree import on_host, root_alone
 from serving.speculation.options import SpeculationOptions
@@ -40,7 +40,7 @@ def model_drafter(
     """
     del level
     bundle = open_model(options.model)
-    _require_same_kind(bundle, target.bundle)
+    require_same_kind(bundle.path, bundle.cfg, target.bundle.path, target.bundle.cfg)
     wanted = draft_options(bundle.cfg, options, target.options.context_tokens)
     wanted = dataclasses.replace(wanted, buckets_bytes=target.options.buckets_bytes)
     draft = LoadedModel(bundle, wanted, progress)
@@ -50,18 +50,6 @@ def model_drafter(
             "target's tokens; train one on the target's tokenizer (jaxllm pretrain --tokenizer)"
         )
     return ModelDrafter(draft.resident_runner(WHOLE), options, own=bundle)
-
-
-def _require_same_kind(draft: Bundle, target: Bundle) -> None:
-    """Raises ConfigError unless both or none of the two read a source."""
-    kinds = {True: "an encoder-decoder", False: "a decoder alone"}
-    of_draft, of_target = draft.cfg.encoder is not None, target.cfg.encoder is not None
-    if of_draft != of_target:
-        raise ConfigError(
-            f"{draft.path} ({draft.cfg.model_type}) is {kinds[of_draft]}, and {target.path} "
-            f"({target.cfg.model_type}) is {kinds[of_target]}: they do not read the same prompts; take a "
-            f"draft that is {kinds[of_target]}, or draft with ngram"
-        )
 
 
 class ModelDrafter(GrowingDrafter):

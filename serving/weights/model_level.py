@@ -24,12 +24,14 @@ class LevelWeights:
     Attributes:
       weights: by name (see `ModelLevel`).
       params: as buckets take them.
+      encoder: those of the encoder, as buckets take them; None if there is none.
       version: (level, number), unique among the parameters of the level: identifies the weights that computed
         a cache.
     """
 
     weights: Params
     params: Params
+    encoder: Params | None
     version: tuple[int, int]
 
 
@@ -42,6 +44,7 @@ class ModelLevel:
       weights: its parameters by name; those of the whole model if its buckets slice them without a copy.
       params: `weights` as buckets take them: by address where native kernels read them so, stacked where
         their arrays are entries of stacks.
+      encoder: those of its encoder, likewise; None if it has none.
       options: resolved options of the engine.
       weights_version: of the parameters that are there (see `LevelWeights.version`).
       bucket_level: the level of its buckets: its own, or 100 if all levels share them.
@@ -69,13 +72,14 @@ class ModelLevel:
         if whole is not None:
             self.bucket_level, self.bucket_cfg = whole.level, whole.cfg
         self.weights, self.params = weights, self._for_buckets(weights)
+        self.encoder = self._of_encoder(weights)
         if whole is not None:
             _require_same_form(self.params, whole.params)
 
     @property
     def current(self) -> LevelWeights:
         """The parameters that are there, to be put there again after others."""
-        return LevelWeights(self.weights, self.params, self.weights_version)
+        return LevelWeights(self.weights, self.params, self.encoder, self.weights_version)
 
     def prepared(self, weights: Params) -> LevelWeights:
         """Other parameters, ready for `put`.
@@ -83,13 +87,15 @@ class ModelLevel:
         Raises:
           ConfigError: names, structure, shapes or dtypes differ.
         """
-        params = self._for_buckets(weights)
+        params, encoder = self._for_buckets(weights), self._of_encoder(weights)
         _require_same_form(params, self.params)
-        return LevelWeights(weights, params, (self.level, next(self._numbers)))
+        if encoder is not None and self.encoder is not None:
+            _require_same_form(encoder, self.encoder)
+        return LevelWeights(weights, params, encoder, (self.level, next(self._numbers)))
 
     def put(self, prepared: LevelWeights) -> None:
         """Replaces the parameters; the buckets stay. Takes no time, and may be repeated."""
-        self.weights, self.params = prepared.weights, prepared.params
+        self.weights, self.params, self.encoder = prepared.weights, prepared.params, prepared.encoder
         self.weights_version = prepared.version
 
     def swap(self, weights: Params) -> None:
@@ -122,14 +128,11 @@ class ModelLevel:
         ]
         return tuple(firsts.setdefault(kind, layer) for layer, kind in enumerate(kinds))
 
-    @functools.cached_property
-    def encoder(self) -> Params | None:
-        """The parameters of its encoder as buckets take them; None if it has none. They are never replaced:
-        encoder-decoders take no adapters."""
-        cfg = self.cfg.encoder
+    def _of_encoder(self, weights: Params) -> Params | None:
+        cfg = self.bucket_cfg.encoder
         if cfg is None:
             return None
-        own = encoder_params(self.weights)
+        own = encoder_params(weights)
         return by_address(own, cfg) if can_be_addressed(own, cfg) else own
 
     def _for_buckets(self, weights: Params) -> Params:

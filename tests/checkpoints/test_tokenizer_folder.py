@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxllm.checkpoints import tokenizer_folder
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 DATA = Path(os.environ.get("JAXLLM_DATA", Path(__file__).parents[2] / "../shared/data"))
@@ -64,6 +64,14 @@ def test_what_the_decoder_of_an_encoder_decoder_begins_with(tmp_path: Path) -> N
     # A source that names its task has its prefix already.
     assert [found.source_text(each) for each in ("this", "undo: this")] == ["do: this", "undo: this"]
     assert TokenizerFiles.from_json(found.to_json()) == found
+    # By its name, unless the source has its prefix already.
+    assert [found.source_text(each, "undoing") for each in ("this", "undo: this")] == ["undo: this"] * 2
+    with pytest.raises(ConfigError, match="no task 'redoing': there are doing, undoing"):
+        found.source_text("this", "redoing")
+    # A bundle that was prepared when tasks had no names.
+    older = {**found.to_json(), "task_prefixes": ["do:", "undo:"]}
+    del older["tasks"]
+    assert TokenizerFiles.from_json(older).source_text("undo: this") == "undo: this"
 
 
 def test_a_decoder_alone_begins_with_its_prompt(tmp_path: Path) -> None:

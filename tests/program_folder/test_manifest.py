@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ProgramError
+from jaxllm.program_folder.arrays import cache_shapes
 from jaxllm.program_folder.manifest import (
     MANIFEST,
     TOKENIZER,
@@ -16,7 +17,6 @@ from jaxllm.program_folder.manifest import (
     ProgramLevel,
     Signature,
     StoredFile,
-    cache_shapes,
     level_signatures,
     read_tokenizer,
     write_tokenizer,

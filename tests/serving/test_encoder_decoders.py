@@ -2,14 +2,18 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from jaxllm.bundle import Bundle
+from jaxllm.checkpoints.peft_folder import WEIGHTS_FILE, write_adapter
 from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder, encoder_decoder
+from jaxllm.models.lora import LoraConfig, init_adapter, merge
 from jaxllm.prepare import prepare
 from jaxllm.sampling import Sampling
 from serving.contexts.options import ContextOptions
@@ -119,12 +123,48 @@ def test_sources_longer_than_the_window(engine):
     [
         ({"kv_codec": "channel"}, "contexts"),
         ({"memory_bytes": 10**9}, "memory budget"),
-        ({"adapter_rank": 4}, "adapters"),
     ],
 )
 def test_options_that_encoder_decoders_cannot_have(path, options, what):
     with pytest.raises(ConfigError, match=f"{what}.*not for encoder-decoders yet, and t5 is one"):
         Engine.open(path, options=dataclasses.replace(SMALL, **options))
+
+
+def test_adapters_change_both_sides(path, tmp_path):
+    with Bundle.open(path) as bundle:
+        cfg, params = bundle.cfg, bundle.load()
+    lora = LoraConfig(rank=2, alpha=4)
+    draw, adapter = np.random.default_rng(0), init_adapter(cfg, lora, jax.random.key(0))
+    adapter = {name: draw.normal(size=each.shape).astype(np.float32) * 0.3 for name, each in adapter.items()}
+    write_adapter(tmp_path / "lora", cfg, lora, adapter)
+    with safe_open(tmp_path / "lora" / WEIGHTS_FILE, framework="np") as file:
+        names = set(file.keys())
+    for module in ("encoder.block.0.layer.0.SelfAttention.q", "decoder.block.1.layer.1.EncDecAttention.v"):
+        assert f"base_model.model.{module}.lora_A.weight" in names
+    engine = Engine.open(path, options=dataclasses.replace(SMALL, adapter_rank=4))
+    plain = engine.generate("hello the hello", LONG).tokens
+    # Of one side, and of both; then none again, and nothing was compiled.
+    before, answers = dict(engine.runner.buckets.bucket_ms), []
+    for sides in ("encoder.", "layers.", ("encoder.", "layers.")):
+        own = {name: each for name, each in adapter.items() if name.startswith(sides)}
+        engine.model.put_adapter(own, lora.scaling)
+        answers.append(engine.generate("hello the hello", LONG).tokens)
+        if bundle.layout.weights == "f32":
+            merged = merge(params, own, lora.scaling)
+            whole = tiny.write_tiny_bundle(
+                tmp_path / "merged.jaxllm", cfg=cfg, params=merged, tokenizer=tiny_encdec.tokenizer()
+            )
+            source = engine.tokenizer.encode("hello the hello")
+            assert answers[-1] == greedy(whole, source, [tiny.BEGIN_ID], 12)
+            whole.unlink()
+    assert plain not in answers
+    assert answers[0] != answers[1]
+    engine.set_adapter(tmp_path / "lora")
+    assert engine.generate("hello the hello", LONG).tokens == answers[2]
+    engine.set_adapter(None)
+    assert engine.generate("hello the hello", LONG).tokens == plain
+    assert engine.runner.buckets.bucket_ms == before
+    engine.close()
 
 
 def test_levels_are_refused(path):
@@ -160,12 +200,9 @@ def test_services_answer_one_source_without_contexts(engine, path, tmp_path):
         LLMService.open(path, options=SMALL, contexts=ContextOptions(folder=tmp_path))
 
 
-def test_exports_and_recovery_are_refused(path):
-    from export.subject import read_subject
+def test_recovery_is_refused(path):
     from training.loop.frozen_model import FrozenModel
 
-    with pytest.raises(ConfigError, match="exports: not for encoder-decoders"):
-        read_subject(path)
     with pytest.raises(ConfigError, match="elastic recovery"):
         FrozenModel.read(path)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm.models.decoder import forward, logits
-from jaxllm.program_folder.manifest import cache_shapes
+from jaxllm.program_folder.arrays import cache_shapes
 from jaxllm.steps.exported import run_step, run_tree
 from tests.tiny import TINY, tiny_params
 

@@ -32,8 +32,10 @@ def test_files_survive_json() -> None:
         ({"eos_ids": ["2"]}, "eos_ids must be token ids"),
         ({"bos_id": 1 << 31}, "bos_id must be null or a token id"),
         ({"bos_id": 1.0}, "bos_id must be null or a token id"),
-        ({"task_prefixes": "do:"}, "task_prefixes must be texts"),
-        ({"task_prefixes": [""]}, "task_prefixes must be texts"),
+        ({"tasks": ["do:"]}, "tasks must be a map from names to texts"),
+        ({"tasks": {"do": " "}}, "tasks must be a map from names to texts"),
+        ({"task_prefixes": "do:"}, "malformed tokenizer: .*task_prefixes"),
+        ({"task_prefixes": [""]}, "tasks must be a map from names to texts"),
         ({"surprise": 1}, "malformed tokenizer: .*surprise"),
     ],
 )

@@ -36,6 +36,7 @@ class Extensions(msgspec.Struct, kw_only=True):
     adapter: str | None = None
     grammar: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
+    task: str | None = None
 
 
 class SamplingFields(Extensions, kw_only=True):
@@ -122,6 +123,9 @@ def calls_of(
             "shorten is for texts and conversations: of token ids and in a context no words are dropped",
             param="shorten",
         )
+    if body.task and (context or any(isinstance(each, tuple) for each in asked.prompts)):
+        raise ApiError("task is for texts and messages outside of contexts", param="task")
+    asked = dataclasses.replace(asked, config=dataclasses.replace(asked.config, task=body.task or ""))
     objective, strict = objective_of(body.slo, body.strict, visit.slo)
     base = Call(
         app=visit.app,

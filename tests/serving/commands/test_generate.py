@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from jaxllm.text.tokenizer import Tokenizer
-from tests.serving.commands.outcome import WINDOW, Run, answer, succeeded
+from tests import tiny_encdec
+from tests.serving.commands.outcome import WINDOW, Run, answer, failed, succeeded
 from tests.tiny import tiny_tokenizer
 
 # generate
@@ -88,6 +89,24 @@ def test_logit_bias_forces_a_token(run: Run, bundle: Path) -> None:
     (letter,) = Tokenizer(tiny_tokenizer()).encode("Z", add_special_tokens=False)
     out = succeeded(run("generate", "-m", bundle, "-p", "x", "-n", 7, "--logit-bias", f"{letter}=1e3"))
     assert out == "ZZZZZZZ\n"
+
+
+def test_a_task_of_an_encoder_decoder(run: Run, bundle: Path, tmp_path: Path) -> None:
+    path = tiny_encdec.write_bundle(tmp_path / "t5.jaxllm", prefix="the ", tasks={"greeting": "hello "})
+
+    def text(*options: str) -> str:
+        return succeeded(run("generate", "-m", path, "-n", 8, "--ignore-eos", *options))
+
+    greeted = text("-p", "hello 12")
+    assert text("-p", "12", "--task", "greeting") == greeted
+    # The model's own task, where none is named.
+    assert text("-p", "12") != greeted
+    assert answer(run("info", path, "--json"))["tasks"] == {"greeting": "hello "}
+    failed(
+        run("generate", "-m", path, "-p", "12", "--task", "farewell"),
+        "no task 'farewell': there are greeting",
+    )
+    failed(run("generate", "-m", bundle, "-p", "12", "--task", "greeting"), "its folder names none")
 
 
 def test_seed(run: Run, bundle: Path) -> None:
