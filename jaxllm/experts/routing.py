@@ -52,6 +52,7 @@ def route(
     experts_per_token: int,
     normalize: bool,
     norm: Norm | None = None,
+    bias: jax.Array | None = None,
     differentiable: bool = False,
 ) -> Routing:
     """Chooses experts for tokens.
@@ -62,6 +63,7 @@ def route(
       experts_per_token: k.
       normalize: whether the weights of a token sum to one.
       norm: the norm before the experts, if x is not yet normalized.
+      bias: `[E]`, added to the scores; None for nothing.
       differentiable: whether gradients may be taken; they reach the router through the weights.
 
       Returns:
@@ -70,7 +72,7 @@ def route(
     """
 
     def by_xla(x: jax.Array, router: Weight | TableArray, norm: Norm | None) -> Routing:
-        logits = to_units(x if norm is None else normalized(x, norm), _matrix(router))
+        logits = to_units(x if norm is None else normalized(x, norm), _matrix(router), bias)
         weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), experts_per_token)
         if normalize:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -89,7 +91,7 @@ def route(
 
     # In float32 whatever the activations' dtype, so that near ties do not depend on it.
     x = x.astype(jnp.float32)
-    if differentiable or (norm is not None and norm.bias is not None):
+    if differentiable or bias is not None or (norm is not None and norm.bias is not None):
         return by_xla(x, router, norm)
     return natively(by_kernel, by_xla, x, router, norm)
 

@@ -158,6 +158,9 @@ struct AttentionShape {
   // Null for nothing; not together with `softcap`.
   const float* bias = nullptr;
   size_t distances = 0;
+  // [kv_heads][group], logits that are in the denominator of a head's softmax and attend to nothing; null for
+  // none.
+  const float* sink_logits = nullptr;
   // Tokens before the cache's, of one sequence: rows, positions and `base` count from the first of them.
   CodedChunks chunks = {};
   float* chunk_mass = nullptr;  // [masses], or by_node [1 + tokens][masses]: what each chunk's tokens got
