@@ -263,6 +263,7 @@ def _mxfp4(reader: ConfigReader) -> Quantization:
             raise CheckpointError(
                 f"{stem}scales: a scale is above what float16 holds; take the float weights"
             )
+        # Levels of smaller scales are rounded to multiples of the least.
         if (below := np.minimum(power + 24, 0)).any():
             levels = np.rint(np.ldexp(levels.astype(np.float32), below[..., None])).astype(np.int8)
         scale = np.ldexp(np.float32(1), np.maximum(power, -24)).astype(np.float16)

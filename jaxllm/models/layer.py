@@ -276,6 +276,6 @@ def chosen_experts(
         experts_per_token=cfg.experts_per_token,
         normalize=cfg.normalize_expert_weights,
         norm=weights.norm("ffn_norm", cfg),
-        bias=weights.vector("router_bias"),
+        bias=weights.operand("router_bias"),
         differentiable=differentiable,
     )
