@@ -154,7 +154,7 @@ def layer_parameters(cfg: ModelConfig) -> int:
 def is_unit_parameter(name: str) -> bool:
     """Whether a parameter consists of units: those of layers do, but norms, output biases and routers."""
     part = name.split(".", 2)[2] if name.startswith("layers.") else ""
-    outputs = ("attn.o_bias", "ffn.down_bias")
+    outputs = ("attn.o_bias", "ffn.down_bias", "experts.down_bias")
     return part.startswith(("attn.", "ffn.", "experts.")) and "norm" not in part and part not in outputs
 
 

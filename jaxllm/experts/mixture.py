@@ -379,7 +379,7 @@ def _each_weight(experts: FeedForward, take: Callable[[Weight], Weight]) -> Feed
 def _with_biases(block: FeedForward, experts: FeedForward, expert: jax.Array) -> FeedForward:
     """A block with one expert's biases, of those of all."""
     biases = {name: getattr(experts, name) for name in ("up_bias", "down_bias", "gate_bias")}
-    own = {name: None if each is None else each[expert] for name, each in biases.items()}
+    own = {name: None if each is None else jnp.asarray(each)[expert] for name, each in biases.items()}
     return dataclasses.replace(block, **own)
 
 
