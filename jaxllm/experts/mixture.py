@@ -282,8 +282,9 @@ def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward) -> jax.Array:
         return out if bias is None else out + bias.astype(out.dtype)[tiles.expert][:, None]
 
     first = functools.partial(product, "ntd,nfd->ntf", x[tiles.token])
-    up, gate, kind = first(experts.up, experts.up_bias), experts.gate, experts.activation
-    hidden = activate(up, kind) if gate is None else gated(first(gate, experts.gate_bias), up, kind)
+    gate = None if experts.gate is None else first(experts.gate, experts.gate_bias)
+    up, kind = first(experts.up, experts.up_bias), experts.activation
+    hidden = activate(up, kind) if gate is None else gated(gate, up, kind)
     out = product("ntf,nfd->ntd", hidden, experts.down, experts.down_bias)
     places = jnp.arange(tiles.place.size, dtype=jnp.int32)
     tile = jnp.maximum(jnp.searchsorted(tiles.start, places, side="right") - 1, 0)
