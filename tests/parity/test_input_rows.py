@@ -1,12 +1,18 @@
 """Rows in place of tokens give transformers' logits: of `inputs_embeds`, and of an image of SmolVLM."""
 
+import functools
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.checkpoints.smolvlm_folder import read_image_encoder
+from jaxllm.errors import JaxllmError
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
+from jaxllm.models.encoder.siglip import image_rows
 from jaxllm.models.input_rows import InputRows
 
 pytest.importorskip("torch")
@@ -80,4 +86,41 @@ def test_an_image_of_smolvlm(tmp_path):
             torch.from_numpy(tokens.astype(np.int64)), pixel_values=pixels, use_cache=False
         ).logits
         made = torch.cat(list(model.get_image_features(pixels).pooler_output)).reshape(-1, 32).numpy()
-    check(folder, tokens, dict(zip((2, 7), made, strict=True)), expected.numpy())
+    cfg, params = read_image_encoder(folder)
+    ours = np.asarray(jit(functools.partial(image_rows, cfg=cfg))(params, pixels[0].numpy())).reshape(-1, 32)
+    np.testing.assert_allclose(ours, made, atol=1e-5)
+    check(folder, tokens, dict(zip((2, 7), ours, strict=True)), expected.numpy())
+
+
+@pytest.mark.parametrize("sizes", [{"image_size": 56, "num_hidden_layers": 2}, {"image_size": 84}])
+def test_larger_images_of_smolvlm(tmp_path, monkeypatch, sizes):
+    """Squares of patches in their order, 4 and 9 rows an image."""
+    family, keys = tiny_hf.WRAPPERS["smolvlm"]
+    larger = {**keys, "vision_config": {**keys["vision_config"], **sizes}}
+    monkeypatch.setitem(tiny_hf.WRAPPERS, "smolvlm", (family, larger))
+    folder, size = tiny_hf.save_wrapper("smolvlm", tmp_path / "m"), sizes["image_size"]
+    pixels = np.random.default_rng(0).normal(size=(2, 3, size, size)).astype(np.float32)
+    with torch.no_grad():
+        made = tiny_hf.load(folder, wrapper=True).get_image_features(torch.from_numpy(pixels[None]))
+    cfg, params = read_image_encoder(folder)
+    expected = torch.cat(list(made.pooler_output)).numpy()
+    found = np.asarray(jit(functools.partial(image_rows, cfg=cfg))(params, pixels))
+    assert found.shape == (2, (size // 28) ** 2, 32)
+    np.testing.assert_allclose(found.reshape(-1, 32), expected.reshape(-1, 32), atol=2e-5)
+
+
+def test_other_image_encoders_are_refused(tmp_path):
+    folder = tiny_hf.save_wrapper("smolvlm", tmp_path / "m")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for change, match in (
+        ({"model_type": "llava"}, "images are read by smolvlm alone"),
+        ({"vision_config": {**config["vision_config"], "image_size": 30}}, "do not divide"),
+        ({"vision_config": {**config["vision_config"], "surprise": 1}}, "vision_config.surprise"),
+        ({"vision_config": {**config["vision_config"], "hidden_size": 32}}, "implies"),
+        ({"vision_config": None}, "vision_config"),
+    ):
+        path.write_text(json.dumps({**config, **change}))
+        with pytest.raises(JaxllmError, match=match) as caught:
+            read_image_encoder(folder)
+        assert "\n" not in str(caught.value)
