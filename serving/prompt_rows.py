@@ -7,12 +7,15 @@ ids alone what they have in their cache, and nobody takes a row for a token. Suc
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.input_rows import InputRows
+
+if TYPE_CHECKING:
+    from jaxllm.models.input_rows import InputRows
 
 # Ids of rows take so many numbers behind a vocabulary: together they fit int32.
 _IDS = 1 << 30
@@ -61,8 +64,11 @@ class PromptRows:
             placed[at] = cfg.vocab_size + int.from_bytes(digest, "little") % _IDS
         return tuple(placed)
 
-    def of_chunk(self, first: int, length: int) -> InputRows:
+    def of_chunk(self, first: int, length: int) -> "InputRows":
         """Those of the `length` tokens from `first` on."""
+        # Here, because devices that run programs alone have no JAX.
+        from jaxllm.models.input_rows import InputRows
+
         begin, end = np.searchsorted(self.at, (first, first + length))
         rows, given = np.zeros((length, self.rows.shape[1]), np.float32), np.zeros(length, np.bool_)
         places = self.at[begin:end] - first

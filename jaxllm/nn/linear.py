@@ -230,7 +230,7 @@ def feed_forward(
         else:
             both, biases = (weights.gate, weights.up), (weights.gate_bias, weights.up_bias)
             outs = normed_to_units(x, norm, both, biases, step=step, **shared)
-            hidden = by_sequence(lambda *each: gated(*each, weights.activation), *outs, apart=rowwise)
+            hidden = by_sequence(lambda gate, up: gated(gate, up, weights.activation), *outs, apart=rowwise)
         hidden = only_of_rows(hidden, options.used, hidden.ndim - 1)
         shared |= {"residual": x if add_input else None}
         return from_units(hidden, weights.down, weights.down_bias, step=hidden_step, **shared)

@@ -48,7 +48,7 @@ def _read(reader: ConfigReader) -> ModelConfig:
     # Written by the first version of the config, and read by none.
     reader.accept("initial_context_length")
     reader.accept("experts_per_token")
-    fields = read_llama_shape(reader, _DEFAULTS) | {"activation": "clamped_swiglu"}
+    fields: dict[str, Any] = {**read_llama_shape(reader, _DEFAULTS), "activation": "clamped_swiglu"}
     section = sole_rope_section(reader)
     theta = reader.number("rope_theta", 150000.0)
     rope = read_rope_section(
