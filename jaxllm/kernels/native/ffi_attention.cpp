@@ -43,9 +43,9 @@ const char* read_chunks(const AnyBuffer& table, const AnyBuffer& layer, const An
 // several layers [n, B, K, S, H] and the layer's slot [] among them, mass [B, S] or of a tree [B, 1 + T, S]
 // or nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing, chunks before the cache
 // (see read_chunks) and their mass [B, n] or of a tree [B, 1 + T, n] or nothing, what is added to scores by
-// distance [K, G, distances] or nothing, sink logits [K, G] or nothing -> y like q, and caches and both masses, in place. Operand: counts.
-// Of the K heads counts[heads_at] are used. Outputs of one sequence's tokens that are not valid are left as
-// they are.
+// distance [K, G, distances] or nothing, sink logits [K, G] or nothing -> y like q, and caches and both
+// masses, in place. Operand: counts. Of the K heads counts[heads_at] are used. Outputs of one sequence's
+// tokens that are not valid are left as they are.
 Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBuffer sin, AnyBuffer keys,
                      AnyBuffer values, AnyBuffer mass, AnyBuffer slot, AnyBuffer rows, AnyBuffer positions,
                      AnyBuffer valid, AnyBuffer base, AnyBuffer seen, AnyBuffer chunks, AnyBuffer chunk_layer,

@@ -31,7 +31,8 @@ Error route_call(AnyBuffer x, AnyBuffer table, AnyBuffer row, ffi::RemainingArgs
   if (!read_floats(in[0], width, applied.scale))
     return wrong("a norm's scale must be float32 of the activations' width");
   const float* bias = nullptr;
-  if (!read_floats(in[2], experts, bias)) return wrong("a router's bias must be float32, one for each expert");
+  if (!read_floats(in[2], experts, bias))
+    return wrong("a router's bias must be float32, one for each expert");
   if (logits->element_type() != ffi::DataType::F32 || logits->element_count() / experts != rows ||
       !read_rows(*weights, ffi::DataType::F32, out_rows, choices) || out_rows != rows || choices > experts ||
       !is_indices(*ids, rows * choices)) {
