@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from serving.planned_answer import PlannedAnswer
     from serving.planning.objectives import EndToEnd, EnergyBudget, Latency
     from serving.planning.planner import Plan
+    from serving.prompt_rows import PromptRows
     from serving.request import GenerationConfig, Session
     from serving.service import LLMService
     from serving.sliding import Sliding
@@ -97,6 +98,7 @@ _HOMES = {
     "PrefillOptions": "serving.int8_prefill.options",
     "ProgramError": "jaxllm.errors",
     "Prompt": "jaxllm.text.prompts",
+    "PromptRows": "serving.prompt_rows",
     "RopeConfig": "jaxllm.rope_config",
     "Sampling": "jaxllm.sampling_state",
     "Session": "serving.request",
@@ -146,6 +148,7 @@ __all__ = [
     "PrefillOptions",
     "ProgramError",
     "Prompt",
+    "PromptRows",
     "RopeConfig",
     "Sampling",
     "Session",

@@ -12,7 +12,7 @@ from jaxllm.config_checks import MAX_DIMENSION, require, require_flags, require_
 from jaxllm.errors import ConfigError
 from jaxllm.rope_config import RopeConfig
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 
 # Bounds on values of a config file, as `MAX_DIMENSION`.
 MAX_LAYERS = 1 << 12
@@ -47,6 +47,10 @@ class ModelConfig:
 
     With `qk_norm` each head's query and key are RMS-normalized; with `joint_qk_norm` the norm goes over all
     heads together. With `qkv_clip` above 0 queries, keys and values are then clipped to ±`qkv_clip`.
+
+    With `expert_bias` the router and each product of an expert have biases. The activation "clamped_swiglu",
+    of such experts alone, is (up + 1) · gate · sigmoid(1.702 gate) with gate at most 7 and up in ±7. With
+    `sink_logits` each query head has a learned logit in the denominator of its softmax (gpt-oss).
 
     With `shared_expert_size` above 0 all tokens visit one more expert of that many neurons, whose output is
     multiplied by the sigmoid of a product of its own.
@@ -109,6 +113,8 @@ class ModelConfig:
     normalize_expert_weights: bool = True
     sparse_layers: tuple[bool, ...] = ()
     shared_expert_size: int = 0
+    expert_bias: bool = False
+    sink_logits: bool = False
     layer_units: tuple[LayerUnits, ...] = ()
     encoder: "ModelConfig | None" = None
     relative_buckets: int = 0
@@ -130,8 +136,9 @@ class ModelConfig:
             f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})",
         )
         require(
-            self.activation in ("silu", "gelu", "gelu_tanh", "relu"),
-            f"activation {self.activation!r} is not supported; use silu, gelu, gelu_tanh or relu",
+            self.activation in ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"),
+            f"activation {self.activation!r} is not supported; use silu, gelu, gelu_tanh, relu or "
+            "clamped_swiglu",
         )
         require(self.norm in ("rms", "layer"), f"norm must be rms or layer, got {self.norm!r}")
         require_numbers(
@@ -148,7 +155,12 @@ class ModelConfig:
             self, "gated_ffn", "learned_positions", "qkv_bias", "o_bias", "ffn_bias", "qk_norm",
             "joint_qk_norm", "pre_norms", "post_norms", "parallel_blocks", "tied_head", "head_bias",
             "normalize_expert_weights", "sinusoidal_positions", "embed_norm", "norm_after", "final_norm",
+            "expert_bias", "sink_logits",
         )  # fmt: skip
+        require(
+            self.activation != "clamped_swiglu" or (self.expert_bias and all(self.sparse_layers)),
+            "the activation clamped_swiglu is of experts with biases alone; set expert_bias in all layers",
+        )
         require(self.norm_eps > 0, f"norm_eps must be positive, got {self.norm_eps}")
         if not self.attention_windows:
             object.__setattr__(self, "attention_windows", (0,) * self.layers)
@@ -180,6 +192,7 @@ class ModelConfig:
                 "expert_ffn_size": 0,
                 "sparse_layers": (),
                 "shared_expert_size": 0,
+                "expert_bias": False,
             }
             for name, none in none_of.items():
                 value = getattr(self, name)

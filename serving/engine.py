@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
@@ -16,8 +16,9 @@ from serving.decoding import Decoding, PlainDecoding
 from serving.guided.compiler import GrammarCompiler
 from serving.guided.decoding import GuidedDecoding
 from serving.host.progress import Progress
+from serving.open_model import Model
+from serving.prompt_rows import PromptRows
 from serving.request import GenerationConfig, Request, Session, start_ids
-from serving.runners.runner import Runner
 from serving.sliding import Sliding
 from serving.speculation.options import SpeculationOptions
 
@@ -26,37 +27,6 @@ if TYPE_CHECKING:
     from serving.options import EngineOptions
     from serving.programs.model import ProgramModel
     from serving.speculation.speculation import Speculation
-
-
-class Model(Protocol):
-    """An open model, with a runner for each of its levels."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...  # noqa: D102
-
-    @property
-    def levels(self) -> tuple[int, ...]: ...  # noqa: D102
-
-    def runner(self, level: int, /) -> Runner: ...  # noqa: D102
-
-    def warm_up(  # noqa: D102
-        self,
-        level: int,
-        speculation: "Speculation | None",
-        *,
-        prompt_tokens: int | None,
-        max_tokens: int,
-        progress: Progress | None,
-    ) -> None: ...
-
-    def facts(self) -> dict[str, Any]: ...  # noqa: D102
-
-    def set_adapter(self, folder: str | Path | None, /) -> None: ...  # noqa: D102
-
-    def close(self) -> None: ...  # noqa: D102
 
 
 AnyModel = TypeVar("AnyModel", bound=Model)
@@ -288,6 +258,7 @@ class Engine(Generic[AnyModel]):
         session: Session | None = None,
         sliding: Sliding | None = None,
         tpot_ms: float | None = None,
+        rows: PromptRows | None = None,
     ) -> Answer:
         """Answers a prompt: text (special tokens are added) or token ids.
 
@@ -299,12 +270,14 @@ class Engine(Generic[AnyModel]):
           sliding: how an answer that outgrows the context continues; None to end it there.
           tpot_ms: expected time per further token, if known; otherwise the second token is decoded alone to
             measure it.
+          rows: that stand in place of some tokens of a prompt of ids, such as those of an image; the answer
+            has no drafts. It takes `EngineOptions.prompt_rows`.
 
         Raises:
           ConfigError, ContextOverflow: the prompt is empty, malformed or too long, or the level is not
             served.
         """
-        request = self.request(prompt, config, level=level, sliding=sliding, tpot_ms=tpot_ms)
+        request = self.request(prompt, config, level=level, sliding=sliding, tpot_ms=tpot_ms, rows=rows)
         return self.submit(request, session=session)
 
     def generate(self, prompt: str | Sequence[int], config: GenerationConfig | None = None) -> Answer:
@@ -336,6 +309,7 @@ class Engine(Generic[AnyModel]):
         level: int | None = None,
         sliding: Sliding | None = None,
         tpot_ms: float | None = None,
+        rows: PromptRows | None = None,
     ) -> Request:
         """Makes a request of this engine (see `stream`): encodes text, and draws a seed where none is given.
 
@@ -345,6 +319,10 @@ class Engine(Generic[AnyModel]):
         runner = self.runner_at(level)
         runner.require_usable()
         config, source = config or GenerationConfig(), None
+        if rows is not None:
+            if isinstance(prompt, str):
+                raise ConfigError("rows stand at places of token ids; encode the prompt first")
+            prompt = rows.placed(prompt, runner.cfg)
         if isinstance(prompt, str):
             if not prompt:
                 raise ConfigError("the prompt is empty; give it at least one character")
@@ -358,10 +336,14 @@ class Engine(Generic[AnyModel]):
             config=config,
             seed=secrets.randbits(64) if seed is None else seed,
             level=runner.level,
-            drafted=self.speculation is not None and runner is self.runner and not config.guided,
+            drafted=self.speculation is not None
+            and runner is self.runner
+            and not config.guided
+            and rows is None,
             sliding=sliding,
             tpot_ms=tpot_ms,
             source=source,
+            rows=rows,
         )
 
     def decoding(self, request: Request) -> Decoding:

@@ -69,6 +69,8 @@ class EngineOptions:
       prefill: how an int8 bundle with a calibration prefills (see `serving.int8_prefill`).
       trees: sizes of token trees, where the model drafts or verifies (see `serving.speculation`).
       levels: of an elastic bundle to serve besides the whole model, in percent, ascending.
+      prompt_rows: whether rows may stand in place of a prompt's tokens (see `serving.prompt_rows`): buckets
+        are made for them. It takes all weights in memory; such prompts are prefilled in floats.
       buckets_bytes: most bytes of compiled buckets kept on disk for the next start; 0 keeps none and reads
         none. None: $JAXLLM_BUCKETS_BYTES, else 1 GiB (0 on systems whose files have no owners).
     """
@@ -94,6 +96,7 @@ class EngineOptions:
     prefill: PrefillOptions = dataclasses.field(default_factory=PrefillOptions)
     trees: TreeShape | None = None
     levels: tuple[int, ...] = ()
+    prompt_rows: bool = False
     buckets_bytes: int | None = None
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from jaxllm.sampling_state import Sampling
 from jaxllm.text.tokenizer import MAX_TOKEN_ID, Tokenizer
 from serving.guided.grammar import Grammar
 from serving.guided.logprobs import require_top_logprobs
+from serving.prompt_rows import PromptRows
 from serving.runners.runner import PrefillChunk, Runner
 from serving.sliding import Sliding, kept_tokens
 from serving.text_stream import MAX_STOP_IDS
@@ -132,6 +133,8 @@ class Request:
     Attributes:
       prompt: token ids; of an encoder-decoder those that its decoder begins with.
       source: token ids that an encoder reads; None for models without one.
+      rows: that stand in place of some of the prompt's tokens, where `prompt` has ids of theirs; None for
+        none.
       config: length, stops and sampling.
       seed: of the draw.
       level: the sub-model that answers, in percent.
@@ -149,6 +152,7 @@ class Request:
     sliding: Sliding | None = None
     tpot_ms: float | None = None
     source: tuple[int, ...] | None = None
+    rows: PromptRows | None = None
 
     @property
     def asked_tokens(self) -> int:
@@ -173,7 +177,11 @@ class Request:
                 f"is {runner.cfg.window_tokens}); shorten it"
                 + (" or ask for a longer --context" if window < runner.cfg.window_tokens else "")
             )
-        worst = max(self.prompt) if min(self.prompt) >= 0 else min(self.prompt)
+        ids = self.prompt
+        if self.rows is not None:
+            self._require_rows(runner)
+            ids = [0, *np.delete(self.prompt, self.rows.at).tolist()]
+        worst = max(ids) if min(ids) >= 0 else min(ids)
         if not 0 <= worst < vocab:
             raise ConfigError(f"token {worst} is outside the model's vocabulary of {vocab}")
         # Besides the sinks one token must be fed again, and one is decoded from.
@@ -182,6 +190,19 @@ class Request:
             raise ConfigError(
                 f"{self.sliding.sink_tokens} tokens cannot stay where a context of {window} slides: at most "
                 f"{max(0, most)} may; ask for fewer, or for a longer --context"
+            )
+
+    def _require_rows(self, runner: Runner) -> None:
+        """Checks that a runner takes rows in place of tokens."""
+        if not getattr(runner.options, "prompt_rows", False):
+            raise ConfigError(
+                "rows in place of tokens need buckets of their own: open the engine with "
+                "EngineOptions(prompt_rows=True)"
+            )
+        if self.sliding is not None:
+            raise ConfigError(
+                "an answer to rows in place of tokens cannot outgrow the context: its tokens are fed again "
+                "where they come to stand, and rows are never made of tokens; ask without `sliding`"
             )
 
     def _require_source(self, runner: Runner) -> None:

@@ -134,7 +134,9 @@ class Run:
         self.decoding = decoding
         self.stops = TextStream(tokenizer, config.stop)
         self.stop_ids = config.stop_ids(tokenizer.eos_ids)
-        self.sampler = sampler_state(config.sampling, request.prompt, runner.cfg.vocab_size, request.seed)
+        vocab = runner.cfg.vocab_size
+        told = [token for token in request.prompt if token < vocab]  # without rows in place of tokens
+        self.sampler = sampler_state(config.sampling, told, vocab, request.seed)
         # Tokens that a dispatch should decode.
         self.pace = 1 if request.tpot_ms is None else pace(request.tpot_ms)
         self.began_s = self.stepped_s = 0.0

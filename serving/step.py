@@ -120,7 +120,12 @@ def _begin(run: Run) -> None:
     cache = runner.make_room(cache, room)
     session.cache = cache if run.request.source is None else runner.read_source(cache, run.request.source)
     session.tokens = prompt[: run.reused_tokens]
-    run.chunks = collections.deque(runner.prefill_chunks(len(prompt) - run.reused_tokens))
+    missing = len(prompt) - run.reused_tokens
+    # Rows in place of tokens are prefilled in floats.
+    by_rows = run.request.rows is not None
+    run.chunks = collections.deque(
+        runner.chunks_in("float", missing) if by_rows else runner.prefill_chunks(missing)
+    )
     run.prefill_mode = run.chunks[0].mode
     run.stage = "prefill"
     _prefill(run)
@@ -146,7 +151,10 @@ def _prefill(run: Run) -> None:
     chunk = run.chunks.popleft()
     cached, cache = session.take()
     tokens = sequence[at : at + chunk.tokens]
-    logits, session.cache = run.runner.prefill(cache, tokens, at, chunk)
+    if run.request.rows is None:
+        logits, session.cache = run.runner.prefill(cache, tokens, at, chunk)
+    else:
+        logits, session.cache = run.runner.prefill_rows(cache, tokens, at, chunk, run.request.rows)
     session.tokens, run.dispatched = cached + tokens, Dispatched("prefill", chunk)
     if run.chunks:
         return

@@ -203,6 +203,7 @@ CONFIGS = {
         layer_units=(LayerUnits(kv_heads=1, neurons=8),) * 3,
     ),
     "shared expert": model(**MOE, shared_expert_size=12, rope_layers=(True, False, True), logit_scale=0.25),
+    "experts with biases": model(**MOE, expert_bias=True, activation="clamped_swiglu", sink_logits=True),
     "parallel": model(parallel_blocks=True, head_bias=True),
     "norms behind": model(pre_norms=False, post_norms=True),
     "joint norms": model(qk_norm=True, joint_qk_norm=True, qkv_clip=8.0),

@@ -232,6 +232,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {**_LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}, "pad_token_id": 0},
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {**YARN_ROPE, "rope_theta": 150000.0, "truncate": False},
+        },
+    ),
     "gpt2": ("GPT2", _GPT2),
     "gpt2-unscaled-untied": (
         "GPT2",
@@ -245,8 +257,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ARCHITECTURE_VARIANTS = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "gemma", "gemma2", "gemma3",
-    "phi3", "gpt2", "opt", "stablelm", "ernie4_5", "exaone4", "granite", "granitemoehybrid", "ministral3",
-    "olmo2", "olmo3", "phi", "qwen2_moe", "smollm3",
+    "phi3", "gpt2", "gpt_oss", "opt", "stablelm", "ernie4_5", "exaone4", "granite", "granitemoehybrid",
+    "ministral3", "olmo2", "olmo3", "phi", "qwen2_moe", "smollm3",
 )  # fmt: skip
 
 _T5 = {

@@ -210,9 +210,8 @@ def _locate(
 
 def _packed(stored: str, quantization: Quantization | None, weights: SafetensorsFolder) -> set[str]:
     """The tensors that stand for the matrix `stored`; empty where it is stored as floats."""
-    if quantization is None or not stored.endswith(".weight"):
-        return set()
-    return quantization.stored(stored.removesuffix("weight"), weights.names())
+    stem = None if quantization is None else quantization.stem(stored)
+    return set() if quantization is None or stem is None else quantization.stored(stem, weights.names())
 
 
 def _read_packed(
@@ -224,10 +223,14 @@ def _read_packed(
     specs: Mapping[str, ParamSpec],
 ) -> QArray:
     """One parameter of a quantized matrix."""
-    spec = specs[name]
-    if len(shape := tensor.shape(specs)) != 2 or tensor.skip_rows or spec.role in ("embed", "vector"):
+    spec, stem = specs[name], quantization.stem(stored)
+    if tensor.stacked:
+        # As floats they are `[E, in, out]`.
+        tensor = dataclasses.replace(tensor, transposed=not tensor.transposed)
+    shape, ranks = tensor.shape(specs), 3 if quantization.experts else 2
+    if stem is None or len(shape) != ranks or tensor.skip_rows or spec.role in ("embed", "vector"):
         raise CheckpointError(f"{stored} of {weights.folder} is quantized, where floats are expected")
-    found = quantization.read(weights, stored.removesuffix("weight"), shape)
+    found = quantization.read(weights, stem, shape)
     axis = -2 if spec.role == "from_units" else -1
     if isinstance(found, Levels):
         packed = packed_parameter(found, tensor, name, specs)

@@ -72,9 +72,9 @@ def packed_parameter(of: Levels, tensor: Tensor, param: str, specs: Mapping[str,
       its own.
     """
     spec = specs[param]
-    stacked = tensor.expert is not None and of.levels.ndim == 3
+    stacked = tensor.stacked or (tensor.expert is not None and of.levels.ndim == 3)
     shape = spec.shape if tensor.expert is None or stacked else spec.shape[1:]
-    if stacked:
+    if stacked and not tensor.stacked:
         values = np.stack([tensor.read(each, param, specs) for each in of.levels])
     else:
         values = tensor.read(of.levels, param, specs)
@@ -87,7 +87,10 @@ def packed_parameter(of: Levels, tensor: Tensor, param: str, specs: Mapping[str,
         return _scales_of_units(scale, shape[0], shape[1], of.group)
 
     def plain(scale: np.ndarray) -> np.ndarray:
-        scale = scale if stacked else _scales_of_rows(scale, tensor, param, specs)
+        if tensor.alternating:
+            scale = tensor.rows_of(scale, param, slice(None))
+        elif not stacked:
+            scale = _scales_of_rows(scale, tensor, param, specs)
         return scale.reshape(*shape[:-1], -1)
 
     inputs = spec.role == "from_units"

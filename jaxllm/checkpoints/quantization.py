@@ -1,8 +1,9 @@
 """Reads what `quantization_config` says of a Hugging Face folder: which tensors stand for a matrix, and how.
 
 Integers with scales stay as they are; a zero point of 4 bits becomes a minimum of the group, the product of
-both in float16. FP8 is widened and quantized again, to 8 bits in groups of 32 (adds about 0.7 % error). What
-is not read is refused by name.
+both in float16. MXFP4's numbers of 4 bits are halves of whole numbers, and its scales powers of two: 8 bits
+have both. FP8 is widened and quantized again, to 8 bits in groups of 32 (adds about 0.7 % error). What is not
+read is refused by name.
 """
 
 import dataclasses
@@ -20,6 +21,8 @@ from jaxllm.models.config_reader import ConfigReader
 KEY = "quantization_config"
 # Column of each 4-bit number of a word of AWQ, lowest bits first.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# Twice the numbers of MXFP4 (e2m1), by their 4 bits.
+_TWICE_E2M1 = np.asarray((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
 # Keys that say how a checkpoint was made.
 _INERT = frozenset(
     {
@@ -46,13 +49,22 @@ class Quantization:
       form: of our weights.
       parts: endings of the tensors that stand for a matrix, in place of `weight`; those after a `?` may be
         missing.
-      read: (folder, stem of the tensors' names, shape `[out, in]`) -> levels and scales, or floats.
+      read: (folder, stem of the tensors' names, shape `[out, in]`, of experts `[E, out, in]`) -> levels and
+        scales, or floats.
+      experts: whether all experts of a layer are one matrix each, and no other is quantized.
     """
 
     method: str
     form: WeightFormat
     parts: tuple[str, ...]
-    read: Callable[[SafetensorsFolder, str, tuple[int, int]], Levels | np.ndarray]
+    read: Callable[[SafetensorsFolder, str, Any], Levels | np.ndarray]
+    experts: bool = False
+
+    def stem(self, stored: str) -> str | None:
+        """What the names of the tensors begin with that stand for a matrix; None for what is no matrix."""
+        if self.experts:
+            return f"{stored}_"
+        return stored.removesuffix("weight") if stored.endswith(".weight") else None
 
     def stored(self, stem: str, names: Collection[str]) -> set[str]:
         """The names of the tensors that stand for a matrix; empty where it is stored as floats.
@@ -228,12 +240,45 @@ def _fp8(reader: ConfigReader) -> Quantization:
     return Quantization("fp8", "int8", ("weight", "weight_scale_inv"), read)
 
 
+def _mxfp4(reader: ConfigReader) -> Quantization:
+    reader.accept("dequantize")
+
+    def read(folder: SafetensorsFolder, stem: str, shape: tuple[int, ...]) -> Levels:
+        if shape[-1] % GROUP:
+            raise CheckpointError(
+                f"{stem}blocks: {shape[-1]} inputs are no whole groups of {GROUP}; the config belongs to "
+                "other weights"
+            )
+        groups = (*shape[:-1], shape[-1] // GROUP)
+        blocks = folder.integers(f"{stem}blocks", (*groups, GROUP // 2), "U8")
+        exponents = folder.integers(f"{stem}scales", groups, "U8").astype(np.int32)
+        levels = np.empty((*groups, GROUP), np.int8)
+        levels[..., ::2], levels[..., 1::2] = _TWICE_E2M1[blocks & 15], _TWICE_E2M1[blocks >> 4]
+        empty = ~levels.any(-1)
+        if (exponents == 255).any():
+            raise CheckpointError(f"{stem}scales: a scale is not finite; take another copy of the weights")
+        # Of levels that are twice the numbers. Powers of two from 2**-24 to 2**15 are float16.
+        power = np.where(empty, 0, exponents - 128)
+        if power.max(initial=0) > 15:
+            raise CheckpointError(
+                f"{stem}scales: a scale is above what float16 holds; take the float weights"
+            )
+        # Levels of smaller scales are rounded to multiples of the least.
+        if (below := np.minimum(power + 24, 0)).any():
+            levels = np.rint(np.ldexp(levels.astype(np.float32), below[..., None])).astype(np.int8)
+        scale = np.ldexp(np.float32(1), np.maximum(power, -24)).astype(np.float16)
+        return Levels(levels.reshape(shape), scale, 8)
+
+    return Quantization("mxfp4", "int8", ("blocks", "scales"), read, experts=True)
+
+
 _METHODS: dict[str, Callable[[ConfigReader], Quantization]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "bitsandbytes": _bitsandbytes,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
 }
 
 

@@ -14,6 +14,7 @@ stored in the order of pairs, so that visits take no more memory than pairs. Til
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -24,7 +25,7 @@ from jaxllm.config import Activation
 from jaxllm.experts.routing import Routing, high_alone
 from jaxllm.kernels import native_experts
 from jaxllm.kernels.platforms import natively
-from jaxllm.nn.layers import activate
+from jaxllm.nn.layers import activate, gated
 from jaxllm.nn.linear import FeedForward, feed_forward
 from jaxllm.nn.norms import Norm, normalize
 from jaxllm.quant import (
@@ -85,7 +86,7 @@ def mixture(
       x: `[B, T, D]`.
       norm: of the block.
       routing: of these tokens, computed from `norm(x)`.
-      experts: weights `[E, F, D]`, gated, without biases; all together, or all apart.
+      experts: weights `[E, F, D]`, all together, or all apart; biases `[E, F]` and `[E, D]`.
       add_input: whether x is added.
       live: `[T]` bool, False for padding, which visits no expert.
       differentiable: whether gradients may be taken; then all experts are converted to floats first.
@@ -148,15 +149,11 @@ def sum_visits(
     given: `[M, D]`. Native kernels add in the order of pairs, so that a token gets bit for bit what it gets
     alone; they have no gradient."""
 
-    def by_xla(
-        visits: jax.Array, place: jax.Array, weights: jax.Array, residual: jax.Array | None
-    ) -> jax.Array:
+    def by_xla(visits: jax.Array, place: jax.Array, weights: jax.Array, residual: jax.Array | None):
         out = jnp.einsum("mkd,mk->md", visits[place], weights.astype(visits.dtype))
         return out if residual is None else residual + out
 
-    def by_kernel(
-        visits: jax.Array, place: jax.Array, weights: jax.Array, residual: jax.Array | None
-    ) -> jax.Array:
+    def by_kernel(visits: jax.Array, place: jax.Array, weights: jax.Array, residual: jax.Array | None):
         wide = None if residual is None else residual.astype(jnp.float32)
         return native_experts.sum_visits(visits, place, weights.astype(jnp.float32), wide)
 
@@ -248,7 +245,7 @@ def run_stored(
     *,
     activation: Activation,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs some tiles in one call of a native kernel, by experts that are found by address.
+    """Runs some tiles in one call of a native kernel, by experts found by address.
 
     Args:
       x: tokens `[M, D]`.
@@ -280,12 +277,15 @@ def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward) -> jax.Array:
     def of_tiles(weight: Weight) -> jax.Array:
         return jnp.asarray(dequantize(weight, x.dtype))[tiles.expert]
 
-    rows = x[tiles.token]
-    first = jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.up if experts.gate is None else experts.gate))
-    hidden = activate(first, experts.activation)
-    if experts.gate is not None:
-        hidden = hidden * jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.up))
-    out = jnp.einsum("ntf,nfd->ntd", hidden, of_tiles(experts.down))
+    def product(equation: str, x: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
+        out = jnp.einsum(equation, x, of_tiles(weight))
+        return out if bias is None else out + bias.astype(out.dtype)[tiles.expert][:, None]
+
+    first = functools.partial(product, "ntd,nfd->ntf", x[tiles.token])
+    gate = None if experts.gate is None else first(experts.gate, experts.gate_bias)
+    up, kind = first(experts.up, experts.up_bias), experts.activation
+    hidden = activate(up, kind) if gate is None else gated(gate, up, kind)
+    out = product("ntf,nfd->ntd", hidden, experts.down, experts.down_bias)
     places = jnp.arange(tiles.place.size, dtype=jnp.int32)
     tile = jnp.maximum(jnp.searchsorted(tiles.start, places, side="right") - 1, 0)
     row = jnp.minimum(places - tiles.start[tile], np.int32(tiles.token.shape[1] - 1))
@@ -300,7 +300,7 @@ def _one_by_one(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) ->
 
         def tile(i: jax.Array, out: jax.Array) -> jax.Array:
             def run(block: FeedForward) -> jax.Array:
-                return run_tile(x, norm, tiles, i, out, block)
+                return run_tile(x, norm, tiles, i, out, _with_biases(block, experts, tiles.expert[i]))
 
             return choose(tiles.expert[i], run)
 
@@ -331,8 +331,8 @@ def _blocks_apart(experts: FeedForward) -> list[native_experts.ExpertBlocks]:
     apart = [each.matrices for each in stacks if isinstance(each, Apart)]
     blocks = [tuple(each for each in of if isinstance(each, BlockedArray)) for of in zip(*apart, strict=True)]
     alike = all(len({(each.bits, each.group) for each in of}) == 1 for of in blocks)
-    gated = experts.gate is not None
-    return blocks if gated and alike and all(len(of) == 3 for of in blocks) else []  # pyright: ignore
+    plain = experts.gate is not None and not experts.biased
+    return blocks if plain and alike and all(len(of) == 3 for of in blocks) else []  # pyright: ignore
 
 
 def _chooser(experts: FeedForward) -> Callable[[jax.Array, Callable[[FeedForward], jax.Array]], jax.Array]:
@@ -377,6 +377,13 @@ def _each_weight(experts: FeedForward, take: Callable[[Weight], Weight]) -> Feed
     return dataclasses.replace(experts, up=take(experts.up), down=take(experts.down), gate=gate)
 
 
+def _with_biases(block: FeedForward, experts: FeedForward, expert: jax.Array) -> FeedForward:
+    """A block with one expert's biases, of those of all."""
+    biases = {name: getattr(experts, name) for name in ("up_bias", "down_bias", "gate_bias")}
+    own = {name: None if each is None else jnp.asarray(each)[expert] for name, each in biases.items()}
+    return dataclasses.replace(block, **own)
+
+
 def _with_weights(experts: FeedForward, parts: Sequence[Weight]) -> FeedForward:
     """One expert of these weights, in the order of `FeedForward.weights`."""
     *gate, up, down = parts
@@ -384,8 +391,7 @@ def _with_weights(experts: FeedForward, parts: Sequence[Weight]) -> FeedForward:
 
 
 def _tile_rows(pairs: int, experts: int) -> int:
-    """Rows of a tile: twice an expert's mean share, so that most experts have one tile, since each tile reads
-    its expert's weights."""
+    """Rows of a tile: twice an expert's mean share: most experts have one tile, which reads its weights."""
     return _rows(2 * pairs // experts)
 
 

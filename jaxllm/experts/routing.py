@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.kernels import native_experts
 from jaxllm.kernels.native_call import value
 from jaxllm.kernels.platforms import natively
-from jaxllm.kernels.weight_table import TableArray
+from jaxllm.kernels.weight_table import Operand, TableArray
 from jaxllm.nn.linear import to_units
 from jaxllm.nn.norms import Norm
 from jaxllm.nn.norms import normalize as normalized
@@ -52,6 +52,7 @@ def route(
     experts_per_token: int,
     normalize: bool,
     norm: Norm | None = None,
+    bias: Operand | None = None,
     differentiable: bool = False,
 ) -> Routing:
     """Chooses experts for tokens.
@@ -62,6 +63,7 @@ def route(
       experts_per_token: k.
       normalize: whether the weights of a token sum to one.
       norm: the norm before the experts, if x is not yet normalized.
+      bias: `[E]`, added to the scores; None for nothing.
       differentiable: whether gradients may be taken; they reach the router through the weights.
 
       Returns:
@@ -69,14 +71,17 @@ def route(
       bit for bit what it is alone, because a near tie that flips changes the answer.
     """
 
-    def by_xla(x: jax.Array, router: Weight | TableArray, norm: Norm | None) -> Routing:
-        logits = to_units(x if norm is None else normalized(x, norm), _matrix(router))
+    def by_xla(x: jax.Array, router: Weight | TableArray, bias: Operand | None, norm: Norm | None) -> Routing:
+        added = None if bias is None else value(bias)
+        logits = to_units(x if norm is None else normalized(x, norm), _matrix(router), added)
         weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), experts_per_token)
         if normalize:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return Routing(logits=logits, ids=ids, weights=weights)
 
-    def by_kernel(x: jax.Array, router: Weight | TableArray, norm: Norm | None) -> Routing:
+    def by_kernel(
+        x: jax.Array, router: Weight | TableArray, bias: Operand | None, norm: Norm | None
+    ) -> Routing:
         logits, weights, ids = native_experts.route(
             x.reshape(-1, x.shape[-1]),
             router if isinstance(router, TableArray) else dequantize(router, jnp.dtype(jnp.float32)),
@@ -84,14 +89,15 @@ def route(
             normalize=normalize,
             norm_scale=None if norm is None else norm.scale,
             norm_eps=0.0 if norm is None else norm.eps,
+            bias=bias,
         )
         return Routing(*(each.reshape(*x.shape[:-1], -1) for each in (logits, ids, weights)))
 
     # In float32 whatever the activations' dtype, so that near ties do not depend on it.
     x = x.astype(jnp.float32)
     if differentiable or (norm is not None and norm.bias is not None):
-        return by_xla(x, router, norm)
-    return natively(by_kernel, by_xla, x, router, norm)
+        return by_xla(x, router, bias, norm)
+    return natively(by_kernel, by_xla, x, router, bias, norm)
 
 
 def high_alone(weights: Floats, loss: float) -> Floats:

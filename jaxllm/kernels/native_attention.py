@@ -50,6 +50,7 @@ def attention(
     tree: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     chunks: ChunksAt | None = None,
     bias: jax.Array | None = None,
+    sink_logits: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Rotates queries and new keys, writes new keys and values into the cache, and attends over it.
 
@@ -74,6 +75,8 @@ def attention(
       bias: `[K, G, distances]` float32, added to scores by how far before its query a key stands: the last
         entry for the query's own position, the first for all that are farther than the others. None for
         nothing; not together with `softcap`.
+      sink_logits: `[K, G]` float32, of each head a logit in the denominator of its softmax, which attends to
+        nothing; None for none.
 
     Returns:
       Outputs `[B, T, K, G, H]` float32, undefined for tokens of a single sequence that are not valid; keys,
@@ -92,7 +95,7 @@ def attention(
         (
             q, optional(k), optional(v), optional(cos), optional(sin), keys, values, seen,
             count_operand(slot), rows, positions, valid, base, told, handle, layer, coded_tokens,
-            coded_seen, optional(bias),
+            coded_seen, optional(bias), optional(sink_logits),
         ),
         (counts_operand(used),),
         aliases={5: 1, 6: 2, 7: 3, 17: 4},

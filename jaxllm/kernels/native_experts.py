@@ -48,9 +48,10 @@ def route(
     normalize: bool,
     norm_scale: Operand | None = None,
     norm_eps: float = 0.0,
+    bias: Operand | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The routing of tokens `x` `[M, D]` float32, after an RMS norm if given, by a router `[E, D]` float32:
-    logits `[M, E]` float32, weights `[M, k]` float32 and ids `[M, k]` int32 (see
+    """The routing of tokens `x` `[M, D]` float32, after an RMS norm if given, by a router `[E, D]` float32
+    and its bias `[E]`: logits `[M, E]` float32, weights `[M, k]` float32 and ids `[M, k]` int32 (see
     `jaxllm.experts.routing.route`)."""
     chosen = (x.shape[0], experts_per_token)
     logits, weights, ids = call(
@@ -61,7 +62,7 @@ def route(
             jax.ShapeDtypeStruct(chosen, jnp.int32),
         ],
         (x,),
-        (optional(norm_scale), router),
+        (optional(norm_scale), router, optional(bias)),
         eps=np.float32(norm_eps),
         normalized=normalize,
     )

@@ -19,6 +19,7 @@ from jaxllm.experts.routing import Routing
 from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.models import encoder_decoder
+from jaxllm.models.input_rows import InputRows
 from jaxllm.models.layer import (
     CosSin,
     attend_cache,
@@ -48,6 +49,7 @@ def forward(
     cfg: ModelConfig,
     valid: jax.Array | None = None,
     row: jax.Array | None = None,
+    inputs: InputRows | None = None,
     dtype: jnp.dtype = ...,
 ) -> tuple[jax.Array, None]: ...
 
@@ -61,6 +63,7 @@ def forward(
     cfg: ModelConfig,
     valid: jax.Array | None = None,
     row: jax.Array | None = None,
+    inputs: InputRows | None = None,
     dtype: jnp.dtype = ...,
 ) -> tuple[jax.Array, KVCache]: ...
 
@@ -73,6 +76,7 @@ def forward(
     cfg: ModelConfig,
     valid: jax.Array | None = None,
     row: jax.Array | None = None,
+    inputs: InputRows | None = None,
     dtype: jnp.dtype = jnp.float32,
 ) -> tuple[jax.Array, KVCache | None]:
     """Hidden states of new tokens, and the cache with their keys and values.
@@ -85,6 +89,7 @@ def forward(
       valid: int32 scalar, how many of the T tokens are real; the rest is padding at the end, which is not
       written to the cache, and its hidden states are undefined. None: all are real.
       row: int32 scalar, the index of the only token whose hidden state is wanted; None: all.
+      inputs: rows in place of tokens' embeddings, with a cache alone; None: tokens alone.
       dtype: of the activations.
 
     Returns:
@@ -92,6 +97,8 @@ def forward(
       valid` tokens (None without a cache).
     """
     if cache is None:
+        if inputs is not None:
+            raise ConfigError("rows in place of tokens need a cache; make one")
         hidden = forward_documents(params, tokens, cfg=cfg, dtype=dtype)
         return hidden if row is None else jax.lax.dynamic_slice_in_dim(hidden, row, 1, axis=1), None
     axes = Axes("forward", H=cfg.head_dim)
@@ -100,7 +107,7 @@ def forward(
     cache.check(axes)
     count = tokens.shape[1]
     at = TokenPositions.after(cache.length, count, jnp.asarray(count, jnp.int32) if valid is None else valid)
-    x, cache = forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, row=row)
+    x, cache = forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, row=row, inputs=inputs)
     return x, dataclasses.replace(cache, length=cache.length + at.valid)
 
 
@@ -113,21 +120,25 @@ def forward_at(
     cfg: ModelConfig,
     dtype: jnp.dtype = jnp.float32,
     row: jax.Array | None = None,
+    inputs: InputRows | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """`forward` of tokens at any positions of a cache; the cache's length stays unchanged.
 
     Args:
-      params, tokens, cache, cfg, dtype, row: see `forward`.
+      params, tokens, cache, cfg, dtype, row, inputs: see `forward`.
       at: positions of the tokens (see `forward_layer`).
     """
     axes = Axes("forward_at", H=cfg.head_dim)
     axes.check(jnp.int32, "B T", tokens=tokens)
     at.check(axes)
     cache.check(axes)
+    if inputs is not None:
+        inputs.check(axes)
+        require_decoder_alone(cfg, "rows in place of tokens")
     if cfg.encoder is not None:
         return encoder_decoder.forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, row=row)
     live = at.valid if at.padded and tokens.shape[0] == 1 else None
-    x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live)
+    x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live, inputs=inputs)
     rotaries = rotary_by_rope(at.positions, cfg)
 
     def layer(
@@ -153,12 +164,15 @@ def embed_tokens(
     cfg: ModelConfig,
     dtype: jnp.dtype = jnp.float32,
     live: jax.Array | None = None,
+    inputs: InputRows | None = None,
 ) -> jax.Array:
-    """Input of the first layer `[B, T, D]` for tokens `[B, T]` int32 at `positions` `[T]` or `[B, T]`; for
-    `live` see `linear.py`."""
+    """Input of the first layer `[B, T, D]` for tokens `[B, T]` int32 at `positions` `[T]` or `[B, T]`, and
+    rows in place of some; for `live` see `linear.py`."""
     x = embed(tokens, params["embed.tokens"], dtype, live)
     if cfg.embed_scale != 1.0:
         x = x * np.asarray(cfg.embed_scale, x.dtype)
+    if inputs is not None:
+        x = inputs.over(x)
     if cfg.learned_positions:
         x = x + embed(positions, params["embed.positions"], dtype)
     return x

@@ -123,7 +123,7 @@ def normed_heads(
         q, k = normed(q, "q"), normed(k, "k")
     if cfg.qkv_clip:
         q, k, v = (jnp.clip(each, -cfg.qkv_clip, cfg.qkv_clip) for each in (q, k, v))
-    return Heads(q, k, v)
+    return Heads(q, k, v, weights.vector("attn.sink_logits"))
 
 
 def attend_cache(
@@ -148,7 +148,7 @@ def attend_cache(
         rotary = rotary_cos_sin(at.positions, rope)
     new = grown(new, query_growth(at.positions, rope))
     mask = at.visible(past.capacity_tokens, window)
-    options = AttentionOptions(scale=cfg.attention_scale, softcap=cfg.attention_softcap, window=window)
+    options = attention_options(cfg, window, new)
     out, past, mass = cached_attention(new, rotary, past, mask, at, mass, options=options, used=used)
     return out, (past, mass)
 
@@ -169,12 +169,21 @@ def attend_documents(
     # Unused heads are computed all the same, and the output product leaves them out: documents serve training
     # and scoring, where time matters less.
     del used
-    q, k, v = grown(new, growth)
+    q, k, v, _ = grown(new, growth)
     if rotary is not None:
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-    scale, softcap = cfg.attention_scale, cfg.attention_softcap
-    out = document_attention(q, k, v, starts, scale=scale, softcap=softcap, window=window, branches=branches)
-    return out, None
+    options = attention_options(cfg, window, new)
+    return document_attention(q, k, v, starts, options=options, branches=branches), None
+
+
+def attention_options(cfg: ModelConfig, window: int, new: Heads) -> AttentionOptions:
+    """What tells the attention of a layer with a window from that of others."""
+    return AttentionOptions(
+        scale=cfg.attention_scale,
+        softcap=cfg.attention_softcap,
+        window=window,
+        sink_logits=new.sink_logits,
+    )
 
 
 def query_growth(positions: jax.Array, rope: RopeConfig | None) -> jax.Array | None:
@@ -232,7 +241,8 @@ def _experts(
     norm = weights.norm("ffn_norm", cfg)
     routing = chosen_experts(weights, x, cfg, differentiable=differentiable)
     up, down, gate = (weights[f"experts.{part}"] for part in ("up", "down", "gate"))
-    block = FeedForward(up=up, down=down, gate=gate, activation=cfg.activation)
+    biases = {f"{part}_bias": weights.vector(f"experts.{part}_bias") for part in ("up", "down", "gate")}
+    block = FeedForward(up=up, down=down, gate=gate, activation=cfg.activation, **biases)
     out = mixture(
         x,
         norm,
@@ -266,5 +276,6 @@ def chosen_experts(
         experts_per_token=cfg.experts_per_token,
         normalize=cfg.normalize_expert_weights,
         norm=weights.norm("ffn_norm", cfg),
+        bias=weights.operand("router_bias"),
         differentiable=differentiable,
     )

@@ -8,6 +8,8 @@ A flat dict with stable string keys:
     layers.{i}.attn.q_norm.scale [H]             .k_norm.scale [H]          (joint: [N·H] and [K·H])
     layers.{i}.ffn.gate [F, D]     .up [F, D]    .down [F, D]                   (+ gate_bias ...)
     layers.{i}.router [E, D]       .experts.gate [E, F, D]  .up [E, F, D]  .down [E, F, D]   (or these)
+    layers.{i}.router_bias [E]     .experts.gate_bias/up_bias [E, F]  .experts.down_bias [E, D]
+    layers.{i}.attn.sink_logits [K, G]
     layers.{i}.shared.gate/up/down [S, D]        .shared.score [1, D]       (beside experts)
     final_norm.scale/bias [D]      head [V, D]   head_bias [V]
 
@@ -124,6 +126,8 @@ def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
         specs["attn.q_norm.scale"] = ParamSpec((queries_of,), "vector")
         specs["attn.k_norm.scale"] = ParamSpec((keys_of,), "vector")
     specs.update(_output_specs(cfg, "attn", units))
+    if cfg.sink_logits:
+        specs["attn.sink_logits"] = ParamSpec((units, cfg.group), "vector")
     if cfg.post_norms:
         specs.update(_norm_specs(cfg, "attn_post_norm"))
     if cfg.encoder is not None:
@@ -174,6 +178,10 @@ def _expert_specs(cfg: ModelConfig, neurons: int) -> dict[str, ParamSpec]:
     for name in ("gate", "up") if cfg.gated_ffn else ("up",):
         specs[f"experts.{name}"] = ParamSpec(shape, "to_units")
     specs["experts.down"] = ParamSpec(shape, "from_units")
+    if cfg.expert_bias:
+        specs["router_bias"] = ParamSpec(shape[:1], "vector")
+        specs |= {f"experts.{name}_bias": ParamSpec(shape[:2], "vector") for name in ("gate", "up")}
+        specs["experts.down_bias"] = ParamSpec((cfg.experts, cfg.hidden_size), "vector")
     if cfg.shared_expert_size:
         shared = (cfg.shared_expert_size, cfg.hidden_size)
         specs["shared.score"] = ParamSpec((1, cfg.hidden_size), "vector")
@@ -194,7 +202,7 @@ def init_param(cfg: ModelConfig, name: str, key: jax.Array, dtype: jnp.dtype) ->
     spec = param_specs(cfg)[name]
     if name.endswith("norm.scale"):
         return jnp.ones(spec.shape, dtype)
-    if name.endswith("bias"):
+    if name.endswith(("bias", ".sink_logits")):
         return jnp.zeros(spec.shape, dtype)
     if name.startswith("embed.") or name == "head":
         return jax.random.normal(key, spec.shape, dtype) * np.asarray(0.02, dtype)

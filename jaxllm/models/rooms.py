@@ -43,6 +43,11 @@ def _streamed(cfg: ModelConfig) -> str | None:
 
 
 def _levels(cfg: ModelConfig) -> str | None:
+    if cfg.expert_bias or cfg.sink_logits:
+        return (
+            f"sub-models of experts with biases and of heads with sink logits ({cfg.model_type}) are not "
+            "implemented; take the whole model"
+        )
     if not cfg.joint_qk_norm:
         return None
     return (
@@ -71,6 +76,8 @@ def _experts_apart(cfg: ModelConfig) -> str | None:
         return "the model is no mixture of experts: there are none to store apart"
     if cfg.post_norms:
         return "experts of a model with norms behind its blocks cannot be stored apart"
+    if cfg.expert_bias:
+        return "experts with biases cannot be stored apart"
     if cfg.shared_expert_size:
         return "experts beside one that all tokens visit cannot be stored apart"
     return None

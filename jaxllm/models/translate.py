@@ -32,6 +32,8 @@ _ACTIVATION_NAMES: dict[Activation, str] = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_pytorch_tanh",
     "relu": "relu",
+    # What configs of gpt-oss say, whose experts are clamped all the same.
+    "clamped_swiglu": "silu",
 }
 
 
@@ -54,6 +56,8 @@ class Tensor:
       interleaved: whether rows of each head, of queries or keys, come in the order of a rotary embedding that
         turns neighbours (2i, 2i+1) where ours turns halves (i, i+H/2).
       plus_one: whether a norm's weight is stored as w where the model multiplies by 1 + w.
+      stacked: whether it has all experts, as its leading axis.
+      alternating: whether the rows of its parameters take turns.
       one_row: whether a vector is stored as a matrix of one row.
       gated: whether only models with, or without, a gate have it; None for both.
       in_body: False for a name without the checkpoint's prefix (the head).
@@ -66,6 +70,8 @@ class Tensor:
     skip_rows: int = 0
     interleaved: bool = False
     plus_one: bool = False
+    stacked: bool = False
+    alternating: bool = False
     one_row: bool = False
     gated: bool | None = None
     in_body: bool = True
@@ -74,10 +80,11 @@ class Tensor:
     def shape(self, specs: Mapping[str, ParamSpec]) -> tuple[int, ...]:
         """Shape in the checkpoint, given our parameters' specs."""
         rows = self.skip_rows + sum(self._rows(name, specs) for name in self.params)
+        lead = specs[self.params[0]].shape[:1] if self.stacked else ()
         if _is_vector(self.params[0]):
-            return (1, rows) if self.one_row else (rows,)
+            return (1, rows) if self.one_row else (*lead, rows)
         width = specs[self.params[0]].shape[-1]
-        return (width, rows) if self.transposed else (rows, width)
+        return (*lead, width, rows) if self.transposed else (*lead, rows, width)
 
     def read(self, stored: Sliceable, param: str, specs: Mapping[str, ParamSpec]) -> np.ndarray:
         """Our parameter `param` (its entry for `expert`) from this tensor; no other rows are read."""
@@ -85,6 +92,9 @@ class Tensor:
         for name in self.params[: self.params.index(param)]:
             start += self._rows(name, specs)
         rows = slice(start, start + self._rows(param, specs))
+        if self.stacked:
+            whole = stored[:].swapaxes(-1, -2) if self.transposed else stored[:]
+            return np.ascontiguousarray(self.rows_of(whole, param, rows)).reshape(specs[param].shape)
         if self.one_row:
             stored = stored[0:1].reshape(-1)
         block = stored[:, rows].T if self.transposed else stored[rows]
@@ -94,10 +104,20 @@ class Tensor:
         # In float32, because 1 + w in bfloat16 loses most bits of w.
         return block.astype(np.float32) + np.float32(1) if self.plus_one else block
 
+    def rows_of(self, stacked: np.ndarray, param: str, rows: slice) -> np.ndarray:
+        """Those of a parameter in a tensor `[E, rows, ...]` of all experts; they are `rows` unless
+        parameters alternate."""
+        turns = slice(self.params.index(param), None, len(self.params))
+        return stacked[:, turns if self.alternating else rows]
+
     def write(self, params: Mapping[str, Any], specs: Mapping[str, ParamSpec]) -> np.ndarray:
         """The checkpoint tensor from our parameters: the inverse of `read`."""
         width = () if _is_vector(self.params[0]) else specs[self.params[0]].shape[-1:]
         parts = [params[name] if self.expert is None else params[name][self.expert] for name in self.params]
+        if self.stacked:
+            together = np.stack([np.asarray(part) for part in parts], 2 if self.alternating else 1)
+            whole = together.reshape(*self._stacked_rows(specs), *width)
+            return np.ascontiguousarray(whole.swapaxes(-1, -2) if self.transposed else whole)
         blocks = [np.asarray(part).reshape(-1, *width) for part in parts]
         if self.interleaved:
             head_dim = self._head_dim(specs)
@@ -110,12 +130,16 @@ class Tensor:
         whole = whole[None] if self.one_row else whole
         return np.ascontiguousarray(whole.T if self.transposed else whole)
 
+    def _stacked_rows(self, specs: Mapping[str, ParamSpec]) -> tuple[int, int]:
+        experts = specs[self.params[0]].shape[0]
+        return experts, sum(self._rows(name, specs) for name in self.params)
+
     def _head_dim(self, specs: Mapping[str, ParamSpec]) -> int:
         return specs[self.params[0].rsplit(".", 1)[0] + ".k"].shape[1]
 
     def _block_shape(self, param: str, specs: Mapping[str, ParamSpec]) -> tuple[int, ...]:
         shape = specs[param].shape
-        return shape if self.expert is None else shape[1:]
+        return shape[1:] if self.stacked or self.expert is not None else shape
 
     def _rows(self, param: str, specs: Mapping[str, ParamSpec]) -> int:
         shape = self._block_shape(param, specs)
@@ -256,4 +280,4 @@ def _by_expert(tensor: Tensor, cfg: ModelConfig) -> list[Tensor]:
 
 
 def _is_vector(param: str) -> bool:
-    return param.endswith(("bias", ".scale"))
+    return param.endswith(("bias", ".scale", ".sink_logits"))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxllm.axes import Axes
 from jaxllm.kernels import document_attention as kernel
 from jaxllm.kernels.fused_attention import fused_attention
-from jaxllm.nn.layers import attention, causal_mask
+from jaxllm.nn.layers import AttentionOptions, attention, causal_mask
 
 # Queries per block on the XLA path: keys after a block are left out of its product. Sequences of more blocks
 # than `UNROLLED_BLOCKS` take larger ones in a loop, whose code does not grow, and which see all keys.
@@ -74,9 +74,7 @@ def document_attention(
     v: jax.Array,
     starts: jax.Array,
     *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
+    options: AttentionOptions,
     branches: Branches | None = None,
 ) -> jax.Array:
     """Causal attention within documents that are packed one after the other.
@@ -86,20 +84,20 @@ def document_attention(
       k, v: keys and values `[B, T, K, H]`, keys already rotated.
       starts: `[B, T]` int32, per token the index in the sequence where its document begins: the token's own
         index or the start of the token before. The native kernel refuses any other value when it runs.
-      scale, softcap: see `attention`.
-      window: see `causal_mask`.
+      options: of the layer, without a bias.
       branches: where documents branch; None if they do not.
 
     Returns:
-      `[B, T, K, G, H]` in q's dtype; differentiable in q, k and v.
+      `[B, T, K, G, H]` in q's dtype; differentiable in q, k, v and sink logits.
     """
-    plain = softcap == 0.0 and window == 0 and branches is None
+    scale, sinks = options.scale, options.sink_logits
+    plain = not options.softcap and not options.window and branches is None and sinks is None
     if plain and q.dtype == k.dtype == v.dtype:
-        by_xla = functools.partial(_by_xla, scale=scale)
+        by_xla = functools.partial(_by_xla, options=options)
         if kernel.fits(q):
             return kernel.document_attention(q, k, v, starts, scale, by_xla)
         return fused_attention(q, k, v, starts, scale, by_xla)
-    return _by_xla(q, k, v, starts, scale=scale, softcap=softcap, window=window, branches=branches)
+    return _by_xla(q, k, v, starts, options=options, branches=branches)
 
 
 def _by_xla(
@@ -108,14 +106,13 @@ def _by_xla(
     v: jax.Array,
     starts: jax.Array,
     *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
+    options: AttentionOptions,
     branches: Branches | None = None,
 ) -> jax.Array:
     """`document_attention` by blocks of queries, each against the keys that any of its queries attends to."""
     if q.shape[1] > UNROLLED_BLOCKS * BLOCK:
-        return _in_loop(q, k, v, starts, scale=scale, softcap=softcap, window=window, branches=branches)
+        return _in_loop(q, k, v, starts, options=options, branches=branches)
+    window = options.window
     mask = document_mask(starts, window, branches)
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     tokens, outs = q.shape[1], []
@@ -128,8 +125,9 @@ def _by_xla(
             keys[:, :, oldest:last],
             values[:, :, oldest:last],
             mask[:, first:last, oldest:last],
-            scale=scale,
-            softcap=softcap,
+            scale=options.scale,
+            softcap=options.softcap,
+            sink_logits=options.sink_logits,
         )
         outs.append(part)
     return jnp.concatenate(outs, axis=1)
@@ -141,9 +139,7 @@ def _in_loop(
     v: jax.Array,
     starts: jax.Array,
     *,
-    scale: float,
-    softcap: float,
-    window: int,
+    options: AttentionOptions,
     branches: Branches | None,
 ) -> jax.Array:
     """`_by_xla` by a loop over blocks of queries, whose scores the backward pass computes again."""
@@ -155,8 +151,9 @@ def _in_loop(
     def block(q: jax.Array, first: jax.Array) -> jax.Array:
         # Of the last block some queries may be padding, which sees what the last token sees.
         rows = jnp.minimum(first + jnp.arange(LOOP_BLOCK, dtype=jnp.int32), jnp.int32(tokens - 1))
-        mask = document_mask(starts, window, branches, rows)
-        return attention(q, keys, values, mask, scale=scale, softcap=softcap)
+        mask = document_mask(starts, options.window, branches, rows)
+        scale, softcap, sinks = options.scale, options.softcap, options.sink_logits
+        return attention(q, keys, values, mask, scale=scale, softcap=softcap, sink_logits=sinks)
 
     padded = jnp.pad(q, ((0, 0), (0, blocks * LOOP_BLOCK - tokens)) + ((0, 0),) * 3)
     parts = padded.reshape(q.shape[0], blocks, LOOP_BLOCK, *q.shape[2:]).swapaxes(0, 1)

@@ -22,6 +22,8 @@ from jaxllm.kv.source import Source, SourceKV
 
 # Large but finite: a query with all keys masked must give a uniform softmax, not NaN.
 MASKED = -1e30
+# Of the activation `clamped_swiglu` (gpt-oss).
+CLAMP, CLAMPED_SLOPE = 7.0, 1.702
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -31,6 +33,14 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
     if activation == "relu":
         return jax.nn.relu(x)
     return jax.nn.gelu(x, approximate=activation == "gelu_tanh")
+
+
+def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+    """What a gated feed-forward block makes of its first products."""
+    if activation != "clamped_swiglu":
+        return activate(gate, activation) * up
+    gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+    return (up + 1) * (gate * jax.nn.sigmoid(gate * np.asarray(CLAMPED_SLOPE, gate.dtype)))
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
@@ -113,6 +123,7 @@ def attention(
     *,
     scale: float,
     softcap: float = 0.0,
+    sink_logits: jax.Array | None = None,
 ) -> jax.Array:
     """Grouped-query attention.
 
@@ -123,31 +134,42 @@ def attention(
         (relative positions), `MASKED` where a token may not attend.
       scale: multiplies the scores.
       softcap: caps scores at ±softcap by tanh when positive (Gemma 2).
+      sink_logits: `[K, G]` float32, logits that are in the denominator of a head's softmax and attend to
+        nothing (gpt-oss); None for none.
 
     Returns:
       `[B, T, K, G, H]` in q's dtype.
     """
-    return _weighted(v, _weights(q, k, mask, scale=scale, softcap=softcap), q)
+    options = AttentionOptions(scale=scale, softcap=softcap, sink_logits=sink_logits)
+    return _weighted(v, _weights(q, k, mask, options), q)
 
 
-def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, *, scale: float, softcap: float) -> jax.Array:
+def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, options: "AttentionOptions") -> jax.Array:
     """Attention weights `[B, K, T, G, S]` float32."""
     batch, new, kv_heads, group, width = q.shape
     # The G queries of every token share one kv head's keys: one [T·G, H] x [H, S] product per head.
     rows = q.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, new * group, width)
     scores = jnp.einsum("bkrh,bksh->bkrs", rows, k.astype(q.dtype), preferred_element_type=jnp.float32)
-    scores = scores * np.float32(scale)
-    if softcap:
-        scores = jnp.tanh(scores / np.float32(softcap)) * np.float32(softcap)
+    scores = scores * np.float32(options.scale)
+    if options.softcap:
+        scores = jnp.tanh(scores / np.float32(options.softcap)) * np.float32(options.softcap)
     scores = scores.reshape(batch, kv_heads, new, group, -1)
     # Masked by addition, not `where`: runtimes of exported programs have fast kernels only for addition. A
     # score is
     # lost in float32 rounding beside MASKED, so the result is the same.
     if mask.dtype != jnp.bool_:
-        return jax.nn.softmax(scores + mask, axis=-1)
+        return _softmax(scores + mask, options.sink_logits)
     bias = jnp.where(mask, np.float32(0), np.float32(MASKED))
     scores = scores + (bias[:, None, :, None, :] if mask.ndim == 3 else bias[None, None, :, None, :])
-    return jax.nn.softmax(scores, axis=-1)
+    return _softmax(scores, options.sink_logits)
+
+
+def _softmax(scores: jax.Array, sink_logits: jax.Array | None) -> jax.Array:
+    """The softmax of `[B, K, T, G, S]` over S, and a sink logit that is left out of the result."""
+    if sink_logits is None:
+        return jax.nn.softmax(scores, axis=-1)
+    beside = jnp.broadcast_to(sink_logits.astype(scores.dtype)[:, None, :, None], (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, beside], axis=-1), axis=-1)[..., :-1]
 
 
 def _weighted(v: jax.Array, weights: jax.Array, q: jax.Array) -> jax.Array:
@@ -164,11 +186,18 @@ class Heads(NamedTuple):
     Attributes:
       q: queries `[B, T, K, G, H]`.
       k, v: keys and values `[B, T, K, H]`.
+      sink_logits: see `attention`; None for none.
     """
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
+    sink_logits: jax.Array | None = None
+
+    def of_sequence(self, number: int) -> "Heads":
+        """Those of one sequence of the batch."""
+        q, k, v = (each[number : number + 1] for each in self[:3])
+        return Heads(q, k, v, self.sink_logits)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,12 +209,14 @@ class AttentionOptions:
       window: see `causal_mask`.
       bias: `[K, G, distances]` float32, added to scores by how far before its query a key stands (see
         `native_attention.attention`); None for nothing.
+      sink_logits: see `attention`.
     """
 
     scale: float
     softcap: float = 0.0
     window: int = 0
     bias: jax.Array | None = None
+    sink_logits: jax.Array | None = None
 
 
 def cached_attention(
@@ -204,7 +235,7 @@ def cached_attention(
     The native kernel reads only the positions in use; XLA, whose shapes are static, reads the whole cache.
 
     Args:
-      new: queries, and keys and values to write.
+      new: queries, and keys and values to write; sink logits are those of `options`.
       rotary: cos and sin `[T, R]` of `rotary_cos_sin`; None without rotary embedding.
       past: the layer's keys and values.
       mask: `[T, S]` bool, `at.visible` with the same window; behind coded chunks only its shape counts.
@@ -219,8 +250,8 @@ def cached_attention(
       Outputs `[B, T, K, G, H]` in q's dtype (undefined for tokens that are not real), the updated keys and
       values, and the updated mass.
     """
-    q, k, v = new
-    scale, softcap, window = options.scale, options.softcap, options.window
+    q, k, v, _ = new
+    window = options.window
 
     def by_kernel(q: jax.Array, past: Past, mass: jax.Array | None):
         wide = jnp.float32
@@ -241,12 +272,13 @@ def cached_attention(
             mass,
             slot=past.slot,
             tree=None if at.tree is None else (at.tree.rows, at.tree.base, at.tree.mask),
-            scale=scale,
-            softcap=softcap,
+            scale=options.scale,
+            softcap=options.softcap,
             window=window,
             used=used,
             chunks=chunks,
             bias=options.bias,
+            sink_logits=options.sink_logits,
         )
         coded = None if coded is None else dataclasses.replace(coded, mass=coded_mass)
         past = dataclasses.replace(past, keys=keys, values=values, coded=coded)
@@ -264,7 +296,7 @@ def cached_attention(
             visible = _behind_chunks(at, coded, front[0].shape[2], mask.shape[1], window)
         if options.bias is not None:
             visible = _biased(options.bias, at, visible)
-        weights = _weights(q, keys, visible, scale=scale, softcap=softcap)
+        weights = _weights(q, keys, visible, options)
         if mass is not None:
             real = jnp.arange(q.shape[1], dtype=jnp.int32) < at.valid
             seen = jnp.where(real[None, None, :, None, None], weights, 0.0)

@@ -40,7 +40,7 @@ from jaxllm.kernels.native_operands import Adaptable
 from jaxllm.kernels.platforms import natively, on_platform
 from jaxllm.kernels.used_units import UsedUnits, only_of_rows
 from jaxllm.nn.dense_products import dense_product
-from jaxllm.nn.layers import activate
+from jaxllm.nn.layers import activate, gated
 from jaxllm.nn.norms import Norm, by_sequence, normalize
 from jaxllm.quant import (
     Adapted,
@@ -231,9 +231,7 @@ def feed_forward(
         else:
             both, biases = (weights.gate, weights.up), (weights.gate_bias, weights.up_bias)
             outs = normed_to_units(x, norm, both, biases, step=step, **shared)
-            hidden = by_sequence(
-                lambda gate, up: activate(gate, weights.activation) * up, *outs, apart=rowwise
-            )
+            hidden = by_sequence(lambda gate, up: gated(gate, up, weights.activation), *outs, apart=rowwise)
         hidden = only_of_rows(hidden, options.used, hidden.ndim - 1)
         shared |= {"residual": x if add_input else None}
         return from_units(hidden, weights.down, weights.down_bias, step=hidden_step, **shared)

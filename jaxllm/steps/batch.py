@@ -189,7 +189,7 @@ def _row_logits(
             outs, kept = [], []
             for row, cache in enumerate(caches):
                 out, changed = attend_cache(
-                    Heads(*(each[row : row + 1] for each in new)),
+                    new.of_sequence(row),
                     None if used is None else used.of(row),
                     cfg=cfg,
                     layer=like,

@@ -19,6 +19,7 @@ from jaxllm.models.decoder import (
     forward_documents_with_routing,
     logits,
 )
+from jaxllm.models.input_rows import InputRows
 from jaxllm.models.parameters import Params
 from jaxllm.nn.documents import Branches
 from jaxllm.sampling import NO_TOKEN, SamplerState, sample
@@ -33,6 +34,7 @@ def prefill_chunk(
     valid: jax.Array,
     last: jax.Array,
     cache: KVCache,
+    inputs: InputRows | None = None,
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype,
@@ -45,6 +47,7 @@ def prefill_chunk(
       valid: int32 scalar in [1, T].
       last: bool scalar; False if more chunks follow, so that no logits are needed.
       cache: of the tokens before; donated.
+      inputs: rows in place of some of the tokens; None for none.
       cfg: the model.
       dtype: of the activations.
 
@@ -56,7 +59,8 @@ def prefill_chunk(
     axes.check(jnp.int32, "", valid=valid)
     axes.check(jnp.bool_, "", last=last)
     cache.check(axes)
-    hidden, cache = forward(params, tokens, cache, cfg=cfg, valid=valid, row=valid - 1, dtype=dtype)
+    row = valid - 1
+    hidden, cache = forward(params, tokens, cache, cfg=cfg, valid=valid, row=row, inputs=inputs, dtype=dtype)
     final = hidden[:, 0]
     # The head of a large vocabulary costs as much as several layers: run it once per prompt.
     out = jax.lax.cond(

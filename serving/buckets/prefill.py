@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxllm.models.input_rows import InputRows
 from jaxllm.steps.model import prefill_chunk
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
 
@@ -16,13 +17,18 @@ class PrefillBucket(Bucket):
     Attributes:
       tokens: length of the chunk, padding included.
       cache_tokens: length of the cache.
+      rows: whether rows may stand in place of tokens.
     """
 
     tokens: int
     cache_tokens: int
+    rows: bool = False
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(params, row, valid, last, cache) -> logits, cache."""
+        """(params, row, valid, last, cache[, inputs]) -> logits, cache."""
         row, flag = ids(1, self.tokens), jax.ShapeDtypeStruct((), jnp.bool_)
-        step = model.jitted(prefill_chunk, 4)
-        return step.lower(model.params, row, SCALAR, flag, model.cache(self.cache_tokens))
+        step, inputs = model.jitted(prefill_chunk, 4), []
+        if self.rows:
+            wide = jax.ShapeDtypeStruct((self.tokens, model.cfg.hidden_size), jnp.float32)
+            inputs = [InputRows(wide, jax.ShapeDtypeStruct((self.tokens,), jnp.bool_))]  # pyright: ignore
+        return step.lower(model.params, row, SCALAR, flag, model.cache(self.cache_tokens), *inputs)

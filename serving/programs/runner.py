@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 from serving.host.forked import require_not_forked
 from serving.programs.executor import Executor
 from serving.programs.token_chooser import TokenChooser, bucket_chooser
+from serving.prompt_rows import PromptRows
 from serving.runners.chunks import padded, plan_chunks
 from serving.runners.runner import PrefillChunk
 from serving.runners.verdict import Verdict
@@ -190,6 +191,17 @@ class ProgramRunner:
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """See `Runner`; one chunk, because the programs to run depend on the cache."""
         return [PrefillChunk(tokens=tokens, last=True)]
+
+    def chunks_in(self, mode: Literal["int8", "float"], tokens: int) -> list[PrefillChunk]:
+        """See `Runner`."""
+        del mode
+        return self.prefill_chunks(tokens)
+
+    def prefill_rows(
+        self, cache: ProgramCache, tokens: Sequence[int], at: int, chunk: PrefillChunk, rows: PromptRows
+    ) -> tuple[Any, ProgramCache]:
+        """See `Runner`."""
+        raise ConfigError("exported programs take no rows in place of tokens; open the bundle")
 
     def prefill(
         self, cache: ProgramCache, tokens: Sequence[int], at: int, chunk: PrefillChunk

@@ -12,6 +12,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.kv.positions import TokenPositions, TreePositions
@@ -127,6 +128,8 @@ class LayerwiseRunner(LevelRunner):
     ) -> None:
         """See the class and `LevelRunner`."""
         super().__init__(model, buckets)
+        if model.options.prompt_rows:
+            raise ConfigError("prompt_rows take all weights in memory; give more --memory")
         self.layers = layers
         # All levels and adapters share it.
         self._norm = norm_params(model.params)

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from serving.buckets.decode import SampleBucket
 from serving.buckets.parts import used_heads
 from serving.host.progress import Progress
 from serving.options import EngineOptions
+from serving.prompt_rows import PromptRows
 from serving.runners.runner import BatchRunner, PrefillChunk
 from serving.runners.verdict import Verdict
 from serving.weights.model_level import ModelLevel
@@ -213,6 +214,17 @@ class LevelRunner(abc.ABC):
     @abc.abstractmethod
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """See `Runner`."""
+
+    def chunks_in(self, mode: Literal["int8", "float"], tokens: int) -> list[PrefillChunk]:
+        """See `Runner`."""
+        del mode
+        return self.prefill_chunks(tokens)
+
+    def prefill_rows(
+        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk, rows: PromptRows
+    ) -> tuple[Any, KVCache]:
+        """See `Runner`."""
+        raise ConfigError("rows in place of tokens take all weights in memory; give more --memory")
 
     @abc.abstractmethod
     def prefill(

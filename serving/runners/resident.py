@@ -11,6 +11,7 @@ from jaxllm.config import require_decoder_alone
 from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.kv.positions import TokenPositions
+from jaxllm.models.input_rows import InputRows
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
 from jaxllm.steps.model import BlockEnd
@@ -27,6 +28,7 @@ from serving.buckets.prefill import PrefillBucket
 from serving.buckets.source import SourceBucket, source_lengths
 from serving.buckets.tree import DraftBucket, FollowBucket, VerifyBucket
 from serving.int8_prefill.modes import PrefillMode
+from serving.prompt_rows import PromptRows
 from serving.runners.batch import Batch
 from serving.runners.chunks import padded, plan_chunks
 from serving.runners.level_runner import LevelRunner
@@ -87,6 +89,8 @@ class ResidentRunner(LevelRunner):
             buckets[StartBucket(cache_tokens=cache, level=self.model.bucket_level)] = None
             buckets[self._decode_bucket(cache)] = None
             for chunk in self.options.chunk_tokens:
+                if self.options.prompt_rows:
+                    buckets[dataclasses.replace(self._prefill_bucket(chunk, cache), rows=True)] = None
                 if self.int8 is None or self.int8.floats_too:
                     buckets[self._prefill_bucket(chunk, cache)] = None
                 if self.int8 is not None:
@@ -121,9 +125,15 @@ class ResidentRunner(LevelRunner):
 
     def _prompt_buckets(self, tokens: int, cache: int) -> list[Bucket]:
         chunks = dict.fromkeys(plan_chunks(tokens, self.options.chunk_tokens))
+        rows = [dataclasses.replace(self._prefill_bucket(chunk, cache), rows=True) for chunk in chunks]
+        rows = rows if self.options.prompt_rows else []
         if self.int8 is None or self.int8.mode(tokens) == "float":
-            return [self._prefill_bucket(chunk, cache) for chunk in chunks]
-        return list(dict.fromkeys(each for chunk in chunks for each in self.int8.chunk_buckets(chunk, cache)))
+            return [*rows, *(self._prefill_bucket(chunk, cache) for chunk in chunks)]
+        return list(
+            dict.fromkeys(
+                [*rows, *(each for chunk in chunks for each in self.int8.chunk_buckets(chunk, cache))]
+            )
+        )
 
     def tree_buckets(self, nodes: int, caches: Sequence[int] | None = None) -> list[Bucket]:
         """See `LevelRunner`."""
@@ -183,10 +193,24 @@ class ResidentRunner(LevelRunner):
         """See `Runner`."""
         if self.int8 is not None and chunk.mode == "int8":
             return self.int8.prefill(cache, tokens, at, chunk)
+        return self._prefill(cache, tokens, at, chunk)
+
+    def prefill_rows(
+        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk, rows: PromptRows
+    ) -> tuple[jax.Array | None, KVCache]:
+        """See `Runner`."""
+        vocab = self.cfg.vocab_size
+        ids = [each if each < vocab else 0 for each in tokens]
+        return self._prefill(cache, ids, at, chunk, rows.of_chunk(at, chunk.tokens))
+
+    def _prefill(
+        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk, *inputs: InputRows
+    ) -> tuple[jax.Array, KVCache]:
         cache = dataclasses.replace(cache, length=np.int32(at))
-        compiled = self.buckets.get(self._prefill_bucket(chunk.tokens, cache.capacity_tokens))
+        bucket = self._prefill_bucket(chunk.tokens, cache.capacity_tokens)
+        compiled = self.buckets.get(dataclasses.replace(bucket, rows=bool(inputs)))
         row, valid = padded(tokens, chunk.tokens)
-        return compiled(self.model.params, row, np.int32(valid), np.bool_(chunk.last), cache)
+        return compiled(self.model.params, row, np.int32(valid), np.bool_(chunk.last), cache, *inputs)
 
     def decode(
         self,

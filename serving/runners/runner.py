@@ -127,6 +127,21 @@ class Runner(Protocol):
         """
         ...
 
+    def chunks_in(self, mode: Literal["int8", "float"], tokens: int) -> list[PrefillChunk]:
+        """`prefill_chunks` in a given mode."""
+        ...
+
+    def prefill_rows(
+        self, cache: Any, tokens: Sequence[int], at: int, chunk: PrefillChunk, rows: Any
+    ) -> tuple[Any, Any]:
+        """`prefill` of a chunk of `chunks_in("float", ...)` of a prompt in which `rows`, a
+        `serving.prompt_rows.PromptRows`, stand in place of tokens.
+
+        Raises:
+          ConfigError: not all weights are in memory.
+        """
+        ...
+
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[Any, SamplerState]:
         """Draws the first token `[1]` of an answer; and the sampler's next state."""
         ...

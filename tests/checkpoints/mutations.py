@@ -257,7 +257,7 @@ _CONFIG_KEYS = (
 _MODEL_TYPES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "gemma", "gemma2", "gemma3_text",
     "phi3", "gpt2", "opt", "stablelm", "granite", "granitemoehybrid", "smollm3", "phi", "ernie4_5",
-    "ministral3", "olmo2", "olmo3", "exaone4", "qwen2_moe",
+    "ministral3", "olmo2", "olmo3", "exaone4", "qwen2_moe", "gpt_oss",
 )  # fmt: skip
 _VALUES: tuple[Any, ...] = (
     *JUNK,

@@ -296,10 +296,13 @@ def test_damaged_tensors(tmp_path, part, value, match):
 
 @pytest.mark.parametrize("case", ["gptq", "awq", "compressed 4 bits", "bitsandbytes", "fp8"])
 def test_mutated_folders_give_one_line(tmp_path, case):
-    """Values of the config and bytes of the header of the weights are changed."""
     of, pack, _ = CASES[case]
-    folder = tmp_path / "q"
-    write(folder, of, pack)
+    write(tmp_path / "q", of, pack)
+    mutate(tmp_path / "q")
+
+
+def mutate(folder):
+    """Values of the config and bytes of the header of the weights are changed."""
     config = json.loads((folder / "config.json").read_text())
     data = (folder / "model.safetensors").read_bytes()
     header = 8 + int.from_bytes(data[:8], "little")

@@ -454,6 +454,9 @@ inline std::vector<double> attended(const jaxllm::AttentionShape& s, const float
       top = std::max(top, weights[p]);
     }
     if (top == -INFINITY) continue;  // sees nothing
+    const size_t query = r / s.group % s.kv_heads * s.group + r % s.group;
+    if (s.sink_logits) top = std::max<double>(top, s.sink_logits[query]);
+    if (s.sink_logits) total = exp(s.sink_logits[query] - top);
     for (size_t p = 0; p < to; p++) total += weights[p] = exp(weights[p] - top);
     for (size_t p = 0; p < to; p++) {
       if (t < s.valid) mass[batch * s.capacity + p] += weights[p] / total;

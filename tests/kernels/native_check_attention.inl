@@ -46,6 +46,8 @@ void check_attention(Random& random) {
   s.distances = s.softcap > 0.0f ? 0 : random.below(2) * random.in(1, 150);
   const Buffer<float> bias(random.floats(s.kv_heads * s.group * s.distances, false));
   s.bias = s.distances ? bias.data() : nullptr;
+  const Buffer<float> sinks(random.floats(s.kv_heads * s.group, false));
+  s.sink_logits = random.below(2) ? sinks.data() : nullptr;
   // Without new keys and values none are written.
   const bool writes = random.below(4) != 0;
   shape = "attention B " + std::to_string(s.batch) + " T " + std::to_string(s.tokens) + " K " +
@@ -54,7 +56,7 @@ void check_attention(Random& random) {
           (run ? " start " : " gaps from ") + std::to_string(positions[0]) + " valid " +
           std::to_string(s.valid) + " rotary " + std::to_string(s.rotary) + " window " +
           std::to_string(s.window) + (s.half ? " half" : "") + " distances " + std::to_string(s.distances) +
-          (writes ? "" : " reads");
+          (s.sink_logits ? " sinks" : "") + (writes ? "" : " reads");
   const size_t new_rows = s.batch * s.tokens * s.kv_heads;
   const Buffer<float> q(random.floats(new_rows * s.group * s.width, false)),
       k(random.floats(new_rows * s.width, false));

@@ -208,6 +208,7 @@ def attention(
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
+    sink_logits: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Causal attention of `[B, T, K, G, H]` at positions `[T]` over `[B, K, S, H]`, float64, and what each
     query attends to each key `[B, K, T, G, seen]`."""
@@ -225,5 +226,7 @@ def attention(
     top = np.max(scores, -1, keepdims=True, initial=-1e300)
     weights = np.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
+    if sink_logits is not None:
+        total = total + np.exp(sink_logits.astype(np.float64)[:, None, :, None] - top)
     weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
     return np.einsum("bktgs,bksh->btkgh", weights, v), weights

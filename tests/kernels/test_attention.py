@@ -171,6 +171,14 @@ def test_long_caches_are_cut_between_threads(start, window, half):
                     check(single, {kernels: jax.tree.map(np.array, graph(*single.args))})
 
 
+@pytest.mark.parametrize(("T", "start"), [(1, 3), (1, 3000), (7, 20), (70, 100)])
+def test_sink_logits(T, start):
+    """They take their part of each head's softmax, far above and far below all scores too."""
+    logits = np.array([[-50.0, 0.0, 2.0], [30.0, -1.0, 500.0]], np.float32)
+    for window in (0, 40):
+        run(case(T, T=T, K=2, G=3, S=3072, start=start, window=window, rotary=4, sink_logits=logits))
+
+
 @pytest.mark.parametrize("T", [1, 5, 40])
 def test_the_same_again_whatever_the_threads(T):
     """To the last bit, also where threads share one token's keys and what they find is merged."""
@@ -215,7 +223,7 @@ def test_chunks_are_the_whole(half):
 def test_the_door_gives_what_xla_gives(T, window, run):
     """The function that models call, on native kernels and without, in both types of cache that kernels
     take and in one that they leave to XLA; for tokens that follow one another and others."""
-    config = RopeConfig(dim=8, theta=100.0)
+    config, sinks = RopeConfig(dim=8, theta=100.0), jnp.asarray([[0.5, -1.0], [1.5, 0.0]])
     for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
         at = None if run else [2, 5, 9, 12, 20, 20][6 - T :]
         shape = dict(T=T, K=2, G=2, H=16, S=24, start=9, at=at, valid=max(1, T - 1))
@@ -230,7 +238,7 @@ def test_the_door_gives_what_xla_gives(T, window, run):
             out, past, mass = cached_attention(
                 Heads(q, k, v), table, Past(keys, values), mask,
                 TokenPositions(positions, valid, consecutive=run), mass,
-                options=AttentionOptions(scale=0.3, softcap=2.0, window=window),
+                options=AttentionOptions(scale=0.3, softcap=2.0, window=window, sink_logits=sinks),
             )  # fmt: skip
             # Of the others nothing is said.
             return out[:, : max(1, T - 1)], past.keys, past.values, mass

@@ -74,7 +74,8 @@ def by_kernel(q, k, v, starts, dout, *, scale):
 
 
 def by_layers(q, k, v, starts, dout, **options):
-    out, back = jax.vjp(lambda q, k, v: documents.document_attention(q, k, v, starts, **options), q, k, v)
+    own = layers.AttentionOptions(**options)
+    out, back = jax.vjp(lambda q, k, v: documents.document_attention(q, k, v, starts, options=own), q, k, v)
     return out, *back(dout)
 
 
@@ -212,11 +213,12 @@ def test_half_precision_is_by_xla():
 def test_gradients_under_transformations():
     """In a scan over layers whose steps are computed again in the backward pass, as training does."""
     q, k, v, starts, dout = case(8, T=40)
+    plain = layers.AttentionOptions(scale=0.25)
     where, scales = jnp.asarray(starts), jnp.asarray([0.5, 1.0, 1.5], jnp.float32)
 
     def loss(q, k, v):
         def step(q, factor):
-            return q + factor * documents.document_attention(q, k, v, where, scale=0.25), None
+            return q + factor * documents.document_attention(q, k, v, where, options=plain), None
 
         return jnp.sum(jax.lax.scan(jax.checkpoint(step), q, scales)[0] * dout)
 

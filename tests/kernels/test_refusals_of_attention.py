@@ -18,14 +18,14 @@ NO_CHUNKS = zeros(0, dtype=np.uint32)
 BASE, TREE = np.array(3, I32), np.zeros((4, 5), np.bool_)
 GOOD = [
     Q, NEW, NEW, NOTHING, NOTHING, CACHE, CACHE, MASS, COUNTS, PLACES, PLACES, FOUR, COUNTS, TREE[:, :0],
-    NO_CHUNKS, COUNTS, COUNTS, NOTHING, NOTHING,
+    NO_CHUNKS, COUNTS, COUNTS, NOTHING, NOTHING, NOTHING,
 ]  # fmt: skip
 
 
 def but(**change: Any) -> list[Any]:
     names = (
         "q", "k", "v", "cos", "sin", "keys", "values", "mass", "slot", "rows", "positions", "valid", "base",
-        "seen", "chunks", "chunk_layer", "chunk_tokens", "chunk_mass", "bias",
+        "seen", "chunks", "chunk_layer", "chunk_tokens", "chunk_mass", "bias", "sink_logits",
     )  # fmt: skip
     return [change.get(name, each) for name, each in zip(names, GOOD, strict=True)]
 
@@ -98,6 +98,8 @@ ATTENTION: dict[str, tuple[str, list[Any]]] = {
     ),
     "narrow mass of chunks": ("mass of chunks must be", but(chunk_mass=zeros(1, 2, dtype=F16))),
     "a narrow bias": ("added to scores must be", but(bias=zeros(2, 3, 5, dtype=F16))),
+    "sink logits of five heads": ("sink logits must be", but(sink_logits=zeros(5))),
+    "narrow sink logits": ("sink logits must be", but(sink_logits=zeros(2, 3, dtype=F16))),
     "a bias of five heads": ("added to scores must be", but(bias=zeros(5, 7))),
     "new values without keys": ("do not fit the queries", but(k=NOTHING)),
     "narrow mass": ("mass must be", but(mass=zeros(1, 32, dtype=F16))),
@@ -163,6 +165,7 @@ def test_what_fits_is_computed():
         but(**STACKED, slot=np.array([0], I32), mass=NOTHING),
         but(base=BASE, seen=TREE, mass=by_node),
         but(bias=zeros(2, 3, 7)),
+        but(sink_logits=zeros(2, 3)),
         but(k=NOTHING, v=NOTHING),
     ):
         results = [Q, *operands[5:8], operands[17]]

@@ -31,22 +31,26 @@ ROUTED = [zeros(4, 3), zeros(4, 2), zeros(4, 2, dtype=I32)]
 ROUTE = dict(eps=F32(0), normalized=True)
 ROUTES: dict[str, tuple[str, list[Any], Any, list[Any]]] = {
     "no router": ("an operand is missing", ROUTED, X, [NOTHING]),
-    "two routers": ("an operand is missing", ROUTED, X, [NOTHING, ROUTER, ROUTER]),
-    "narrow activations": (ROW, ROUTED, X.astype(F16), [NOTHING, ROUTER]),
-    "no activations": (ROW, ROUTED, zeros(4, 0), [NOTHING, ROUTER]),
-    "a narrow router": ("a router must be", ROUTED, X, [NOTHING, ROUTER.astype(F16)]),
-    "a flat router": ("a router must be", ROUTED, X, [NOTHING, ROUTER.ravel()]),
-    "a router of fewer inputs": ("a router must be", ROUTED, X, [NOTHING, ROUTER[:, :69]]),
-    "a router of no experts": ("a router must be", ROUTED, X, [NOTHING, ROUTER[:0]]),
-    "short norm": ("norm's scale", ROUTED, X, [zeros(69), ROUTER]),
-    "other logits": ("other shapes", [zeros(5, 3), *ROUTED[1:]], X, [NOTHING, ROUTER]),
-    "narrow logits": ("other shapes", [zeros(4, 3, dtype=F16), *ROUTED[1:]], X, [NOTHING, ROUTER]),
-    "weights of other rows": ("other shapes", [ROUTED[0], zeros(3, 2), ROUTED[2]], X, [NOTHING, ROUTER]),
-    "more choices than experts": (
-        "other shapes", [ROUTED[0], zeros(4, 4), zeros(4, 4, dtype=I32)], X, [NOTHING, ROUTER]
+    "two routers": ("an operand is missing", ROUTED, X, [NOTHING, ROUTER, ROUTER, ROUTER]),
+    "narrow activations": (ROW, ROUTED, X.astype(F16), [NOTHING, ROUTER, NOTHING]),
+    "no activations": (ROW, ROUTED, zeros(4, 0), [NOTHING, ROUTER, NOTHING]),
+    "a narrow router": ("a router must be", ROUTED, X, [NOTHING, ROUTER.astype(F16), NOTHING]),
+    "a flat router": ("a router must be", ROUTED, X, [NOTHING, ROUTER.ravel(), NOTHING]),
+    "a router of fewer inputs": ("a router must be", ROUTED, X, [NOTHING, ROUTER[:, :69], NOTHING]),
+    "a router of no experts": ("a router must be", ROUTED, X, [NOTHING, ROUTER[:0], NOTHING]),
+    "short norm": ("norm's scale", ROUTED, X, [zeros(69), ROUTER, NOTHING]),
+    "a bias of four experts": ("a router's bias", ROUTED, X, [NOTHING, ROUTER, zeros(4)]),
+    "a narrow bias": ("a router's bias", ROUTED, X, [NOTHING, ROUTER, zeros(3, dtype=F16)]),
+    "other logits": ("other shapes", [zeros(5, 3), *ROUTED[1:]], X, [NOTHING, ROUTER, NOTHING]),
+    "narrow logits": ("other shapes", [zeros(4, 3, dtype=F16), *ROUTED[1:]], X, [NOTHING, ROUTER, NOTHING]),
+    "weights of other rows": (
+        "other shapes", [ROUTED[0], zeros(3, 2), ROUTED[2]], X, [NOTHING, ROUTER, NOTHING]
     ),
-    "fewer ids": ("other shapes", [*ROUTED[:2], zeros(4, 1, dtype=I32)], X, [NOTHING, ROUTER]),
-    "float ids": ("other shapes", [*ROUTED[:2], zeros(4, 2)], X, [NOTHING, ROUTER]),
+    "more choices than experts": (
+        "other shapes", [ROUTED[0], zeros(4, 4), zeros(4, 4, dtype=I32)], X, [NOTHING, ROUTER, NOTHING]
+    ),
+    "fewer ids": ("other shapes", [*ROUTED[:2], zeros(4, 1, dtype=I32)], X, [NOTHING, ROUTER, NOTHING]),
+    "float ids": ("other shapes", [*ROUTED[:2], zeros(4, 2)], X, [NOTHING, ROUTER, NOTHING]),
 }  # fmt: skip
 
 
@@ -165,7 +169,8 @@ def test_sums(part, result, buffers):
 
 
 def test_what_fits_is_computed():
-    assert ask("route", ROUTED, [X], [zeros(70), ROUTER], **ROUTE)[0].shape == (4, 3)
+    for bias in (NOTHING, zeros(3)):
+        assert ask("route", ROUTED, [X], [zeros(70), ROUTER, bias], **ROUTE)[0].shape == (4, 3)
     for operands in (OPERANDS, but(1, *BOTH, *BOTH, *BOTH)):
         out = ask("experts", VISITS, [X, *TILES.values()], operands, **EXPERTS_OPTIONS)
         assert out.shape == (5, 70)

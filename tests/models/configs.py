@@ -45,6 +45,10 @@ CONFIGS = {
         PLAIN, parallel_blocks=True, head_bias=True, norm="layer", gated_ffn=False, activation="gelu_tanh",
         qkv_bias=True, o_bias=True, ffn_bias=True, rope=RopeConfig(dim=4),
     ),
+    "sinks": dataclasses.replace(
+        PLAIN, attention_windows=(3, 0), qkv_bias=True, o_bias=True, sink_logits=True, experts=4,
+        experts_per_token=2, expert_bias=True, activation="clamped_swiglu",
+    ),
     "shared-expert": dataclasses.replace(PLAIN, experts=4, experts_per_token=2, shared_expert_size=7),
 }  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, V, (BATCH, PROMPT), dtype=np.int32)

@@ -22,6 +22,10 @@ from tests.tiny import TINY, tiny_params
 
 CFG = TINY
 SMALL = dataclasses.replace(TINY, layers=1, heads=2, kv_heads=1, ffn_size=48, attention_windows=())
+SINKS = dataclasses.replace(
+    TINY, attention_windows=(3, 0), sink_logits=True, experts=4, experts_per_token=2, expert_bias=True,
+    activation="clamped_swiglu",
+)  # fmt: skip
 PROMPT = np.array([[5, 9, 40, 2, 77, 31]], np.int32)
 ROOM, VERIFIED, DTYPE = 24, 8, jnp.float32
 PARENTS, TOKENS = [0, 0, 1, 1, 3], [11, 12, 13, 14, 15]
@@ -50,17 +54,19 @@ def cache_of(cfg, params, tokens):
     return prefill(params, tokens, cache, cfg=cfg)[1]
 
 
-def test_a_tree_reads_as_each_of_its_paths_alone():
-    tree = tree_of(PARENTS, TOKENS, room=ROOM)
-    cache = cache_of(CFG, PARAMS, PROMPT)
+@pytest.mark.parametrize("cfg", [CFG, SINKS], ids=["plain", "sinks"])
+def test_a_tree_reads_as_each_of_its_paths_alone(cfg):
+    tree, params = tree_of(PARENTS, TOKENS, room=ROOM), params_of(cfg)
+    read = jit(functools.partial(read_nodes, cfg=cfg, dtype=DTYPE))
+    cache = cache_of(cfg, params, PROMPT)
     nodes = jnp.arange(ROOM, dtype=jnp.int32)
-    out, after = read(PARAMS, tree, nodes, tree.count, cache)
-    chex.assert_shape(out, (ROOM, CFG.vocab_size))
+    out, after = read(params, tree, nodes, tree.count, cache)
+    chex.assert_shape(out, (ROOM, cfg.vocab_size))
     chex.assert_trees_all_equal_shapes_and_dtypes(after, cache)
     assert int(after.length) == PROMPT.shape[1]
     # In two readings as in one.
-    _, first = read(PARAMS, tree, nodes, jnp.int32(3), cache)
-    rest, _ = read(PARAMS, tree, jnp.arange(3, ROOM, dtype=jnp.int32), jnp.int32(3), first)
+    _, first = read(params, tree, nodes, jnp.int32(3), cache)
+    rest, _ = read(params, tree, jnp.arange(3, ROOM, dtype=jnp.int32), jnp.int32(3), first)
     np.testing.assert_allclose(rest[:3], out[3:6], atol=1e-4)
     all_tokens = [7, *TOKENS]
     for node in range(6):
@@ -68,7 +74,7 @@ def test_a_tree_reads_as_each_of_its_paths_alone():
         whole = np.zeros((1, 16), np.int32)
         last = PROMPT.shape[1] + len(path) - 1
         whole[0, : last + 1] = [*PROMPT[0], *path]
-        expected = logits(PARAMS, documents(PARAMS, whole, cfg=CFG)[0, last], cfg=CFG)
+        expected = logits(params, documents(params, whole, cfg=cfg)[0, last], cfg=cfg)
         np.testing.assert_allclose(out[node], expected, atol=2e-4 * float(jnp.abs(expected).max()))
 
 

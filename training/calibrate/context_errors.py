@@ -18,7 +18,7 @@ from jaxllm.kernels.used_units import UsedUnits
 from jaxllm.kv.calibration import PARTS, Candidate
 from jaxllm.kv.codecs import WIDTHS, ChunkFormat, ChunkShape
 from jaxllm.models.decoder import embed_tokens, logits
-from jaxllm.models.layer import grown, query_growth, rotary_by_rope, run_layer
+from jaxllm.models.layer import attention_options, grown, query_growth, rotary_by_rope, run_layer
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
 from jaxllm.nn.documents import document_attention
@@ -140,21 +140,14 @@ def _run(
 ) -> tuple[jax.Array, jax.Array]:
     """A layer's output and errors; with `disturb` the output is that of the one in `coded`."""
     positions, starts = jnp.arange(x.shape[1], dtype=jnp.int32)[None], jnp.zeros(x.shape[:2], jnp.int32)
-    rope, attention = (
-        cfg.layer_rope(like),
-        functools.partial(
-            document_attention,
-            starts=starts,
-            scale=cfg.attention_scale,
-            softcap=cfg.attention_softcap,
-            window=cfg.attention_windows[like],
-        ),
-    )
+    rope = cfg.layer_rope(like)
 
     def attend(new: Heads, used: UsedUnits | None) -> tuple[jax.Array, jax.Array]:
         # All units are used.
         del used
-        q, k, v = grown(new, query_growth(positions, rope))
+        q, k, v, _ = grown(new, query_growth(positions, rope))
+        options = attention_options(cfg, cfg.attention_windows[like], new)
+        attention = functools.partial(document_attention, starts=starts, options=options)
         if rope is not None:
             cos_sin = rotary_by_rope(positions, cfg)[rope]
             q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)

@@ -94,6 +94,7 @@ Attention head_of(const Buffers& b, const AttentionShape& s, size_t used) {
   a.present = std::min(s.nodes, s.end() - std::min(s.end(), s.base));
   a.scale = s.scale, a.softcap = s.softcap;
   a.bias = s.bias ? s.bias + head % s.kv_heads * s.group * s.distances : nullptr, a.distances = s.distances;
+  a.sink_logits = s.sink_logits ? s.sink_logits + head % s.kv_heads * s.group : nullptr;
   a.chunks = s.chunks, a.head = used;
   return a;
 }
@@ -162,14 +163,16 @@ void join(const Attention& a, const AttentionShape& s, const AttentionTile& t, c
   for (size_t r = 0; r < rows; r++) {
     const float *sums = parts + r * d.wide, *top = parts + d.most_rows * d.wide + r;
     float* total = parts + d.most_rows * d.wide + d.room() + r;
-    float best = -INFINITY, all = 0.0f;
+    const float* const sink = a.sink_logits ? a.sink_logits + r % a.group : nullptr;
+    float best = sink ? *sink : -INFINITY;
     for (size_t c = 0; c < d.cuts; c++) {
       if (total[c * stride] != 0.0f) best = std::max(best, top[c * stride]);
     }
     const auto weight = [&](size_t c) {
       // A cut may see nothing, or NaN.
-      return total[c * stride] == 0.0f ? 0.0f : d.cuts == 1 ? 1.0f : expf(top[c * stride] - best);
+      return total[c * stride] == 0.0f ? 0.0f : d.cuts == 1 && !sink ? 1.0f : expf(top[c * stride] - best);
     };
+    float all = sink ? expf(*sink - best) : 0.0f;
     for (size_t c = 0; c < d.cuts; c++) all += weight(c) * total[c * stride];
     // A row that saw nothing (more tokens than the cache holds) is all zeros.
     const float factor = all != 0.0f ? 1.0f / all : 0.0f;

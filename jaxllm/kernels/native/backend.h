@@ -147,6 +147,7 @@ struct Attention {
   // [group][distances], what is added to scores (see AttentionShape); null for nothing.
   const float* bias;
   size_t distances;
+  const float* sink_logits;  // [group] (see AttentionShape), or null
   // Rows count from the first token of the chunks on; k and v begin with row chunks.tokens.
   CodedChunks chunks;
   size_t head;  // of those in the chunks

@@ -43,8 +43,8 @@ void choose(const float* logits, size_t experts, size_t choices, bool normalized
 
 }  // namespace
 
-Failure route(const float* x, size_t rows, size_t width, Norm norm, const float* router, size_t experts,
-              size_t choices, bool normalized, float* logits, float* weights, int32_t* ids) {
+Failure route(const float* x, size_t rows, size_t width, Norm norm, const float* router, const float* bias,
+              size_t experts, size_t choices, bool normalized, float* logits, float* weights, int32_t* ids) {
   const Backend& kernels = backend();
   const float* inputs = x;
   if (norm.scale) {
@@ -65,6 +65,8 @@ Failure route(const float* x, size_t rows, size_t width, Norm norm, const float*
   float* probabilities = static_cast<float*>(thread_scratch(kTaskOut, experts * sizeof(float)));
   if (!probabilities) return kNoMemory;
   for (size_t row = 0; row < rows; row++) {
+    for (size_t expert = 0; bias && expert < experts; expert++)
+      logits[row * experts + expert] += bias[expert];
     choose(logits + row * experts, experts, choices, normalized, probabilities, weights + row * choices,
            ids + row * choices);
   }

@@ -43,14 +43,14 @@ const char* read_chunks(const AnyBuffer& table, const AnyBuffer& layer, const An
 // several layers [n, B, K, S, H] and the layer's slot [] among them, mass [B, S] or of a tree [B, 1 + T, S]
 // or nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing, chunks before the cache
 // (see read_chunks) and their mass [B, n] or of a tree [B, 1 + T, n] or nothing, what is added to scores by
-// distance [K, G, distances] or nothing -> y like q, and caches and both masses, in place. Operand: counts.
-// Of the K heads counts[heads_at] are used. Outputs of one sequence's tokens that are not valid are left as
-// they are.
+// distance [K, G, distances] or nothing, sink logits [K, G] or nothing -> y like q, and caches and both
+// masses, in place. Operand: counts. Of the K heads counts[heads_at] are used. Outputs of one sequence's
+// tokens that are not valid are left as they are.
 Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBuffer sin, AnyBuffer keys,
                      AnyBuffer values, AnyBuffer mass, AnyBuffer slot, AnyBuffer rows, AnyBuffer positions,
                      AnyBuffer valid, AnyBuffer base, AnyBuffer seen, AnyBuffer chunks, AnyBuffer chunk_layer,
-                     AnyBuffer chunk_tokens, AnyBuffer chunk_mass, AnyBuffer bias, AnyBuffer table,
-                     AnyBuffer row, ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y,
+                     AnyBuffer chunk_tokens, AnyBuffer chunk_mass, AnyBuffer bias, AnyBuffer sink_logits,
+                     AnyBuffer table, AnyBuffer row, ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y,
                      ffi::Result<AnyBuffer> new_keys, ffi::Result<AnyBuffer> new_values,
                      ffi::Result<AnyBuffer> new_mass, ffi::Result<AnyBuffer> new_chunk_mass, float scale,
                      float softcap, int64_t window, int64_t heads_at, Columns columns) {
@@ -117,6 +117,9 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
   const size_t scored = kv_heads * dim(q, 3), distances = bias.element_count() / scored;
   if (!is_float(bias) || bias.element_count() != scored * distances || (distances && softcap > 0.0f))
     return wrong("what is added to scores must be float32 [K, G, distances], and they are not capped");
+  const size_t sinks = sink_logits.element_count();
+  if (!is_float(sink_logits) || (sinks && sinks != scored))
+    return wrong("sink logits must be float32 [K, G]");
   if (!is_float(*y) || y->element_count() != q.element_count()) return wrong("the result has another shape");
   // Rows of other sequences would begin elsewhere.
   const size_t computed = batch == 1 && count > 0 ? static_cast<size_t>(count) : tokens;
@@ -143,7 +146,8 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
                        type == ffi::DataType::F16,
                        by_node,
                        distances ? bias.reinterpret_data<float>() : nullptr,
-                       distances};
+                       distances,
+                       sinks ? sink_logits.reinterpret_data<float>() : nullptr};
   OpenChunks open;
   if (const char* const what = read_chunks(chunks, chunk_layer, chunk_tokens, shape, open))
     return wrong(what);
@@ -168,6 +172,7 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
 
 XLA_FFI_DEFINE_HANDLER(AttentionHandler, attention_call,
                        ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()

@@ -13,13 +13,13 @@ bool is_indices(const AnyBuffer& buffer, size_t count) {
 }
 
 // x [rows, width] -> logits [rows, experts], weights and ids [rows, choices]. Operands: norm scale or
-// nothing, router [experts, width].
+// nothing, router [experts, width], bias [experts] or nothing.
 Error route_call(AnyBuffer x, AnyBuffer table, AnyBuffer row, ffi::RemainingArgs buffers,
                  ffi::Result<AnyBuffer> logits, ffi::Result<AnyBuffer> weights, ffi::Result<AnyBuffer> ids,
                  float eps, bool normalized, Columns columns) {
   const Timer timer;
   Operands in;
-  if (!in.read(table, row, buffers, columns) || in.size() != 2) return wrong(kOperands);
+  if (!in.read(table, row, buffers, columns) || in.size() != 3) return wrong(kOperands);
   size_t rows, width, out_rows, choices;
   if (!read_rows(x, ffi::DataType::F32, rows, width))
     return wrong("activations must be float32 with at least one row");
@@ -30,14 +30,17 @@ Error route_call(AnyBuffer x, AnyBuffer table, AnyBuffer row, ffi::RemainingArgs
   Norm applied{nullptr, eps};
   if (!read_floats(in[0], width, applied.scale))
     return wrong("a norm's scale must be float32 of the activations' width");
+  const float* bias = nullptr;
+  if (!read_floats(in[2], experts, bias))
+    return wrong("a router's bias must be float32, one for each expert");
   if (logits->element_type() != ffi::DataType::F32 || logits->element_count() / experts != rows ||
       !read_rows(*weights, ffi::DataType::F32, out_rows, choices) || out_rows != rows || choices > experts ||
       !is_indices(*ids, rows * choices)) {
     return wrong("the choices have other shapes");
   }
-  return result(route(x.reinterpret_data<float>(), rows, width, applied, router.as<float>(), experts, choices,
-                      normalized, logits->reinterpret_data<float>(), weights->reinterpret_data<float>(),
-                      ids->reinterpret_data<int32_t>()));
+  return result(route(x.reinterpret_data<float>(), rows, width, applied, router.as<float>(), bias, experts,
+                      choices, normalized, logits->reinterpret_data<float>(),
+                      weights->reinterpret_data<float>(), ids->reinterpret_data<int32_t>()));
 }
 
 // The tiles of `pairs` rows of x [rows, width], of which each begins where the one before ends; false where

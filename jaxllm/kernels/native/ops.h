@@ -109,9 +109,9 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const
                      const Block& block, size_t units, int activation, bool residual, float* y);
 // Whom each row of norm(x) [rows][width] visits, by a router [experts][width]: the `choices` most probable of
 // a softmax of the logits [rows][experts], with their probabilities as weights [rows][choices], which sum to
-// one if `normalized`.
-Failure route(const float* x, size_t rows, size_t width, Norm norm, const float* router, size_t experts,
-              size_t choices, bool normalized, float* logits, float* weights, int32_t* ids);
+// one if `normalized`. To logits `bias` [experts] is added, unless it is null.
+Failure route(const float* x, size_t rows, size_t width, Norm norm, const float* router, const float* bias,
+              size_t experts, size_t choices, bool normalized, float* logits, float* weights, int32_t* ids);
 // Some rows of x through one expert, to as many of y from `start` on.
 struct Tile {
   const int32_t* tokens;  // [rows], of x
@@ -158,6 +158,9 @@ struct AttentionShape {
   // Null for nothing; not together with `softcap`.
   const float* bias = nullptr;
   size_t distances = 0;
+  // [kv_heads][group], logits that are in the denominator of a head's softmax and attend to nothing; null for
+  // none.
+  const float* sink_logits = nullptr;
   // Tokens before the cache's, of one sequence: rows, positions and `base` count from the first of them.
   CodedChunks chunks = {};
   float* chunk_mass = nullptr;  // [masses], or by_node [1 + tokens][masses]: what each chunk's tokens got

@@ -8,6 +8,7 @@ from jaxllm.models.architectures.gemma import GEMMA
 from jaxllm.models.architectures.gemma2 import GEMMA2
 from jaxllm.models.architectures.gemma3_text import GEMMA3_TEXT
 from jaxllm.models.architectures.gpt2 import GPT2
+from jaxllm.models.architectures.gpt_oss import GPT_OSS
 from jaxllm.models.architectures.granite import GRANITE
 from jaxllm.models.architectures.granitemoehybrid import GRANITEMOEHYBRID
 from jaxllm.models.architectures.llama import LLAMA
@@ -41,6 +42,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3_TEXT,
     "gpt2": GPT2,
+    "gpt_oss": GPT_OSS,
     "granite": GRANITE,
     "granitemoehybrid": GRANITEMOEHYBRID,
     "llama": LLAMA,

@@ -1,2 +1,2 @@
 """Encoders such as MobileBERT: configuration (`config`), parameters (`parameters`), forward pass
-(`forward`)."""
+(`forward`); and of images: SmolVLM's (`siglip`)."""

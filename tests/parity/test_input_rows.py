@@ -1,0 +1,126 @@
+"""Rows in place of tokens give transformers' logits: of `inputs_embeds`, and of an image of SmolVLM."""
+
+import functools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.checkpoints.smolvlm_folder import read_image_encoder
+from jaxllm.errors import JaxllmError
+from jaxllm.kv.cache import new_cache
+from jaxllm.models import decoder
+from jaxllm.models.encoder.siglip import image_rows
+from jaxllm.models.input_rows import InputRows
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+
+from tests import tiny_hf
+from tests.quick_jit import jit
+
+TOLERANCE, PROMPT, IMAGE_ID = 1e-3, 12, 90
+
+
+def check(folder, tokens, rows, expected):
+    """Logits of a prompt, whole and in two chunks cut anywhere, of which `rows` `{place: row}` are given."""
+    cfg = read_config(folder)
+    params = {name: jnp.asarray(value) for name, value in read_params(folder, cfg)}
+    width = len(next(iter(rows.values())))
+    given = InputRows(np.zeros((PROMPT, width), np.float32), np.zeros(PROMPT, np.bool_))
+    for place, row in rows.items():
+        given.rows[place], given.given[place] = row, True
+
+    @jit
+    def step(params, tokens, cache, valid, inputs):
+        hidden, cache = decoder.forward(params, tokens, cache, cfg=cfg, valid=valid, inputs=inputs)
+        return decoder.logits(params, hidden, cfg=cfg), cache
+
+    for split in range(1, PROMPT + 1):
+        cache = new_cache(cfg, batch=1, tokens=16, dtype=jnp.float32)
+        got = []
+        for first, last in ((0, split), (split, PROMPT)):
+            count = last - first
+            if not count:
+                continue
+            ids, part = (
+                np.zeros((1, PROMPT), np.int32),
+                [np.zeros_like(each) for each in (given.rows, given.given)],
+            )
+            ids[0, :count] = tokens[0, first:last]
+            for to, each in zip(part, (given.rows, given.given), strict=True):
+                to[:count] = each[first:last]
+            out, cache = step(params, ids, cache, np.int32(count), InputRows(*part))
+            got.append(np.asarray(out)[0, :count])
+        assert np.abs(np.concatenate(got) - expected[0]).max() < TOLERANCE, f"split at {split}"
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma2", "gpt2"])
+def test_inputs_embeds(tmp_path, variant):
+    """Also of families that scale embeddings, or add positions to them."""
+    folder = tiny_hf.save(variant, tmp_path / "m")
+    model, draw = tiny_hf.load(folder), np.random.default_rng(0)
+    tokens = draw.integers(0, tiny_hf.VOCAB, (1, PROMPT)).astype(np.int32)
+    rows = {place: draw.normal(size=32).astype(np.float32) for place in (0, 3, 4, 9)}
+    with torch.no_grad():
+        inputs = model.get_input_embeddings()(torch.from_numpy(tokens.astype(np.int64))).clone()
+        for place, row in rows.items():
+            inputs[0, place] = torch.from_numpy(row)
+        expected = model(inputs_embeds=inputs, use_cache=False).logits.numpy()
+    assert expected.std() > 0.3
+    check(folder, tokens, rows, expected)
+
+
+def test_an_image_of_smolvlm(tmp_path):
+    folder = tiny_hf.save_wrapper("smolvlm", tmp_path / "m")
+    model, draw = tiny_hf.load(folder, wrapper=True), np.random.default_rng(0)
+    tokens = draw.integers(0, IMAGE_ID, (1, PROMPT)).astype(np.int32)
+    tokens[0, [2, 7]] = IMAGE_ID
+    pixels = torch.from_numpy(draw.normal(size=(1, 2, 3, 28, 28)).astype(np.float32))
+    with torch.no_grad():
+        expected = model(
+            torch.from_numpy(tokens.astype(np.int64)), pixel_values=pixels, use_cache=False
+        ).logits
+        made = torch.cat(list(model.get_image_features(pixels).pooler_output)).reshape(-1, 32).numpy()
+    cfg, params = read_image_encoder(folder)
+    ours = np.asarray(jit(functools.partial(image_rows, cfg=cfg))(params, pixels[0].numpy())).reshape(-1, 32)
+    np.testing.assert_allclose(ours, made, atol=1e-5)
+    check(folder, tokens, dict(zip((2, 7), ours, strict=True)), expected.numpy())
+
+
+@pytest.mark.parametrize("sizes", [{"image_size": 56, "num_hidden_layers": 2}, {"image_size": 84}])
+def test_larger_images_of_smolvlm(tmp_path, monkeypatch, sizes):
+    """Squares of patches in their order, 4 and 9 rows an image."""
+    family, keys = tiny_hf.WRAPPERS["smolvlm"]
+    larger = {**keys, "vision_config": {**keys["vision_config"], **sizes}}
+    monkeypatch.setitem(tiny_hf.WRAPPERS, "smolvlm", (family, larger))
+    folder, size = tiny_hf.save_wrapper("smolvlm", tmp_path / "m"), sizes["image_size"]
+    pixels = np.random.default_rng(0).normal(size=(2, 3, size, size)).astype(np.float32)
+    with torch.no_grad():
+        made = tiny_hf.load(folder, wrapper=True).get_image_features(torch.from_numpy(pixels[None]))
+    cfg, params = read_image_encoder(folder)
+    expected = torch.cat(list(made.pooler_output)).numpy()
+    found = np.asarray(jit(functools.partial(image_rows, cfg=cfg))(params, pixels))
+    assert found.shape == (2, (size // 28) ** 2, 32)
+    np.testing.assert_allclose(found.reshape(-1, 32), expected.reshape(-1, 32), atol=2e-5)
+
+
+def test_other_image_encoders_are_refused(tmp_path):
+    folder = tiny_hf.save_wrapper("smolvlm", tmp_path / "m")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for change, match in (
+        ({"model_type": "llava"}, "images are read by smolvlm alone"),
+        ({"vision_config": {**config["vision_config"], "image_size": 30}}, "do not divide"),
+        ({"vision_config": {**config["vision_config"], "surprise": 1}}, "vision_config.surprise"),
+        ({"vision_config": {**config["vision_config"], "hidden_size": 32}}, "implies"),
+        ({"vision_config": None}, "vision_config"),
+    ):
+        path.write_text(json.dumps({**config, **change}))
+        with pytest.raises(JaxllmError, match=match) as caught:
+            read_image_encoder(folder)
+        assert "\n" not in str(caught.value)
