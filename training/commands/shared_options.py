@@ -176,8 +176,9 @@ dry_run_option = click.option(
     "--dry-run",
     "dry_run",
     metavar="DEVICE",
-    help="Train nothing: compile the step and print memory per device and time per step on DEVICE, such as "
-    "H100, as a JSON object. With --cpu-devices N and --mesh, N CPU devices stand for them.",
+    help="Train nothing: compile the step, or that of each stage, and print memory per device and time per "
+    "step on DEVICE, such as H100, as a JSON object. With --cpu-devices N and --mesh, N CPU devices stand "
+    "for them.",
 )
 
 
