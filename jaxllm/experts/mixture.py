@@ -6,7 +6,8 @@ one expert, so that a tile is an ordinary feed-forward block over a few tokens. 
 idea of MegaBlocks, arXiv 2211.15841, there with block-sparse kernels). The outputs of a tile, its visits, are
 stored in the order of pairs, so that visits take no more memory than pairs. Tiles run in one of two modes:
 
-- all at once, as products with a batch axis over tiles: differentiable, for training;
+- all at once, as products with a batch axis over tiles: differentiable, for training on CPUs, and elsewhere
+  without tiles (`differentiable.py`);
 - one after the other: only chosen experts are read, whatever the storage type of their weights, so that a
   decode step reads k of E. Native kernels run all tiles in one call if experts are stored apart. A token's
   output does not depend on other tokens, nor on how many share its tile: products are always `rowwise` (see
@@ -21,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import Activation
+from jaxllm.experts.differentiable import differentiable_visits
 from jaxllm.experts.routing import Routing, high_alone
+from jaxllm.experts.tiles import Tiles, tiles_of
 from jaxllm.kernels import native_experts
 from jaxllm.kernels.platforms import natively
-from jaxllm.nn.layers import activate
 from jaxllm.nn.linear import FeedForward, feed_forward
 from jaxllm.nn.norms import Norm, normalize
 from jaxllm.quant import (
@@ -34,7 +36,6 @@ from jaxllm.quant import (
     ByForm,
     Weight,
     by_form,
-    dequantize,
     entry_of_form,
     unit_at,
 )
@@ -43,30 +44,6 @@ from jaxllm.quant.stacked import part_entry
 # The most rows of a tile. Larger tiles make faster products and read weights less often; on average half a
 # tile per expert is padding.
 _MOST_ROWS = 256
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Pairs sorted by expert and cut into tiles, with M tokens, P = M·k pairs and n tiles, the first `count`
-    in use.
-
-    Attributes:
-      token: `[n, tile]` int32, the token of each row; rows without a pair repeat some token.
-      expert: `[n]` int32, the expert of each tile.
-      start: `[n]` int32, index of a tile's first row among the sorted pairs; P for tiles that are not in use.
-      size: `[n]` int32, number of rows with a pair, which are the first ones.
-      place: `[M, k]` int32, index of each pair in the sorted order, in `[0, P)`; pairs without an expert come
-        last.
-      count: int32 scalar, number of tiles in use.
-    """
-
-    token: jax.Array
-    expert: jax.Array
-    start: jax.Array
-    size: jax.Array
-    place: jax.Array
-    count: jax.Array
 
 
 def mixture(
@@ -96,7 +73,7 @@ def mixture(
     total, rows = experts.up.shape[0], x.reshape(-1, x.shape[-1])
     tiles, weights = tiles_and_weights(routing, total, live=live, differentiable=differentiable)
     if differentiable:
-        visits = _all_at_once(normalize(rows, norm), tiles, experts)
+        visits = differentiable_visits(normalize(rows, norm), tiles, experts)
     else:
         visits = _one_by_one(rows, norm, tiles, experts)
     residual = rows if add_input else None
@@ -162,42 +139,6 @@ def sum_visits(
 
     operands = (visits, tiles.place, weights, residual)
     return by_xla(*operands) if differentiable else natively(by_kernel, by_xla, *operands)
-
-
-def tiles_of(ids: jax.Array, experts: int, *, rows: int, padded: bool = True) -> Tiles:
-    """Tiles of `rows` rows for choices `ids` `[M, k]` int32. Ids of `experts` and above, which stand for
-    padding, get no tile; without `padded` there are none."""
-    pairs, choices = ids.size, ids.shape[-1]
-    chosen = ids.reshape(-1)
-    if rows == 1 and pairs <= experts and not padded:
-        # A decode step: each pair is a tile, unsorted.
-        place = jnp.arange(pairs, dtype=jnp.int32)
-        count = jnp.full((), pairs, jnp.int32)
-        token, size = place[:, None] // np.int32(choices), jnp.ones_like(place)
-        return Tiles(token, chosen, place, size, place.reshape(ids.shape), count)
-    most = (pairs + (rows - 1) * min(experts, pairs)) // rows
-    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
-    sizes = jnp.bincount(chosen, length=experts).astype(jnp.int32)
-    tiles = -(-sizes // np.int32(rows))
-    ends, before = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
-    number = jnp.arange(most, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), experts - 1).astype(jnp.int32)
-    # Per tile, rows of its expert in earlier tiles.
-    done = (number - (ends - tiles)[expert]) * np.int32(rows)
-    used = number < ends[-1]
-    start = jnp.where(used, before[expert] + done, np.int32(pairs))
-    size = jnp.where(used, jnp.minimum(sizes[expert] - done, np.int32(rows)), np.int32(0))
-    at = jnp.minimum(start[:, None] + jnp.arange(rows, dtype=jnp.int32), np.int32(pairs - 1))
-    place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
-    return Tiles(
-        token=order[at] // np.int32(choices),
-        expert=expert,
-        start=start,
-        size=size,
-        # Pairs without an expert come last; no tile writes their visits, which stay zero.
-        place=place.reshape(ids.shape),
-        count=ends[-1].astype(jnp.int32),
-    )
 
 
 def visit_rows(pairs: int, experts: int) -> int:
@@ -272,24 +213,6 @@ def run_stored(
         norm_eps=norm.eps,
     )
     return found.astype(out.dtype), begun
-
-
-def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward) -> jax.Array:
-    """The visits `[P, D]`, given normed tokens `x` `[M, D]`."""
-
-    def of_tiles(weight: Weight) -> jax.Array:
-        return jnp.asarray(dequantize(weight, x.dtype))[tiles.expert]
-
-    rows = x[tiles.token]
-    first = jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.up if experts.gate is None else experts.gate))
-    hidden = activate(first, experts.activation)
-    if experts.gate is not None:
-        hidden = hidden * jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.up))
-    out = jnp.einsum("ntf,nfd->ntd", hidden, of_tiles(experts.down))
-    places = jnp.arange(tiles.place.size, dtype=jnp.int32)
-    tile = jnp.maximum(jnp.searchsorted(tiles.start, places, side="right") - 1, 0)
-    row = jnp.minimum(places - tiles.start[tile], np.int32(tiles.token.shape[1] - 1))
-    return out[tile, jnp.maximum(row, 0)]
 
 
 def _one_by_one(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) -> jax.Array:
