@@ -13,10 +13,12 @@ from training.commands.shared_options import (
     data_option,
     device_options,
     dry_run_option,
+    eval_batches_option,
     given_sources,
     name_option,
     output_option,
     process_options,
+    profile_option,
     recipe_option,
     run_option,
     set_devices,
@@ -87,6 +89,8 @@ if TYPE_CHECKING:
     help="A MobileBERT folder for the tiny LM to start from.",
 )
 @name_option
+@eval_batches_option
+@profile_option
 @dry_run_option
 @device_options
 @process_options
@@ -120,10 +124,12 @@ def elasticize_command(
     from training.bundle_output import BundleOutput
     from training.elastic.recipe import load_elastic_recipe
     from training.elastic.run import elasticize
+    from training.loop.monitoring import Monitoring
     from training.loop.parallel import MeshShape, start_process_group
     from training.tiny_lm.recipe import TinyLmRun, load_tiny_lm_recipe
 
     recipe, device = load_elastic_recipe(recipe_name), changes.pop("dry_run")
+    monitoring = Monitoring(profile=changes.pop("profile"))
     group = [changes.pop(name) for name in ("coordinator", "processes", "process")]
     changes["sources"] = given_sources(texts, changes.pop("chats"), changes.pop("skip_bad")) or None
     recipe = dataclasses.replace(recipe, **{key: each for key, each in changes.items() if each is not None})
@@ -143,5 +149,6 @@ def elasticize_command(
         data=data,
         tiny_lm=None if tlm_name == "none" else TinyLmRun(load_tiny_lm_recipe(tlm_name), encoder),
         mesh_shape=shape,
+        monitoring=monitoring,
     )
     click.echo(json.dumps({"bundle": str(output), **facts}))

@@ -50,6 +50,22 @@ tensorboard_option = click.option(
 )
 
 
+profile_option = click.option(
+    "--profile",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Trace steps 3 to 5 with JAX's profiler into DIR, for xprof or TensorBoard.",
+)
+eval_batches_option = click.option(
+    "--eval-batches",
+    "evaluation_batches",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Measure held-out losses on at most N batches, spread over the held-out documents; 0 for all.  "
+    "[default: the recipe's]",
+)
+
+
 def recipe_option(default: str) -> Callable[[Command], Command]:
     """--recipe: parameter `recipe_name`."""
     return click.option(

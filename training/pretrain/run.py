@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from jaxllm.checkpoints import huggingface, tokenizer_folder
@@ -32,6 +31,7 @@ from training.data.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, ROLE_TEMPLATE
 from training.loop.checkpoints import Params, read_best
 from training.loop.dry_run import estimate
 from training.loop.fitting import fit
+from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape, make_mesh
 from training.loop.run_files import (
     CHECKPOINTS,
@@ -72,8 +72,7 @@ def pretrain(
     tokenizer: Path | None = None,
     teacher: Path | None = None,
     mesh_shape: MeshShape | None = None,
-    tensorboard: bool = False,
-    console: Console | None = None,
+    monitoring: Monitoring | None = None,
 ) -> Path:
     """Trains a model from nothing, or resumes the run in `run_dir`, and exports the best.
 
@@ -84,8 +83,7 @@ def pretrain(
       tokenizer: a `tokenizer.json` of this project to take; None trains one.
       teacher: a Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
       mesh_shape: devices; all of them along `data` by default.
-      tensorboard: also write TensorBoard's events.
-      console: where progress goes; the terminal's error stream by default.
+      monitoring: where progress goes; the terminal's error stream by default.
 
     Returns:
       The Hugging Face folder, `run_dir/hf`.
@@ -95,7 +93,8 @@ def pretrain(
     """
     run_dir, texts = Path(run_dir), texts or PretrainTexts()
     first = jax.process_index() == 0
-    console = (console or Console(stderr=True)) if first else Console(quiet=True)
+    monitoring = monitoring or Monitoring()
+    console = monitoring.own_console()
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     taught = read_teacher(
         teacher, Teacher.read, share=recipe.teacher_share, vocab_size=recipe.model.vocab_size
@@ -119,7 +118,7 @@ def pretrain(
     )
     best = fit(
         trainer, batches.batch_at, splits.held_out_batches, run_dir, console, splits.source_names,
-        tensorboard=tensorboard,
+        tensorboard=monitoring.tensorboard, profile=monitoring.profile,
     )  # fmt: skip
     params, whole = best.params, trainer.whole(best.params)
     if first:

@@ -80,7 +80,7 @@ def test_pretrain(called: Called) -> None:
     recipe, run_dir = seen["arguments"]
     assert (recipe.steps, recipe.remat, run_dir) == (7, "none", Path("run"))
     assert seen["texts"] == PretrainTexts(None, (Path("a"),), (Path("b"),))
-    assert (seen["mesh_shape"].data, seen["devices"], seen["tensorboard"]) == (1, 3, False)
+    assert (seen["mesh_shape"].data, seen["devices"], seen["monitoring"].tensorboard) == (1, 3, False)
     assert called("training.pretrain.run:pretrain", *words, "--remat", "dots")["arguments"][0].remat == "dots"
 
 

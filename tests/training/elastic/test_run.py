@@ -25,7 +25,7 @@ from jaxllm.models.tiny_lm import forward_both
 from jaxllm.quant import dequantize
 from serving.cli import cli
 from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_folder
-from tests.training.tiny_runs import ONE, QUIET, TLM_RECIPE
+from tests.training.tiny_runs import ONE, SILENT, TLM_RECIPE
 from training.bundle_output import BundleOutput
 from training.commands import elasticize as elasticize_cli
 from training.data.sources import Source
@@ -69,7 +69,7 @@ def run(recipe, model, data, folder, *, weights=None, tlm=None, encoder=None, **
         data=data,
         tiny_lm=None if tlm is None else TinyLmRun(tlm, encoder),
         mesh_shape=ONE,
-        console=QUIET,
+        monitoring=SILENT,
         **options,
     )
 

@@ -11,7 +11,7 @@ from jaxllm.checkpoints.peft_folder import read_adapter
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.lora import LoraConfig
 from tests.tiny import TINY, write_tiny_bundle
-from tests.training.tiny_runs import ONE, QUIET
+from tests.training.tiny_runs import ONE, SILENT
 from training.data.sources import Source
 from training.loop.frozen_model import FrozenModel
 from training.loop.parallel import make_mesh
@@ -35,7 +35,7 @@ RECIPE = LoraRecipe(
 
 
 def run(recipe, model, data, folder, **options):
-    return train_lora(recipe, model, folder, data=data, mesh_shape=ONE, console=QUIET, **options)
+    return train_lora(recipe, model, folder, data=data, mesh_shape=ONE, monitoring=SILENT, **options)
 
 
 @pytest.mark.slow
