@@ -148,22 +148,59 @@ def weights_option(of: str, default: str = "the checkpoint's own") -> Callable[[
 
 def device_options(command: Command) -> Command:
     """--mesh and --cpu-devices: parameters `mesh` and `devices`."""
-    for option in (
-        click.option(
-            "--cpu-devices",
-            "devices",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Make N JAX devices of this machine's CPU.  [default: one per core]",
-        ),
-        click.option(
-            "--mesh",
-            metavar="AXIS=N,...",
-            help="Devices per axis, such as data=2,fsdp=2,tensor=2.  [default: all along data]",
-        ),
-    ):
-        command = option(command)
-    return command
+    return _device_options("all along data", "one per core")(command)
+
+
+def calibration_device_options(command: Command) -> Command:
+    """`device_options` of commands that run on one device if nothing else is asked for."""
+    return _device_options("one device", "1")(command)
+
+
+def _device_options(mesh: str, devices: str) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for option in (
+            click.option(
+                "--cpu-devices",
+                "devices",
+                type=click.IntRange(min=1),
+                metavar="N",
+                help=f"Make N JAX devices of this machine's CPU.  [default: {devices}]",
+            ),
+            click.option(
+                "--mesh",
+                metavar="AXIS=N,...",
+                help=f"Devices per axis, such as data=2,fsdp=2,tensor=2.  [default: {mesh}]",
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def one_device_option(reason: str) -> Callable[[Command], Command]:
+    """--mesh of a command that takes one device alone: every other mesh is refused with the reason."""
+
+    def check(context: click.Context, option: click.Parameter, mesh: str | None) -> None:
+        del option
+        if mesh is None:
+            return
+        from jaxllm.errors import ConfigError
+        from training.loop.parallel import MeshShape
+
+        shape = MeshShape.parse(mesh)
+        if max(shape.data, 1) * shape.fsdp * shape.tensor > 1:
+            raise ConfigError(
+                f"{context.info_name} takes one device, not --mesh {mesh}: {reason}; leave it out"
+            )
+
+    return click.option(
+        "--mesh",
+        metavar="AXIS=N,...",
+        callback=check,
+        expose_value=False,
+        help=f"One device alone (data=1): {reason}.",
+    )
 
 
 def process_options(command: Command) -> Command:

@@ -18,13 +18,13 @@ from training.elastic.levels import level_counts
 from training.elastic.recipe import ElasticRecipe
 from training.loop.dry_run import (
     Estimate,
-    batch_shapes,
     estimate,
     estimate_of,
     frozen_shapes,
     known_figures,
     placed_shapes,
     recomputed_share,
+    rows_shapes,
 )
 from training.loop.hardware import step_flops_per_token
 from training.loop.parallel import MeshShape, make_mesh, require_divisible
@@ -66,16 +66,10 @@ def dry_run_elastic(
 
 def _importance(cfg: ModelConfig, recipe: ElasticRecipe, mesh: jax.sharding.Mesh, device: str) -> Estimate:
     params = placed_shapes(frozen_shapes(cfg, _STORED[recipe.precision]), mesh)
-    batch = batch_shapes(1, recipe.batch, recipe.row_tokens, mesh)
-    rows = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape[1:], leaf.dtype, sharding=jax.NamedSharding(mesh, jax.P(*leaf.sharding.spec[1:]))
-        ),
-        batch,
-    )
+    rows = rows_shapes(recipe.batch, recipe.row_tokens, mesh)
     with jax.set_mesh(mesh):
-        step = unit_step(cfg, mesh, remat=recipe.remat, by=recipe.importance)
-        compiled = step.trace(params, rows).lower().compile()  # pyright: ignore[reportFunctionMemberAccess]
+        step: Any = unit_step(cfg, mesh, remat=recipe.remat, by=recipe.importance)
+        compiled = step.trace(params, rows).lower().compile()
     tokens = recipe.batch * recipe.row_tokens
     gradient = step_flops_per_token(cfg, recipe.row_tokens) * tokens
     # The loss is computed without each layer as well, and of the whole model: a third of a gradient each.

@@ -137,6 +137,15 @@ def batch_shapes(parts: int, rows: int, row_tokens: int, mesh: Mesh) -> Batch:
     return Batch(*shapes)
 
 
+def rows_shapes(rows: int, row_tokens: int, mesh: Mesh) -> Batch:
+    """Shapes `[B, T]` of a batch on a mesh, of steps that take it as a whole."""
+    sharding = NamedSharding(mesh, ROWS)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding),
+        batch_shapes(1, rows, row_tokens, mesh),
+    )
+
+
 def placed_shapes(shapes: Any, mesh: Mesh) -> Any:
     """Shapes of parameters with their shardings on a mesh."""
     return jax.tree.map(

@@ -10,9 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from jaxllm.errors import ConfigError
-from tests.tiny import write_tiny_folder
+from jaxllm.models.parameters import parameter_count
+from tests.tiny import TINY, write_tiny_folder
 from tests.training.jobs import SMOKE
 from tests.training.tiny_runs import ONE
+from training.calibrate.expert_widths import ExpertWidthsRecipe, dry_run_experts
 from training.commands import elasticize
 from training.commands import pretrain as command
 from training.data.sources import Source
@@ -130,6 +132,17 @@ ESTIMATES = [
     ("elasticize", "--output", "none", "--recovery", "lora", "--whole-kl", "0"),
     ("lora", "--weights", "bf16"),
 ]
+
+
+def test_widths_of_experts_are_estimated(tmp_path):
+    cfg = dataclasses.replace(
+        TINY, model_type="qwen3_moe", qk_norm=True, experts=4, experts_per_token=2, expert_ffn_size=32,
+        layers=2, attention_windows=(), sparse_layers=(True, True),
+    )  # fmt: skip
+    folder = write_tiny_folder(tmp_path / "mixture", cfg=cfg)
+    found = dry_run_experts(ExpertWidthsRecipe(tokens=2048), folder, device="H100")
+    assert (found["devices"], found["advice"]) == (1, "")
+    assert found["state_bytes"] > 4 * parameter_count(cfg)
 
 
 @pytest.mark.slow
