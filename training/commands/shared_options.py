@@ -14,6 +14,17 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 
+
+class _PathOrUrl(click.Path):
+    """A path, or a URL as it is: a path would make one slash of two."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if "://" in str(value) else super().convert(value, param, ctx)
+
+
 output_option = click.option(
     "-o",
     "--output",
@@ -84,7 +95,7 @@ def text_option(use: str, default: str) -> Callable[[Command], Command]:
         "--text",
         "texts",
         multiple=True,
-        type=click.Path(path_type=Path),
+        type=_PathOrUrl(),
         metavar="FILE",
         help=f"A UTF-8 text file to {use}; also a folder of .txt files, or a pattern. Repeatable.  "
         f"[default: {default}]",
@@ -103,7 +114,7 @@ def chat_options(command: Command) -> Command:
             "--chat",
             "chats",
             multiple=True,
-            type=click.Path(path_type=Path),
+            type=_PathOrUrl(),
             metavar="FILE",
             help="JSON lines with messages, or prompt and completion, to learn the answers of: a file, a "
             "folder or a pattern. Repeatable.  [default: the recipe's sources]",
@@ -113,12 +124,15 @@ def chat_options(command: Command) -> Command:
     return command
 
 
-def given_sources(texts: Sequence[Path], chats: Sequence[Path], skip_bad: bool) -> "tuple[Source, ...]":
+def given_sources(
+    texts: Sequence[Path | str], chats: Sequence[Path | str], skip_bad: bool
+) -> "tuple[Source, ...]":
     """The sources that --text, --chat and --skip-bad name; none keeps the recipe's."""
+    from training.data.remote_files import source_name
     from training.data.sources import Source
 
-    plain = (Source(text=str(path.absolute())) for path in texts)
-    talks = (Source(chat=str(path.absolute()), skip_bad=skip_bad) for path in chats)
+    plain = (Source(text=source_name(path)) for path in texts)
+    talks = (Source(chat=source_name(path), skip_bad=skip_bad) for path in chats)
     return (*plain, *talks)
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import flax.struct
 import numpy as np
@@ -23,7 +23,12 @@ from jaxllm.errors import ConfigError
 from training.data.corpus import Corpus, TokenizedDocuments
 from training.data.encoders import Encoder
 from training.data.sources import Source
+from training.data.windows import WindowRows
 from training.settings import TrainSettings
+
+# How training rows are made: packed documents, or windows by grain.
+Loader = Literal["packed", "grain"]
+LOADERS = ("packed", "grain")
 
 
 @flax.struct.dataclass
@@ -101,25 +106,73 @@ class PackedBatches:
         return fill_row(self.documents, parts, self.row_tokens, self.mixture)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class WindowBatches:
+    """The batches of a run, by step, of windows of the token files; see `training.data.windows`."""
+
+    rows: WindowRows
+    batch: int
+
+    @property
+    def documents(self) -> TokenizedDocuments:
+        """What windows are of."""
+        return self.rows.documents
+
+    @property
+    def mixture(self) -> tuple[Source, ...]:
+        """The sources, by number."""
+        return self.rows.mixture
+
+    @property
+    def row_tokens(self) -> int:
+        """T."""
+        return self.rows.row_tokens
+
+    def batch_at(self, step: int) -> Batch:
+        """The batch of step `step` (from 0)."""
+        rows = [self.rows.row(number) for number in range(step * self.batch, (step + 1) * self.batch)]
+        return Batch(*(np.stack(each) for each in zip(*rows, strict=True)))
+
+    def epoch(self, number: int) -> range:
+        """The numbers of an epoch's rows."""
+        return range(number * self.rows.count, (number + 1) * self.rows.count)
+
+    def epochs_at(self, step: int) -> float:
+        """Passes over the mixture after `step` steps."""
+        return step * self.batch / self.rows.count
+
+
 @dataclasses.dataclass(frozen=True)
 class Splits:
     """A run's tokens: the training batches by step, and the held-out documents, of which losses are measured
     on `most_batches` at most, or on all if that is 0."""
 
-    train: PackedBatches
+    train: PackedBatches | WindowBatches
     held_out: TokenizedDocuments
     most_batches: int = 0
 
     @classmethod
-    def of(cls, corpus: Corpus, encoder: Encoder, settings: TrainSettings, folder: Path) -> "Splits":
+    def of(
+        cls,
+        corpus: Corpus,
+        encoder: Encoder,
+        settings: TrainSettings,
+        folder: Path,
+        *,
+        loader: Loader = "packed",
+    ) -> "Splits":
         """Reads both splits' tokens from `folder`, or writes them there first.
 
         Raises:
-          ConfigError: there are too few to train on.
+          ConfigError: there are too few to train on, or what the loader needs is not installed.
         """
         train, held_out = (corpus.tokenized(encoder, split, folder) for split in ("train", "held_out"))
         shape = settings.row_tokens, settings.batch
-        batches = PackedBatches(train, corpus.sources, *shape, settings.seed)
+        if loader == "grain":
+            rows = WindowRows(train, corpus.sources, settings.row_tokens, settings.seed)
+            batches = WindowBatches(rows, settings.batch)
+        else:
+            batches = PackedBatches(train, corpus.sources, *shape, settings.seed)
         return cls(batches, held_out, settings.evaluation_batches)
 
     @property

@@ -113,9 +113,9 @@ def elasticize(
     encoder, splits = ModelEncoder(frozen.tokenizer), None
     if first:
         with claimed(run_dir, recipe, **identity):
-            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
     wait_for_first("tokens")
-    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
 
     run = ElasticRun(cfg, recipe, splits, run_dir, mesh, console, monitoring.profile)
     importance = importance_of(run, frozen.params)

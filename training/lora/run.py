@@ -71,9 +71,9 @@ def train_lora(
     splits = None
     if first:
         with claimed(run_dir, recipe, **identity):
-            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
     wait_for_first("tokens")
-    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
     trainer = Trainer(job, recipe, mesh)
     training = splits.train.documents
     console.print(

@@ -72,9 +72,9 @@ def train_on(
     splits = None
     if first:
         with claimed(run_dir, recipe, **identity):
-            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
     wait_for_first("tokens")
-    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
     job = dataclasses.replace(pretrain_job(recipe), init=dict(start.params))
     trainer = Trainer(job, recipe, mesh)
     training = splits.train.documents

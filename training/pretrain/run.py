@@ -26,6 +26,7 @@ from training.data.corpus import Corpus, TokenizedDocuments, write_tokens
 from training.data.documents import read_texts, text_document
 from training.data.encoders import PieceEncoder
 from training.data.packing import Splits, evaluation_batches
+from training.data.remote_files import source_name
 from training.data.sources import Source
 from training.data.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, ROLE_TEMPLATE, token_id, train_tokenizer
 from training.loop.checkpoints import Params, read_best
@@ -105,7 +106,7 @@ def pretrain(
     wait_for_first("tokens")
     vocabulary = _read_tokenizer(run_dir)
     encoder = PieceEncoder(vocabulary)
-    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
     batches, training = splits.train, splits.train.documents
     trainer = Trainer(job, recipe, mesh)
     tokens_per_step = recipe.batch * recipe.row_tokens
@@ -225,7 +226,7 @@ def run_recipe(run_dir: Path) -> PretrainRecipe:
 def _sources(recipe: PretrainRecipe, text_paths: Sequence[Path]) -> tuple[Source, ...]:
     if recipe.sources and text_paths:
         raise ConfigError("this recipe names its own sources: give --data and no --text")
-    return recipe.sources or tuple(Source(text=str(Path(path).absolute())) for path in text_paths)
+    return recipe.sources or tuple(Source(text=source_name(path)) for path in text_paths)
 
 
 def _prepare_run(
@@ -239,7 +240,7 @@ def _prepare_run(
             tokenizer = _given_tokenizer(tokenizer_file, recipe.model.vocab_size)
         else:
             tokenizer = train_tokenizer(corpus.training_texts(), recipe.model.vocab_size)
-        splits = Splits.of(corpus, PieceEncoder(tokenizer), recipe, run_dir / "tokens")
+        splits = Splits.of(corpus, PieceEncoder(tokenizer), recipe, run_dir / "tokens", loader=recipe.loader)
         # Last, when sources and recipe have proved to fit.
         write_text(run_dir / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
     return splits
