@@ -335,8 +335,11 @@ def test_damaged_importance_is_named(model, data, tmp_path, plain):
 
 
 def test_recipes():
-    assert elastic_recipe_names() == ["adapters", "equal-time", "family"]
-    recipe, together, family = map(load_elastic_recipe, elastic_recipe_names())
+    names = "adapters", "equal-time", "family", "large", "quick"
+    assert elastic_recipe_names() == list(names)
+    recipe, together, family, large, quick = map(load_elastic_recipe, names)
+    assert (large.precision, large.remat, large.whole_kl_nats > 0) == ("bfloat16", "full", True)
+    assert quick.levels == load_tiny_lm_recipe("quick").levels
     # What is compared differs in how levels recover, and in the steps that take as long.
     differing = {name for name, value in recipe.to_json().items() if value != together.to_json()[name]}
     assert differing == {"recovery", "steps", "peak_learning_rate"}
