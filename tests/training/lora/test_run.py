@@ -122,5 +122,5 @@ def test_a_malformed_recipe_names_the_key(change, message):
     plain = load_lora_recipe("mood").to_json()
     with pytest.raises(ConfigError, match=message):
         LoraRecipe.from_json({**plain, **change})
-    with pytest.raises(ConfigError, match="the recipes are mood"):
+    with pytest.raises(ConfigError, match="the recipes are large, mood"):
         load_lora_recipe("none")
