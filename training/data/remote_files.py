@@ -74,7 +74,7 @@ def _file_system(url: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError as error:
-        raise ConfigError(f"reading {url} needs `pip install 'jaxllm[data]'`") from error
+        raise ConfigError(f"cannot read {url}: `pip install 'jaxllm[data]'` first") from error
     try:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:

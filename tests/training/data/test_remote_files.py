@@ -63,5 +63,5 @@ def test_what_cannot_be_read_is_said(store, monkeypatch):
         with pytest.raises(ConfigError, match=message):
             texts(Source(text=url))
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(ConfigError, match=r"reading memory://corpus needs `pip install 'jaxllm\[data\]'`"):
+    with pytest.raises(ConfigError, match=r"cannot read memory://corpus: `pip install 'jaxllm\[data\]'`"):
         texts(Source(text=store))
