@@ -32,6 +32,8 @@ class TrainSettings:
         for "none" and true for "full".
       seed: of initial parameters, order and dropout.
       checkpoint_steps: steps between two checkpoints, each with its held-out loss.
+      evaluation_batches: most batches that a held-out loss is measured on, spread over all held-out
+        documents; 0 for all of them.
       log_steps: steps between two lines of metrics.
     """
 
@@ -52,12 +54,13 @@ class TrainSettings:
     remat: Remat = "none"
     seed: int = 0
     checkpoint_steps: int = 100
+    evaluation_batches: int = 256
     log_steps: int = 10
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "row_tokens", "checkpoint_steps", "log_steps", "accumulate"):
             require_int(name, getattr(self, name), 1)
-        for name in ("seed", "warmup_steps"):
+        for name in ("seed", "warmup_steps", "evaluation_batches"):
             require_int(name, getattr(self, name), 0)
         require_float("peak_learning_rate", self.peak_learning_rate, above=0, below=1)
         require_float("clip_norm", self.clip_norm, above=0)

@@ -6,7 +6,8 @@ one expert, so that a tile is an ordinary feed-forward block over a few tokens. 
 idea of MegaBlocks, arXiv 2211.15841, there with block-sparse kernels). The outputs of a tile, its visits, are
 stored in the order of pairs, so that visits take no more memory than pairs. Tiles run in one of two modes:
 
-- all at once, as products with a batch axis over tiles: differentiable, for training;
+- all at once, as products with a batch axis over tiles: differentiable, for training on CPUs, and elsewhere
+  without tiles (`differentiable.py`);
 - one after the other: only chosen experts are read, whatever the storage type of their weights, so that a
   decode step reads k of E. Native kernels run all tiles in one call if experts are stored apart. A token's
   output does not depend on other tokens, nor on how many share its tile: products are always `rowwise` (see
@@ -14,7 +15,6 @@ stored in the order of pairs, so that visits take no more memory than pairs. Til
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import Activation
+from jaxllm.experts.differentiable import differentiable_visits
 from jaxllm.experts.routing import Routing, high_alone
+from jaxllm.experts.tiles import Tiles, tiles_of
 from jaxllm.kernels import native_experts
 from jaxllm.kernels.platforms import natively
-from jaxllm.nn.layers import activate, gated
 from jaxllm.nn.linear import FeedForward, feed_forward
 from jaxllm.nn.norms import Norm, normalize
 from jaxllm.quant import (
@@ -35,7 +36,6 @@ from jaxllm.quant import (
     ByForm,
     Weight,
     by_form,
-    dequantize,
     entry_of_form,
     unit_at,
 )
@@ -44,30 +44,6 @@ from jaxllm.quant.stacked import part_entry
 # The most rows of a tile. Larger tiles make faster products and read weights less often; on average half a
 # tile per expert is padding.
 _MOST_ROWS = 256
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Pairs sorted by expert and cut into tiles, with M tokens, P = M·k pairs and n tiles, the first `count`
-    in use.
-
-    Attributes:
-      token: `[n, tile]` int32, the token of each row; rows without a pair repeat some token.
-      expert: `[n]` int32, the expert of each tile.
-      start: `[n]` int32, index of a tile's first row among the sorted pairs; P for tiles that are not in use.
-      size: `[n]` int32, number of rows with a pair, which are the first ones.
-      place: `[M, k]` int32, index of each pair in the sorted order, in `[0, P)`; pairs without an expert come
-        last.
-      count: int32 scalar, number of tiles in use.
-    """
-
-    token: jax.Array
-    expert: jax.Array
-    start: jax.Array
-    size: jax.Array
-    place: jax.Array
-    count: jax.Array
 
 
 def mixture(
@@ -97,7 +73,7 @@ def mixture(
     total, rows = experts.up.shape[0], x.reshape(-1, x.shape[-1])
     tiles, weights = tiles_and_weights(routing, total, live=live, differentiable=differentiable)
     if differentiable:
-        visits = _all_at_once(normalize(rows, norm), tiles, experts)
+        visits = differentiable_visits(normalize(rows, norm), tiles, experts)
     else:
         visits = _one_by_one(rows, norm, tiles, experts)
     residual = rows if add_input else None
@@ -159,42 +135,6 @@ def sum_visits(
 
     operands = (visits, tiles.place, weights, residual)
     return by_xla(*operands) if differentiable else natively(by_kernel, by_xla, *operands)
-
-
-def tiles_of(ids: jax.Array, experts: int, *, rows: int, padded: bool = True) -> Tiles:
-    """Tiles of `rows` rows for choices `ids` `[M, k]` int32. Ids of `experts` and above, which stand for
-    padding, get no tile; without `padded` there are none."""
-    pairs, choices = ids.size, ids.shape[-1]
-    chosen = ids.reshape(-1)
-    if rows == 1 and pairs <= experts and not padded:
-        # A decode step: each pair is a tile, unsorted.
-        place = jnp.arange(pairs, dtype=jnp.int32)
-        count = jnp.full((), pairs, jnp.int32)
-        token, size = place[:, None] // np.int32(choices), jnp.ones_like(place)
-        return Tiles(token, chosen, place, size, place.reshape(ids.shape), count)
-    most = (pairs + (rows - 1) * min(experts, pairs)) // rows
-    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
-    sizes = jnp.bincount(chosen, length=experts).astype(jnp.int32)
-    tiles = -(-sizes // np.int32(rows))
-    ends, before = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
-    number = jnp.arange(most, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), experts - 1).astype(jnp.int32)
-    # Per tile, rows of its expert in earlier tiles.
-    done = (number - (ends - tiles)[expert]) * np.int32(rows)
-    used = number < ends[-1]
-    start = jnp.where(used, before[expert] + done, np.int32(pairs))
-    size = jnp.where(used, jnp.minimum(sizes[expert] - done, np.int32(rows)), np.int32(0))
-    at = jnp.minimum(start[:, None] + jnp.arange(rows, dtype=jnp.int32), np.int32(pairs - 1))
-    place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
-    return Tiles(
-        token=order[at] // np.int32(choices),
-        expert=expert,
-        start=start,
-        size=size,
-        # Pairs without an expert come last; no tile writes their visits, which stay zero.
-        place=place.reshape(ids.shape),
-        count=ends[-1].astype(jnp.int32),
-    )
 
 
 def visit_rows(pairs: int, experts: int) -> int:
@@ -269,27 +209,6 @@ def run_stored(
         norm_eps=norm.eps,
     )
     return found.astype(out.dtype), begun
-
-
-def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward) -> jax.Array:
-    """The visits `[P, D]`, given normed tokens `x` `[M, D]`."""
-
-    def of_tiles(weight: Weight) -> jax.Array:
-        return jnp.asarray(dequantize(weight, x.dtype))[tiles.expert]
-
-    def product(equation: str, x: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
-        out = jnp.einsum(equation, x, of_tiles(weight))
-        return out if bias is None else out + bias.astype(out.dtype)[tiles.expert][:, None]
-
-    first = functools.partial(product, "ntd,nfd->ntf", x[tiles.token])
-    gate = None if experts.gate is None else first(experts.gate, experts.gate_bias)
-    up, kind = first(experts.up, experts.up_bias), experts.activation
-    hidden = activate(up, kind) if gate is None else gated(gate, up, kind)
-    out = product("ntf,nfd->ntd", hidden, experts.down, experts.down_bias)
-    places = jnp.arange(tiles.place.size, dtype=jnp.int32)
-    tile = jnp.maximum(jnp.searchsorted(tiles.start, places, side="right") - 1, 0)
-    row = jnp.minimum(places - tiles.start[tile], np.int32(tiles.token.shape[1] - 1))
-    return out[tile, jnp.maximum(row, 0)]
 
 
 def _one_by_one(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) -> jax.Array:

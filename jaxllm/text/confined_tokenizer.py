@@ -59,6 +59,10 @@ class ConfinedTokenizer:
         )
         return Encoded(ids, [(start, end) for start, end in offsets])
 
+    def encode_many(self, texts: Sequence[MarkedText], *, add_special_tokens: bool) -> list[list[int]]:
+        """See `LibraryTokenizer`; one after the other."""
+        return [self.encode_marked(each, add_special_tokens=add_special_tokens).ids for each in texts]
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """See `LibraryTokenizer`."""
         request = {"operation": "decode", "ids": list(ids), "skip_special_tokens": skip_special_tokens}

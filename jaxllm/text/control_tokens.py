@@ -78,6 +78,21 @@ class ControlTokens:
             [*before, *ids, *after], [*((0, 0) for _ in before), *offsets, *((0, 0) for _ in after)]
         )
 
+    def encode_many(self, texts: Sequence[MarkedText], *, add_special_tokens: bool) -> list[list[int]]:
+        """The ids of several texts, in threads of the library: those of `encode_marked`."""
+        plain = [each.text for each in texts]
+        encodings = self._tokenizer.encode_batch_fast(plain, add_special_tokens=add_special_tokens)
+        before, after = self._around() if add_special_tokens else ([], [])
+        found = []
+        for text, ids in zip(texts, (each.ids for each in encodings), strict=True):
+            end = len(ids) - len(after)
+            known = ids[: len(before)] == before and ids[end:] == after
+            if known and self._tokens.keys().isdisjoint(ids[len(before) : end]):
+                found.append(ids)
+            else:
+                found.append(self.encode_marked(text, add_special_tokens=add_special_tokens).ids)
+        return found
+
     def _written(self, text: str, encoded: Encoded) -> Iterator[tuple[int, int, int]]:
         """Special tokens that are spelled in a text: id, first and last + 1 character, without the white
         space that they absorb."""

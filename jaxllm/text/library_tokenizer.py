@@ -45,6 +45,17 @@ class LibraryTokenizer:
         except BaseException as error:
             raise _failed(error, "cannot read this text") from error
 
+    def encode_many(self, texts: Sequence[MarkedText], *, add_special_tokens: bool) -> list[list[int]]:
+        """The ids of several texts, see `ControlTokens.encode_many`.
+
+        Raises:
+          ConfigError: the tokenizer fails on a text.
+        """
+        try:
+            return self._control.encode_many(texts, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            raise _failed(error, "cannot read these texts") from error
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of ids in [0, 2**32).
 

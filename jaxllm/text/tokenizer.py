@@ -125,6 +125,17 @@ class Tokenizer:
         """
         return self._encode(text, add_special_tokens, special).ids
 
+    def encode_many(
+        self, texts: Sequence[str | MarkedText], *, add_special_tokens: bool = True, special: bool = True
+    ) -> list[list[int]]:
+        """`encode` of several texts, on all cores where the tokenizer runs in this process; for training.
+
+        Raises:
+          ConfigError, ContextOverflow: as `encode`.
+        """
+        marked = [self._marked(each, special) for each in texts]
+        return self._tokenizer.encode_many(marked, add_special_tokens=add_special_tokens)
+
     def encode_with_offsets(
         self, text: str | MarkedText, *, add_special_tokens: bool = True, special: bool = True
     ) -> tuple[list[int], np.ndarray]:
@@ -141,6 +152,11 @@ class Tokenizer:
         return encoded.ids, np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
     def _encode(self, text: str | MarkedText, add_special_tokens: bool, special: bool) -> Encoded:
+        marked = self._marked(text, special)
+        return self._tokenizer.encode_marked(marked, add_special_tokens=add_special_tokens)
+
+    def _marked(self, text: str | MarkedText, special: bool) -> MarkedText:
+        """A text that this tokenizer may encode."""
         plain = text.text if isinstance(text, MarkedText) else text
         if not isinstance(plain, str):
             raise ConfigError(f"a prompt must be text, got {type(plain).__name__}")
@@ -155,7 +171,7 @@ class Tokenizer:
         if not isinstance(text, MarkedText):
             text = MarkedText.of_template(text) if special else MarkedText.of_content(text)
         self._require_fitting(text)
-        return self._tokenizer.encode_marked(text, add_special_tokens=add_special_tokens)
+        return text
 
     def _require_short(self, characters: int) -> None:
         most = self._most_tokens

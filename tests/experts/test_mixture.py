@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from jaxllm.experts.mixture import mixture, no_visits, tiles_and_weights, tiles_of
+from jaxllm.experts.mixture import mixture, no_visits, tiles_and_weights
 from jaxllm.experts.routing import Routing, route
+from jaxllm.experts.tiles import tiles_of
 from jaxllm.kernels import native
 from jaxllm.nn.layers import activate
 from jaxllm.nn.linear import FeedForward

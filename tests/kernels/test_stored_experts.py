@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.experts.mixture import tiles_of
+from jaxllm.experts.tiles import tiles_of
 from jaxllm.kernels import native_experts
 from jaxllm.kernels.native_experts import BEGIN, FINISH, LEAVE, RUN, StoredExperts, begun_shape
 from jaxllm.kernels.weight_table import WeightTable

@@ -250,3 +250,17 @@ def test_parts_and_sums_of_marked_texts():
     assert both.part(2).content.tolist() == [False, True, True, True]
     ids = TOKENS.encode(both, add_special_tokens=False)
     assert ids == [256, *TOKENS.encode("<s>", add_special_tokens=False, special=False)]
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+@pytest.mark.parametrize("special", [True, False])
+def test_many_texts_are_encoded_as_each_by_itself(add_special_tokens: bool, special: bool):
+    tokenizer = Tokenizer(FILES)
+    texts = ["", "plain", FORGED, "<s>", "<s>a</s>", "\u00e9 \u4e2d", *(["many words " * 9] * 3)]
+    how = {"add_special_tokens": add_special_tokens, "special": special}
+    each = [tokenizer.encode(text, **how) for text in texts]
+    assert tokenizer.encode_many(texts, **how) == each
+    marked = [MarkedText.of_template(FORGED) + MarkedText.of_content(FORGED)]
+    assert tokenizer.encode_many(marked, **how) == [tokenizer.encode(marked[0], **how)]
+    with pytest.raises(ConfigError, match="lone surrogate"):
+        tokenizer.encode_many(["a", "\ud800"])

@@ -9,12 +9,14 @@ from rich.console import Console
 
 from jaxllm.models.encoder.config import EncoderConfig
 from tests.tiny import VOCAB_SIZE
+from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape
 from training.settings import TrainSettings
 from training.tiny_lm.keep_labels import Compression, align
 from training.tiny_lm.recipe import TinyLmRecipe
 
 QUIET = Console(quiet=True)
+SILENT = Monitoring(console=QUIET)
 ONE = MeshShape(data=1)
 
 # The tiny LM's

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
@@ -24,18 +25,22 @@ from rich.progress import Progress as ProgressBar
 
 from jaxllm.bundle import EXPERT_BITS, Bundle, expert_widths
 from jaxllm.bundle.experts import expert_parts
+from jaxllm.checkpoints import huggingface
 from jaxllm.config import ModelConfig, require_decoder_alone
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.experts.bitwidth import WidthPlan, search_widths
 from jaxllm.prepare import prepare
 from jaxllm.quant import dequantize
 from training.bundle_output import BundleOutput
-from training.calibrate.width_losses import WidthLosses
+from training.calibrate.width_losses import WidthLosses, nats_step
 from training.data.corpus import TokenizedDocuments, write_tokens
 from training.data.documents import builtin_texts, documents_digest, read_texts, text_document
 from training.data.encoders import ModelEncoder
 from training.data.packing import Batch, evaluation_batches
+from training.loop.dry_run import estimate_of, frozen_shapes, known_figures, placed_shapes, rows_shapes
 from training.loop.frozen_model import FrozenModel
+from training.loop.hardware import step_flops_per_token
+from training.loop.parallel import MeshShape, make_mesh, require_divisible
 from training.loop.run_files import claimed
 
 # On less text than this, chance decides which experts matter.
@@ -73,15 +78,32 @@ class ExpertWidthsRecipe:
         return cls(**data)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WidthTarget:
+    """What is wished of the widths.
+
+    Attributes:
+      most_loss: tolerable growth of the perplexity, as a share of it.
+      uniform: one width for all experts, of `EXPERT_BITS`, instead of a search; 0 searches.
+    """
+
+    most_loss: float = 0.05
+    uniform: int = 0
+
+    def __post_init__(self) -> None:
+        if self.uniform and self.uniform not in EXPERT_BITS:
+            raise ConfigError(f"experts have a width among {EXPERT_BITS}, got {self.uniform}")
+
+
 def quantize_experts(
     recipe: ExpertWidthsRecipe,
     model: Path,
     out: BundleOutput,
     run_dir: Path,
     *,
-    most_loss: float = 0.05,
+    target: WidthTarget | None = None,
     texts: Sequence[Path] = (),
-    uniform: int = 0,
+    mesh_shape: MeshShape | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Makes a bundle with experts apart, or resumes the run in `run_dir`.
@@ -91,9 +113,9 @@ def quantize_experts(
       model: a mixture of experts: a Hugging Face folder, or a bundle.
       out: the bundle; its width is that of all other matrices, and a bundle keeps its own.
       run_dir: the run's folder, made if missing.
-      most_loss: tolerable growth of the perplexity, as a share of it.
+      target: what is wished of the widths.
       texts: files to calibrate on; Python's language reference if there are none.
-      uniform: one width for all experts, of `EXPERT_BITS`, instead of a search; 0 searches.
+      mesh_shape: devices, over which rows and parameters are divided; one by default.
       console: where progress goes; the terminal's error stream by default.
 
     Returns:
@@ -107,9 +129,14 @@ def quantize_experts(
     console, run_dir, model = console or Console(stderr=True), Path(run_dir), Path(model)
     if not model.exists():
         raise CheckpointError(f"{model}: no such file or folder; give a Hugging Face folder or a bundle")
-    if uniform and uniform not in EXPERT_BITS:
-        raise ConfigError(f"experts have a width among {EXPERT_BITS}, got {uniform}")
-    frozen = FrozenModel.read(model, None if model.is_dir() else out.weights)
+    target = target or WidthTarget()
+    uniform, most_loss = target.uniform, target.most_loss
+    mesh = make_mesh(mesh_shape or MeshShape(data=1), recipe.batch)
+    weights = None if model.is_dir() else out.weights
+    if mesh.size > 1:
+        frozen = FrozenModel.read_onto(mesh, model, weights, stack=False)
+    else:
+        frozen = FrozenModel.read(model, weights)
     if not frozen.cfg.experts:
         raise ConfigError(f"{model} is no mixture of experts; `jaxllm prepare` makes its bundle")
     own = _own_widths(model, frozen.cfg, uniform)
@@ -123,7 +150,7 @@ def quantize_experts(
             write_tokens(run_dir / "tokens", ((0, each) for each in documents), encoder)
     batches, held_out = _split(TokenizedDocuments.read(run_dir / "tokens"), recipe)
 
-    text = WidthLosses(frozen.cfg, floats, batches, run_dir / _LOSSES_FILE)
+    text = WidthLosses(frozen.cfg, floats, batches, run_dir / _LOSSES_FILE, mesh)
     counts, of_tokens, shares = text.paths()
     if uniform:
         bits = np.full(shares.shape, uniform, np.int8)
@@ -137,7 +164,7 @@ def quantize_experts(
             "upper": plan.upper,
             "lowered": plan.lowered,
         }
-    unseen = WidthLosses(frozen.cfg, floats, held_out, run_dir / f"held_out_{_LOSSES_FILE}")
+    unseen = WidthLosses(frozen.cfg, floats, held_out, run_dir / f"held_out_{_LOSSES_FILE}", mesh)
     facts |= {
         "experts": int(bits.size),
         "loss": round(text.loss_of(bits), 5),
@@ -150,6 +177,39 @@ def quantize_experts(
     prepare(model, out.path, weights=out.weights, name=out.name, expert_bits=bits, parts=parts)
     widths, number = np.unique(bits, return_counts=True)
     return {**facts, "widths": {str(width): int(each) for width, each in zip(widths, number, strict=True)}}
+
+
+def dry_run_experts(
+    recipe: ExpertWidthsRecipe, model: Path, *, mesh_shape: MeshShape | None = None, device: str = ""
+) -> dict[str, Any]:
+    """Estimates memory and time of measuring how much each expert matters, by the config of a folder alone;
+    see `training.loop.dry_run`. The search for widths takes some ten losses more.
+
+    Raises:
+      ConfigError: the model has no experts, the mesh does not fit, or the device is not known.
+      CheckpointError: the config cannot be read.
+    """
+    known_figures(device)
+    cfg = huggingface.read_config(model)
+    if not cfg.experts:
+        raise ConfigError(f"{model} is no mixture of experts; `jaxllm prepare` makes its bundle")
+    mesh = make_mesh(mesh_shape or MeshShape(data=1), recipe.batch)
+    require_divisible(cfg, mesh)
+    row_tokens = min(recipe.row_tokens, cfg.window_tokens)
+    params = placed_shapes(frozen_shapes(cfg, "f32", stack=False), mesh)
+    with jax.set_mesh(mesh):
+        step: Any = nats_step(cfg, mesh)
+        compiled = step.trace(params, rows_shapes(recipe.batch, row_tokens, mesh)).lower().compile()
+    tokens = recipe.batch * row_tokens
+    losses = 1 + cfg.experts * sum(map(cfg.is_sparse, range(cfg.layers)))
+    found = estimate_of(
+        compiled,
+        mesh,
+        device=device,
+        step_flops=step_flops_per_token(cfg, row_tokens) / 3 * tokens,
+        steps=losses * -(-recipe.tokens // tokens),
+    )
+    return {**dataclasses.asdict(found), "advice": found.advice()}
 
 
 def _own_widths(model: Path, cfg: ModelConfig, uniform: int) -> np.ndarray:

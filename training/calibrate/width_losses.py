@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.config import ModelConfig
@@ -23,6 +24,8 @@ from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import dequantize, quantize
 from training.data.packing import Batch
 from training.loop.losses import Outputs, next_token_losses
+from training.loop.parallel import MeshShape, make_mesh, place_rows
+from training.loop.placing import placed
 from training.loop.run_files import write_json
 
 _PARTS = ("gate", "up", "down")
@@ -38,7 +41,14 @@ class WidthLosses:
       tokens: predicted ones.
     """
 
-    def __init__(self, cfg: ModelConfig, params: Params, batches: Sequence[Batch], path: Path) -> None:
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        params: Params,
+        batches: Sequence[Batch],
+        path: Path,
+        mesh: Mesh | None = None,
+    ) -> None:
         """Reads the losses that were measured before.
 
         Args:
@@ -46,13 +56,16 @@ class WidthLosses:
           params: as floats of 32 bits.
           batches: the text.
           path: of the file of losses.
+          mesh: the devices, over which rows and parameters are divided; None: the default one.
         """
-        self._cfg, self._params, self._batches, self._path = cfg, params, batches, path
+        self._cfg, self._batches, self._path = cfg, batches, path
         self.tokens = int(sum((batch.weights > 0).sum() for batch in batches))
         self._layers = [layer for layer in range(cfg.layers) if cfg.is_sparse(layer)]
         self._known: dict[str, float] = _read_losses(path)
         self._narrow: dict[tuple[int, str], np.ndarray] = {}
-        self._nats = jax.jit(functools.partial(_nats, cfg))
+        self._mesh = mesh or make_mesh(MeshShape(data=1), 1)
+        self._params: Params = placed(params.items(), self._mesh)
+        self._nats = nats_step(cfg, self._mesh)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -86,9 +99,10 @@ class WidthLosses:
     def paths(self) -> tuple[PathCounts, TokenExperts, np.ndarray]:
         """The activation paths of the text, the experts of its tokens, and of each layer the experts' shares
         `[L_sparse, E]`."""
-        route = jax.jit(functools.partial(_visited, self._cfg))
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        route = jax.jit(functools.partial(_visited, self._cfg), out_shardings=everywhere)
         read = [each.weights > 0 for each in self._batches]
-        each_route = (np.asarray(route(self._params, each)) for each in self._batches)
+        each_route = (np.asarray(self._on_rows(route, self._params, each)) for each in self._batches)
         ids = np.concatenate([found[:, where] for found, where in zip(each_route, read, strict=True)], axis=1)
         tokens = [np.asarray(each.tokens)[where] for each, where in zip(self._batches, read, strict=True)]
         counts = count_paths(ids, self._cfg.experts)
@@ -98,12 +112,17 @@ class WidthLosses:
     def _measured(self, key: str, params: Callable[[], Params]) -> float:
         if key not in self._known:
             params_now = params()
-            total = sum(float(self._nats(params_now, batch)) for batch in self._batches)
+            total = sum(float(self._on_rows(self._nats, params_now, batch)) for batch in self._batches)
             if not math.isfinite(total):
                 raise ConfigError("the model's loss on the calibration text is not finite; it is broken")
             self._known[key] = total / self.tokens
             write_json(self._path, self._known)
         return self._known[key]
+
+    def _on_rows(self, step: Callable[..., jax.Array], params: Params, batch: Batch) -> jax.Array:
+        """Runs a step on a batch whose rows are divided over the mesh."""
+        with jax.set_mesh(self._mesh):
+            return step(params, jax.tree.map(lambda part: part[0], place_rows(batch, self._mesh, 1)))
 
     def _with_widths(self, bits: np.ndarray) -> Params:
         changed: dict[str, Any] = {}
@@ -116,7 +135,7 @@ class WidthLosses:
                 for width in np.unique(widths[widths < 32]):
                     chosen = widths == width
                     stack[chosen] = self._at(int(width), name)[chosen]
-                changed[name] = jnp.asarray(stack)
+                changed |= placed([(name, stack)], self._mesh)
         return {**self._params, **changed}
 
     def _at(self, width: int, name: str) -> np.ndarray:
@@ -139,6 +158,11 @@ def _read_losses(path: Path) -> dict[str, float]:
         return {key: float(value) for key, value in json.loads(read_text(path)).items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; remove it, and it is made again") from error
+
+
+def nats_step(cfg: ModelConfig, mesh: Mesh) -> Callable[[Params, Batch], jax.Array]:
+    """The compiled step of (parameters, batch), both on the mesh, to the loss summed over the targets."""
+    return jax.jit(functools.partial(_nats, cfg), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _nats(cfg: ModelConfig, params: Params, batch: Any) -> jax.Array:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from jaxllm.option_types import Share
-from training.commands.shared_options import name_option, output_option, text_option
+from training.commands.shared_options import name_option, one_device_option, output_option, text_option
 
 RATIO = 0.5
 TOKENS = 2048
@@ -34,6 +34,7 @@ CHUNK_TOKENS = (16,)
     help="Bytes at which codecs are compared, scales included, relative to chunks of 16 tokens at 8 bits.  "
     f"[default: {RATIO:.0%}]",
 )
+@one_device_option("errors are measured in the chunks that one service stores")
 @name_option
 def calibrate_contexts_command(
     model: Path,

@@ -7,7 +7,7 @@ from typing import Literal
 import click
 
 from jaxllm.option_types import Share
-from training.commands.shared_options import name_option, output_option, text_option
+from training.commands.shared_options import name_option, one_device_option, output_option, text_option
 
 MAX_LOSS = 0.01
 TOKENS = 8192
@@ -38,6 +38,7 @@ WEIGHT_SCALES = ("channel", "tensor")
     show_default=True,
     help="Quantize a weight with a scale for each output channel, or with one for all.",
 )
+@one_device_option("what is measured is one device's integer products, row after row")
 @name_option
 def calibrate_prefill_command(
     model: Path,

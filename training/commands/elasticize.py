@@ -12,10 +12,13 @@ from training.commands.shared_options import (
     chat_options,
     data_option,
     device_options,
+    dry_run_option,
+    eval_batches_option,
     given_sources,
     name_option,
     output_option,
     process_options,
+    profile_option,
     recipe_option,
     run_option,
     set_devices,
@@ -86,6 +89,9 @@ if TYPE_CHECKING:
     help="A MobileBERT folder for the tiny LM to start from.",
 )
 @name_option
+@eval_batches_option
+@profile_option
+@dry_run_option
 @device_options
 @process_options
 def elasticize_command(
@@ -118,15 +124,23 @@ def elasticize_command(
     from training.bundle_output import BundleOutput
     from training.elastic.recipe import load_elastic_recipe
     from training.elastic.run import elasticize
+    from training.loop.monitoring import Monitoring
     from training.loop.parallel import MeshShape, start_process_group
     from training.tiny_lm.recipe import TinyLmRun, load_tiny_lm_recipe
 
-    recipe = load_elastic_recipe(recipe_name)
+    recipe, device = load_elastic_recipe(recipe_name), changes.pop("dry_run")
+    monitoring = Monitoring(profile=changes.pop("profile"))
     group = [changes.pop(name) for name in ("coordinator", "processes", "process")]
     changes["sources"] = given_sources(texts, changes.pop("chats"), changes.pop("skip_bad")) or None
     recipe = dataclasses.replace(recipe, **{key: each for key, each in changes.items() if each is not None})
     set_devices(devices)
     start_process_group(*group)
+    shape = MeshShape.parse(mesh or "")
+    if device:
+        from training.elastic.dry_run import dry_run_elastic
+
+        click.echo(json.dumps(dry_run_elastic(recipe, model, mesh_shape=shape, device=device)))
+        return
     facts = elasticize(
         recipe,
         model,
@@ -134,6 +148,7 @@ def elasticize_command(
         run_dir,
         data=data,
         tiny_lm=None if tlm_name == "none" else TinyLmRun(load_tiny_lm_recipe(tlm_name), encoder),
-        mesh_shape=MeshShape.parse(mesh or ""),
+        mesh_shape=shape,
+        monitoring=monitoring,
     )
     click.echo(json.dumps({"bundle": str(output), **facts}))

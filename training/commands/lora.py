@@ -12,8 +12,10 @@ from training.commands.shared_options import (
     data_option,
     device_options,
     dry_run_option,
+    eval_batches_option,
     given_sources,
     process_options,
+    profile_option,
     recipe_option,
     run_option,
     set_devices,
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
     "--alpha", type=float, help="Scale the adapter's product by alpha / rank.  [default: the recipe's]"
 )
 @steps_option("the run")
+@eval_batches_option
 @tensorboard_option
+@profile_option
 @dry_run_option
 @device_options
 @process_options
@@ -65,6 +69,7 @@ def lora_command(
       jaxllm lora path/to/folder --chat chats.jsonl --run runs/chats
     """
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
+    from training.loop.monitoring import Monitoring
     from training.loop.parallel import MeshShape, start_process_group
     from training.lora.recipe import load_lora_recipe
     from training.lora.run import train_lora
@@ -73,10 +78,11 @@ def lora_command(
     changes = {name: options.pop(name) for name in ("rank", "alpha")}
     changes = {name: each for name, each in changes.items() if each is not None}
     sources = given_sources(*(options.pop(name) for name in ("texts", "chats", "skip_bad")))
+    settings = {name: options.pop(name) for name in ("steps", "evaluation_batches")}
     recipe = dataclasses.replace(
         recipe,
+        **{name: each for name, each in settings.items() if each is not None},
         lora=dataclasses.replace(recipe.lora, **changes),
-        steps=options.pop("steps") or recipe.steps,
         sources=sources or recipe.sources,
     )
     set_devices(devices)
@@ -95,6 +101,6 @@ def lora_command(
         data=data,
         weights=weights,
         mesh_shape=shape,
-        **options,
+        monitoring=Monitoring(**options),
     )
     click.echo(folder)

@@ -12,8 +12,10 @@ from training.commands.shared_options import (
     data_option,
     device_options,
     dry_run_option,
+    eval_batches_option,
     given_sources,
     process_options,
+    profile_option,
     recipe_option,
     run_option,
     set_devices,
@@ -23,6 +25,8 @@ from training.commands.shared_options import (
     text_option,
     tokenizer_option,
 )
+
+_CHANGES = ("steps", "accumulate", "precision", "remat", "evaluation_batches")
 
 
 @click.command("pretrain")
@@ -66,7 +70,9 @@ from training.commands.shared_options import (
     help="Recompute activations in the backward pass rather than keep them: none, all but the results of "
     "products with weights, or all.  [default: the recipe's]",
 )
+@eval_batches_option
 @tensorboard_option
+@profile_option
 @dry_run_option
 @device_options
 @process_options
@@ -93,12 +99,13 @@ def pretrain_command(
       jaxllm pretrain --init-from path/to/folder --chat chats.jsonl --run runs/tuned
     """
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
+    from training.loop.monitoring import Monitoring
     from training.loop.parallel import MeshShape, start_process_group
     from training.pretrain.continued import train_on
     from training.pretrain.recipe import load_pretrain_recipe
     from training.pretrain.run import PretrainTexts, pretrain
 
-    changes = {name: options.pop(name) for name in ("steps", "accumulate", "precision", "remat")}
+    changes = {name: options.pop(name) for name in _CHANGES}
     recipe = load_pretrain_recipe(recipe_name)
     recipe = dataclasses.replace(recipe, **{name: each for name, each in changes.items() if each is not None})
     set_devices(devices)
@@ -106,6 +113,7 @@ def pretrain_command(
     model, chats, skip_bad = (options.pop(name) for name in ("model", "chats", "skip_bad"))
     data, texts, valid = (options.pop(name) for name in ("data", "texts", "valid_paths"))
     shape = MeshShape.parse(mesh or "")
+    monitoring = Monitoring(**{name: options.pop(name) for name in ("tensorboard", "profile")})
     if device := options.pop("dry_run"):
         from training.pretrain.run import dry_run_pretrain
 
@@ -119,11 +127,18 @@ def pretrain_command(
             raise click.UsageError(f"--init-from takes no --{taken[0]}")
         sources = given_sources(texts, chats, skip_bad)
         recipe = dataclasses.replace(recipe, sources=sources or recipe.sources)
-        click.echo(train_on(recipe, model, run_dir, data=data, mesh_shape=shape, **options))
+        click.echo(train_on(recipe, model, run_dir, data=data, mesh_shape=shape, monitoring=monitoring))
         return
     if chats:
         sources = given_sources(texts, chats, skip_bad)
         recipe, texts = dataclasses.replace(recipe, sources=sources), ()
     click.echo(
-        pretrain(recipe, run_dir, texts=PretrainTexts(data, texts, valid), mesh_shape=shape, **options)
+        pretrain(
+            recipe,
+            run_dir,
+            texts=PretrainTexts(data, texts, valid),
+            mesh_shape=shape,
+            monitoring=monitoring,
+            **options,
+        )
     )

@@ -9,9 +9,12 @@ import click
 from jaxllm.formats import EXPERT_BITS
 from jaxllm.option_types import Share
 from training.commands.shared_options import (
+    calibration_device_options,
+    dry_run_option,
     name_option,
     output_option,
     run_option,
+    set_devices,
     text_option,
     weights_option,
 )
@@ -48,6 +51,8 @@ TOKENS = 8192
 )
 @weights_option("all matrices but experts")
 @name_option
+@dry_run_option
+@calibration_device_options
 def quantize_experts_command(
     model: Path,
     output: Path,
@@ -58,6 +63,9 @@ def quantize_experts_command(
     tokens: int,
     weights: "WeightFormat | None",
     name: str,
+    dry_run: str | None,
+    mesh: str | None,
+    devices: int | None,
 ) -> None:
     """Find a width for each expert of a mixture, and write a bundle that runs in little memory.
 
@@ -72,15 +80,30 @@ def quantize_experts_command(
     """
     # Here, so that --help and wrong usage do not wait for JAX.
     from training.bundle_output import BundleOutput
-    from training.calibrate.expert_widths import ExpertWidthsRecipe, quantize_experts
+    from training.calibrate.expert_widths import (
+        ExpertWidthsRecipe,
+        WidthTarget,
+        dry_run_experts,
+        quantize_experts,
+    )
+    from training.loop.parallel import MeshShape
 
+    target = WidthTarget(most_loss=max_loss, uniform=int(expert_bits or 0))
+    set_devices(devices or 1)
+    shape = MeshShape.parse(mesh or "data=1")
+    # As many rows as the mesh divides.
+    divisor, rows = max(shape.data, 1) * shape.fsdp, ExpertWidthsRecipe.batch
+    recipe = ExpertWidthsRecipe(tokens=tokens, batch=-(-rows // divisor) * divisor)
+    if dry_run:
+        click.echo(json.dumps(dry_run_experts(recipe, model, mesh_shape=shape, device=dry_run)))
+        return
     facts = quantize_experts(
-        ExpertWidthsRecipe(tokens=tokens),
+        recipe,
         model,
         BundleOutput(output, weights, name),
         run_dir,
-        most_loss=max_loss,
+        target=target,
         texts=texts,
-        uniform=int(expert_bits or 0),
+        mesh_shape=shape,
     )
     click.echo(json.dumps({"bundle": str(output), **facts}))

@@ -14,6 +14,17 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 
+
+class _PathOrUrl(click.Path):
+    """A path, or a URL as it is: a path would make one slash of two."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if "://" in str(value) else super().convert(value, param, ctx)
+
+
 output_option = click.option(
     "-o",
     "--output",
@@ -50,6 +61,22 @@ tensorboard_option = click.option(
 )
 
 
+profile_option = click.option(
+    "--profile",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Trace steps 3 to 5 with JAX's profiler into DIR, for xprof or TensorBoard.",
+)
+eval_batches_option = click.option(
+    "--eval-batches",
+    "evaluation_batches",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Measure held-out losses on at most N batches, spread over the held-out documents; 0 for all.  "
+    "[default: the recipe's]",
+)
+
+
 def recipe_option(default: str) -> Callable[[Command], Command]:
     """--recipe: parameter `recipe_name`."""
     return click.option(
@@ -68,7 +95,7 @@ def text_option(use: str, default: str) -> Callable[[Command], Command]:
         "--text",
         "texts",
         multiple=True,
-        type=click.Path(path_type=Path),
+        type=_PathOrUrl(),
         metavar="FILE",
         help=f"A UTF-8 text file to {use}; also a folder of .txt files, or a pattern. Repeatable.  "
         f"[default: {default}]",
@@ -87,7 +114,7 @@ def chat_options(command: Command) -> Command:
             "--chat",
             "chats",
             multiple=True,
-            type=click.Path(path_type=Path),
+            type=_PathOrUrl(),
             metavar="FILE",
             help="JSON lines with messages, or prompt and completion, to learn the answers of: a file, a "
             "folder or a pattern. Repeatable.  [default: the recipe's sources]",
@@ -97,12 +124,15 @@ def chat_options(command: Command) -> Command:
     return command
 
 
-def given_sources(texts: Sequence[Path], chats: Sequence[Path], skip_bad: bool) -> "tuple[Source, ...]":
+def given_sources(
+    texts: Sequence[Path | str], chats: Sequence[Path | str], skip_bad: bool
+) -> "tuple[Source, ...]":
     """The sources that --text, --chat and --skip-bad name; none keeps the recipe's."""
+    from training.data.remote_files import source_name
     from training.data.sources import Source
 
-    plain = (Source(text=str(path.absolute())) for path in texts)
-    talks = (Source(chat=str(path.absolute()), skip_bad=skip_bad) for path in chats)
+    plain = (Source(text=source_name(path)) for path in texts)
+    talks = (Source(chat=source_name(path), skip_bad=skip_bad) for path in chats)
     return (*plain, *talks)
 
 
@@ -132,22 +162,59 @@ def weights_option(of: str, default: str = "the checkpoint's own") -> Callable[[
 
 def device_options(command: Command) -> Command:
     """--mesh and --cpu-devices: parameters `mesh` and `devices`."""
-    for option in (
-        click.option(
-            "--cpu-devices",
-            "devices",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Make N JAX devices of this machine's CPU.  [default: one per core]",
-        ),
-        click.option(
-            "--mesh",
-            metavar="AXIS=N,...",
-            help="Devices per axis, such as data=2,fsdp=2,tensor=2.  [default: all along data]",
-        ),
-    ):
-        command = option(command)
-    return command
+    return _device_options("all along data", "one per core")(command)
+
+
+def calibration_device_options(command: Command) -> Command:
+    """`device_options` of commands that run on one device if nothing else is asked for."""
+    return _device_options("one device", "1")(command)
+
+
+def _device_options(mesh: str, devices: str) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for option in (
+            click.option(
+                "--cpu-devices",
+                "devices",
+                type=click.IntRange(min=1),
+                metavar="N",
+                help=f"Make N JAX devices of this machine's CPU.  [default: {devices}]",
+            ),
+            click.option(
+                "--mesh",
+                metavar="AXIS=N,...",
+                help=f"Devices per axis, such as data=2,fsdp=2,tensor=2.  [default: {mesh}]",
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def one_device_option(reason: str) -> Callable[[Command], Command]:
+    """--mesh of a command that takes one device alone: every other mesh is refused with the reason."""
+
+    def check(context: click.Context, option: click.Parameter, mesh: str | None) -> None:
+        del option
+        if mesh is None:
+            return
+        from jaxllm.errors import ConfigError
+        from training.loop.parallel import MeshShape
+
+        shape = MeshShape.parse(mesh)
+        if max(shape.data, 1) * shape.fsdp * shape.tensor > 1:
+            raise ConfigError(
+                f"{context.info_name} takes one device, not --mesh {mesh}: {reason}; leave it out"
+            )
+
+    return click.option(
+        "--mesh",
+        metavar="AXIS=N,...",
+        callback=check,
+        expose_value=False,
+        help=f"One device alone (data=1): {reason}.",
+    )
 
 
 def process_options(command: Command) -> Command:
@@ -176,8 +243,9 @@ dry_run_option = click.option(
     "--dry-run",
     "dry_run",
     metavar="DEVICE",
-    help="Train nothing: compile the step and print memory per device and time per step on DEVICE, such as "
-    "H100, as a JSON object. With --cpu-devices N and --mesh, N CPU devices stand for them.",
+    help="Train nothing: compile the step, or that of each stage, and print memory per device and time per "
+    "step on DEVICE, such as H100, as a JSON object. With --cpu-devices N and --mesh, N CPU devices stand "
+    "for them.",
 )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import TaskExample, text_field
 from training.data.documents import Document, Message, chat_document, conversation_document, text_document
+from training.data.remote_files import RemoteFile, open_text
 
 ROLES = ("system", "user", "assistant")
 _GLOB = frozenset("*?[")
@@ -46,7 +47,7 @@ def source_files(path: Path, suffixes: Sequence[str]) -> list[Path]:
     return [path]
 
 
-def read_chats(path: Path, on_bad: OnBad | None = None) -> Iterator[Document]:
+def read_chats(path: Path | RemoteFile, on_bad: OnBad | None = None) -> Iterator[Document]:
     """The documents of a file of JSON lines (see the module docstring); blank lines are none.
 
     Args:
@@ -57,7 +58,7 @@ def read_chats(path: Path, on_bad: OnBad | None = None) -> Iterator[Document]:
       ConfigError: the file cannot be read as UTF-8; or a line is malformed: the message has its number.
     """
     try:
-        with Path(path).open(encoding="utf-8") as file:
+        with open_text(path) as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue

@@ -29,6 +29,7 @@ from training.data.documents import (
     text_document,
 )
 from training.data.encoders import Encoder
+from training.data.remote_files import is_remote, remote_files
 from training.data.shortened_prompts import shortened_document
 from training.data.sources import Source
 
@@ -223,13 +224,18 @@ def _source_documents(source: Source, data: Path | None, on_bad: OnBad) -> Itera
         for example in find_task(source.task).read(_root(source, data), "train"):
             yield chat_document(example)
         return
-    path = Path(source.text or source.stories or source.chat)
-    path = path if path.is_absolute() else _root(source, data) / path
+    named = source.text or source.stories or source.chat
+    suffixes = _CHAT_SUFFIXES if source.chat else _TEXT_SUFFIXES
+    if is_remote(named):
+        files = remote_files(named, suffixes)
+    else:
+        path = Path(named)
+        files = source_files(path if path.is_absolute() else _root(source, data) / path, suffixes)
     if source.chat:
-        for file in source_files(path, _CHAT_SUFFIXES):
+        for file in files:
             yield from read_chats(file, on_bad if source.skip_bad else None)
         return
-    for file in source_files(path, _TEXT_SUFFIXES):
+    for file in files:
         for text in read_texts(file):
             if source.text:
                 yield text_document(text)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import TaskExample
+from training.data.remote_files import RemoteFile, open_text
 from training.data.tokenizer import ASSISTANT, END_OF_TEXT, END_OF_TURN, SYSTEM, USER
 
 # Role and content.
@@ -95,7 +96,7 @@ def conversation_document(messages: tuple[Message, ...], answer: str, origin: st
     return Document(pieces, len(prompt), origin=origin, messages=messages, answer=answer)
 
 
-def read_texts(path: Path) -> Iterator[str]:
+def read_texts(path: Path | RemoteFile | str) -> Iterator[str]:
     """The texts of a UTF-8 file, in order, stripped, without empty ones, read as it goes.
 
     A file that holds `<|endoftext|>` is split there; any other at its blank lines, so one without
@@ -105,7 +106,7 @@ def read_texts(path: Path) -> Iterator[str]:
       ConfigError: the file cannot be read as UTF-8.
     """
     try:
-        with Path(path).open(encoding="utf-8") as file:
+        with open_text(path) as file:
             marked = any(END_OF_TEXT in part for part in _overlapping(file.read))
             file.seek(0)
             yield from _marked_texts(file.read) if marked else _paragraphs(file)

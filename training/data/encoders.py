@@ -1,9 +1,10 @@
 """Encodes documents as token ids: by a tokenizer trained here, or by any model's with its chat template."""
 
+import dataclasses
 import datetime
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import tokenizers
@@ -11,7 +12,7 @@ import tokenizers
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.marked_text import MarkedText
-from jaxllm.text.prompts import encode_prompt, end_of_turn_id, prompt_text
+from jaxllm.text.prompts import end_of_turn_id, prompt_text
 from jaxllm.text.tokenizer import Tokenizer
 from training.data.documents import Document, Special
 from training.data.tokenizer import token_id
@@ -104,27 +105,46 @@ class ModelEncoder:
 
     def encode(self, documents: Sequence[Document]) -> list[tuple[list[int], int]]:
         """See `Encoder`."""
-        return [self._one(document) for document in documents]
+        parts = [self._parts(each) for each in documents]
+        # All texts of a kind at once, which the tokenizer's threads share.
+        ids: dict[bool, Iterator[list[int]]] = {}
+        for special in (True, False):
+            texts = [text for each in parts for text, added in each.texts if added == special]
+            ids[special] = iter(self._tokenizer.encode_many(texts, add_special_tokens=special))
+        return [self._joined(each, [next(ids[added]) for _, added in each.texts]) for each in parts]
 
-    def _one(self, document: Document) -> tuple[list[int], int]:
-        example = document.example
+    def _joined(self, parts: "_Parts", ids: list[list[int]]) -> tuple[list[int], int]:
+        if not parts.prompt:
+            return [*ids[0], parts.end], 0
+        prompt, answer = ids
+        if not prompt:
+            raise ConfigError(f"a question without a token: {parts.texts[0][0].text!r:.200}")
+        return [*prompt, *answer, parts.end], len(prompt)
+
+    def _parts(self, document: Document) -> "_Parts":
+        example, content = document.example, MarkedText.of_content
         if document.messages:
-            messages = [{"role": role, "content": content} for role, content in document.messages]
-            text = self._tokenizer.chat_text(messages, now=_NOW)
-            prompt = self._tokenizer.encode(text, add_special_tokens=False)
-            answer = self._tokenizer.encode(document.answer, add_special_tokens=False, special=False)
-            return [*prompt, *answer, self._end_of_turn], len(prompt)
+            messages = [{"role": role, "content": text} for role, text in document.messages]
+            prompt = self._tokenizer.chat_text(messages, now=_NOW)
+            return _Parts(((prompt, False), (content(document.answer), False)), True, self._end_of_turn)
         if example is None:
-            ids = self._tokenizer.encode("".join(document.texts), special=False)
-            return [*ids, self._end_of_text], 0
-        prompt = self._prompt(example)
-        answer = self._tokenizer.encode(example.answer, add_special_tokens=False, special=False)
+            return _Parts(((content("".join(document.texts)), True),), False, self._end_of_text)
         end = self._end_of_turn if example.form == "chat" else self._end_of_text
-        return [*prompt, *answer, end], len(prompt)
+        return _Parts((self._prompt(example), (content(example.answer), False)), True, end)
 
-    def _prompt(self, example: TaskExample) -> list[int]:
+    def _prompt(self, example: TaskExample) -> tuple[MarkedText, bool]:
         text, special = prompt_text(self._tokenizer, example, now=_NOW)
         if example.form == "text":
             # A user may spell special tokens in a text to continue; a corpus may not.
             text = MarkedText.of_content(text.text)
-        return encode_prompt(self._tokenizer, text, special)
+        return text, special
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """A document as texts to encode, each with whether special tokens are added, whether the first is a
+    prompt, and the token after them."""
+
+    texts: tuple[tuple[MarkedText, bool], ...]
+    prompt: bool
+    end: int

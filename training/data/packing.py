@@ -12,8 +12,9 @@ epoch draws every source as often as its `repeats` says, packs anew and visits t
 import bisect
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import flax.struct
 import numpy as np
@@ -22,7 +23,12 @@ from jaxllm.errors import ConfigError
 from training.data.corpus import Corpus, TokenizedDocuments
 from training.data.encoders import Encoder
 from training.data.sources import Source
+from training.data.windows import WindowRows
 from training.settings import TrainSettings
+
+# How training rows are made: packed documents, or windows by grain.
+Loader = Literal["packed", "grain"]
+LOADERS = ("packed", "grain")
 
 
 @flax.struct.dataclass
@@ -100,23 +106,74 @@ class PackedBatches:
         return fill_row(self.documents, parts, self.row_tokens, self.mixture)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class WindowBatches:
+    """The batches of a run, by step, of windows of the token files; see `training.data.windows`."""
+
+    rows: WindowRows
+    batch: int
+
+    @property
+    def documents(self) -> TokenizedDocuments:
+        """What windows are of."""
+        return self.rows.documents
+
+    @property
+    def mixture(self) -> tuple[Source, ...]:
+        """The sources, by number."""
+        return self.rows.mixture
+
+    @property
+    def row_tokens(self) -> int:
+        """T."""
+        return self.rows.row_tokens
+
+    def batch_at(self, step: int) -> Batch:
+        """The batch of step `step` (from 0)."""
+        rows = [self.rows.row(number) for number in range(step * self.batch, (step + 1) * self.batch)]
+        return Batch(*(np.stack(each) for each in zip(*rows, strict=True)))
+
+    def epoch(self, number: int) -> range:
+        """The numbers of an epoch's rows."""
+        return range(number * self.rows.count, (number + 1) * self.rows.count)
+
+    def epochs_at(self, step: int) -> float:
+        """Passes over the mixture after `step` steps."""
+        return step * self.batch / self.rows.count
+
+
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """A run's tokens: the training batches by step, and the held-out documents."""
+    """A run's tokens: the training batches by step, and the held-out documents, of which losses are measured
+    on `most_batches` at most, or on all if that is 0."""
 
-    train: PackedBatches
+    train: PackedBatches | WindowBatches
     held_out: TokenizedDocuments
+    most_batches: int = 0
 
     @classmethod
-    def of(cls, corpus: Corpus, encoder: Encoder, settings: TrainSettings, folder: Path) -> "Splits":
+    def of(
+        cls,
+        corpus: Corpus,
+        encoder: Encoder,
+        settings: TrainSettings,
+        folder: Path,
+        *,
+        loader: Loader = "packed",
+    ) -> "Splits":
         """Reads both splits' tokens from `folder`, or writes them there first.
 
         Raises:
-          ConfigError: there are too few to train on.
+          ConfigError: there are too few to train on, or what the loader needs is not installed.
         """
         train, held_out = (corpus.tokenized(encoder, split, folder) for split in ("train", "held_out"))
         shape = settings.row_tokens, settings.batch
-        return cls(PackedBatches(train, corpus.sources, *shape, settings.seed), held_out)
+        if loader == "grain":
+            rows = WindowRows(train, corpus.sources, settings.row_tokens, settings.seed)
+            batches = WindowBatches(rows, settings.batch)
+        else:
+            batches = PackedBatches(train, corpus.sources, *shape, settings.seed)
+        return cls(batches, held_out, settings.evaluation_batches)
 
     @property
     def source_names(self) -> list[str]:
@@ -124,9 +181,9 @@ class Splits:
         return [source.name for source in self.train.mixture]
 
     def held_out_batches(self) -> Iterator[Batch]:
-        """All held-out documents, weighted as in training."""
+        """The held-out documents that losses are measured on, weighted as in training."""
         shape = self.train.row_tokens, self.train.batch
-        return evaluation_batches(self.held_out, *shape, self.train.mixture)
+        return spread(evaluation_batches(self.held_out, *shape, self.train.mixture), self.most_batches)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -226,15 +283,57 @@ def fill_row(
     return tokens, targets, starts, weights, sources
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class EvaluationBatches(Sequence[Batch]):
+    """Batches in which every token but each document's first is a target exactly once, filled as they are
+    asked for.
+
+    Attributes:
+      documents, mixture, row_tokens: see `PackedBatches`.
+      parts: `[parts, 3]`, see `cut`.
+      rows: of each batch and row, places in `parts`.
+    """
+
+    documents: TokenizedDocuments
+    mixture: tuple[Source, ...]
+    row_tokens: int
+    parts: np.ndarray
+    rows: tuple[tuple[list[int], ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return dataclasses.replace(self, rows=self.rows[number])
+        filled = [
+            fill_row(self.documents, self.parts[row], self.row_tokens, self.mixture)
+            for row in self.rows[number]
+        ]
+        return Batch(*(np.stack(each) for each in zip(*filled, strict=True)))
+
+
 def evaluation_batches(
     documents: TokenizedDocuments, row_tokens: int, batch: int, mixture: Sequence[Source] = ()
-) -> Iterator[Batch]:
-    """Batches in which every token but each document's first is a target exactly once."""
+) -> EvaluationBatches:
+    """The batches of documents for a loss."""
     parts = cut(documents.lengths, np.arange(len(documents)), row_tokens)
     rows = best_fit(parts[:, 2] - parts[:, 1] - 1, row_tokens)
-    nothing = np.zeros((0, 3), np.int64)
-    for first in range(0, len(rows), batch):
-        members = [parts[row] for row in rows[first : first + batch]]
-        members += [nothing] * (batch - len(members))
-        filled = [fill_row(documents, each, row_tokens, mixture) for each in members]
-        yield Batch(*(np.stack(each) for each in zip(*filled, strict=True)))
+    # Rows without documents fill the last batch.
+    rows += [[]] * (-len(rows) % batch)
+    grouped = tuple(tuple(rows[first : first + batch]) for first in range(0, len(rows), batch))
+    return EvaluationBatches(documents, tuple(mixture), row_tokens, parts, grouped)
+
+
+def spread(batches: Iterable[Any], most: int) -> Iterator[Any]:
+    """At most so many batches, at equal distances in their order; 0 for all.
+
+    Rows are packed longest first, so that the first ones alone would be of long documents.
+    """
+    if not most:
+        yield from batches
+        return
+    every = batches if isinstance(batches, Sequence) else list(batches)
+    count = min(most, len(every))
+    # The middle of each of `count` equal parts.
+    yield from (every[(2 * number + 1) * len(every) // (2 * count)] for number in range(count))

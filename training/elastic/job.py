@@ -27,6 +27,7 @@ from training.elastic.levels import (
     level_counts,
     used_experts,
 )
+from training.loop.hardware import step_flops_per_token
 from training.loop.losses import Outputs, distillation_losses, divergences, next_token_losses, outputs_of
 from training.loop.trainer import Job
 from training.lora.job import lora_job
@@ -93,8 +94,12 @@ def joint_job(
         )
         return each.mean(0), jnp.zeros(())
 
+    # The whole model, and one level or two; units that a level does not use are computed all the same. The
+    # original's forward pass is a third of a step.
+    runs = 1 + min(count, 2) + (0 if original is None else 1 / 3)
+    flops = step_flops_per_token(cfg, settings.row_tokens) * runs
     beside = {} if original is None else {"frozen": dict(original), "frozen_cfg": cfg}
-    return Job(dict(params), losses, drawn_losses=drawn_losses, cfg=cfg, **beside)
+    return Job(dict(params), losses, drawn_losses=drawn_losses, cfg=cfg, flops_per_token=flops, **beside)
 
 
 def level_job(

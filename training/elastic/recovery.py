@@ -29,6 +29,7 @@ from training.elastic.job import divergence_job, joint_job, level_job
 from training.elastic.levels import adapter_of_level, cut_adapter, level_counts
 from training.elastic.recipe import ElasticRecipe
 from training.loop.fitting import fit
+from training.loop.monitoring import Monitoring
 from training.loop.placing import laid_out, one_by_one
 from training.loop.run_files import wait_for_first
 from training.loop.trainer import Trainer
@@ -43,7 +44,7 @@ _HALVINGS = 8
 
 @dataclasses.dataclass(frozen=True)
 class ElasticRun:
-    """What all stages of a run share."""
+    """What all stages of a run share; `profile` is a folder for a trace of the first that trains."""
 
     cfg: ModelConfig
     recipe: ElasticRecipe
@@ -51,6 +52,7 @@ class ElasticRun:
     folder: Path
     mesh: Mesh
     console: Console
+    profile: Path | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -108,7 +110,7 @@ def train_together(run: ElasticRun, tensors: Tensors, ladder: Ladder) -> tuple[T
     trainer = Trainer(job, recipe, run.mesh)
     best = fit(
         trainer, splits.train.batch_at, splits.held_out_batches, run.folder / "joint", console,
-        splits.source_names,
+        splits.source_names, profile=run.profile,
     )  # fmt: skip
     if before is None:
         return (lambda: one_by_one(best.params, cfg)), {}
@@ -178,6 +180,7 @@ def recover_levels(run: ElasticRun, served: Params, ladder: Ladder) -> Iterator[
     cfg, recipe, splits = run.cfg, run.recipe, run.splits
     adapters = recipe.recovery == "lora"
     whole = Trainer(level_job(cfg, served, ladder, recipe, adapters=adapters), recipe, run.mesh)
+    first = ladder.levels[0]
     for level in ladder.levels:
         part = sub_config(cfg, ladder, level)
         share = layer_parameters(part) / layer_parameters(cfg)
@@ -188,7 +191,8 @@ def recover_levels(run: ElasticRun, served: Params, ladder: Ladder) -> Iterator[
             loss, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
             yield level, RecoveredLevel(None, {"share": share, "held_out": loss})
             continue
-        fitted = fit_adapter(trainer, splits, run.folder / "levels" / str(level), run.console)
+        monitoring = Monitoring(console=run.console, profile=run.profile if level == first else None)
+        fitted = fit_adapter(trainer, splits, run.folder / "levels" / str(level), monitoring)
         adapter = cut_adapter(part, fitted.adapter)
         facts = {
             "share": share,

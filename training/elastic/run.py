@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from jaxllm.bundle import write_bundle
 from jaxllm.bundle.elastic import Recovery, elastic_parts
@@ -42,6 +41,7 @@ from training.elastic.recovery import (
 )
 from training.loop.fitting import fitted_to_window
 from training.loop.frozen_model import FrozenModel
+from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape, make_mesh
 from training.loop.placing import laid_out, placed
 from training.loop.run_files import claimed, wait_for_first, write_json
@@ -60,7 +60,7 @@ def elasticize(
     data: Path | None = None,
     tiny_lm: TinyLmRun | None = None,
     mesh_shape: MeshShape | None = None,
-    console: Console | None = None,
+    monitoring: Monitoring | None = None,
 ) -> dict[str, Any]:
     """Makes an elastic bundle, or resumes the run in `run_dir`.
 
@@ -72,7 +72,7 @@ def elasticize(
       data: the folder that the recipe's sources are in.
       tiny_lm: the training of the bundle's tiny LM; None makes a bundle without one.
       mesh_shape: devices; all of them along `data` by default.
-      console: where progress goes; the terminal's error stream by default.
+      monitoring: where progress goes; the terminal's error stream by default.
 
     Returns:
       The summary: anchors, and for each level its share of parameters and held-out losses, in nats per token.
@@ -82,7 +82,8 @@ def elasticize(
       CheckpointError: the model or the encoder cannot be read.
     """
     run_dir, first = Path(run_dir), jax.process_index() == 0
-    console = (console or Console(stderr=True)) if first else Console(quiet=True)
+    monitoring = monitoring or Monitoring()
+    console = monitoring.own_console()
     model = Path(model)
     if not model.is_dir():
         raise CheckpointError(f"{model} is no Hugging Face folder; units are ordered before a bundle is made")
@@ -112,11 +113,11 @@ def elasticize(
     encoder, splits = ModelEncoder(frozen.tokenizer), None
     if first:
         with claimed(run_dir, recipe, **identity):
-            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
     wait_for_first("tokens")
-    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
 
-    run = ElasticRun(cfg, recipe, splits, run_dir, mesh, console)
+    run = ElasticRun(cfg, recipe, splits, run_dir, mesh, console, monitoring.profile)
     importance = importance_of(run, frozen.params)
     tokenizer, name = frozen.tokenizer, frozen.name
     # Read again in order, instead of moved: there is then one copy, wherever it is.

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import param_specs
-from jaxllm.models.scanned_layers import stacked
+from jaxllm.models.scanned_layers import Remat, stacked
 from training.data.packing import Batch
 from training.loop.hardware import DEVICES, Device, known_device
 from training.loop.parallel import ROWS, shardings_of
@@ -63,9 +63,7 @@ class Estimate:
         return f"a step needs {needed:.1f} GiB per device and {self.device} has {there:.1f}: take {change}"
 
 
-def estimate(
-    job: Job, settings: TrainSettings, mesh: jax.sharding.Mesh, *, frozen: Any, device: str
-) -> Estimate:
+def estimate(job: Job, settings: TrainSettings, mesh: Mesh, *, frozen: Any, device: str) -> Estimate:
     """Compiles a job's step by shapes alone, and reads its analysis.
 
     Args:
@@ -73,32 +71,46 @@ def estimate(
       settings: of the run.
       mesh: the devices.
       frozen: shapes of the frozen arrays, or None.
-      device: the beginning of a device's name in `DEVICES`, or "" for this process's own.
+      device: a part of a device's name in `DEVICES`, or "" for this process's own.
 
     Raises:
       ConfigError: the device is not known.
     """
-    name, figures = _device(device)
+    # So that an unknown device is refused before anything is compiled.
+    known_figures(device)
     trainer = Trainer(
         dataclasses.replace(job, frozen=None, frozen_cfg=None), settings, mesh, stack=job.cfg is not None
     )
-    placed = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        frozen,
-        shardings_of(frozen, mesh),
-    )
-    rows = NamedSharding(mesh, PartitionSpec(None, *ROWS))
-    shape = (settings.accumulate, settings.batch // settings.accumulate, settings.row_tokens)
-    kinds = (jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32)
-    shapes: Any = (jax.ShapeDtypeStruct(shape, kind, sharding=rows) for kind in kinds)
-    memory: Any = trainer.lower(placed, Batch(*shapes)).compile().memory_analysis()
+    parts = settings.accumulate
+    batch = batch_shapes(parts, settings.batch // parts, settings.row_tokens, mesh)
+    compiled = trainer.lower(placed_shapes(frozen, mesh), batch).compile()
+    flops = (job.flops_per_token or 0.0) * settings.batch * settings.row_tokens
+    # A forward pass of the three that a step costs, of two over frozen weights.
+    forward = 1 / 3 if frozen is None else 1 / 2
+    flops *= 1 + recomputed_share(settings.remat, forward)
+    return estimate_of(compiled, mesh, device=device, step_flops=flops, steps=settings.steps)
+
+
+def estimate_of(
+    compiled: jax.stages.Compiled, mesh: Mesh, *, device: str, step_flops: float, steps: int
+) -> Estimate:
+    """Reads the analysis of a compiled step.
+
+    Args:
+      compiled: the step.
+      mesh: its devices.
+      device: see `estimate`.
+      step_flops: operations of a step on all devices, with what is computed again.
+      steps: of the run.
+
+    Raises:
+      ConfigError: the device is not known.
+    """
+    name, figures = known_figures(device)
+    memory: Any = compiled.memory_analysis()
     kept = memory.argument_size_in_bytes
     returned = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    flops = (job.flops_per_token or 0.0) * settings.batch * settings.row_tokens
-    # What is computed again takes time: a forward pass of the three that a step costs, of two over frozen
-    # weights.
-    again = {"none": 0.0, "dots": 0.1, "full": 1 / 3 if frozen is None else 1 / 2}[settings.remat]
-    step_s = flops * (1 + again) / (figures.flops * ASSUMED_UTILIZATION * mesh.size)
+    step_s = step_flops / (figures.flops * ASSUMED_UTILIZATION * mesh.size)
     return Estimate(
         device=name,
         devices=mesh.size,
@@ -107,12 +119,44 @@ def estimate(
         memory_bytes=kept + memory.temp_size_in_bytes + max(returned, 0),
         device_memory_bytes=int(figures.memory_bytes),
         step_s=step_s,
-        device_hours=step_s * settings.steps * mesh.size / 3600,
+        device_hours=step_s * steps * mesh.size / 3600,
     )
 
 
-def frozen_shapes(cfg: ModelConfig, weights: str) -> Mapping[str, Any]:
-    """Shapes of a model's frozen parameters, equal layers in stacks.
+def recomputed_share(remat: Remat, forward: float) -> float:
+    """What is computed again in the backward pass, as a share of a step of which the forward pass is a share
+    `forward`."""
+    return {"none": 0.0, "dots": 0.3 * forward, "full": forward}[remat]
+
+
+def batch_shapes(parts: int, rows: int, row_tokens: int, mesh: Mesh) -> Batch:
+    """Shapes `[parts, B / parts, T]` of a batch on a mesh."""
+    sharding = NamedSharding(mesh, PartitionSpec(None, *ROWS))
+    kinds = (jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32)
+    shapes: Any = (jax.ShapeDtypeStruct((parts, rows, row_tokens), kind, sharding=sharding) for kind in kinds)
+    return Batch(*shapes)
+
+
+def rows_shapes(rows: int, row_tokens: int, mesh: Mesh) -> Batch:
+    """Shapes `[B, T]` of a batch on a mesh, of steps that take it as a whole."""
+    sharding = NamedSharding(mesh, ROWS)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding),
+        batch_shapes(1, rows, row_tokens, mesh),
+    )
+
+
+def placed_shapes(shapes: Any, mesh: Mesh) -> Any:
+    """Shapes of parameters with their shardings on a mesh."""
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        shardings_of(shapes, mesh),
+    )
+
+
+def frozen_shapes(cfg: ModelConfig, weights: str, *, stack: bool = True) -> Mapping[str, Any]:
+    """Shapes of a model's parameters, with `stack` equal layers in stacks.
 
     Raises:
       ConfigError: the weights are quantized.
@@ -121,12 +165,21 @@ def frozen_shapes(cfg: ModelConfig, weights: str) -> Mapping[str, Any]:
     if weights not in types:
         raise ConfigError(f"a dry run knows frozen weights of {' and '.join(types)}, not {weights}")
     specs = param_specs(cfg)
-    return jax.eval_shape(
-        lambda: stacked({name: jnp.zeros(spec.shape, types[weights]) for name, spec in specs.items()}, cfg)
-    )
+
+    def params() -> dict[str, Any]:
+        own = {name: jnp.zeros(spec.shape, types[weights]) for name, spec in specs.items()}
+        return stacked(own, cfg) if stack else own
+
+    return jax.eval_shape(params)
 
 
-def _device(name: str) -> tuple[str, Device]:
+def known_figures(name: str) -> tuple[str, Device]:
+    """The name and the figures of a device of `DEVICES` by a part of its name, or of this process's
+    own.
+
+    Raises:
+      ConfigError: the device is not known.
+    """
     kind = name or jax.devices()[0].device_kind
     found = next((each for each in DEVICES if name and name.lower() in each.lower()), "")
     figures = DEVICES.get(found) or known_device(kind)

@@ -42,6 +42,7 @@ def fit(
     sources: Sequence[str],
     *,
     tensorboard: bool = False,
+    profile: Path | None = None,
 ) -> Fitted:
     """Trains to the last step, or resumes from the checkpoints in `folder`.
 
@@ -52,15 +53,17 @@ def fit(
       console: where progress goes.
       sources: names of the batches' sources, by number.
       tensorboard: also write TensorBoard's events.
+      profile: a folder for a trace of a few steps, see `StepTrace`.
 
     Raises:
+      ConfigError: no step is left to trace.
       JaxllmError: the loss is no longer finite.
       CheckpointError: a checkpoint cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     metrics = folder if jax.process_index() == 0 else None
     with Log(metrics, trainer.settings.steps, console, sources, tensorboard=tensorboard) as log:
-        train(trainer, batch_at, held_out, folder / CHECKPOINTS, log)
+        train(trainer, batch_at, held_out, folder / CHECKPOINTS, log, profile=profile)
     best, step, loss = read_best(folder / CHECKPOINTS, trainer.abstract())
     return Fitted(best.params, step, loss)
 

@@ -18,7 +18,7 @@ from jaxllm.prepare import prepare
 from jaxllm.text.tokenizer import Tokenizer
 from training.data.digests import digesting, model_digest
 from training.loop.parallel import require_divisible
-from training.loop.placing import laid_out
+from training.loop.placing import laid_out, placed
 
 # Formats that are read tensor by tensor onto devices.
 _DENSE: dict[WeightFormat, str] = {"f32": "float32", "bf16": "bfloat16"}
@@ -38,11 +38,13 @@ class FrozenModel:
     digest: str = ""
 
     @classmethod
-    def read_onto(cls, mesh: Mesh, model: Path, weights: WeightFormat | None = None) -> "FrozenModel":
+    def read_onto(
+        cls, mesh: Mesh, model: Path, weights: WeightFormat | None = None, *, stack: bool = True
+    ) -> "FrozenModel":
         """Reads a model onto the devices of a mesh, as `read` does.
 
         Of a folder at `f32` or `bf16` the host holds one tensor at a time, and each device its shards alone;
-        off CPUs equal layers are stacked.
+        off CPUs equal layers are stacked if `stack`.
 
         Raises:
           CheckpointError, ConfigError: see `read`.
@@ -54,7 +56,8 @@ class FrozenModel:
         require_divisible(cfg, mesh)
         digests: dict[str, str] = {}
         dtype = jnp.dtype(_DENSE[weights or "f32"])
-        params: Params = laid_out(digesting(huggingface.read_params(model, cfg), digests), cfg, mesh, dtype)
+        tensors = digesting(huggingface.read_params(model, cfg), digests)
+        params: Params = laid_out(tensors, cfg, mesh, dtype) if stack else placed(tensors, mesh, dtype)
         digest = model_digest({"model": cfg, "tensors": digests, "dtype": dtype.name})
         return cls(cfg, params, tokenizer, model.resolve().name, digest)
 

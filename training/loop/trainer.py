@@ -24,8 +24,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.config import ModelConfig
 from jaxllm.errors import JaxllmError
 from jaxllm.models.scanned_layers import stacked, unstacked
+from training.data.packing import spread
 from training.loop.checkpoints import Checkpoints, Params, TrainState
 from training.loop.hardware import peak_memory_bytes, utilization
+from training.loop.monitoring import StepTrace
 from training.loop.optimizer import learning_rate, make_optimizer
 from training.loop.parallel import gathered, place_rows, require_divisible, shardings_of, stacks_layers
 from training.loop.placing import placed, put, stacked_on
@@ -282,33 +284,40 @@ def train(
     held_out: Callable[[], Iterable[Batch]],
     folder: Path,
     report: Callable[[Progress], None],
+    *,
+    profile: Path | None = None,
 ) -> TrainState:
     """Trains to the last step, from the newest checkpoint in `folder` if there is one.
 
     Args:
       trainer: what is trained, how and on which devices.
       batch_at: the batch of a step (from 0), a pure function of the step.
-      held_out: the batches whose loss picks the best checkpoint.
+      held_out: the batches whose loss picks the best checkpoint; at most `evaluation_batches` of them count.
       folder: of the checkpoints.
       report: called every `log_steps` steps and at each checkpoint; what it raises ends the run.
+      profile: a folder for a trace of a few steps, see `StepTrace`.
 
     Returns:
       The state after the last step; that of the newest checkpoint if it is at that step or beyond.
 
     Raises:
       JaxllmError: the loss is no longer finite.
+      ConfigError: no step is left to trace.
       Preempted: the process got SIGTERM; a checkpoint is saved.
       CheckpointError: the newest checkpoint cannot be read.
     """
     settings = trainer.settings
     schedule = learning_rate(settings)
-    with Checkpoints(folder) as checkpoints, Preemption() as preemption:
+    with Checkpoints(folder) as checkpoints, Preemption() as preemption, StepTrace(profile) as trace:
         done = checkpoints.latest()
+        trace.expect(settings.steps - (done or 0))
         state = trainer.initial() if done is None else checkpoints.restore(done, trainer.abstract())
         measured: list[tuple[jax.Array, ...]] = []
         started, compiled_s = time.perf_counter(), trainer.compile_s
         for step in range((done or 0) + 1, settings.steps + 1):
-            state, measures = trainer.step(state, batch_at(step - 1))
+            with trace.step(step):
+                state, measures = trainer.step(state, batch_at(step - 1))
+            trace.finish(state)
             measured.append(measures)
             save = step % settings.checkpoint_steps == 0 or step == settings.steps
             stop = preemption.asked(step) and step < settings.steps
@@ -326,7 +335,10 @@ def train(
                     f"the loss is {mean} at step {step}: lower peak_learning_rate or clip_norm and "
                     "start again in a new run folder"
                 )
-            held_out_loss, by_source = trainer.evaluate(state.params, held_out()) if save else (None, {})
+            held_out_loss, by_source = None, {}
+            if save:
+                some = spread(held_out(), settings.evaluation_batches)
+                held_out_loss, by_source = trainer.evaluate(state.params, some)
             if held_out_loss is not None:
                 checkpoints.save(state, held_out_loss)
             report(

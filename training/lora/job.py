@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.lora import adapt, adapted_parameters, init_adapter
@@ -15,6 +14,7 @@ from training.data.packing import Batch, Splits
 from training.loop.fitting import fit
 from training.loop.hardware import step_flops_per_token
 from training.loop.losses import next_token_losses, outputs_of
+from training.loop.monitoring import Monitoring
 from training.loop.trainer import Job, Trainer
 from training.lora.recipe import LoraRecipe
 
@@ -46,22 +46,19 @@ class FittedAdapter:
     without: float
 
 
-def fit_adapter(
-    trainer: Trainer, splits: Splits, folder: Path, console: Console, *, tensorboard: bool = False
-) -> FittedAdapter:
+def fit_adapter(trainer: Trainer, splits: Splits, folder: Path, monitoring: Monitoring) -> FittedAdapter:
     """Trains an adapter, or resumes from the checkpoints in `folder`.
 
     Args:
       trainer: of a `lora_job`.
       splits: the run's tokens.
       folder: of `checkpoints/` and `metrics.jsonl`, made if missing.
-      console: where progress goes.
-      tensorboard: also write TensorBoard's events.
+      monitoring: where progress goes.
     """
     # An untrained adapter changes nothing: this is the loss of the model alone.
     without, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
     best = fit(
-        trainer, splits.train.batch_at, splits.held_out_batches, folder, console, splits.source_names,
-        tensorboard=tensorboard,
+        trainer, splits.train.batch_at, splits.held_out_batches, folder, monitoring.own_console(),
+        splits.source_names, tensorboard=monitoring.tensorboard, profile=monitoring.profile,
     )  # fmt: skip
     return FittedAdapter(trainer.whole(best.params), best.step, best.loss, without)

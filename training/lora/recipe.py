@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.lora import LoraConfig
+from training.data.packing import LOADERS, Loader
 from training.data.sources import Source, read_sources
 from training.recipes.files import PACKAGED, check_keys, load_recipe
 from training.settings import TrainSettings, require_float
@@ -21,11 +22,14 @@ class LoraRecipe(TrainSettings):
       lora: rank, alpha and targets.
       sources: of the training documents.
       held_out_share: share of the documents that picks the best checkpoint and is not trained on.
+      loader: how training rows are made: "packed" documents, or for large corpora windows by "grain" (see
+        `training.data.windows`).
     """
 
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     sources: tuple[Source, ...]
     held_out_share: float = 0.02
+    loader: Loader = "packed"
     # An adapter is small and starts at zero.
     weight_decay: float = 0.0
     warmup_steps: int = 20
@@ -33,6 +37,8 @@ class LoraRecipe(TrainSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_float("held_out_share", self.held_out_share, above=0, below=1)
+        if self.loader not in LOADERS:
+            raise ConfigError(f"loader must be one of {', '.join(LOADERS)}, got {self.loader!r}")
         if not self.sources:
             raise ConfigError("an adapter needs something to learn: give at least one source")
 

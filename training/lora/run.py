@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from jaxllm.bundle import WeightFormat
 from jaxllm.checkpoints import huggingface, peft_folder
@@ -22,6 +21,7 @@ from training.data.packing import Splits
 from training.loop.dry_run import estimate, frozen_shapes
 from training.loop.fitting import fitted_to_window
 from training.loop.frozen_model import FrozenModel
+from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape, make_mesh
 from training.loop.run_files import claimed, wait_for_first, write_json
 from training.loop.trainer import Trainer
@@ -37,8 +37,7 @@ def train_lora(
     data: Path | None = None,
     weights: WeightFormat | None = None,
     mesh_shape: MeshShape | None = None,
-    tensorboard: bool = False,
-    console: Console | None = None,
+    monitoring: Monitoring | None = None,
 ) -> Path:
     """Trains an adapter, or resumes the run in `run_dir`, and writes the best.
 
@@ -49,8 +48,7 @@ def train_lora(
       data: the folder that the recipe's sources are in.
       weights: width of a folder's frozen matrices.
       mesh_shape: devices; all of them along `data` by default.
-      tensorboard: also write TensorBoard's events.
-      console: where progress goes; the terminal's error stream by default.
+      monitoring: where progress goes; the terminal's error stream by default.
 
     Returns:
       The adapter's folder, `run_dir/adapter`.
@@ -60,7 +58,8 @@ def train_lora(
       CheckpointError: the model cannot be read.
     """
     run_dir, first = Path(run_dir), jax.process_index() == 0
-    console = (console or Console(stderr=True)) if first else Console(quiet=True)
+    monitoring = monitoring or Monitoring()
+    console = monitoring.own_console()
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     frozen = FrozenModel.read_onto(mesh, model, weights)
     # Shorter rows are a multiple of as many, which the mesh divides as well.
@@ -72,9 +71,9 @@ def train_lora(
     splits = None
     if first:
         with claimed(run_dir, recipe, **identity):
-            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
     wait_for_first("tokens")
-    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
     trainer = Trainer(job, recipe, mesh)
     training = splits.train.documents
     console.print(
@@ -83,7 +82,7 @@ def train_lora(
         f"{splits.train.epochs_at(recipe.steps):.1f} epochs",
         soft_wrap=True,
     )
-    fitted = fit_adapter(trainer, splits, run_dir, console, tensorboard=tensorboard)
+    fitted = fit_adapter(trainer, splits, run_dir, monitoring)
     summary = {
         "parameters": _size(trainer),
         "best_step": fitted.best_step,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 
 from jaxllm.checkpoints import huggingface, tokenizer_folder
 from jaxllm.errors import ConfigError
@@ -20,6 +19,7 @@ from training.data.encoders import ModelEncoder
 from training.data.packing import Splits
 from training.loop.fitting import fit, fitted_to_window
 from training.loop.frozen_model import FrozenModel
+from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape, make_mesh
 from training.loop.run_files import claimed, wait_for_first, write_json
 from training.loop.trainer import Trainer
@@ -34,8 +34,7 @@ def train_on(
     *,
     data: Path | None = None,
     mesh_shape: MeshShape | None = None,
-    tensorboard: bool = False,
-    console: Console | None = None,
+    monitoring: Monitoring | None = None,
 ) -> Path:
     """Trains all weights of a model, or resumes the run in `run_dir`, and exports the best.
 
@@ -45,8 +44,7 @@ def train_on(
       run_dir: the run's folder, made if missing.
       data: the folder that the recipe's sources are in.
       mesh_shape: devices; all of them along `data` by default.
-      tensorboard: also write TensorBoard's events.
-      console: where progress goes; the terminal's error stream by default.
+      monitoring: where progress goes; the terminal's error stream by default.
 
     Returns:
       The Hugging Face folder, `run_dir/hf`.
@@ -56,7 +54,8 @@ def train_on(
       CheckpointError: the model cannot be read.
     """
     run_dir, first = Path(run_dir), jax.process_index() == 0
-    console = (console or Console(stderr=True)) if first else Console(quiet=True)
+    monitoring = monitoring or Monitoring()
+    console = monitoring.own_console()
     if recipe.teacher_share:
         raise ConfigError("a model that is trained on has no teacher: take a recipe with teacher_share = 0")
     if not recipe.sources:
@@ -73,9 +72,9 @@ def train_on(
     splits = None
     if first:
         with claimed(run_dir, recipe, **identity):
-            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
     wait_for_first("tokens")
-    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
     job = dataclasses.replace(pretrain_job(recipe), init=dict(start.params))
     trainer = Trainer(job, recipe, mesh)
     training = splits.train.documents
@@ -88,7 +87,7 @@ def train_on(
     before, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
     best = fit(
         trainer, splits.train.batch_at, splits.held_out_batches, run_dir, console, splits.source_names,
-        tensorboard=tensorboard,
+        tensorboard=monitoring.tensorboard, profile=monitoring.profile,
     )  # fmt: skip
     whole = trainer.whole(best.params)
     if first:

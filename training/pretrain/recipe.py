@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from training.data.packing import LOADERS, Loader
 from training.data.sources import Source, read_sources
 from training.data.tokenizer import ROLE_TEMPLATE
 from training.recipes.files import PACKAGED, check_keys, load_recipe
@@ -26,6 +27,8 @@ class PretrainRecipe(TrainSettings):
       model: config of the model.
       sources: of the training documents; empty for texts that the command line names.
       held_out_share: share of the documents that picks the best checkpoint and is not trained on.
+      loader: how training rows are made: "packed" documents, or for large corpora windows by "grain" (see
+        `training.data.windows`).
       teacher_share: share of the loss that comes from a teacher's distribution; 0 trains without one.
       balance_weight: weight of the load-balancing loss of models with experts.
       router_z_weight: weight of their routers' z-loss.
@@ -35,6 +38,7 @@ class PretrainRecipe(TrainSettings):
     model: ModelConfig
     sources: tuple[Source, ...] = ()
     held_out_share: float = 0.02
+    loader: Loader = "packed"
     teacher_share: float = 0.0
     balance_weight: float = 0.01
     router_z_weight: float = 0.001
@@ -44,6 +48,8 @@ class PretrainRecipe(TrainSettings):
         super().__post_init__()
         self.require_window(self.model.window_tokens)
         require_float("held_out_share", self.held_out_share, above=0, below=1)
+        if self.loader not in LOADERS:
+            raise ConfigError(f"loader must be one of {', '.join(LOADERS)}, got {self.loader!r}")
         require_float("teacher_share", self.teacher_share, least=0, most=1)
         require_float("balance_weight", self.balance_weight, least=0)
         require_float("router_z_weight", self.router_z_weight, least=0)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from jaxllm.checkpoints import huggingface, tokenizer_folder
@@ -27,11 +26,13 @@ from training.data.corpus import Corpus, TokenizedDocuments, write_tokens
 from training.data.documents import read_texts, text_document
 from training.data.encoders import PieceEncoder
 from training.data.packing import Splits, evaluation_batches
+from training.data.remote_files import source_name
 from training.data.sources import Source
 from training.data.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, ROLE_TEMPLATE, token_id, train_tokenizer
 from training.loop.checkpoints import Params, read_best
 from training.loop.dry_run import estimate
 from training.loop.fitting import fit
+from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape, make_mesh
 from training.loop.run_files import (
     CHECKPOINTS,
@@ -72,8 +73,7 @@ def pretrain(
     tokenizer: Path | None = None,
     teacher: Path | None = None,
     mesh_shape: MeshShape | None = None,
-    tensorboard: bool = False,
-    console: Console | None = None,
+    monitoring: Monitoring | None = None,
 ) -> Path:
     """Trains a model from nothing, or resumes the run in `run_dir`, and exports the best.
 
@@ -84,8 +84,7 @@ def pretrain(
       tokenizer: a `tokenizer.json` of this project to take; None trains one.
       teacher: a Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
       mesh_shape: devices; all of them along `data` by default.
-      tensorboard: also write TensorBoard's events.
-      console: where progress goes; the terminal's error stream by default.
+      monitoring: where progress goes; the terminal's error stream by default.
 
     Returns:
       The Hugging Face folder, `run_dir/hf`.
@@ -95,7 +94,8 @@ def pretrain(
     """
     run_dir, texts = Path(run_dir), texts or PretrainTexts()
     first = jax.process_index() == 0
-    console = (console or Console(stderr=True)) if first else Console(quiet=True)
+    monitoring = monitoring or Monitoring()
+    console = monitoring.own_console()
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     taught = read_teacher(
         teacher, Teacher.read, share=recipe.teacher_share, vocab_size=recipe.model.vocab_size
@@ -106,7 +106,7 @@ def pretrain(
     wait_for_first("tokens")
     vocabulary = _read_tokenizer(run_dir)
     encoder = PieceEncoder(vocabulary)
-    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
     batches, training = splits.train, splits.train.documents
     trainer = Trainer(job, recipe, mesh)
     tokens_per_step = recipe.batch * recipe.row_tokens
@@ -119,7 +119,7 @@ def pretrain(
     )
     best = fit(
         trainer, batches.batch_at, splits.held_out_batches, run_dir, console, splits.source_names,
-        tensorboard=tensorboard,
+        tensorboard=monitoring.tensorboard, profile=monitoring.profile,
     )  # fmt: skip
     params, whole = best.params, trainer.whole(best.params)
     if first:
@@ -226,7 +226,7 @@ def run_recipe(run_dir: Path) -> PretrainRecipe:
 def _sources(recipe: PretrainRecipe, text_paths: Sequence[Path]) -> tuple[Source, ...]:
     if recipe.sources and text_paths:
         raise ConfigError("this recipe names its own sources: give --data and no --text")
-    return recipe.sources or tuple(Source(text=str(Path(path).absolute())) for path in text_paths)
+    return recipe.sources or tuple(Source(text=source_name(path)) for path in text_paths)
 
 
 def _prepare_run(
@@ -240,7 +240,7 @@ def _prepare_run(
             tokenizer = _given_tokenizer(tokenizer_file, recipe.model.vocab_size)
         else:
             tokenizer = train_tokenizer(corpus.training_texts(), recipe.model.vocab_size)
-        splits = Splits.of(corpus, PieceEncoder(tokenizer), recipe, run_dir / "tokens")
+        splits = Splits.of(corpus, PieceEncoder(tokenizer), recipe, run_dir / "tokens", loader=recipe.loader)
         # Last, when sources and recipe have proved to fit.
         write_text(run_dir / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
     return splits

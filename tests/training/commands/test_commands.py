@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from jaxllm.errors import ConfigError
 from serving.cli import cli
 from training.bundle_output import BundleOutput
+from training.calibrate.expert_widths import WidthTarget
 from training.pretrain.run import PretrainTexts
 
 Called = Callable[..., dict[str, Any]]
@@ -47,11 +49,22 @@ def test_quantize_experts(called: Called) -> None:
     seen = called(target, *words)
     recipe, *paths = seen["arguments"]
     assert (recipe.tokens, paths) == (8192, [Path("mixture"), BundleOutput(Path("out")), Path("run")])
-    assert (seen["most_loss"], seen["uniform"], seen["texts"]) == (0.05, 0, ())
+    assert (seen["target"], seen["texts"]) == (WidthTarget(), ())
     assert json.loads(seen["said"]) == {"bundle": "out", "loss": 0.5}
     seen = called(target, *words, "--max-loss", "10%", "--expert-bits", 4, "--tokens", 4096, "--text", "a")
-    assert (seen["most_loss"], seen["uniform"], seen["texts"]) == (0.1, 4, (Path("a"),))
-    assert seen["arguments"][0].tokens == 4096
+    assert (seen["target"], seen["texts"]) == (WidthTarget(most_loss=0.1, uniform=4), (Path("a"),))
+    assert (seen["arguments"][0].tokens, seen["devices"], seen["mesh_shape"].data) == (4096, 1, 1)
+    seen = called(target, *words, "--mesh", "data=3,fsdp=2", "--cpu-devices", 6)
+    assert (seen["arguments"][0].batch, seen["devices"]) == (6, 6)
+
+
+@pytest.mark.parametrize("command", ["calibrate-prefill", "calibrate-contexts"])
+def test_commands_of_one_device_refuse_a_mesh(called: Called, command: str) -> None:
+    room = command.partition("-")[2]
+    target = f"training.calibrate.{room}:calibrate_{room}"
+    called(target, command, "model", "-o", "out", "--mesh", "data=1,fsdp=1")
+    with pytest.raises(ConfigError, match=f"{command} takes one device, not --mesh fsdp=8: .* leave it out"):
+        called(target, command, "model", "-o", "out", "--mesh", "fsdp=8")
 
 
 def test_calibrate_prefill(called: Called) -> None:
@@ -80,16 +93,19 @@ def test_pretrain(called: Called) -> None:
     recipe, run_dir = seen["arguments"]
     assert (recipe.steps, recipe.remat, run_dir) == (7, "none", Path("run"))
     assert seen["texts"] == PretrainTexts(None, (Path("a"),), (Path("b"),))
-    assert (seen["mesh_shape"].data, seen["devices"], seen["tensorboard"]) == (1, 3, False)
+    assert (seen["mesh_shape"].data, seen["devices"], seen["monitoring"].tensorboard) == (1, 3, False)
     assert called("training.pretrain.run:pretrain", *words, "--remat", "dots")["arguments"][0].remat == "dots"
 
 
 def test_lora(called: Called) -> None:
     words = ("lora", "model", "--run", "run", "--rank", 3, "--alpha", 6, "--weights", "int4")
     seen = called("training.lora.run:train_lora", *words)
+    assert (seen["monitoring"].profile, seen["arguments"][0].evaluation_batches) == (None, 256)
     recipe, *paths = seen["arguments"]
     assert (recipe.lora.rank, recipe.lora.alpha, seen["weights"]) == (3, 6, "int4")
     assert paths == [Path("model"), Path("run")]
+    seen = called("training.lora.run:train_lora", *words, "--profile", "traces", "--eval-batches", 0)
+    assert (seen["monitoring"].profile, seen["arguments"][0].evaluation_batches) == (Path("traces"), 0)
 
 
 def test_elasticize(called: Called) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from training.data.corpus import TokenizedDocuments
-from training.data.packing import PackedBatches, best_fit, cut, draw, evaluation_batches
+from training.data.packing import PackedBatches, best_fit, cut, draw, evaluation_batches, spread
 from training.data.sources import Source
 
 
@@ -120,3 +120,15 @@ def test_evaluation_has_every_target_once_in_full_batches(lengths):
         assert batch.tokens.shape == (3, 8)
         seen += batch.targets[batch.weights > 0].tolist()
     assert sorted(seen) == [token for token in documents.tokens.tolist() if token % 100]
+
+
+def test_some_batches_are_spread_over_all():
+    batches = evaluation_batches(documents_of([9] * 5 + [3] * 5), 8, 1)
+    every = [batch.tokens.tolist() for batch in batches]
+    assert len(every) == len(batches) > 4
+    assert [batch.tokens.tolist() for batch in batches[1:3]] == every[1:3]
+    for most in (0, len(every), 99):
+        assert [batch.tokens.tolist() for batch in spread(batches, most)] == every
+    assert list(spread(range(10), 2)) == list(spread(iter(range(10)), 2)) == [2, 7]
+    assert list(spread(range(3), 1)) == [1]
+    assert list(spread([], 4)) == []

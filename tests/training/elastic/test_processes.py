@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm.bundle import Bundle
 from tests.training.elastic.test_run import RECIPE
-from tests.training.tiny_runs import QUIET
+from tests.training.tiny_runs import SILENT
 from training.bundle_output import BundleOutput
 from training.elastic import importance
 from training.elastic.run import elasticize
@@ -30,7 +30,7 @@ LORA = LoraRecipe(
 
 def both(model, data, folder, mesh):
     """The losses of an adapter and of levels."""
-    options = {"data": data, "mesh_shape": MeshShape.parse(mesh), "console": QUIET}
+    options = {"data": data, "mesh_shape": MeshShape.parse(mesh), "monitoring": SILENT}
     adapter = train_lora(LORA, model, folder / "lora", **options)
     summary = json.loads((adapter.parent / "summary.json").read_text())
     facts = elasticize(TOGETHER, model, BundleOutput(folder / "out.jaxllm"), folder / "run", **options)

@@ -25,7 +25,7 @@ from jaxllm.models.tiny_lm import forward_both
 from jaxllm.quant import dequantize
 from serving.cli import cli
 from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_folder
-from tests.training.tiny_runs import ONE, QUIET, TLM_RECIPE
+from tests.training.tiny_runs import ONE, SILENT, TLM_RECIPE
 from training.bundle_output import BundleOutput
 from training.commands import elasticize as elasticize_cli
 from training.data.sources import Source
@@ -69,7 +69,7 @@ def run(recipe, model, data, folder, *, weights=None, tlm=None, encoder=None, **
         data=data,
         tiny_lm=None if tlm is None else TinyLmRun(tlm, encoder),
         mesh_shape=ONE,
-        console=QUIET,
+        monitoring=SILENT,
         **options,
     )
 
@@ -335,8 +335,11 @@ def test_damaged_importance_is_named(model, data, tmp_path, plain):
 
 
 def test_recipes():
-    assert elastic_recipe_names() == ["adapters", "equal-time", "family"]
-    recipe, together, family = map(load_elastic_recipe, elastic_recipe_names())
+    names = "adapters", "equal-time", "family", "large", "quick"
+    assert elastic_recipe_names() == list(names)
+    recipe, together, family, large, quick = map(load_elastic_recipe, names)
+    assert (large.precision, large.remat, large.whole_kl_nats > 0) == ("bfloat16", "full", True)
+    assert quick.levels == load_tiny_lm_recipe("quick").levels
     # What is compared differs in how levels recover, and in the steps that take as long.
     differing = {name for name, value in recipe.to_json().items() if value != together.to_json()[name]}
     assert differing == {"recovery", "steps", "peak_learning_rate"}

@@ -2,16 +2,24 @@
 
 import dataclasses
 import json
+import shutil
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
 
 from jaxllm.errors import ConfigError
-from tests.tiny import write_tiny_folder
+from jaxllm.models.parameters import parameter_count
+from tests.tiny import TINY, write_tiny_folder
 from tests.training.jobs import SMOKE
 from tests.training.tiny_runs import ONE
+from training.calibrate.expert_widths import ExpertWidthsRecipe, dry_run_experts
+from training.commands import elasticize
 from training.commands import pretrain as command
 from training.data.sources import Source
+from training.elastic.dry_run import dry_run_elastic
+from training.elastic.recipe import ElasticRecipe
 from training.loop.dry_run import Estimate
 from training.lora.recipe import LoraRecipe
 from training.lora.run import dry_run_lora
@@ -76,3 +84,75 @@ def test_the_command_prints_json(folder, monkeypatch):
     words = ["--run", "none", "--recipe", "smoke", "--dry-run", "H100", "--mesh", "data=1"]
     result = CliRunner().invoke(command.pretrain_command, words, catch_exceptions=False)
     assert json.loads(result.output)["devices"] == 1
+
+
+@pytest.fixture
+def config_alone(folder, tmp_path):
+    """A folder without weights, which a dry run must not look for."""
+    shutil.copy(folder / "config.json", tmp_path / "config.json")
+    return tmp_path
+
+
+def test_an_elastic_run_is_estimated_by_stages(config_alone):
+    recipe = ElasticRecipe(**dataclasses.asdict(LORA) | {"sources": LORA.sources, "lora": LORA.lora})
+
+    def stages(**changes):
+        changed = dataclasses.replace(recipe, **changes)
+        return dry_run_elastic(changed, config_alone, mesh_shape=ONE, device="H100")
+
+    adapters = stages()
+    assert list(adapters["stages"]) == ["importance", "adapters of levels"]
+    hours = [each["device_hours"] for each in adapters["stages"].values()]
+    assert adapters["device_hours"] == pytest.approx(sum(hours))
+    one = dry_run_lora(LORA, config_alone, mesh_shape=ONE, device="H100")
+    assert hours[1] == pytest.approx(one["device_hours"] * (len(recipe.levels) - 1))
+    joint, bound = (stages(recovery="joint", whole_kl_nats=nats) for nats in (0.0, 0.1))
+    states = [each["stages"]["joint recovery"]["state_bytes"] for each in (joint, bound)]
+    # Parameters and two moments, and with a bound the original.
+    own = adapters["stages"]["importance"]["state_bytes"]
+    assert 2.9 * own < states[0] < 3.1 * own < 3.9 * own < states[1] < 4.1 * own
+    assert list(stages(recovery="none")["stages"]) == ["importance"]
+
+
+def test_elasticize_prints_its_stages(config_alone, monkeypatch):
+    monkeypatch.setattr(elasticize, "set_devices", lambda devices: None)
+    words = [str(config_alone), "-o", "none", "--run", "none", "--dry-run", "H100", "--mesh", "data=1"]
+    result = CliRunner().invoke(elasticize.elasticize_command, words, catch_exceptions=False)
+    assert json.loads(result.output)["stages"]["joint recovery"]["devices"] == 1
+
+
+EIGHT_B = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+ESTIMATES = [
+    ("elasticize", "--output", "none"),
+    ("elasticize", "--output", "none", "--recovery", "lora", "--whole-kl", "0"),
+    ("lora", "--weights", "bf16"),
+]
+
+
+def test_widths_of_experts_are_estimated(tmp_path):
+    cfg = dataclasses.replace(
+        TINY, model_type="qwen3_moe", qk_norm=True, experts=4, experts_per_token=2, expert_ffn_size=32,
+        layers=2, attention_windows=(), sparse_layers=(True, True),
+    )  # fmt: skip
+    folder = write_tiny_folder(tmp_path / "mixture", cfg=cfg)
+    found = dry_run_experts(ExpertWidthsRecipe(tokens=2048), folder, device="H100")
+    assert (found["devices"], found["advice"]) == (1, "")
+    assert found["state_bytes"] > 4 * parameter_count(cfg)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize(("name", "words"), [(each[0], each[1:]) for each in ESTIMATES])
+def test_stages_of_8b_fit_eight_devices(name, words, tmp_path, shipped_compilations):
+    (tmp_path / "config.json").write_text(json.dumps(EIGHT_B))
+    mesh = ["--cpu-devices", "8", "--mesh", "fsdp=8", "--dry-run", "H100", "--run", "none"]
+    program = [sys.executable, "-m", "serving.entry", name, str(tmp_path), "--recipe", "large"]
+    found = json.loads(subprocess.run([*program, *words, *mesh], check=True, capture_output=True).stdout)
+    for each in found.get("stages", {"lora": found}).values():
+        assert (each["devices"], each["advice"]) == (8, "")
+        assert each["memory_bytes"] < 80e9

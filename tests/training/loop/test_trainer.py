@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.errors import CheckpointError, JaxllmError
+from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
 from tests.training.jobs import (
     DOCUMENTS,
     SMOKE,
@@ -22,7 +22,9 @@ from tests.training.jobs import (
     train,
 )
 from training.data.packing import PackedBatches
+from training.loop import trainer as loop
 from training.loop.checkpoints import Checkpoints
+from training.loop.monitoring import StepTrace
 from training.loop.optimizer import decays, learning_rate, make_optimizer, matrices
 from training.loop.trainer import Trainer
 from training.pretrain.job import pretrain_job
@@ -44,6 +46,53 @@ def test_loss_falls_and_the_best_checkpoint_is_kept(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest() == 60
         assert checkpoints.best() == min(held_out.items(), key=lambda item: item[1])
+
+
+def test_held_out_losses_are_of_few_batches(tmp_path):
+    losses = []
+    for most in (1, 0):
+        recipe = dataclasses.replace(SMOKE, batch=1, steps=1, evaluation_batches=most)
+        train(recipe, tmp_path / str(most), lambda progress: losses.append(progress.held_out_loss))
+    trainer = Trainer(pretrain_job(recipe), recipe, one_device())
+    with Checkpoints(tmp_path / "0") as checkpoints:
+        params = checkpoints.restore(1, trainer.abstract()).params
+    each = [trainer.evaluate(params, [batch])[0] for batch in held_out_of(recipe)()]
+    assert losses[0] == pytest.approx(each[len(each) // 2])
+    assert losses[1] == pytest.approx(trainer.evaluate(params, held_out_of(recipe)())[0])
+
+
+def test_a_trace_has_the_steps_after_the_first_two(tmp_path, monkeypatch):
+    events = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: events.append(folder))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: events.append("stop"))
+
+    def run(steps, folder="traces"):
+        events.clear()
+        with StepTrace(folder) as trace:
+            trace.expect(steps)
+            for number in range(steps):
+                with trace.step(number):
+                    events.append(number)
+                trace.finish(jnp.zeros(()))
+        return list(events)
+
+    assert run(7) == [0, 1, "traces", 2, 3, 4, "stop", 5, 6]
+    assert run(3) == [0, 1, "traces", 2, "stop"]
+    assert run(3, None) == [0, 1, 2]
+    with pytest.raises(ConfigError, match="and 2 are left: train more"):
+        run(2)
+
+
+@pytest.mark.slow
+def test_a_run_is_traced(tmp_path):
+    batches = PackedBatches(DOCUMENTS, (), SMOKE.row_tokens, SMOKE.batch, SMOKE.seed)
+    trainer = Trainer(pretrain_job(SMOKE), SMOKE, one_device())
+    run = loop.train(
+        trainer, batches.batch_at, held_out_of(SMOKE), tmp_path / "run", lambda progress: None,
+        profile=tmp_path / "trace",
+    )  # fmt: skip
+    assert int(run.step) == SMOKE.steps
+    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from jaxllm.checkpoints.peft_folder import read_adapter
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.lora import LoraConfig
 from tests.tiny import TINY, write_tiny_bundle
-from tests.training.tiny_runs import ONE, QUIET
+from tests.training.tiny_runs import ONE, SILENT
 from training.data.sources import Source
 from training.loop.frozen_model import FrozenModel
 from training.loop.parallel import make_mesh
@@ -35,7 +35,7 @@ RECIPE = LoraRecipe(
 
 
 def run(recipe, model, data, folder, **options):
-    return train_lora(recipe, model, folder, data=data, mesh_shape=ONE, console=QUIET, **options)
+    return train_lora(recipe, model, folder, data=data, mesh_shape=ONE, monitoring=SILENT, **options)
 
 
 @pytest.mark.slow
@@ -122,5 +122,5 @@ def test_a_malformed_recipe_names_the_key(change, message):
     plain = load_lora_recipe("mood").to_json()
     with pytest.raises(ConfigError, match=message):
         LoraRecipe.from_json({**plain, **change})
-    with pytest.raises(ConfigError, match="the recipes are mood"):
+    with pytest.raises(ConfigError, match="the recipes are large, mood"):
         load_lora_recipe("none")

@@ -12,7 +12,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.text.tokenizer import Tokenizer
 from tests.tiny import tiny_tokenizer, write_tiny_folder
 from tests.training.jobs import SMOKE
-from tests.training.tiny_runs import ONE, QUIET
+from tests.training.tiny_runs import ONE, SILENT
 from training.data.corpus import Corpus
 from training.data.encoders import ModelEncoder
 from training.data.packing import Splits
@@ -76,7 +76,7 @@ def test_a_folder_is_trained_on_and_resumes(folder, chats, tmp_path):
     recipe = recipe_of(chats, steps=12, checkpoint_steps=6, peak_learning_rate=1e-2)
 
     def run(recipe, place="run"):
-        return train_on(recipe, folder, tmp_path / place, mesh_shape=ONE, console=QUIET)
+        return train_on(recipe, folder, tmp_path / place, mesh_shape=ONE, monitoring=SILENT)
 
     whole = run(recipe)
     told = json.loads((tmp_path / "run" / "summary.json").read_text())["held_out"]
@@ -95,7 +95,7 @@ def test_a_folder_is_trained_on_and_resumes(folder, chats, tmp_path):
 
 def test_what_is_learnt_must_be_named(folder, tmp_path):
     with pytest.raises(ConfigError, match="--chat"):
-        train_on(SMOKE, folder, tmp_path, console=QUIET)
+        train_on(SMOKE, folder, tmp_path, monitoring=SILENT)
     taught = dataclasses.replace(SMOKE, teacher_share=0.5)
     with pytest.raises(ConfigError, match="no teacher"):
-        train_on(taught, folder, tmp_path, console=QUIET)
+        train_on(taught, folder, tmp_path, monitoring=SILENT)

@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
@@ -14,6 +13,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.text.tokenizer import Tokenizer
 from serving.cli import cli
 from tests.training.jobs import SMOKE, assert_same_bits, one_device
+from tests.training.tiny_runs import SILENT
 from training.commands import export_run
 from training.data.corpus import TokenizedDocuments
 from training.data.sources import Source
@@ -21,8 +21,6 @@ from training.loop.checkpoints import read_best
 from training.loop.trainer import Trainer
 from training.pretrain.job import pretrain_job
 from training.pretrain.run import PretrainTexts, export_best, pretrain
-
-QUIET = Console(quiet=True)
 
 
 @pytest.mark.slow
@@ -33,7 +31,7 @@ def test_pretrain_ends_with_a_hugging_face_folder(tmp_path, monkeypatch):
     )
     run, valid = tmp_path / "run", tmp_path / "valid.txt"
     valid.write_text("Assignments bind names to values.\n\nThe if statement chooses.\n")
-    folder = pretrain(SMOKE, run, texts=PretrainTexts(valid=[valid]), console=QUIET)
+    folder = pretrain(SMOKE, run, texts=PretrainTexts(valid=[valid]), monitoring=SILENT)
     assert folder == run / "hf"
     assert opened == ["train", "held_out", "valid"]
     trainer = Trainer(pretrain_job(SMOKE), SMOKE, one_device())
@@ -66,10 +64,12 @@ def test_pretrain_ends_with_a_hugging_face_folder(tmp_path, monkeypatch):
 
     # The folder goes on with its own run, and refuses another.
     longer = dataclasses.replace(SMOKE, steps=7)
-    pretrain(longer, run, console=QUIET)
+    pretrain(longer, run, monitoring=SILENT)
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 7
     with pytest.raises(ConfigError, match="differs in seed, the documents"):
-        pretrain(dataclasses.replace(longer, seed=1), run, texts=PretrainTexts(train=[valid]), console=QUIET)
+        pretrain(
+            dataclasses.replace(longer, seed=1), run, texts=PretrainTexts(train=[valid]), monitoring=SILENT
+        )
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_family_shares_a_tokenizer_and_a_student_learns_from_its_teacher(tmp_p
         SMOKE, model=dataclasses.replace(SMOKE.model, vocab_size=290), sources=(Source(text=str(text)),)
     )
     recipe = dataclasses.replace(recipe, steps=4, checkpoint_steps=4, log_steps=4, teacher_share=0.0)
-    teacher = pretrain(recipe, tmp_path / "teacher", texts=PretrainTexts(tmp_path), console=QUIET)
+    teacher = pretrain(recipe, tmp_path / "teacher", texts=PretrainTexts(tmp_path), monitoring=SILENT)
     student_recipe = dataclasses.replace(recipe, teacher_share=1.0, peak_learning_rate=1e-2, steps=60)
     tokenizer = tmp_path / "teacher" / "tokenizer.json"
     with pytest.raises(ConfigError, match="--teacher"):
@@ -89,7 +89,7 @@ def test_a_family_shares_a_tokenizer_and_a_student_learns_from_its_teacher(tmp_p
             tmp_path / "student",
             texts=PretrainTexts(tmp_path),
             tokenizer=tokenizer,
-            console=QUIET,
+            monitoring=SILENT,
         )
     student = pretrain(
         student_recipe,
@@ -97,7 +97,7 @@ def test_a_family_shares_a_tokenizer_and_a_student_learns_from_its_teacher(tmp_p
         texts=PretrainTexts(tmp_path),
         tokenizer=tokenizer,
         teacher=teacher,
-        console=QUIET,
+        monitoring=SILENT,
     )
     assert (student / "tokenizer.json").read_bytes() == (teacher / "tokenizer.json").read_bytes()
     metrics = (tmp_path / "student" / "metrics.jsonl").read_text().splitlines()
@@ -106,7 +106,7 @@ def test_a_family_shares_a_tokenizer_and_a_student_learns_from_its_teacher(tmp_p
     assert np.log(290) > losses[0] > losses[-1] > 4.5
     other = dataclasses.replace(student_recipe, model=dataclasses.replace(recipe.model, vocab_size=291))
     with pytest.raises(ConfigError, match="one tokenizer"):
-        pretrain(other, tmp_path / "other", texts=PretrainTexts(tmp_path), teacher=teacher, console=QUIET)
+        pretrain(other, tmp_path / "other", texts=PretrainTexts(tmp_path), teacher=teacher, monitoring=SILENT)
 
 
 def test_a_run_that_cannot_start_does_not_claim_its_folder(tmp_path):
@@ -114,15 +114,15 @@ def test_a_run_that_cannot_start_does_not_claim_its_folder(tmp_path):
     text.write_text("a\n\nb\n\nc\n")
     run = tmp_path / "run"
     with pytest.raises(ConfigError, match="enough distinct pieces"):
-        pretrain(SMOKE, run, texts=PretrainTexts(train=[text]), console=QUIET)
+        pretrain(SMOKE, run, texts=PretrainTexts(train=[text]), monitoring=SILENT)
     text.write_text("one document")
     with pytest.raises(ConfigError, match="two distinct documents"):
-        pretrain(SMOKE, run, texts=PretrainTexts(train=[text]), console=QUIET)
+        pretrain(SMOKE, run, texts=PretrainTexts(train=[text]), monitoring=SILENT)
     with pytest.raises(CheckpointError, match="not the folder"):
         export_best(run)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot make the run's folder"):
-        pretrain(SMOKE, tmp_path / "file", console=QUIET)
+        pretrain(SMOKE, tmp_path / "file", monitoring=SILENT)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -1,0 +1,89 @@
+"""Windows by grain: every window once an epoch, weights and borders, and any step as in a fresh process."""
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from tests.training.jobs import DOCUMENTS, SMOKE, assert_same_bits, held_out_of, one_device
+from training.data.corpus import TokenizedDocuments
+from training.data.packing import WindowBatches
+from training.data.sources import Source
+from training.data.windows import WindowRows
+from training.loop import trainer as loop
+from training.pretrain.job import pretrain_job
+
+T = 8
+
+
+def documents_of(lengths, prompts, sources):
+    tokens = np.arange(sum(lengths), dtype=np.uint16)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return TokenizedDocuments(tokens, starts, np.array(prompts), np.array(sources), 0)
+
+
+TWO = documents_of([30, 11, 9, 40], [0, 3, 0, 20], [0, 0, 0, 1])
+MIXTURE = (Source(text="a", repeats=2), Source(text="b", prompt_weight=0.5, answer_weight=3))
+
+
+def test_an_epoch_of_one_source_has_every_window_once():
+    pytest.importorskip("grain")
+    rows = WindowRows(DOCUMENTS, (), 16, 1)
+    windows = (len(DOCUMENTS.tokens) - 1) // 16
+    assert rows.count == windows
+    epochs = [
+        [int(rows._order[number][1]) for number in range(first, first + windows)] for first in (0, windows)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(windows))
+    assert epochs[0] != epochs[1] != sorted(epochs[1])
+    assert [int(WindowRows(DOCUMENTS, (), 16, 2)._order[each][1]) for each in range(windows)] != epochs[0]
+
+
+def test_rows_stop_at_borders_and_weigh_prompts():
+    pytest.importorskip("grain")
+    rows, seen = WindowRows(TWO, MIXTURE, T, 0), {0: 0, 1: 0}
+    # 6 windows of 50 tokens twice, and 4 of 40.
+    assert rows.count == 16
+    for number in range(160):
+        tokens, targets, starts, weights, sources = rows.row(number)
+        source = sources[0]
+        seen[source] += 1
+        np.testing.assert_array_equal(targets, tokens + 1)
+        of = np.searchsorted(TWO.starts, targets, side="right") - 1
+        crosses = np.isin(targets, TWO.starts)
+        place = targets - TWO.starts[of]
+        learnt = np.array([1.0, 3.0])[source]
+        given = np.array([0.0, 0.5])[source] if place[0] < 0 else MIXTURE[source].weights[0]
+        expected = np.where(crosses, 0, np.where(place < TWO.prompt_tokens[of], given, learnt))
+        np.testing.assert_array_equal(weights, expected)
+        own = np.searchsorted(TWO.starts, tokens, side="right") - 1
+        np.testing.assert_array_equal(starts, np.maximum(TWO.starts[own] - tokens[0], 0))
+    assert seen == {0: 120, 1: 40}
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_the_batches_of_its_steps(tmp_path):
+    pytest.importorskip("grain")
+    recipe = dataclasses.replace(SMOKE, steps=4, checkpoint_steps=2)
+
+    def run(folder, steps):
+        own = dataclasses.replace(recipe, steps=steps)
+        batches = WindowBatches(WindowRows(DOCUMENTS, (), own.row_tokens, own.seed), own.batch)
+        trainer = loop.Trainer(pretrain_job(recipe), recipe, one_device())
+        trainer.settings = own
+        return loop.train(
+            trainer, batches.batch_at, held_out_of(own), tmp_path / folder, lambda progress: None
+        )
+
+    run("stopped", 2)
+    assert_same_bits(run("whole", 4), run("stopped", 4))
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    with pytest.raises(ConfigError, match="no source has 65 tokens"):
+        WindowRows(TWO, MIXTURE, 64, 0)
+    monkeypatch.setitem(sys.modules, "grain", None)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[data\]'"):
+        WindowRows(TWO, MIXTURE, T, 0).row(0)

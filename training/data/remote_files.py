@@ -1,0 +1,84 @@
+"""Opens files of a corpus by URL (gs://, s3://, https://) through fsspec; other paths are local files."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from jaxllm.errors import ConfigError
+
+_GLOB = frozenset("*?[")
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFile:
+    """A file at a URL."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+
+def is_remote(path: Path | str | RemoteFile) -> bool:
+    """Whether a path is a URL."""
+    return "://" in str(path)
+
+
+def source_name(path: Path | str) -> str:
+    """A path as recipes name it: absolute, or a URL as it is."""
+    return str(path) if is_remote(path) else str(Path(path).absolute())
+
+
+@contextlib.contextmanager
+def open_text(path: Path | str | RemoteFile) -> Iterator[TextIO]:
+    """Opens a local file or a URL to read UTF-8.
+
+    Raises:
+      ConfigError: what reads URLs of this kind is not installed.
+      OSError: the file cannot be opened.
+    """
+    if not is_remote(path):
+        with Path(str(path)).open(encoding="utf-8") as file:
+            yield file
+        return
+    files, own = _file_system(str(path))
+    with files.open(own, "r", encoding="utf-8") as file:
+        yield file
+
+
+def remote_files(url: str, suffixes: Sequence[str]) -> list[RemoteFile]:
+    """The files that a URL names: one, those under it that end in `suffixes`, or those of a pattern; sorted.
+
+    Raises:
+      ConfigError: there is none, or what reads URLs of this kind is not installed.
+    """
+    files, own = _file_system(url)
+    try:
+        if _GLOB & set(own):
+            found = files.glob(own)
+        elif files.isdir(own):
+            found = [each for each in files.find(own) if each.endswith(tuple(suffixes))]
+        else:
+            return [RemoteFile(url)]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot list {url}: {error}") from error
+    if not found:
+        raise ConfigError(f"no file at {url} ends in {' or '.join(suffixes)}, or fits the pattern")
+    return [RemoteFile(files.unstrip_protocol(each)) for each in sorted(found)]
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and its path there."""
+    try:
+        import fsspec
+    except ImportError as error:
+        raise ConfigError(f"cannot read {url}: `pip install 'jaxllm[data]'` first") from error
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        # fsspec names the package of this kind of URL.
+        raise ConfigError(f"cannot read {url}: {error}; install it beside jaxllm[data]") from error
+    except ValueError as error:
+        raise ConfigError(f"cannot read {url}: {error}") from error
