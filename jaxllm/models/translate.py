@@ -53,6 +53,8 @@ class Tensor:
       skip_rows: leading rows that are padding, which the model never reads.
       interleaved: whether rows of each head, of queries or keys, come in the order of a rotary embedding that
         turns neighbours (2i, 2i+1) where ours turns halves (i, i+H/2).
+      by_head: whether rows of each head come together: the first head's of all parameters, then the next's.
+      depthwise: whether it is the kernel of a depthwise convolution, `[rows, 1, taps]`.
       plus_one: whether a norm's weight is stored as w where the model multiplies by 1 + w.
       one_row: whether a vector is stored as a matrix of one row.
       gated: whether only models with, or without, a gate have it; None for both.
@@ -65,6 +67,8 @@ class Tensor:
     transposed: bool = False
     skip_rows: int = 0
     interleaved: bool = False
+    by_head: bool = False
+    depthwise: bool = False
     plus_one: bool = False
     one_row: bool = False
     gated: bool | None = None
@@ -77,6 +81,8 @@ class Tensor:
         if _is_vector(self.params[0]):
             return (1, rows) if self.one_row else (rows,)
         width = specs[self.params[0]].shape[-1]
+        if self.depthwise:
+            return (rows, 1, width)
         return (width, rows) if self.transposed else (rows, width)
 
     def read(self, stored: Sliceable, param: str, specs: Mapping[str, ParamSpec]) -> np.ndarray:
@@ -87,7 +93,10 @@ class Tensor:
         rows = slice(start, start + self._rows(param, specs))
         if self.one_row:
             stored = stored[0:1].reshape(-1)
-        block = stored[:, rows].T if self.transposed else stored[rows]
+        if self.by_head:
+            block = heads_of(stored[:], len(self.params), self.params.index(param), self._head_dim(specs))
+        else:
+            block = stored[:, rows].T if self.transposed else stored[rows]
         if self.interleaved:
             block = swap_pairs(block, self._head_dim(specs), 2)
         block = np.ascontiguousarray(block).reshape(self._block_shape(param, specs))
@@ -106,8 +115,12 @@ class Tensor:
             blocks = [block.astype(np.float32) - np.float32(1) for block in blocks]
         if self.skip_rows:
             blocks.insert(0, np.zeros((self.skip_rows, *width), blocks[0].dtype))
+        if self.by_head:
+            shape = (-1, self._head_dim(specs), *width)
+            blocks = [np.stack([each.reshape(shape) for each in blocks], 1).reshape(-1, *width)]
         whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         whole = whole[None] if self.one_row else whole
+        whole = whole[:, None] if self.depthwise else whole
         return np.ascontiguousarray(whole.T if self.transposed else whole)
 
     def _head_dim(self, specs: Mapping[str, ParamSpec]) -> int:
@@ -231,6 +244,12 @@ def swap_pairs(rows: np.ndarray, head_dim: int, stride: int) -> np.ndarray:
     return split.swapaxes(1, 2).reshape(rows.shape)
 
 
+def heads_of(rows: np.ndarray, parts: int, part: int, head_dim: int) -> np.ndarray:
+    """Of rows `[heads·parts·H, ...]`, each head's part `part`: `[heads·H, ...]`."""
+    split = rows.reshape(-1, parts, head_dim, *rows.shape[1:])
+    return split[:, part].reshape(-1, *rows.shape[1:])
+
+
 def read_activation(reader: ConfigReader, key: str, default: str) -> Activation:
     """The feed-forward non-linearity named by `key`."""
     name = reader.text(key, default)
@@ -256,4 +275,4 @@ def _by_expert(tensor: Tensor, cfg: ModelConfig) -> list[Tensor]:
 
 
 def _is_vector(param: str) -> bool:
-    return param.endswith(("bias", ".scale"))
+    return param.endswith(("bias", ".scale", "_log"))
