@@ -220,8 +220,8 @@ class ModelConfig:
             plain = plain and each.states is None and not each.attention_gate
             require(
                 plain and not each.qk_norm and not each.post_norms and not each.qkv_clip,
-                "encoder-decoders have no rotary embedding, attention windows, state layers, gates of attention, "
-                "sub-models, norms of queries and keys, or norms after blocks before their sum",
+                "encoder-decoders have no rotary embedding, attention windows, state layers, gates of "
+                "attention, sub-models, norms of queries and keys, or norms after blocks before their sum",
             )
         of_decoder = self.encoder.encoder is None and not self.encoder.head_bias and self.encoder.tied_head
         require(of_decoder, "an encoder has neither an encoder nor a head of its own")

@@ -14,13 +14,13 @@ MAX_TAPS = 64
 class StateConfig:
     """State layers of one kind.
 
-    A "short_conv" (LFM2) multiplies its value by an input gate, convolves each of the D channels over the last
-    `taps` tokens, and multiplies by an output gate; `bias` adds biases. Its state is the last `taps` - 1 inputs
-    of the convolution.
+    A "short_conv" (LFM2) multiplies its value by an input gate, convolves each of the D channels over the
+    last `taps` tokens, and multiplies by an output gate; `bias` adds biases. Its state is the last `taps` - 1
+    inputs of the convolution.
 
-    A "delta_rule" (gated DeltaNet, arXiv 2412.06464) convolves queries, keys and values so, and keeps a matrix
-    `[key_dim, value_dim]` per value head beside, which decays with each token and is corrected towards the
-    token's value at its key. Consecutive value heads share a key head.
+    A "delta_rule" (gated DeltaNet, arXiv 2412.06464) convolves queries, keys and values so, and keeps a
+    matrix `[key_dim, value_dim]` per value head beside, which decays with each token and is corrected towards
+    the token's value at its key. Consecutive value heads share a key head.
     """
 
     kind: StateKind

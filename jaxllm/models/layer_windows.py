@@ -65,8 +65,7 @@ def read_state_layers(reader: ConfigReader, state: str, usual: Sequence[bool]) -
         )
     if unknown := sorted(set(types) - {state, FULL}):
         raise ConfigError(
-            f"config key 'layer_types' names {', '.join(unknown)}; of this model_type jaxllm supports {state} "
-            f"and {FULL}"
+            f"config key 'layer_types' names {', '.join(unknown)}; this model_type has {state} and {FULL}"
         )
     return tuple(each == state for each in types)
 

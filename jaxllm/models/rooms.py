@@ -14,7 +14,7 @@ Room = Literal[
     "levels",
     "integer prefill",
     "experts apart",
-    "drafts",
+    "drafter",
     "contexts",
     "adapters",
     "tasks",
@@ -33,7 +33,7 @@ _STATE_REFUSALS: dict[Room, tuple[str, str]] = {
     "levels": ("whose states have no units to leave out", "use the whole model"),
     "integer prefill": ("whose states are computed in floats", "prefill in floats"),
     "experts apart": ("whose layers run together", "prepare the model without --expert-bits"),
-    "drafts": ("whose states cannot go back over rejected tokens", "answer without drafts"),
+    "drafter": ("whose states cannot go back over rejected tokens", "draft with another model, or ngram"),
     "contexts": (
         "whose states cannot be cut into chunks nor recomputed in the middle",
         "send the conversation with each call",
@@ -48,7 +48,7 @@ _STATE_REFUSALS: dict[Room, tuple[str, str]] = {
 def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
     """Why a room cannot take a model; None if it can."""
     if cfg.encoder is not None:
-        return None if room == "drafts" else decoder_alone_refusal(cfg, room)
+        return None if room == "drafter" else decoder_alone_refusal(cfg, room)
     if cfg.states is not None and room in _STATE_REFUSALS:
         why, instead = _STATE_REFUSALS[room]
         return f"{room}: not for models with state layers, as {cfg.model_type} is, {why}; {instead}"

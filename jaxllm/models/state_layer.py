@@ -21,11 +21,12 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
 from jaxllm.kv.positions import TokenPositions
-from jaxllm.kv.states import LayerState, no_states
+from jaxllm.kv.states import LayerState, StateNodes, no_states
 from jaxllm.models.layer import fed_forward, live_rows
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.nn.linear import from_units, normed_to_units, to_units
 from jaxllm.nn.norms import normalize
+from jaxllm.nn.state_trees import tree_convolution, tree_delta_rule
 from jaxllm.nn.states import DeltaInputs, gated_delta_rule, short_convolution
 from jaxllm.state_config import StateConfig
 
@@ -40,13 +41,16 @@ class StateTokens:
 
     Attributes:
       valid: int32 scalar, number of real tokens; None if all are.
-      live: int32 scalar, rows that products compute (see `linear.py`); None for all.
+      live, rowwise: see `linear.py`.
       starts: `[B, T]` int32, per token the index where its document begins; None for one sequence.
+      ancestors: `[T, T]` bool, of nodes of a tree, itself among them; None for one sequence.
     """
 
     valid: jax.Array | None = None
     live: jax.Array | None = None
     starts: jax.Array | None = None
+    ancestors: jax.Array | None = None
+    rowwise: bool = dataclasses.field(metadata={"static": True}, default=False)
 
 
 def cached_state_layer(
@@ -63,23 +67,28 @@ def cached_state_layer(
     Args:
       weights: the layer's parameters.
       x: `[B, T, D]`, the layer's input.
-      at: consecutive positions: those after the state's tokens, or from 0 on, where it begins anew.
-      state: of the tokens before.
+      at: consecutive positions: those after the state's tokens, or from 0 on, where it begins anew; or those
+        of all nodes of a tree.
+      state: of the tokens before; for a tree with room for its nodes.
       cfg: the model.
       layer: its index, or that of a layer that equals it.
 
     Returns:
-      The next layer's input `[B, T, D]`, and the state after the valid tokens.
+      The next layer's input `[B, T, D]`, and the state after the valid tokens; after a tree the same state
+      with its nodes (see `jaxllm.nn.state_trees.after_path`).
 
     Raises:
-      ConfigError: the positions are those of a tree, or of tokens that are computed again.
+      ConfigError: the positions are those of a part of a tree, or of tokens that are computed again.
     """
-    if not at.consecutive:
-        raise ConfigError(f"the states of {cfg.model_type} take tokens one after another alone")
-    valid = at.valid if at.padded else None
-    tokens = StateTokens(valid, live_rows(x, valid))
+    tree, valid = at.tree, at.valid if at.padded else None
+    whole = tree is not None and state.nodes is not None and tree.mask.shape == (x.shape[1],) * 2
+    if not at.consecutive and not whole:
+        raise ConfigError(f"the states of {cfg.model_type} take one token after another, or a whole tree")
+    ancestors = None if tree is None else tree.mask
+    rowwise = tree is not None
+    tokens = StateTokens(valid, live_rows(x, valid), ancestors=ancestors, rowwise=rowwise)
     mixed, state = mixed_by_state(weights, x, state.unless(at.positions[0] == 0), tokens, cfg=cfg)
-    return fed_forward(weights, mixed, x, cfg, layer, valid=valid)[0], state
+    return fed_forward(weights, mixed, x, cfg, layer, valid=valid, rowwise=rowwise)[0], state
 
 
 def document_state_layer(
@@ -116,7 +125,8 @@ def mixed_by_state(
     out, state = mix(weights, x, state, tokens, cfg)
     bias = weights.vector("state.o_bias")
     out = out.astype(x.dtype)
-    return from_units(out, weights["state.o"], bias, residual=x, live=tokens.live), state
+    how = {"live": tokens.live, "rowwise": tokens.rowwise}
+    return from_units(out, weights["state.o"], bias, residual=x, **how), state
 
 
 def _short_conv(
@@ -130,11 +140,12 @@ def _short_conv(
         [weights[f"state.{name}"] for name in names],
         [weights.vector(f"state.{name}_bias") for name in names],
         live=tokens.live,
+        rowwise=tokens.rowwise,
     )
-    out, inputs = _convolved(weights, input_gate * value, state, tokens)
+    out, state = _convolved(weights, input_gate * value, state, tokens)
     bias = weights.vector("state.conv_bias")
     out = out if bias is None else out + bias
-    return output_gate * out, LayerState(inputs)
+    return output_gate * out, state
 
 
 def _delta_rule(
@@ -142,28 +153,45 @@ def _delta_rule(
 ) -> tuple[jax.Array, LayerState]:
     """The gated delta rule of all heads, normalized and gated, `[B, T, k, g·value_dim]`."""
     states = cfg.states
-    assert states is not None and state.matrix is not None
+    assert states is not None
     norm, batch = weights.norm("state_norm", cfg), x.shape[:2]
     *mixed, gate = normed_to_units(
-        x, norm, [weights[f"state.{name}"] for name in ("q", "k", "v", "gate")], [None] * 4, live=tokens.live
+        x,
+        norm,
+        [weights[f"state.{name}"] for name in ("q", "k", "v", "gate")],
+        [None] * 4,
+        live=tokens.live,
+        rowwise=tokens.rowwise,
     )
     flat = jnp.concatenate([each.reshape(*batch, -1) for each in mixed], axis=-1)
-    flat, inputs = _convolved(weights, flat, state, tokens)
+    flat, state = _convolved(weights, flat, state, tokens)
     of = _delta_inputs(weights, jax.nn.silu(flat), normalize(x, norm), tokens, states)
-    out, matrix = gated_delta_rule(of, state.matrix, tokens.starts)
+    assert state.matrix is not None
+    if tokens.ancestors is None:
+        out, matrix = gated_delta_rule(of, state.matrix, tokens.starts)
+        state = LayerState(state.inputs, matrix)
+    else:
+        assert state.nodes is not None
+        out = tree_delta_rule(of, state.matrix, tokens.ancestors)
+        nodes = StateNodes(state.nodes.inputs, of.k, of.v, of.log_decay, of.correction)
+        state = dataclasses.replace(state, nodes=nodes)
     out = normalize(out, weights.norm("state.norm", cfg))
     out = out * jax.nn.silu(gate.astype(jnp.float32)).reshape(out.shape)
-    return out.reshape(gate.shape), LayerState(inputs, matrix)
+    return out.reshape(gate.shape), state
 
 
 def _convolved(
     weights: LayerParams, x: jax.Array, state: LayerState, tokens: StateTokens
-) -> tuple[jax.Array, jax.Array]:
-    """`short_convolution` of a layer."""
+) -> tuple[jax.Array, LayerState]:
+    """The convolution of a layer, and the state with its inputs, of a tree as nodes."""
     kernel = weights.vector("state.conv")
     assert kernel is not None
     valid = jnp.asarray(x.shape[1], jnp.int32) if tokens.valid is None else tokens.valid
-    return short_convolution(x, state.inputs, kernel, valid, tokens.starts)
+    if tokens.ancestors is None:
+        out, inputs = short_convolution(x, state.inputs, kernel, valid, tokens.starts)
+        return out, dataclasses.replace(state, inputs=inputs)
+    out = tree_convolution(x, state.inputs, kernel, tokens.ancestors)
+    return out, dataclasses.replace(state, nodes=StateNodes(x.astype(jnp.float32)))
 
 
 def _delta_inputs(
@@ -182,7 +210,8 @@ def _delta_inputs(
         if weight is not None
     )
     bias, rate = weights.vector("state.decay_bias"), weights.vector("state.decay_log")
-    assert bias is not None and rate is not None
+    assert bias is not None
+    assert rate is not None
     log_decay = -jnp.exp(rate.astype(jnp.float32)) * jax.nn.softplus(step + bias)
     correction, v = jax.nn.sigmoid(score), v.reshape(*batch, -1, states.value_dim)
     if tokens.valid is not None:

@@ -82,8 +82,7 @@ def gated_delta_rule(
 
 def _one_token(tokens: DeltaInputs, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     q, k, v, decay, correction = (
-        each[:, 0]
-        for each in (tokens.q, tokens.k, tokens.v, jnp.exp(tokens.log_decay), tokens.correction)
+        each[:, 0] for each in (tokens.q, tokens.k, tokens.v, jnp.exp(tokens.log_decay), tokens.correction)
     )
     matrix = matrix * decay[..., None, None]
     error = (v - jnp.einsum("bnkv,bnk->bnv", matrix, k)) * correction[..., None]
@@ -131,25 +130,42 @@ def _chunk(
     """One chunk `[B, heads, size, ...]`, whose first token has the index `first`; `starts` `[B, 1, size]`."""
     size = of.q.shape[2]
     total = jnp.cumsum(of.log_decay, axis=-1)
-    before = np.tril(np.ones((size, size), bool))
-    reads = jnp.asarray(before)
+    reads: jax.Array | np.ndarray = np.tril(np.ones((size, size), bool))
     # What of the state before the chunk reaches a token, and what of a token reaches the chunk's end.
     kept, left = jnp.exp(total), jnp.exp(total[..., -1:] - total)
     if starts is not None:
-        reads = before & (starts[..., :, None] == starts[..., None, :])
+        reads = reads & (starts[..., :, None] == starts[..., None, :])
         kept = jnp.where(starts < first, kept, 0)
         left = jnp.where(starts == starts[..., -1:], left, 0)
-    # Masked before the exponential, which would overflow above the diagonal.
+    out, errors = corrected(of, total, kept, reads, matrix)
+    matrix = matrix * kept[..., -1:, None]
+    return matrix + jnp.einsum("bnik,bniv->bnkv", of.k * left[..., None], errors), out
+
+
+def corrected(
+    of: DeltaInputs, total: jax.Array, kept: jax.Array, reads: jax.Array | np.ndarray, matrix: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs of tokens, and the corrected errors that they add to the state.
+
+    Args:
+      of: the tokens, `[B, heads, size, ...]`.
+      total: `[B, heads, size]`, logarithms of the decay from before the tokens to each.
+      kept: of the same shape, the share of the state before the tokens that each reads.
+      reads: `[..., size, size]`, which tokens each reads: itself, and some before it.
+      matrix: the state before the tokens.
+    """
+    size = of.q.shape[2]
+    # Masked before the exponential, which would overflow for tokens that are not read.
     decay = jnp.exp(jnp.where(reads, total[..., :, None] - total[..., None, :], -jnp.inf))
     strictly = np.tril(np.ones((size, size), np.float32), -1)
-    corrected = of.k * of.correction[..., None]
-    system = jnp.einsum("bnik,bnjk->bnij", corrected, of.k) * decay * strictly
+    keys = of.k * of.correction[..., None]
+    system = jnp.einsum("bnik,bnjk->bnij", keys, of.k) * decay * strictly
     wanted = of.v * of.correction[..., None]
-    wanted = wanted - jnp.einsum("bnik,bnkv->bniv", corrected * kept[..., None], matrix)
+    wanted = wanted - jnp.einsum("bnik,bnkv->bniv", keys * kept[..., None], matrix)
     errors = jax.lax.linalg.triangular_solve(
         system + np.eye(size, dtype=np.float32), wanted, left_side=True, lower=True, unit_diagonal=True
     )
     out = jnp.einsum("bnik,bnkv->bniv", of.q * kept[..., None], matrix)
-    out = out + jnp.einsum("bnij,bnjv->bniv", jnp.einsum("bnik,bnjk->bnij", of.q, of.k) * decay, errors)
-    matrix = matrix * kept[..., -1:, None]
-    return matrix + jnp.einsum("bnik,bniv->bnkv", of.k * left[..., None], errors), out
+    return out + jnp.einsum(
+        "bnij,bnjv->bniv", jnp.einsum("bnik,bnjk->bnij", of.q, of.k) * decay, errors
+    ), errors

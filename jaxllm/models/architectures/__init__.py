@@ -27,8 +27,8 @@ from jaxllm.models.architectures.phi3 import PHI3
 from jaxllm.models.architectures.qwen2 import QWEN2
 from jaxllm.models.architectures.qwen2_moe import QWEN2_MOE
 from jaxllm.models.architectures.qwen3 import QWEN3
-from jaxllm.models.architectures.qwen3_moe import QWEN3_MOE
 from jaxllm.models.architectures.qwen3_5_text import QWEN3_5_TEXT
+from jaxllm.models.architectures.qwen3_moe import QWEN3_MOE
 from jaxllm.models.architectures.smollm3 import SMOLLM3
 from jaxllm.models.architectures.stablelm import STABLELM
 from jaxllm.models.architectures.switch_transformers import SWITCH_TRANSFORMERS

@@ -37,7 +37,7 @@ _SIZES = (
 
 def _read(reader: ConfigReader) -> ModelConfig:
     reader.only("attn_output_gate", (True,), "attention has an output gate")
-    reader.only("hidden_act", ("silu", "swish"), "the delta rule's queries, keys and values go through it, too")
+    reader.only("hidden_act", ("silu", "swish"), "the delta rule reads its inputs through it, too")
     fields = read_llama_shape(reader, _DEFAULTS)
     every = reader.integer("full_attention_interval", 4)
     if every < 1:
