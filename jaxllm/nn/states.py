@@ -166,6 +166,5 @@ def corrected(
         system + np.eye(size, dtype=np.float32), wanted, left_side=True, lower=True, unit_diagonal=True
     )
     out = jnp.einsum("bnik,bnkv->bniv", of.q * kept[..., None], matrix)
-    return out + jnp.einsum(
-        "bnij,bnjv->bniv", jnp.einsum("bnik,bnjk->bnij", of.q, of.k) * decay, errors
-    ), errors
+    scores = jnp.einsum("bnik,bnjk->bnij", of.q, of.k) * decay
+    return out + jnp.einsum("bnij,bnjv->bniv", scores, errors), errors

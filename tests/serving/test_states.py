@@ -1,5 +1,6 @@
 """Engines of models with state layers: states follow the conversation, however it is fed, stopped or cut."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -169,27 +170,25 @@ def test_what_models_with_states_are_refused(path, engine, tmp_path):
     assert refused == set(ROOMS)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
-def test_drafted_answers(path, engine, follows, drafter, tmp_path):
-    trees = TreeShape(nodes=(8,))
-    options = SpeculationOptions(drafter="ngram", trees=trees)
-    prompt = PROMPT * 2
-    if drafter == "model":
-        cfg = dataclasses.replace(tiny.TINY, layers=1, attention_windows=())
-        options = SpeculationOptions(
-            model=tiny.write_tiny_bundle(tmp_path / "d.jaxllm", cfg=cfg), trees=trees
-        )
-    drafting = Engine.open(path, options=SMALL, speculation=options)
-    session = Session()
-    answer = drafting.stream(prompt, asked(), session=session).result()
-    follows([*prompt, *answer.tokens], len(prompt))
-    assert drafting.speculation.counts.verifications > 0
-    # The states are those of the accepted tokens alone.
-    longer = [*prompt, *answer.tokens, 3]
-    second = drafting.stream(longer, asked(), session=session).result()
-    assert second.reused_tokens == len(longer) - 2
-    follows([*longer, *second.tokens], len(longer))
-    drafting.close()
+@pytest.mark.parametrize("kind", tiny_states.CONFIGS)
+def test_drafted_answers(kind, tmp_path):
+    path = tiny_states.write_bundle(tmp_path / "tiny.jaxllm", kind)
+    draft = tiny.write_tiny_bundle(tmp_path / "draft.jaxllm")
+    short = dataclasses.replace(SMALL, context_tokens=32, cache_tokens=(32,))
+    # Verifies each tree, however much it pays.
+    trees = TreeShape(nodes=(8,), room=8, trimmed=False)
+    options = SpeculationOptions(model=draft, trees=trees, fallback="fixed", alpha=1e-6, pausing=False)
+    with contextlib.closing(Engine.open(path, options=short, speculation=options)) as drafting:
+        plain, session = drafting.at(100), Session()
+        answer = drafting.stream(PROMPT[:4], asked(), session=session).result()
+        assert answer.tokens == plain.generate(PROMPT[:4], asked()).tokens
+        counts = drafting.speculation.counts
+        assert counts.verifications > 0
+        # The states are those of the accepted tokens alone.
+        longer = [*PROMPT[:4], *answer.tokens, 3]
+        second = plain.stream(longer, asked(8), session=session).result()
+        assert second.reused_tokens == len(longer) - 2
+        assert second.tokens == plain.generate(longer, asked(8)).tokens
 
 
 def test_folders_are_prepared(tmp_path):
