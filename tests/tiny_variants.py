@@ -41,15 +41,6 @@ _QWEN3_MOE = {
     "moe_intermediate_size": 24,
 }
 _GEMMA = {**_LLAMA, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
-_QWEN3_5 = {
-    **_LLAMA,
-    "num_hidden_layers": 5,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
 _GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -236,42 +227,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "lfm2": (
-        "Lfm2",
-        {
-            **_LLAMA,
-            "num_hidden_layers": 4,
-            "layer_types": ["conv", "conv", "full_attention", "conv"],
-            "block_auto_adjust_ff_dim": False,
-        },
-    ),
-    "lfm2-biases": (
-        "Lfm2",
-        {
-            **_LLAMA,
-            "num_hidden_layers": 5,
-            "intermediate_size": 90,
-            "block_multiple_of": 16,
-            "layer_types": ["full_attention", "conv", "full_attention", "conv", "conv"],
-            "conv_bias": True,
-            "conv_L_cache": 5,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "qwen3_5_text": ("Qwen3_5Text", _QWEN3_5),
-    "qwen3_5_text-biases": (
-        "Qwen3_5Text",
-        {
-            **_QWEN3_5,
-            "num_hidden_layers": 3,
-            "layer_types": ["full_attention", "linear_attention", "full_attention"],
-            "linear_num_value_heads": 2,
-            "linear_value_head_dim": 12,
-            "linear_conv_kernel_dim": 2,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
-    ),
     "phi3": ("Phi3", {**_LLAMA, "sliding_window": 6, "pad_token_id": 0}),
     "phi3-partial": (
         "Phi3",
@@ -291,7 +246,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 ARCHITECTURE_VARIANTS = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "gemma", "gemma2", "gemma3",
     "phi3", "gpt2", "opt", "stablelm", "ernie4_5", "exaone4", "granite", "granitemoehybrid", "ministral3",
-    "olmo2", "olmo3", "phi", "qwen2_moe", "smollm3", "lfm2", "qwen3_5_text",
+    "olmo2", "olmo3", "phi", "qwen2_moe", "smollm3",
 )  # fmt: skip
 
 _T5 = {
@@ -402,27 +357,6 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_start_token_id": 92,
             "vision_end_token_id": 93,
             "tie_word_embeddings": True,
-        },
-    ),
-    "qwen3_5": (
-        "Qwen3_5",
-        {
-            "text_config": {
-                **_QWEN3_5,
-                "num_hidden_layers": 4,
-                "rope_parameters": {
-                    **_ROPE_OF_AXES,
-                    "partial_rotary_factor": 0.5,
-                    "mrope_section": [2, 1, 1],
-                },
-            },
-            "vision_config": {
-                key: value for key, value in _QWEN_VISION.items() if key != "deepstack_visual_indexes"
-            },
-            "image_token_id": 90,
-            "video_token_id": 91,
-            "vision_start_token_id": 92,
-            "vision_end_token_id": 93,
         },
     ),
     "smolvlm": (
