@@ -25,14 +25,6 @@ _DEFAULTS = {
     "tie_word_embeddings": False,
 }
 _LINEAR = "linear_attention"
-# Sizes of a state: fields, keys and defaults.
-_SIZES = (
-    ("taps", "linear_conv_kernel_dim", 4),
-    ("key_heads", "linear_num_key_heads", 16),
-    ("value_heads", "linear_num_value_heads", 32),
-    ("key_dim", "linear_key_head_dim", 128),
-    ("value_dim", "linear_value_head_dim", 128),
-)
 
 
 def _read(reader: ConfigReader) -> ModelConfig:
@@ -44,6 +36,14 @@ def _read(reader: ConfigReader) -> ModelConfig:
         raise ConfigError(f"config key 'full_attention_interval' must be at least 1, got {every}; fix it")
     usual = [(layer + 1) % every != 0 for layer in range(max(fields["layers"], 0))]
     biased = reader.flag("attention_bias", False)
+    states = StateConfig(
+        kind="delta_rule",
+        taps=reader.integer("linear_conv_kernel_dim", 4),
+        key_heads=reader.integer("linear_num_key_heads", 16),
+        value_heads=reader.integer("linear_num_value_heads", 32),
+        key_dim=reader.integer("linear_key_head_dim", 128),
+        value_dim=reader.integer("linear_value_head_dim", 128),
+    )
     shape = {"head_dim": fields["head_dim"], "window_tokens": fields["window_tokens"]}
     return ModelConfig(
         model_type="qwen3_5_text",
@@ -53,18 +53,22 @@ def _read(reader: ConfigReader) -> ModelConfig:
         qkv_bias=biased,
         o_bias=biased,
         attention_gate=True,
-        states=StateConfig(
-            kind="delta_rule", **{field: reader.integer(key, usual) for field, key, usual in _SIZES}
-        ),
+        states=states,
         state_layers=read_state_layers(reader, _LINEAR, usual),
     )
 
 
 def _write(cfg: ModelConfig) -> dict[str, Any]:
+    states = cfg.states
+    assert states is not None
     return {
         **write_llama_shape(cfg),
         **write_partial_rope(cfg.rope, cfg.head_dim),
-        **{key: getattr(cfg.states, field) for field, key, _ in _SIZES},
+        "linear_conv_kernel_dim": states.taps,
+        "linear_num_key_heads": states.key_heads,
+        "linear_num_value_heads": states.value_heads,
+        "linear_key_head_dim": states.key_dim,
+        "linear_value_head_dim": states.value_dim,
         "attention_bias": cfg.qkv_bias,
         "layer_types": write_state_types(cfg.state_layers, _LINEAR),
     }
