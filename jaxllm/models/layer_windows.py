@@ -1,6 +1,6 @@
 """Translates the kinds of layers between Hugging Face configs and ours: windows of attention, states."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.config_reader import ConfigReader
@@ -46,7 +46,8 @@ def write_layer_types(windows: Sequence[int]) -> list[str]:
 
 
 def read_state_layers(reader: ConfigReader, state: str, usual: Sequence[bool]) -> tuple[bool, ...]:
-    """`state_layers` from `layer_types`, or the architecture's usual ones if the config has none.
+    """`state_layers` from `layer_types`, or the architecture's usual ones if the config has none; empty where
+    all layers attend.
 
     Args:
       reader: at the top level of the config.
@@ -58,7 +59,7 @@ def read_state_layers(reader: ConfigReader, state: str, usual: Sequence[bool]) -
     """
     types = reader.texts("layer_types")
     if types is None:
-        return tuple(usual)
+        return _marked(usual)
     if len(types) != len(usual):
         raise ConfigError(
             f"config key 'layer_types' has {len(types)} entries for {len(usual)} layers; fix it"
@@ -67,9 +68,14 @@ def read_state_layers(reader: ConfigReader, state: str, usual: Sequence[bool]) -
         raise ConfigError(
             f"config key 'layer_types' names {', '.join(unknown)}; this model_type has {state} and {FULL}"
         )
-    return tuple(each == state for each in types)
+    return _marked(each == state for each in types)
 
 
-def write_state_types(state_layers: Sequence[bool], state: str) -> list[str]:
+def write_state_types(state_layers: Sequence[bool], layers: int, state: str) -> list[str]:
     """`layer_types` of `state_layers`."""
-    return [state if each else FULL for each in state_layers]
+    return [state if each else FULL for each in state_layers or (False,) * layers]
+
+
+def _marked(flags: Iterable[bool]) -> tuple[bool, ...]:
+    found = tuple(flags)
+    return found if any(found) else ()

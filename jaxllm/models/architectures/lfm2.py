@@ -40,6 +40,9 @@ def _read(reader: ConfigReader) -> ModelConfig:
     refuse_partial(rope, head_dim)
     attends = reader.integers("full_attn_idxs") or range(max(layers, 0))
     tied = reader.flag("tie_word_embeddings", True)
+    marked = read_state_layers(reader, _CONV, [layer not in attends for layer in range(max(layers, 0))])
+    taps, biased = reader.integer("conv_L_cache", 3), reader.flag("conv_bias", False)
+    states = StateConfig(kind="short_conv", taps=taps, bias=biased)
     return ModelConfig(
         model_type="lfm2",
         vocab_size=reader.integer("vocab_size", 65536),
@@ -54,19 +57,13 @@ def _read(reader: ConfigReader) -> ModelConfig:
         rope=rope,
         qk_norm=True,
         tied_head=reader.flag("tie_embedding", tied),
-        states=StateConfig(
-            kind="short_conv",
-            taps=reader.integer("conv_L_cache", 3),
-            bias=reader.flag("conv_bias", False),
-        ),
-        state_layers=read_state_layers(
-            reader, _CONV, [layer not in attends for layer in range(max(layers, 0))]
-        ),
+        states=states if marked else None,
+        state_layers=marked,
     )
 
 
 def _write(cfg: ModelConfig) -> dict[str, Any]:
-    assert cfg.states is not None
+    states = cfg.states
     return {
         "vocab_size": cfg.vocab_size,
         "hidden_size": cfg.hidden_size,
@@ -77,10 +74,9 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
         "block_auto_adjust_ff_dim": False,
         "max_position_embeddings": cfg.window_tokens,
         "norm_eps": cfg.norm_eps,
-        "conv_L_cache": cfg.states.taps,
-        "conv_bias": cfg.states.bias,
+        **({} if states is None else {"conv_L_cache": states.taps, "conv_bias": states.bias}),
         "tie_word_embeddings": cfg.tied_head,
-        "layer_types": write_state_types(cfg.state_layers, _CONV),
+        "layer_types": write_state_types(cfg.state_layers, cfg.layers, _CONV),
         **({} if cfg.rope is None else write_rope(cfg.rope)),
     }
 

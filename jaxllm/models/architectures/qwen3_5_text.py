@@ -44,6 +44,7 @@ def _read(reader: ConfigReader) -> ModelConfig:
         key_dim=reader.integer("linear_key_head_dim", 128),
         value_dim=reader.integer("linear_value_head_dim", 128),
     )
+    marked = read_state_layers(reader, _LINEAR, usual)
     shape = {"head_dim": fields["head_dim"], "window_tokens": fields["window_tokens"]}
     return ModelConfig(
         model_type="qwen3_5_text",
@@ -53,24 +54,27 @@ def _read(reader: ConfigReader) -> ModelConfig:
         qkv_bias=biased,
         o_bias=biased,
         attention_gate=True,
-        states=states,
-        state_layers=read_state_layers(reader, _LINEAR, usual),
+        states=states if marked else None,
+        state_layers=marked,
     )
 
 
 def _write(cfg: ModelConfig) -> dict[str, Any]:
-    states = cfg.states
-    assert states is not None
+    states, sizes = cfg.states, dict[str, int]()
+    if states is not None:
+        sizes = {
+            "linear_conv_kernel_dim": states.taps,
+            "linear_num_key_heads": states.key_heads,
+            "linear_num_value_heads": states.value_heads,
+            "linear_key_head_dim": states.key_dim,
+            "linear_value_head_dim": states.value_dim,
+        }
     return {
         **write_llama_shape(cfg),
         **write_partial_rope(cfg.rope, cfg.head_dim),
-        "linear_conv_kernel_dim": states.taps,
-        "linear_num_key_heads": states.key_heads,
-        "linear_num_value_heads": states.value_heads,
-        "linear_key_head_dim": states.key_dim,
-        "linear_value_head_dim": states.value_dim,
+        **sizes,
         "attention_bias": cfg.qkv_bias,
-        "layer_types": write_state_types(cfg.state_layers, _LINEAR),
+        "layer_types": write_state_types(cfg.state_layers, cfg.layers, _LINEAR),
     }
 
 
