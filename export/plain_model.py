@@ -17,12 +17,13 @@ import numpy as np
 from export.folder import new_folder
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import read_order, read_recovery, require_level
-from jaxllm.config import WHOLE, ModelConfig, require_decoder_alone
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import ConfigError
 from jaxllm.models.architectures import architecture
 from jaxllm.models.lora import Adapter
 from jaxllm.models.parameters import param_specs
+from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.quant import BlockedArray, dequantize, from_blocks
 from jaxllm.quant.finite import all_finite
 from jaxllm.text.tokenizer import TokenizerFiles

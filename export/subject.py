@@ -19,6 +19,7 @@ from jaxllm.int8_prefill.calibration import PrefillCalibration
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.lora import adapter_digest, merge, parameters_of
 from jaxllm.models.parameters import param_specs
+from jaxllm.models.rooms import require_room
 from jaxllm.program_folder.manifest import LEFT, RIGHT, Argument, ProgramLevel
 from jaxllm.quant import dequantize
 from jaxllm.text.tokenizer import TokenizerFiles
@@ -89,6 +90,7 @@ def read_subject(
         )
     dtype = np.dtype(np.float32) if dtype is None else dtype
     with without_native_kernels(), Bundle.open(path) as bundle:
+        require_room(bundle.cfg, "programs")
         require_portable(bundle)
         cfgs = {WHOLE: bundle.cfg, **{each: require_level(bundle, each) for each in levels if each != WHOLE}}
         params, model = bundle.load(), bundle.fingerprint

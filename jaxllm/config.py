@@ -11,6 +11,7 @@ from typing import Any, Literal
 from jaxllm.config_checks import MAX_DIMENSION, require, require_flags, require_int, require_numbers
 from jaxllm.errors import ConfigError
 from jaxllm.rope_config import RopeConfig
+from jaxllm.state_config import StateConfig, require_state_layers
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 
@@ -59,6 +60,9 @@ class ModelConfig:
     blocks read its input as it is (and `post_norms` normalize their outputs). With `parallel_blocks` the
     feed-forward block reads what attention reads, by the same norm. Logits are multiplied by `logit_scale`;
     `head_bias` is added to them.
+
+    Layers that `state_layers` marks have no attention, but states (see `StateConfig`). With `attention_gate`
+    the output of attention is multiplied by the sigmoid of a product of its own.
 
     With an `encoder` the model is an encoder-decoder: its layers also attend to what the encoder said of the
     source (cross-attention). The encoder is a config of its own, of layers that attend both ways; both share
@@ -115,6 +119,9 @@ class ModelConfig:
     shared_expert_size: int = 0
     expert_bias: bool = False
     sink_logits: bool = False
+    states: StateConfig | None = None
+    state_layers: tuple[bool, ...] = ()
+    attention_gate: bool = False
     layer_units: tuple[LayerUnits, ...] = ()
     encoder: "ModelConfig | None" = None
     relative_buckets: int = 0
@@ -155,7 +162,7 @@ class ModelConfig:
             self, "gated_ffn", "learned_positions", "qkv_bias", "o_bias", "ffn_bias", "qk_norm",
             "joint_qk_norm", "pre_norms", "post_norms", "parallel_blocks", "tied_head", "head_bias",
             "normalize_expert_weights", "sinusoidal_positions", "embed_norm", "norm_after", "final_norm",
-            "expert_bias", "sink_logits",
+            "expert_bias", "sink_logits", "attention_gate",
         )  # fmt: skip
         require(
             self.activation != "clamped_swiglu" or (self.expert_bias and all(self.sparse_layers)),
@@ -198,6 +205,7 @@ class ModelConfig:
                 value = getattr(self, name)
                 require(value == none, f"{name} is {value!r} but the model has no experts; set experts")
             require(self.normalize_expert_weights, "normalize_expert_weights is false without experts")
+        require_state_layers(self)
         if self.layer_units:
             self._check_units()
         self._check_encoder()
@@ -221,10 +229,11 @@ class ModelConfig:
         require(isinstance(self.encoder, ModelConfig), f"encoder must be a config, got {self.encoder!r:.80}")
         for each in (self, self.encoder):
             plain = each.rope is None and not any(each.attention_windows)
+            plain = plain and each.states is None and not each.attention_gate
             require(
                 plain and not each.qk_norm and not each.post_norms and not each.qkv_clip,
-                "encoder-decoders have no rotary embedding, attention windows, norms of queries and keys, or "
-                "norms after blocks before their sum",
+                "encoder-decoders have no rotary embedding, attention windows, state layers, gates of "
+                "attention, norms of queries and keys, or norms after blocks before their sum",
             )
         of_decoder = self.encoder.encoder is None and not self.encoder.head_bias and self.encoder.tied_head
         require(of_decoder, "an encoder has neither an encoder nor a head of its own")
@@ -321,9 +330,18 @@ class ModelConfig:
         """Whether the feed-forward block of layer `layer` is a mixture of experts."""
         return bool(self.sparse_layers) and self.sparse_layers[layer]
 
+    def is_state(self, layer: int) -> bool:
+        """Whether layer `layer` has a state in place of attention."""
+        return bool(self.state_layers) and self.state_layers[layer]
+
     def to_json(self) -> dict[str, Any]:
         """A plain dict that `from_json` reads back."""
-        data = dataclasses.asdict(self)
+        data = {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            # Bundles of other models stay readable by versions that do not know these fields.
+            if name not in _STATE_FIELDS or value
+        }
         if self.encoder is not None:
             return data
         # Bundles of decoders alone say nothing of what only encoder-decoders have.
@@ -355,7 +373,9 @@ class ModelConfig:
             for name in ("rope", "local_rope"):
                 if fields.get(name) is not None:
                     fields[name] = RopeConfig(**fields[name])
-            for name in ("attention_windows", "rope_layers", "sparse_layers"):
+            if fields.get("states") is not None:
+                fields["states"] = StateConfig(**fields["states"])
+            for name in ("attention_windows", "rope_layers", "sparse_layers", "state_layers"):
                 if name in fields:
                     fields[name] = tuple(fields[name])
             if "layer_units" in fields:
@@ -365,6 +385,7 @@ class ModelConfig:
             raise ConfigError(f"malformed model config: {error}") from error
 
 
+_STATE_FIELDS = ("states", "state_layers", "attention_gate")
 # Fields of encoder-decoders alone, and their values in other models.
 _ENCODER_DECODER_DEFAULTS: dict[str, Any] = {
     field.name: field.default
@@ -375,21 +396,3 @@ _ENCODER_DECODER_DEFAULTS: dict[str, Any] = {
         "norm_after", "final_norm", "expert_capacity",
     )
 }  # fmt: skip
-
-
-# Its answer follows one source, which a call has whole; its keys and values are of no use after another.
-CONTEXTS_REFUSED = ("contexts", "call without one, each time with the whole source")
-
-
-def decoder_alone_refusal(cfg: ModelConfig, what: str, instead: str = "take a decoder alone") -> str:
-    """Why `what`, such as "plain models", does not take an encoder-decoder, and what to do `instead`."""
-    return f"{what}: not for encoder-decoders yet, and {cfg.model_type} is one; {instead}"
-
-
-def require_decoder_alone(cfg: ModelConfig, what: str, instead: str = "take a decoder alone") -> None:
-    """Refuses an encoder-decoder where `what`, such as "plain models", takes decoders alone.
-
-    Raises:
-      ConfigError: the model has an encoder.
-    """
-    require(cfg.encoder is None, decoder_alone_refusal(cfg, what, instead))

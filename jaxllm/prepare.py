@@ -13,9 +13,10 @@ from jaxllm.bundle.writer import Kept
 from jaxllm.checkpoints.gguf_file import is_gguf
 from jaxllm.checkpoints.huggingface import quantization_of, read_config, read_params, read_stored_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
-from jaxllm.config import ModelConfig, require_decoder_alone
+from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.parameters import parameter_count
+from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.quant import QArray
 from jaxllm.text.tokenizer import TokenizerFiles
 

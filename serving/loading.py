@@ -12,11 +12,12 @@ import jax
 
 from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.bundle.elastic import require_level
-from jaxllm.config import CONTEXTS_REFUSED, WHOLE, require_decoder_alone
+from jaxllm.config import WHOLE
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kernels import native
 from jaxllm.models.lora import Adapter, adapter_digest, padded
 from jaxllm.models.parameters import Params
+from jaxllm.models.rooms import Room, require_decoder_alone, require_room
 from jaxllm.quant import Weight
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 from serving.bundles import open_model
@@ -328,21 +329,23 @@ def drafts_by_itself(bundle: Bundle, level: int, options: EngineOptions) -> bool
     attend to stored chunks where they lie."""
     nested = bundle.layout.weights == "int8-nested" and bundle.read_in_place
     large = bundle.weight_bytes >= _LEAST_DRAFTING_BYTES or options.memory_bytes > 0
-    alone = bundle.cfg.encoder is None and not options.attend_coded
+    alone = bundle.cfg.encoder is None and bundle.cfg.states is None and not options.attend_coded
     return alone and nested and large and level == WHOLE and not bundle.layout.experts_apart
 
 
 def _require_served(bundle: Bundle, options: EngineOptions) -> None:
-    """Raises ConfigError if the options ask for what encoder-decoders cannot have."""
-    if options.kv_codec:
-        require_decoder_alone(bundle.cfg, *CONTEXTS_REFUSED)
-    asked = {
-        "weights read from storage while the model runs (a memory budget)": options.memory_bytes,
-        "experts stored apart": bundle.layout.experts_apart,
+    """Raises ConfigError if the options ask for what a model cannot have."""
+    if options.memory_bytes:
+        what = "weights read from storage while the model runs (a memory budget)"
+        require_decoder_alone(bundle.cfg, what)
+    rooms: dict[Room, Any] = {
+        "contexts": options.kv_codec,
+        "adapters": options.adapter_rank,
+        "experts apart": bundle.layout.experts_apart,
     }
-    for what, wanted in asked.items():
-        if wanted:
-            require_decoder_alone(bundle.cfg, what)
+    for room, wanted in rooms.items():
+        if wanted and (bundle.cfg.encoder is not None or bundle.cfg.states is not None):
+            require_room(bundle.cfg, room)
 
 
 def require_nested(bundle: Bundle) -> None:

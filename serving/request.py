@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.config import require_decoder_alone
 from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.sampling_state import Sampling
 from jaxllm.text.tokenizer import MAX_TOKEN_ID, Tokenizer
 from serving.guided.grammar import Grammar
@@ -103,6 +103,7 @@ class Session:
       weights_version: `Runner.weights_version` of the weights that computed the cache.
       chunks: chunk table of those that the cache attends to where they lie; open as long as a session has it.
       fed: the first chunk of the next request, if the cache has it already.
+      state_tokens: how many tokens the states in the cache have gone through; None where there are none.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -110,6 +111,13 @@ class Session:
     weights_version: tuple[int, int] | None = None
     chunks: "ChunkTable | None" = None
     fed: Fed | None = None
+    state_tokens: int | None = None
+
+    def reusable(self, prompt: Sequence[int], tokens: Sequence[int] | None = None) -> int:
+        """How many first tokens of a prompt the cache has of `tokens`, its own unless given. States cannot go
+        back: a cache with them has the tokens that they have gone through, or none."""
+        common = common_prefix(self.tokens if tokens is None else tokens, prompt)
+        return common if self.state_tokens in (None, common) else 0
 
     @property
     def size_bytes(self) -> int:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxllm.config import require_decoder_alone
 from jaxllm.errors import JaxllmError
+from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.sampling_state import sampler_state
 from jaxllm.text.tokenizer import Tokenizer
 from serving.decoding import Decoding, pace

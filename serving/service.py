@@ -17,8 +17,9 @@ from pathlib import Path
 
 from jaxllm.bundle.contexts import read_contexts
 from jaxllm.bundle.tiny_lm import read_tiny_lm
-from jaxllm.config import CONTEXTS_REFUSED, WHOLE, decoder_alone_refusal
+from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
+from jaxllm.models.rooms import room_refusal
 from serving.bundles import levels_of, open_model
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
@@ -216,10 +217,8 @@ class LLMService(PlannedService):
 
     def without_contexts(self, how: str) -> ConfigError:
         """The error of a call in a context where there are none, and `how` a service has them."""
-        cfg, (what, instead) = self.engine.cfg, CONTEXTS_REFUSED
-        if cfg.encoder is not None:
-            return ConfigError(decoder_alone_refusal(cfg, what, instead))
-        return ConfigError(f"this service keeps no contexts; {how}")
+        refusal = room_refusal(self.engine.cfg, "contexts")
+        return ConfigError(refusal or f"this service keeps no contexts; {how}")
 
 
 def engine_options(

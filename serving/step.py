@@ -21,7 +21,7 @@ from jaxllm.errors import ContextGone, JaxllmError, NotFinite
 from jaxllm.sampling_state import NO_TOKEN
 from serving.decoding import pace
 from serving.host.forked import require_not_forked
-from serving.request import Fed, common_prefix
+from serving.request import Fed
 from serving.run import Dispatched, Run
 from serving.runners.runner import BatchRow, DecodedRow
 from serving.sliding import Sliding, kept_tokens, slid
@@ -114,7 +114,7 @@ def _begin(run: Run) -> None:
         _go_on(run, fed, cached, cache)
         return
     # The last token is always fed: the answer begins with its logits.
-    run.reused_tokens = min(common_prefix(cached, prompt), len(prompt) - 1)
+    run.reused_tokens = session.reusable(prompt[:-1], cached)
     room = run.decoding.cache_tokens(len(prompt))
     cache = runner.start(room) if cache is None else cache
     cache = runner.make_room(cache, room)
@@ -156,6 +156,7 @@ def _prefill(run: Run) -> None:
     else:
         logits, session.cache = run.runner.prefill_rows(cache, tokens, at, chunk, run.request.rows)
     session.tokens, run.dispatched = cached + tokens, Dispatched("prefill", chunk)
+    _count_states(run)
     if run.chunks:
         return
     if run.slid is not None:
@@ -215,6 +216,7 @@ def decoded(run: Run, cached: list[int], found: DecodedRow) -> None:
     """
     session, run.sampler = run.session, found.sampler
     session.cache, session.tokens = found.cache, [*cached, run.tokens[-1], *found.tokens[:-1]]
+    _count_states(run)
     run.dispatched, before = Dispatched("decode" if found.accepted is None else "verify"), len(run.tokens)
     _take(run, _finite(run, found.tokens))
     # The answer may stop in the middle of a block.
@@ -256,10 +258,17 @@ def _slide(run: Run, sliding: Sliding) -> None:
     session, runner, sinks = run.session, run.runner, sliding.sink_tokens
     run.lifecycle.sliding(run)
     run.slid = slid(run.sequence, sink_tokens=sinks, most=kept_tokens(runner.options.context_tokens))
-    session.tokens = run.slid[:sinks]
-    run.chunks = collections.deque(runner.prefill_chunks(len(run.slid) - 1 - sinks))
+    # States cannot go back to the end of the sinks: they begin anew.
+    kept = sinks if runner.cfg.states is None else 0
+    session.tokens = run.slid[:kept]
+    run.chunks = collections.deque(runner.prefill_chunks(len(run.slid) - 1 - kept))
     run.stage = "prefill"
     _prefill(run)
+
+
+def _count_states(run: Run) -> None:
+    """Notes how many tokens the states in the session's cache have gone through, before any are dropped."""
+    run.session.state_tokens = None if run.runner.cfg.states is None else len(run.session.tokens)
 
 
 def _require_same_weights(run: Run) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm.config import MAX_DIMENSION, MAX_EXPERTS, MAX_LAYERS, LayerUnits, ModelConfig, RopeConfig
 from jaxllm.errors import ConfigError
+from jaxllm.state_config import StateConfig
 
 SHAPE = {
     "model_type": "llama", "vocab_size": 11, "hidden_size": 8, "layers": 3, "heads": 4, "kv_heads": 2,
@@ -207,6 +208,12 @@ CONFIGS = {
     "parallel": model(parallel_blocks=True, head_bias=True),
     "norms behind": model(pre_norms=False, post_norms=True),
     "joint norms": model(qk_norm=True, joint_qk_norm=True, qkv_clip=8.0),
+    "states": model(
+        states=StateConfig(
+            kind="delta_rule", taps=3, key_heads=1, value_heads=2, key_dim=4, value_dim=8
+        ),
+        state_layers=(True, False, True), attention_gate=True,
+    ),
     "encoder-decoder": model(
         encoder=model(
             **ENCODER, layers=2, tied_head=True, embed_norm=True, norm_after=True, final_norm=False,
@@ -234,6 +241,25 @@ def test_all_fields_differ_from_the_defaults_in_the_round_trip():
     names = [field.name for field in dataclasses.fields(plain)]
     same = [name for name in names if all(getattr(plain, name) == getattr(cfg, name) for cfg in others)]
     assert same == list(SHAPE)
+
+
+def test_state_layers():
+    conv = StateConfig(kind="short_conv", taps=3)
+    marked = {"state_layers": (True, False, True)}
+    assert [model(states=conv, **marked).is_state(layer) for layer in range(3)] == [True, False, True]
+    refused(lambda: model(**marked), "states is not set")
+    refused(lambda: model(states=conv, state_layers=(True,)), "3 times true or false")
+    refused(lambda: model(states=conv, state_layers=(True,) * 3), "one kind is missing")
+    refused(lambda: model(states=conv, **marked, parallel_blocks=True), "one block after another")
+    refused(
+        lambda: model(states=conv, **marked, layer_units=[LayerUnits(kv_heads=1, neurons=8)] * 3),
+        "sub-models",
+    )
+    refused(lambda: StateConfig(kind="short_conv", taps=1), "taps")
+    refused(lambda: StateConfig(kind="short_conv", taps=3, key_dim=4), "key_dim of state layers")
+    sizes = {"key_heads": 2, "value_heads": 3, "key_dim": 4, "value_dim": 4}
+    refused(lambda: StateConfig(kind="delta_rule", taps=3, **sizes), "multiple of key heads")
+    assert not {"states", "state_layers", "attention_gate"} & model().to_json().keys()
 
 
 def test_json_of_decoders_says_nothing_of_encoders():

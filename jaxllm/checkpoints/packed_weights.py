@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxllm.models.parameters import ParamSpec
-from jaxllm.models.translate import Tensor, swap_pairs
+from jaxllm.models.translate import Tensor, heads_of, swap_pairs
 from jaxllm.quant.formats import QArray, pack_int4
 
 GROUP = 32
@@ -108,6 +108,8 @@ def _scales_of_rows(
     lead = 0 if tensor.expert is None else 1
     counts = [math.prod(specs[name].shape[lead:-1]) for name in tensor.params]
     place = tensor.params.index(param)
+    if tensor.by_head:
+        return heads_of(scale, len(counts), place, specs[param.rsplit(".", 1)[0] + ".k"].shape[1])
     scale = scale[sum(counts[:place]) :][: counts[place]]
     if not tensor.interleaved:
         return scale

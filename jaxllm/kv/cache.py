@@ -21,6 +21,7 @@ from jaxllm.kernels import native, native_products
 from jaxllm.kv.coded import CodedChunks
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.kv.source import Source, SourceKV, no_source
+from jaxllm.kv.states import STATES, LayerState, States, no_states
 
 # Rows that `fork` copies at once.
 _FORK_BLOCK = 64
@@ -89,10 +90,11 @@ class KVCache:
       mass: `[B, S]` float32, the attention that each position got, summed over queries of all heads and
         layers; None if it is not counted. From the verification of a tree of M nodes until a path of it is
         kept it is `[B, 1 + M, S]`: entry 0 is the sequence's, entry 1 + n that of the queries of node n.
-      places: per layer, its stack and its slot in it (see `stack_places`).
+      places: per layer, its stack and its slot in it (see `stack_places`); there always are with states.
       coded: chunks of the first tokens. Row r is then that of token `coded.tokens` + r, and `length` counts
         the chunks' tokens, too. None: there can be none.
       source: what the layers of an encoder-decoder attend to besides; None in other models.
+      states: of state layers, after the last token that was fed; None in other models.
     """
 
     keys: tuple[jax.Array, ...]
@@ -102,6 +104,7 @@ class KVCache:
     places: tuple[tuple[int, int], ...] | None = dataclasses.field(default=None, metadata={"static": True})
     coded: CodedChunks | None = None
     source: Source | None = None
+    states: States | None = None
 
     @property
     def capacity_tokens(self) -> int:
@@ -129,15 +132,28 @@ class KVCache:
             assert number is None or isinstance(number, int)
             coded = None if self.coded is None else self.coded.of_layer(layer)
             return Past(self.keys[layer], self.values[layer], coded=coded)
-        stack, slot = self.places[layer]
-        if isinstance(number, int) or number is None:
-            slot = np.int32(slot if number is None else self.places[number][1])
-        elif len(self.keys) == 1:
-            slot = number
-        else:
-            slot = jnp.asarray([each for _, each in self.places], jnp.int32)[number]
+        stack, slot = self.places[layer][0], self._slot(layer, number)
         coded = None if self.coded is None else self.coded.of_layer(layer if number is None else number)
         return Past(self.keys[stack], self.values[stack], slot, coded)
+
+    def state(self, layer: int, number: jax.Array | int | None = None) -> LayerState:
+        """The state of a state layer; for the arguments see `past`."""
+        assert self.states is not None
+        return self.states.of_slot(self._slot(layer, number))
+
+    def with_state(self, layer: int, number: jax.Array | int | None, state: LayerState) -> "KVCache":
+        """With another state of a state layer."""
+        assert self.states is not None
+        return dataclasses.replace(self, states=self.states.with_slot(self._slot(layer, number), state))
+
+    def _slot(self, layer: int, number: jax.Array | int | None) -> jax.Array | np.integer:
+        """The slot of a layer in its stack (see `past`)."""
+        assert self.places is not None
+        if isinstance(number, int) or number is None:
+            return np.int32(self.places[layer if number is None else number][1])
+        if len(self.keys) == 1 and self.states is None:
+            return number
+        return jnp.asarray([each for _, each in self.places], jnp.int32)[number]
 
     def with_past(self, layer: int, past: Past) -> "KVCache":
         """With other keys and values of a layer, from `past`."""
@@ -162,6 +178,8 @@ class KVCache:
             self.coded.check(axes)
         if self.source is not None:
             self.source.check(axes)
+        if self.states is not None:
+            self.states.check(axes)
 
     def uncounted(self) -> "KVCache":
         """The same cache with an attention mass of zero."""
@@ -199,10 +217,13 @@ class KVCache:
 
 def stack_places(cfg: ModelConfig) -> tuple[tuple[int, int], ...]:
     """Per layer, the stack of its keys and values and its slot in it: layers with the same number of kv heads
-    are a stack."""
+    are a stack. State layers are the stack `STATES`."""
     sizes: dict[int, int] = {}
     places = []
     for layer in range(cfg.layers):
+        if cfg.is_state(layer):
+            places.append((STATES, sum(cfg.state_layers[:layer])))
+            continue
         heads = cfg.units(layer).kv_heads
         slot = sizes.get(heads, 0)
         sizes[heads] = slot + 1
@@ -223,9 +244,13 @@ def new_cache(
 ) -> KVCache:
     """An empty cache for `tokens` positions, with or without their attention mass, behind coded chunks, if
     any, and with equal layers in stacks, or each by itself. XLA copies a stack for each layer that a step
-    writes outside of a loop. The cache of an encoder-decoder has room for a source of `source_tokens`."""
+    writes outside of a loop. The cache of an encoder-decoder has room for a source of `source_tokens`, that
+    of a model with state layers is always in stacks."""
     places, shapes = stack_places(cfg), {}
+    stacked = stacked or cfg.states is not None
     for layer, (stack, slot) in enumerate(places):
+        if stack == STATES:
+            continue
         own = (batch, cfg.units(layer).kv_heads, tokens, cfg.head_dim)
         shapes[stack if stacked else layer] = (slot + 1, *own) if stacked else own
     rows = _zeros([*shapes.values()] * 2, dtype)
@@ -237,6 +262,7 @@ def new_cache(
         places=places if stacked else None,
         coded=coded,
         source=None if cfg.encoder is None else _no_source(cfg, batch, source_tokens or tokens, dtype),
+        states=None if cfg.states is None else no_states(cfg, batch),
     )
 
 

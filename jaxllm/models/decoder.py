@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.axes import Axes
-from jaxllm.config import ModelConfig, require_decoder_alone
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
 from jaxllm.kv.cache import KVCache, Past
@@ -33,7 +33,9 @@ from jaxllm.models.layer import (
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import STACK, layer_of, one_by_one, over_layers
 from jaxllm.models.parameters import Params, head_name
+from jaxllm.models.rooms import require_decoder_alone, require_room
 from jaxllm.models.scanned_layers import Remat, is_stacked, remembering, run_scanned
+from jaxllm.models.state_layer import cached_state_layer, document_state_layer
 from jaxllm.nn.documents import Branches, document_positions
 from jaxllm.nn.linear import embed, to_units
 from jaxllm.nn.norms import by_sequence, normalize
@@ -145,6 +147,9 @@ def forward_at(
         carry: tuple[jax.Array, KVCache], own: Params, like: int, number: jax.Array | int
     ) -> tuple[jax.Array, KVCache]:
         (x, cache), weights = carry, layer_of(own, like)
+        if cfg.is_state(like):
+            x, state = cached_state_layer(weights, x, at, cache.state(like, number), cfg=cfg, layer=like)
+            return x, cache.with_state(like, number, state)
         past = cache.past(like, number)
         rotary = rotaries.get(cfg.layer_rope(like))
         x, past, mass = forward_layer(weights, x, at, past, cache.mass, cfg=cfg, layer=like, rotary=rotary)
@@ -320,6 +325,8 @@ def _begin_documents(
 ) -> tuple[jax.Array, _DocumentLayer]:
     """The first layer's input, and what runs a layer."""
     require_decoder_alone(cfg, "forward passes over whole documents")
+    if branches is not None:
+        require_room(cfg, "tasks")
     axes = Axes("forward_documents")
     axes.check(jnp.int32, "B T", tokens=tokens, starts=starts)
     if branches is not None:
@@ -329,6 +336,10 @@ def _begin_documents(
     rotaries = rotary_by_rope(positions, cfg)
 
     def run(own: Params, x: jax.Array, *, like: int) -> tuple[jax.Array, Routing | None]:
+        if cfg.is_state(like):
+            how = {"cfg": cfg, "layer": like, "differentiable": differentiable}
+            x, routing = document_state_layer(layer_of(own, like), x, starts, **how)
+            return constrained(x, "residual"), routing
         attend = functools.partial(
             attend_documents,
             cfg=cfg,

@@ -42,9 +42,27 @@ def run_layer(
     The first `valid` of the T tokens, an int32 scalar, are real: outputs of the others are undefined. Of
     several sequences of one token each it is the first `valid` sequences. For `rowwise` see `linear.py`.
     """
-    live, before = live_rows(x, valid), x
+    before = x
     x, kept = attended(weights, x, cfg, layer, attend, rowwise, valid)
-    routing = None
+    how = {"valid": valid, "differentiable": differentiable, "rowwise": rowwise}
+    mixed, routing = fed_forward(weights, x, before, cfg, layer, **how)
+    return mixed, kept, routing
+
+
+def fed_forward(
+    weights: LayerParams,
+    x: jax.Array,
+    before: jax.Array,
+    cfg: ModelConfig,
+    layer: int,
+    *,
+    valid: jax.Array | None = None,
+    differentiable: bool = False,
+    rowwise: bool = False,
+) -> tuple[jax.Array, Routing | None]:
+    """The second half of a layer: feed-forward block or experts of `x` `[B, T, D]`, and the routing if it is
+    sparse. `before` is the layer's input; for the other arguments see `run_layer`."""
+    live, routing = live_rows(x, valid), None
     if cfg.is_sparse(layer) and rowwise and x.shape[0] > 1:
         # Sequences visit different experts, and which of them share a product must not show.
         mixed = by_sequence(lambda x: _experts(weights, x, cfg)[0], x, apart=True)
@@ -57,7 +75,7 @@ def run_layer(
         mixed = _ffn(weights, x, cfg, rowwise, live)
     if cfg.post_norms:
         mixed = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg), live, rowwise=rowwise)
-    return mixed, kept, routing
+    return mixed, routing
 
 
 def live_rows(x: jax.Array, valid: jax.Array | None) -> jax.Array | None:
@@ -77,17 +95,20 @@ def attended(
 ) -> tuple[jax.Array, Kept]:
     """The first half of a layer: attention, and what `attend` keeps."""
     live, (groups, _) = live_rows(x, valid), weights.used
-    q, k, v = normed_to_units(
+    names = ("q", "k", "v", "gate") if cfg.attention_gate else ("q", "k", "v")
+    q, k, v, *gate = normed_to_units(
         x,
         weights.pre_norm("attn_norm", cfg),
-        [weights[f"attn.{name}"] for name in "qkv"],
-        [weights.vector(f"attn.{name}_bias") for name in "qkv"],
+        [weights[f"attn.{name}"] for name in names],
+        [weights.vector(f"attn.{name}_bias") for name in names],
         used=groups,
         rowwise=rowwise,
         live=live,
     )
     out, kept = attend(normed_heads(weights, q, k, v, cfg, apart=rowwise), groups)
     out = out.reshape(*out.shape[:3], -1)
+    if gate:
+        out = by_sequence(lambda out, gate: out * jax.nn.sigmoid(gate), out, *gate, apart=rowwise)
     # The output product adds the residual, unless a norm comes between.
     residual = None if cfg.post_norms else x
     mixed = from_units(

@@ -267,7 +267,13 @@ def layer_runs(alike: Sequence[int]) -> list[LayerRun]:
 def kinds_of(cfg: ModelConfig) -> list[Any]:
     """Per layer, what makes layers equal besides their parameters."""
     return [
-        (cfg.units(layer), cfg.attention_windows[layer], cfg.layer_rope(layer), cfg.is_sparse(layer))
+        (
+            cfg.units(layer),
+            cfg.attention_windows[layer],
+            cfg.layer_rope(layer),
+            cfg.is_sparse(layer),
+            cfg.is_state(layer),
+        )
         for layer in range(cfg.layers)
     ]
 

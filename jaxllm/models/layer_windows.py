@@ -1,6 +1,6 @@
-"""Translates sliding-window attention by layer between Hugging Face configs and `attention_windows`."""
+"""Translates the kinds of layers between Hugging Face configs and ours: windows of attention, states."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.config_reader import ConfigReader
@@ -43,3 +43,39 @@ def read_windows(
 def write_layer_types(windows: Sequence[int]) -> list[str]:
     """`layer_types` of `attention_windows`."""
     return [SLIDING if each else FULL for each in windows]
+
+
+def read_state_layers(reader: ConfigReader, state: str, usual: Sequence[bool]) -> tuple[bool, ...]:
+    """`state_layers` from `layer_types`, or the architecture's usual ones if the config has none; empty where
+    all layers attend.
+
+    Args:
+      reader: at the top level of the config.
+      state: the type of a state layer.
+      usual: per layer, whether it has a state where the config has no types.
+
+    Raises:
+      ConfigError: `layer_types` has another length or an unknown type.
+    """
+    types = reader.texts("layer_types")
+    if types is None:
+        return _marked(usual)
+    if len(types) != len(usual):
+        raise ConfigError(
+            f"config key 'layer_types' has {len(types)} entries for {len(usual)} layers; fix it"
+        )
+    if unknown := sorted(set(types) - {state, FULL}):
+        raise ConfigError(
+            f"config key 'layer_types' names {', '.join(unknown)}; this model_type has {state} and {FULL}"
+        )
+    return _marked(each == state for each in types)
+
+
+def write_state_types(state_layers: Sequence[bool], layers: int, state: str) -> list[str]:
+    """`layer_types` of `state_layers`."""
+    return [state if each else FULL for each in state_layers or (False,) * layers]
+
+
+def _marked(flags: Iterable[bool]) -> tuple[bool, ...]:
+    found = tuple(flags)
+    return found if any(found) else ()

@@ -7,6 +7,8 @@ A flat dict with stable string keys:
     layers.{i}.attn.q [K, G·H, D]  .k [K, H, D]  .v [K, H, D]  .o [K, G·H, D]   (+ q_bias ...)
     layers.{i}.attn.q_norm.scale [H]             .k_norm.scale [H]          (joint: [N·H] and [K·H])
     layers.{i}.ffn.gate [F, D]     .up [F, D]    .down [F, D]                   (+ gate_bias ...)
+    layers.{i}.attn.gate [K, G·H, D]                                (where attention has an output gate)
+    layers.{i}.state_norm.scale [D]  .state.*                       (in place of attn.*, see `state_layer.py`)
     layers.{i}.router [E, D]       .experts.gate [E, F, D]  .up [E, F, D]  .down [E, F, D]   (or these)
     layers.{i}.router_bias [E]     .experts.gate_bias/up_bias [E, F]  .experts.down_bias [E, D]
     layers.{i}.attn.sink_logits [K, G]
@@ -25,7 +27,7 @@ experts, an expert is one entry of the leading axis.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import jax
@@ -34,6 +36,7 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.quant import Weight
+from jaxllm.state_config import StateConfig
 
 Params = Mapping[str, Weight]
 # Prefix of the encoder's parameters.
@@ -118,6 +121,8 @@ def _norm_specs(cfg: ModelConfig, name: str) -> dict[str, ParamSpec]:
 
 def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     kept = cfg.units(layer)
+    if cfg.is_state(layer):
+        return _state_layer_specs(cfg, layer, kept.neurons)
     units, head = kept.kv_heads, cfg.head_dim
     queries = cfg.group * head
     specs = _products_specs(cfg, "attn", units)
@@ -140,10 +145,47 @@ def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     return specs
 
 
+def _state_layer_specs(cfg: ModelConfig, layer: int, neurons: int) -> dict[str, ParamSpec]:
+    """Of a layer with a state in place of attention."""
+    assert cfg.states is not None
+    specs = _norm_specs(cfg, "state_norm")
+    specs |= {f"state.{name}": ParamSpec(*each) for name, each in _state_specs(cfg.states, cfg.hidden_size)}
+    ffn = _expert_specs if cfg.is_sparse(layer) else _ffn_specs
+    return specs | _norm_specs(cfg, "ffn_norm") | ffn(cfg, neurons)
+
+
+def _state_specs(states: StateConfig, width: int) -> Iterator[tuple[str, tuple[tuple[int, ...], Role]]]:
+    """Names, shapes and roles of the parameters of a state."""
+    yield "conv", ((states.channels(width), states.taps), "vector")
+    if states.kind == "short_conv":
+        if states.bias:
+            yield "conv_bias", ((width,), "vector")
+        for name in ("input_gate", "output_gate", "value"):
+            yield name, ((width, width), "to_units")
+            if states.bias:
+                yield f"{name}_bias", ((width,), "vector")
+        yield "o", ((width, width), "from_units")
+        if states.bias:
+            yield "o_bias", ((width,), "vector")
+        return
+    values = states.group * states.value_dim
+    for name, rows in (("q", states.key_dim), ("k", states.key_dim), ("v", values), ("gate", values)):
+        yield name, ((states.key_heads, rows, width), "to_units")
+    # Never quantized: they are small, and decide how long a state lasts.
+    for name in ("correction", "decay"):
+        yield name, ((states.value_heads, width), "vector")
+    yield "decay_bias", ((states.value_heads,), "vector")
+    yield "decay_log", ((states.value_heads,), "vector")
+    yield "norm.scale", ((states.value_dim,), "vector")
+    yield "o", ((states.key_heads, values, width), "from_units")
+
+
 def _products_specs(cfg: ModelConfig, name: str, units: int) -> dict[str, ParamSpec]:
     """Of the norm before attention, or before cross-attention, and of its first products."""
     specs = _norm_specs(cfg, f"{name}_norm") if cfg.pre_norms else {}
     rows = {"q": cfg.group * cfg.head_dim, "k": cfg.head_dim, "v": cfg.head_dim}
+    if cfg.attention_gate:
+        rows["gate"] = rows["q"]
     for part, count in rows.items():
         specs[f"{name}.{part}"] = ParamSpec((units, count, cfg.hidden_size), "to_units")
         if cfg.qkv_bias:

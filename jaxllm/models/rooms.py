@@ -3,27 +3,71 @@
 Rooms ask `require_room`; `jaxllm info` and the documents list them all.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
-from jaxllm.config import ModelConfig, decoder_alone_refusal
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 
-# Resident weights take every model; trees, contexts and batches every decoder alone.
-Room = Literal["streamed weights", "levels", "integer prefill", "experts apart", "tflite"]
-ROOMS: tuple[Room, ...] = ("streamed weights", "levels", "integer prefill", "experts apart", "tflite")
+# Resident weights take every model.
+Room = Literal[
+    "streamed weights",
+    "levels",
+    "integer prefill",
+    "experts apart",
+    "drafter",
+    "contexts",
+    "adapters",
+    "tasks",
+    "programs",
+    "tflite",
+]
+ROOMS: tuple[Room, ...] = get_args(Room)
+
+# Rooms that take decoders alone, with what to do instead.
+_ENCODER_DECODER_REFUSALS: dict[Room, str] = {
+    "streamed weights": "give --memory that holds all weights",
+    "levels": "use the whole model",
+    "integer prefill": "prefill in floats",
+    "experts apart": "prepare the model without --expert-bits",
+    "contexts": "call without one, each time with the whole source",
+    "tasks": "judge the model by its own task (jaxllm seq2seq-eval)",
+}
+# Why models with state layers cannot have a room, and what to do.
+_STATE_REFUSALS: dict[Room, tuple[str, str]] = {
+    "streamed weights": (
+        "whose layers run together",
+        "give --memory that holds all weights, or narrower weights (jaxllm prepare --weights int4)",
+    ),
+    "levels": ("whose states have no units to leave out", "use the whole model"),
+    "integer prefill": ("whose states are computed in floats", "prefill in floats"),
+    "experts apart": ("whose layers run together", "prepare the model without --expert-bits"),
+    "drafter": ("whose states cannot go back over rejected tokens", "draft with another model, or ngram"),
+    "contexts": (
+        "whose states cannot be cut into chunks nor recomputed in the middle",
+        "send the conversation with each call",
+    ),
+    "adapters": ("of which some layers have no attention to adapt", "merge the adapter into the folder"),
+    "tasks": ("whose states follow one line of tokens", "judge the model by --text"),
+    "programs": ("whose caches hold states", "run the model by jaxllm itself"),
+    "tflite": ("whose caches hold states", "run the model by jaxllm itself"),
+}
 
 
 def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
     """Why a room cannot take a model; None if it can."""
-    if cfg.encoder is not None and room != "tflite":
-        return decoder_alone_refusal(cfg, room)
-    return {
+    if cfg.encoder is not None and room in _ENCODER_DECODER_REFUSALS:
+        return decoder_alone_refusal(cfg, room, _ENCODER_DECODER_REFUSALS[room])
+    if cfg.states is not None and room in _STATE_REFUSALS:
+        why, instead = _STATE_REFUSALS[room]
+        return f"{room}: not for models with state layers, as {cfg.model_type} is, {why}; {instead}"
+    asks = {
         "streamed weights": _streamed,
         "levels": _levels,
         "integer prefill": _integer_prefill,
         "experts apart": _experts_apart,
         "tflite": _tflite,
-    }[room](cfg)
+    }
+    return asks[room](cfg) if room in asks else None
 
 
 def require_room(cfg: ModelConfig, room: Room) -> None:
@@ -31,6 +75,21 @@ def require_room(cfg: ModelConfig, room: Room) -> None:
     reason = room_refusal(cfg, room)
     if reason is not None:
         raise ConfigError(reason)
+
+
+def decoder_alone_refusal(cfg: ModelConfig, what: str, instead: str = "take a decoder alone") -> str:
+    """Why `what`, such as "plain models", does not take an encoder-decoder, and what to do `instead`."""
+    return f"{what}: not for encoder-decoders yet, and {cfg.model_type} is one; {instead}"
+
+
+def require_decoder_alone(cfg: ModelConfig, what: str, instead: str = "take a decoder alone") -> None:
+    """Refuses an encoder-decoder where `what`, such as "plain models", takes decoders alone.
+
+    Raises:
+      ConfigError: the model has an encoder.
+    """
+    if cfg.encoder is not None:
+        raise ConfigError(decoder_alone_refusal(cfg, what, instead))
 
 
 def _streamed(cfg: ModelConfig) -> str | None:

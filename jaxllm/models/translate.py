@@ -55,6 +55,8 @@ class Tensor:
       skip_rows: leading rows that are padding, which the model never reads.
       interleaved: whether rows of each head, of queries or keys, come in the order of a rotary embedding that
         turns neighbours (2i, 2i+1) where ours turns halves (i, i+H/2).
+      by_head: whether rows of each head come together: the first head's of all parameters, then the next's.
+      depthwise: whether it is the kernel of a depthwise convolution, `[rows, 1, taps]`.
       plus_one: whether a norm's weight is stored as w where the model multiplies by 1 + w.
       stacked: whether it has all experts, as its leading axis.
       alternating: whether the rows of its parameters take turns.
@@ -69,6 +71,8 @@ class Tensor:
     transposed: bool = False
     skip_rows: int = 0
     interleaved: bool = False
+    by_head: bool = False
+    depthwise: bool = False
     plus_one: bool = False
     stacked: bool = False
     alternating: bool = False
@@ -84,6 +88,8 @@ class Tensor:
         if _is_vector(self.params[0]):
             return (1, rows) if self.one_row else (*lead, rows)
         width = specs[self.params[0]].shape[-1]
+        if self.depthwise:
+            return (rows, 1, width)
         return (*lead, width, rows) if self.transposed else (*lead, rows, width)
 
     def read(self, stored: Sliceable, param: str, specs: Mapping[str, ParamSpec]) -> np.ndarray:
@@ -97,7 +103,10 @@ class Tensor:
             return np.ascontiguousarray(self.rows_of(whole, param, rows)).reshape(specs[param].shape)
         if self.one_row:
             stored = stored[0:1].reshape(-1)
-        block = stored[:, rows].T if self.transposed else stored[rows]
+        if self.by_head:
+            block = heads_of(stored[:], len(self.params), self.params.index(param), self._head_dim(specs))
+        else:
+            block = stored[:, rows].T if self.transposed else stored[rows]
         if self.interleaved:
             block = swap_pairs(block, self._head_dim(specs), 2)
         block = np.ascontiguousarray(block).reshape(self._block_shape(param, specs))
@@ -126,8 +135,12 @@ class Tensor:
             blocks = [block.astype(np.float32) - np.float32(1) for block in blocks]
         if self.skip_rows:
             blocks.insert(0, np.zeros((self.skip_rows, *width), blocks[0].dtype))
+        if self.by_head:
+            shape = (-1, self._head_dim(specs), *width)
+            blocks = [np.stack([each.reshape(shape) for each in blocks], 1).reshape(-1, *width)]
         whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         whole = whole[None] if self.one_row else whole
+        whole = whole[:, None] if self.depthwise else whole
         return np.ascontiguousarray(whole.T if self.transposed else whole)
 
     def _stacked_rows(self, specs: Mapping[str, ParamSpec]) -> tuple[int, int]:
@@ -255,6 +268,12 @@ def swap_pairs(rows: np.ndarray, head_dim: int, stride: int) -> np.ndarray:
     return split.swapaxes(1, 2).reshape(rows.shape)
 
 
+def heads_of(rows: np.ndarray, parts: int, part: int, head_dim: int) -> np.ndarray:
+    """Of rows `[heads·parts·H, ...]`, each head's part `part`: `[heads·H, ...]`."""
+    split = rows.reshape(-1, parts, head_dim, *rows.shape[1:])
+    return split[:, part].reshape(-1, *rows.shape[1:])
+
+
 def read_activation(reader: ConfigReader, key: str, default: str) -> Activation:
     """The feed-forward non-linearity named by `key`."""
     name = reader.text(key, default)
@@ -280,4 +299,4 @@ def _by_expert(tensor: Tensor, cfg: ModelConfig) -> list[Tensor]:
 
 
 def _is_vector(param: str) -> bool:
-    return param.endswith(("bias", ".scale", ".sink_logits"))
+    return param.endswith(("bias", ".scale", ".sink_logits", "_log"))

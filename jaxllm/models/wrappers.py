@@ -77,6 +77,13 @@ WRAPPERS: dict[str, Wrapper] = {
         keys=frozenset({"image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id"}),
         text_defaults={"max_position_embeddings": 128000, "rope_theta": 5e5},
     ),
+    "qwen3_5": Wrapper(
+        text_types={"qwen3_5_text": "qwen3_5_text"},
+        layouts=_LAYOUTS[:1],
+        # Layers that predict further tokens are not read, either.
+        skipped=("model.visual.", "mtp."),
+        keys=frozenset({"image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id"}),
+    ),
     "smolvlm": Wrapper(
         text_types={"llama": "llama"},
         layouts=(("model.text_model.", ""),),

@@ -18,6 +18,7 @@ from jaxllm.kv.cache import KVCache
 from jaxllm.kv.positions import TokenPositions, TreePositions
 from jaxllm.models.decoder import forward_at, logits
 from jaxllm.models.parameters import Params
+from jaxllm.nn.state_trees import after_path
 from jaxllm.sampling import SamplerState
 from jaxllm.speculative.acceptance import choices
 from jaxllm.speculative.calibration import CELLS, RANKS
@@ -86,6 +87,8 @@ def keep_path(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
         if coded is not None and coded.mass is not None:
             coded = dataclasses.replace(coded, mass=summed(jnp.asarray(coded.mass)))
         cache = dataclasses.replace(cache, mass=summed(cache.mass), coded=coded)
+    if cache.states is not None:
+        cache = dataclasses.replace(cache, states=after_path(cache.states, nodes, count))
     return dataclasses.replace(_moved(cache, nodes, count), length=cache.length + count)
 
 
@@ -266,6 +269,8 @@ def verify(
         if coded is not None and coded.mass is not None:
             coded = dataclasses.replace(coded, mass=jnp.pad(jnp.asarray(coded.mass)[:, None], by_node))
         cache = dataclasses.replace(cache, mass=jnp.pad(cache.mass[:, None], by_node), coded=coded)
+    if cache.states is not None:
+        cache = dataclasses.replace(cache, states=cache.states.with_nodes(tree.room))
     out, cache = read_nodes(params, tree, nodes, tree.count, cache, cfg=cfg, dtype=dtype)
     tokens, count, path, sampler = settle(tree, out, sampler, limit)
     return tokens, count, path, keep_path(cache, path, count), sampler

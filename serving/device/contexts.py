@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.config import CONTEXTS_REFUSED, require_decoder_alone
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, Unreadable
 from jaxllm.kv.codecs import RAW
 from jaxllm.kv.eviction import find_policy
 from jaxllm.kv.recompute import LOST
+from jaxllm.models.rooms import require_room
 from jaxllm.program_folder.arrays import KEYS, VALUES
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.record import Origin, Record
@@ -80,7 +80,7 @@ class DeviceContexts:
         Raises:
           ConfigError: the store is in use or cannot be made, or an argument is out of its domain.
         """
-        require_decoder_alone(engine.cfg, *CONTEXTS_REFUSED)
+        require_room(engine.cfg, "contexts")
         self.engine = engine
         self.memory = ChunkMemory(budget_bytes, find_policy(policy))
         self.store = ContextStore(folder, quota_bytes=quota_bytes)

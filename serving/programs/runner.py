@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxllm.config import WHOLE, ModelConfig, require_decoder_alone
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError, ContextOverflow, ProgramError
+from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.program_folder.controls import controls
 from jaxllm.program_folder.manifest import Manifest, Signature
 from jaxllm.sampling_state import NO_TOKEN, SamplerState

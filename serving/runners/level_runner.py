@@ -140,8 +140,8 @@ class LevelRunner(abc.ABC):
 
     def fork_buckets(self) -> list[Bucket]:
         """The buckets that copy the beginning of caches (see `fork`); none for encoder-decoders, whose
-        answers follow sources of their own."""
-        if self.cfg.encoder is not None:
+        answers follow sources of their own, and where there are states, which are of the whole alone."""
+        if self.cfg.encoder is not None or self.cfg.states is not None:
             return []
         level = self.model.bucket_level
         return [ForkBucket(cache_tokens=each, level=level) for each in self.options.cache_tokens]

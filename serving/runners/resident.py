@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxllm.config import require_decoder_alone
 from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.input_rows import InputRows
+from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
 from jaxllm.steps.model import BlockEnd

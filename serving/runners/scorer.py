@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxllm.kv.cache import KVCache
+from jaxllm.models.rooms import require_room
 from jaxllm.nn.documents import Branches
 from jaxllm.steps.branching import Packed
 from serving.buckets.bucket import Bucket
@@ -96,6 +97,7 @@ class Scorer:
 
         `cache` is donated; the result differs from it in the attention mass alone.
         """
+        require_room(self.runner.cfg, "tasks")
         length = int(cache.length)
         chunks = plan_chunks(len(tokens), self.runner.options.chunk_tokens)
         scores, _, cache = self._scored(tokens, targets, cache, chunks)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from jaxllm.kv.cache import KVCache
-from serving.request import Session, common_prefix
+from serving.request import Session
 
 # Fewer common tokens are computed as soon as found.
 _LEAST_COMMON = 16
@@ -73,7 +73,7 @@ class PrefixSessions:
         found: dict[tuple[int, int], int] = {}
         for each in self._kept:
             if each.app == app:
-                common, version = common_prefix(each.session.tokens, prompt), each.session.weights_version
+                common, version = each.session.reusable(prompt), each.session.weights_version
                 if common >= _LEAST_COMMON and version is not None:
                     found[version] = max(common, found.get(version, 0))
         return found
@@ -94,7 +94,7 @@ class PrefixSessions:
         best, most = None, (_LEAST_COMMON - 1, True)
         for each in self._kept:
             if each.app == app and each.session.weights_version == runner.weights_version:
-                rank = (common_prefix(each.session.tokens, prompt), each.key == key)
+                rank = (each.session.reusable(prompt), each.key == key)
                 if rank > most:
                     best, most = each, rank
         if best is None:

@@ -11,6 +11,7 @@ from jaxllm.bundle import Bundle
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache
+from jaxllm.models.rooms import require_room
 from jaxllm.speculative.tree import TokenTree
 from serving.bundles import open_model
 from serving.host.progress import Progress
@@ -41,6 +42,7 @@ def model_drafter(
     del level
     bundle = open_model(options.model)
     require_same_kind(bundle.path, bundle.cfg, target.bundle.path, target.bundle.cfg)
+    require_room(bundle.cfg, "drafter")
     wanted = draft_options(bundle.cfg, options, target.options.context_tokens)
     wanted = dataclasses.replace(wanted, buckets_bytes=target.options.buckets_bytes)
     draft = LoadedModel(bundle, wanted, progress)

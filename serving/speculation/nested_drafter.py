@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
+from jaxllm.models.rooms import require_room
 from jaxllm.quant.planes import high_planes
 from jaxllm.speculative.tree import TokenTree
 from serving.host.progress import Progress
@@ -45,6 +46,7 @@ def nested_drafter(
       ConfigError: the target's weights are not nested, or it does not serve the level.
     """
     del level, progress
+    require_room(target.bundle.cfg, "drafter")
     require_nested(target.bundle)
     drafting, streamed = options.level or WHOLE, target.streamed
     if target.options.attend_coded:

@@ -11,6 +11,7 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.mixture import visit_rows
 from jaxllm.kernels.native_experts import begun_shape
+from jaxllm.kv.states import states_bytes
 from jaxllm.models.rooms import require_room
 from serving.bundles import open_model
 from serving.host.progress import Progress
@@ -158,8 +159,8 @@ def cache_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
     """Bytes of the longest cache and the next shorter one, which coexist while a cache grows."""
     # Not from NumPy, which has no bfloat16.
     width = {"float32": 4}.get(options.cache_dtype, 2)
-    heads = sum(cfg.units(layer).kv_heads for layer in range(cfg.layers))
-    return 2 * heads * cfg.head_dim * width * sum(options.cache_tokens[-2:])
+    heads = sum(cfg.units(layer).kv_heads for layer in range(cfg.layers) if not cfg.is_state(layer))
+    return 2 * heads * cfg.head_dim * width * sum(options.cache_tokens[-2:]) + 2 * states_bytes(cfg)
 
 
 def outputs_bytes(cfg: ModelConfig, options: EngineOptions) -> int:

@@ -10,7 +10,8 @@ from jaxllm.models.wrappers import WRAPPERS
 
 PAGE = Path("docs/guides/families.md")
 _NEEDED = {
-    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["attention"] * 2, "num_local_experts": 0}
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["attention"] * 2, "num_local_experts": 0},
+    "lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1]},
 }
 _BLOCK = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- end of families -->)", re.DOTALL)
 

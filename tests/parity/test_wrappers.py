@@ -19,7 +19,13 @@ from tests import tiny_hf
 from tests.quick_jit import jit
 
 TOLERANCE = 1e-3
-TEXT_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_vl": "qwen3", "smolvlm": "llama"}
+TEXT_TYPES = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_vl": "qwen3",
+    "smolvlm": "llama",
+}
 
 
 @pytest.fixture(scope="module", params=sorted(WRAPPERS))

@@ -16,11 +16,11 @@ from rich.console import Console
 
 from jaxllm.bundle import Bundle, rewrite_bundle
 from jaxllm.bundle.contexts import contexts_parts
-from jaxllm.config import CONTEXTS_REFUSED, require_decoder_alone
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.kv.calibration import Candidate, ContextCalibration, choose, kept_shares
 from jaxllm.kv.chunks import CHUNK_TOKENS, chunk_shapes
 from jaxllm.kv.codecs import CODECS
+from jaxllm.models.rooms import require_room
 from jaxllm.text.tokenizer import Tokenizer
 from training.calibrate.context_errors import context_errors
 from training.data.documents import builtin_texts, read_texts, text_document
@@ -96,7 +96,7 @@ def calibrate_contexts(
             f"{model} is a folder; make a bundle of it first: jaxllm prepare {model} -o FILE"
         )
     with Bundle.open(model) as bundle:
-        require_decoder_alone(bundle.cfg, *CONTEXTS_REFUSED)
+        require_room(bundle.cfg, "contexts")
         rows = _rows(bundle, recipe, texts)
         params = jax.tree.map(jnp.asarray, bundle.load())
         candidates = [Candidate(codec, size) for size in recipe.chunk_tokens for codec in CODECS]

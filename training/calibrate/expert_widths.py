@@ -26,9 +26,10 @@ from rich.progress import Progress as ProgressBar
 from jaxllm.bundle import EXPERT_BITS, Bundle, expert_widths
 from jaxllm.bundle.experts import expert_parts
 from jaxllm.checkpoints import huggingface
-from jaxllm.config import ModelConfig, require_decoder_alone
+from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.experts.bitwidth import WidthPlan, search_widths
+from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.prepare import prepare
 from jaxllm.quant import dequantize
 from training.bundle_output import BundleOutput

@@ -24,7 +24,7 @@ from rich.console import Console
 from jaxllm.bundle import Bundle, rewrite_bundle
 from jaxllm.bundle.elastic import read_ladder, read_recovery
 from jaxllm.bundle.prefill import has_channel_scales, prefill_parts
-from jaxllm.config import WHOLE, ModelConfig, require_decoder_alone
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import sub_config
 from jaxllm.elastic.submodel import shared_sub_model
 from jaxllm.errors import CheckpointError, ConfigError
@@ -33,6 +33,7 @@ from jaxllm.int8_prefill.recipe import MOST_LOSS, ShadowRecipe
 from jaxllm.int8_prefill.subgraphs import require_integer_prefill
 from jaxllm.models.lora import adapt
 from jaxllm.models.parameters import Params
+from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.prepare import prepare
 from jaxllm.quant import BlockedArray, dequantize
 from jaxllm.text.tokenizer import Tokenizer

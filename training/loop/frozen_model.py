@@ -11,9 +11,10 @@ from jax.sharding import Mesh
 from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.checkpoints import huggingface
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
-from jaxllm.config import ModelConfig, require_decoder_alone
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params
+from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.prepare import prepare
 from jaxllm.text.tokenizer import Tokenizer
 from training.data.digests import digesting, model_digest

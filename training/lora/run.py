@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxllm.bundle import WeightFormat
 from jaxllm.checkpoints import huggingface, peft_folder
+from jaxllm.models.rooms import require_room
 from training.data.corpus import Corpus
 from training.data.encoders import ModelEncoder
 from training.data.packing import Splits
@@ -62,6 +63,7 @@ def train_lora(
     console = monitoring.own_console()
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     frozen = FrozenModel.read_onto(mesh, model, weights)
+    require_room(frozen.cfg, "adapters")
     # Shorter rows are a multiple of as many, which the mesh divides as well.
     recipe = fitted_to_window(recipe, frozen.cfg, console)
     job = lora_job(frozen.cfg, frozen.params, recipe)

@@ -11,6 +11,7 @@ from jaxllm.models.architectures.gpt2 import GPT2
 from jaxllm.models.architectures.gpt_oss import GPT_OSS
 from jaxllm.models.architectures.granite import GRANITE
 from jaxllm.models.architectures.granitemoehybrid import GRANITEMOEHYBRID
+from jaxllm.models.architectures.lfm2 import LFM2
 from jaxllm.models.architectures.llama import LLAMA
 from jaxllm.models.architectures.marian import MARIAN
 from jaxllm.models.architectures.mbart import MBART
@@ -27,6 +28,7 @@ from jaxllm.models.architectures.phi3 import PHI3
 from jaxllm.models.architectures.qwen2 import QWEN2
 from jaxllm.models.architectures.qwen2_moe import QWEN2_MOE
 from jaxllm.models.architectures.qwen3 import QWEN3
+from jaxllm.models.architectures.qwen3_5_text import QWEN3_5_TEXT
 from jaxllm.models.architectures.qwen3_moe import QWEN3_MOE
 from jaxllm.models.architectures.smollm3 import SMOLLM3
 from jaxllm.models.architectures.stablelm import STABLELM
@@ -45,6 +47,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt_oss": GPT_OSS,
     "granite": GRANITE,
     "granitemoehybrid": GRANITEMOEHYBRID,
+    "lfm2": LFM2,
     "llama": LLAMA,
     "marian": MARIAN,
     "mbart": MBART,
@@ -62,6 +65,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_5_text": QWEN3_5_TEXT,
     "smollm3": SMOLLM3,
     "stablelm": STABLELM,
     "switch_transformers": SWITCH_TRANSFORMERS,

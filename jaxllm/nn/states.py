@@ -1,0 +1,185 @@
+"""Computes what state layers keep: short causal convolutions, and the gated delta rule.
+
+Both take tokens `[B, T, ...]` with the state before them, and give outputs and the state after the first
+`valid` tokens: what follows is padding, of which no state knows. Everything is float32. With `starts` tokens
+are packed documents, each of which begins without a state.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Tokens of the delta rule that are computed together, and from chunk to chunk one after another.
+DELTA_CHUNK = 64
+
+
+def short_convolution(
+    x: jax.Array, before: jax.Array, kernel: jax.Array, valid: jax.Array, starts: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """A causal convolution of each channel by itself.
+
+    Args:
+      x: `[B, T, C]`, its inputs.
+      before: `[B, taps - 1, C]`, the inputs before them.
+      kernel: `[C, taps]`, the last tap is the token's own.
+      valid: int32 scalar, the number of real tokens.
+      starts: `[B, T]` int32, per token the index where its document begins; None for one sequence.
+
+    Returns:
+      Outputs `[B, T, C]`, and the inputs `[B, taps - 1, C]` before the next token.
+    """
+    count, taps = x.shape[1], kernel.shape[1]
+    inputs = jnp.concatenate([before, x.astype(jnp.float32)], axis=1)
+    out = jnp.zeros(x.shape, jnp.float32)
+    for tap in range(taps):
+        seen = jax.lax.slice_in_dim(inputs, tap, tap + count, axis=1)
+        if starts is not None:
+            inside = jnp.arange(count, dtype=jnp.int32) - (taps - 1 - tap) >= starts
+            seen = jnp.where(inside[..., None], seen, 0)
+        out = out + seen * kernel[:, tap].astype(jnp.float32)
+    return out, jax.lax.dynamic_slice_in_dim(inputs, valid, taps - 1, axis=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeltaInputs:
+    """What tokens do to the matrices of a layer, float32.
+
+    Attributes:
+      q, k: `[B, T, heads, key_dim]`.
+      v: `[B, T, heads, value_dim]`.
+      log_decay: `[B, T, heads]`, logarithm of what a matrix is multiplied by; 0 for padding.
+      correction: `[B, T, heads]`, the share of the error at a key that is corrected; 0 for padding.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    correction: jax.Array
+
+
+def gated_delta_rule(
+    tokens: DeltaInputs, matrix: jax.Array, starts: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Matrices that are decayed, corrected and read by each token (arXiv 2412.06464, equation 10):
+    S <- a·S, S <- S + b·k (v - S^T k)^T, o = S^T q.
+
+    Args:
+      tokens: see there.
+      matrix: `[B, heads, key_dim, value_dim]`, S before the first token.
+      starts: `[B, T]` int32, see `short_convolution`; the matrix is then not read.
+
+    Returns:
+      Outputs `[B, T, heads, value_dim]`, and S after the last token.
+    """
+    if tokens.q.shape[1] == 1 and starts is None:
+        return _one_token(tokens, matrix)
+    return _by_chunks(tokens, matrix, starts)
+
+
+def _one_token(tokens: DeltaInputs, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q, k, v, decay, correction = (
+        each[:, 0] for each in (tokens.q, tokens.k, tokens.v, jnp.exp(tokens.log_decay), tokens.correction)
+    )
+    matrix = matrix * decay[..., None, None]
+    error = (v - jnp.einsum("bnkv,bnk->bnv", matrix, k)) * correction[..., None]
+    matrix = matrix + k[..., None] * error[..., None, :]
+    return jnp.einsum("bnkv,bnk->bnv", matrix, q)[:, None], matrix
+
+
+def _by_chunks(
+    tokens: DeltaInputs, matrix: jax.Array, starts: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The corrections of a chunk of tokens solve one triangular system, in which each token meets the
+    decayed keys of those before it (the UT transform, arXiv 2406.06484, section 3.2)."""
+    count = tokens.q.shape[1]
+    size = min(DELTA_CHUNK, count)
+    fill = -count % size
+
+    def chunks(each: jax.Array) -> jax.Array:
+        """`[B, T, heads, ...]` as `[chunks, B, heads, size, ...]`, filled up with tokens that do nothing."""
+        each = jnp.pad(each, [(0, 0), (0, fill), *[(0, 0)] * (each.ndim - 2)])
+        each = each.reshape(each.shape[0], -1, size, *each.shape[2:])
+        return jnp.moveaxis(each, (1, 3), (0, 2))
+
+    inputs = jax.tree.map(chunks, tokens)
+    first = jnp.arange(0, count + fill, size, dtype=jnp.int32)
+    own = None
+    if starts is not None:
+        # What fills up is of the last document.
+        own = jnp.pad(starts, ((0, 0), (0, fill)), mode="edge").reshape(starts.shape[0], -1, 1, size)
+        own = jnp.moveaxis(own, 1, 0)
+
+    def chunk(
+        matrix: jax.Array, of: tuple[DeltaInputs, jax.Array, jax.Array | None]
+    ) -> tuple[jax.Array, jax.Array]:
+        return _chunk(*of, matrix)
+
+    matrix, out = jax.lax.scan(chunk, matrix, (inputs, first, own))
+    # [chunks, B, heads, size, value_dim]
+    out = jnp.moveaxis(out, (0, 2), (1, 3))
+    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :count], matrix
+
+
+def _chunk(
+    of: DeltaInputs, first: jax.Array, starts: jax.Array | None, matrix: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One chunk `[B, heads, size, ...]`, whose first token has the index `first`; `starts` `[B, 1, size]`."""
+    size = of.q.shape[2]
+    total = jnp.cumsum(of.log_decay, axis=-1)
+    reads: jax.Array | np.ndarray = np.tril(np.ones((size, size), bool))
+    # What of the state before the chunk reaches a token, and what of a token reaches the chunk's end.
+    kept, left = jnp.exp(total), jnp.exp(total[..., -1:] - total)
+    if starts is not None:
+        reads = reads & (starts[..., :, None] == starts[..., None, :])
+        kept = jnp.where(starts < first, kept, 0)
+        left = jnp.where(starts == starts[..., -1:], left, 0)
+    out, errors = corrected(of, total, kept, reads, matrix)
+    matrix = matrix * kept[..., -1:, None]
+    return matrix + jnp.einsum("bnik,bniv->bnkv", of.k * left[..., None], errors), out
+
+
+def corrected(
+    of: DeltaInputs, total: jax.Array, kept: jax.Array, reads: jax.Array | np.ndarray, matrix: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs of tokens, and the corrected errors that they add to the state.
+
+    Args:
+      of: the tokens, `[B, heads, size, ...]`.
+      total: `[B, heads, size]`, logarithms of the decay from before the tokens to each.
+      kept: of the same shape, the share of the state before the tokens that each reads.
+      reads: `[..., size, size]`, which tokens each reads: itself, and some before it.
+      matrix: the state before the tokens.
+    """
+    size = of.q.shape[2]
+    # Masked before the exponential, which would overflow for tokens that are not read.
+    decay = jnp.exp(jnp.where(reads, total[..., :, None] - total[..., None, :], -jnp.inf))
+    strictly = np.tril(np.ones((size, size), np.float32), -1)
+    keys = of.k * of.correction[..., None]
+    system = jnp.einsum("bnik,bnjk->bnij", keys, of.k) * decay * strictly
+    wanted = of.v * of.correction[..., None]
+    wanted = wanted - jnp.einsum("bnik,bnkv->bniv", keys * kept[..., None], matrix)
+    errors = _unit_lower_inverse(system) @ wanted
+    out = jnp.einsum("bnik,bnkv->bniv", of.q * kept[..., None], matrix)
+    scores = jnp.einsum("bnik,bnjk->bnij", of.q, of.k) * decay
+    return out + jnp.einsum("bnij,bnjv->bniv", scores, errors), errors
+
+
+def _unit_lower_inverse(below: jax.Array) -> jax.Array:
+    """The inverse of I + `below`, which is strictly lower triangular, `[..., size, size]`.
+
+    By blocks that double: of two blocks A and B with C beside them it is A^-1, B^-1 and -B^-1 C A^-1. These
+    are products alone, which are faster than XLA's solver on a CPU, and no powers of `below`, which grow.
+    """
+    size = below.shape[-1]
+    inverse: jax.Array | np.ndarray = np.eye(size, dtype=np.float32)
+    row, column = np.arange(size)[:, None], np.arange(size)[None]
+    block = 1
+    while block < size:
+        beside = (row // (2 * block) == column // (2 * block)) & (row // block > column // block)
+        inverse = inverse - inverse @ jnp.where(beside, below, 0) @ inverse
+        block *= 2
+    return jnp.asarray(inverse)
