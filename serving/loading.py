@@ -336,7 +336,6 @@ def _require_served(bundle: Bundle, options: EngineOptions) -> None:
     """Raises ConfigError if the options ask for what encoder-decoders cannot have."""
     asked = {
         "contexts": options.kv_codec,
-        "weights read from storage while the model runs (a memory budget)": options.memory_bytes,
         "adapters": options.adapter_rank,
         "experts stored apart": bundle.layout.experts_apart,
     }

@@ -156,6 +156,8 @@ def embed_tokens(
 ) -> jax.Array:
     """Input of the first layer `[B, T, D]` for tokens `[B, T]` int32 at `positions` `[T]` or `[B, T]`; for
     `live` see `linear.py`."""
+    if cfg.encoder is not None:
+        return encoder_decoder.embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=live)
     x = embed(tokens, params["embed.tokens"], dtype, live)
     if cfg.embed_scale != 1.0:
         x = x * np.asarray(cfg.embed_scale, x.dtype)

@@ -9,7 +9,7 @@ or norms after each sum (BART, arXiv 1910.13461), or experts with a capacity (Sw
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import route
-from jaxllm.kv.cache import KVCache
+from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.kv.source import SourceKV
 from jaxllm.models.layer_params import LayerParams
@@ -63,26 +63,60 @@ def encode(
     Returns:
       Hidden states `[B, T, D]`; those of padding are undefined.
     """
-    axes = Axes("encode")
+    x, mask = begin_encoder(params, tokens, valid, cfg=cfg, dtype=dtype)
+
+    def layer(x: jax.Array, own: Params, like: int, number: jax.Array | int) -> jax.Array:
+        del number
+        return encoder_layer(own, x, mask, valid, cfg=cfg, layer=like)
+
+    return final_normed(params, over_layers(params, cfg, layer, x), cfg=cfg)
+
+
+def begin_encoder(
+    params: Params, tokens: jax.Array, valid: jax.Array, *, cfg: ModelConfig, dtype: jnp.dtype = jnp.float32
+) -> tuple[jax.Array, jax.Array]:
+    """`encode` before its first layer; see there.
+
+    Returns:
+      The first layer's input `[B, T, D]`; and what all layers attend by, a mask `[T, T]` bool, or with
+      relative positions what is added to scores, `[K, T, G, T]` float32.
+    """
+    axes = Axes("begin_encoder")
     axes.check(jnp.int32, "B T", tokens=tokens)
     axes.check(jnp.int32, "", valid=valid)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    live = valid if tokens.shape[0] == 1 else None
-    x = _embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=live)
-    mask = _scored(params, positions, (positions < valid)[None, :], cfg)
+    x = embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=_live(tokens, valid))
+    return x, _scored(params, positions, (positions < valid)[None, :], cfg)
+
+
+def encoder_layer(
+    params: Params, x: jax.Array, mask: jax.Array, valid: jax.Array, *, cfg: ModelConfig, layer: int
+) -> jax.Array:
+    """One layer of `encode`.
+
+    Args:
+      params: that `layer_of` takes.
+      x: `[B, T, D]`, its input.
+      mask: see `begin_encoder`.
+      valid: see `encode`.
+      cfg: the encoder.
+      layer: its index, or that of a layer that equals it.
+    """
 
     def attend(heads: Sequence[jax.Array]) -> tuple[jax.Array, None]:
         q, k, v = heads[0], *(_zeroed(each, valid) for each in heads[1:])
         keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         return attention(q, keys, values, mask, scale=cfg.attention_scale), None
 
-    def layer(x: jax.Array, own: Params, like: int, number: jax.Array | int) -> jax.Array:
-        del number
-        weights = layer_of(own, like)
-        x, _ = _attended(weights, x, cfg, "attn", attend, live)
-        return _fed_forward(weights, x, cfg, like, valid, live)
+    weights, live = layer_of(params, layer), _live(x, valid)
+    x, _ = _attended(weights, x, cfg, "attn", attend, live)
+    return _fed_forward(weights, x, cfg, layer, valid, live)
 
-    return _ended(params, over_layers(params, cfg, layer, x), cfg)
+
+def final_normed(params: Params, x: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+    """What an encoder or a decoder says, from its last layer's output: after the final norm, if there is
+    one."""
+    return normalize(x, LayerParams(params, "").norm("final_norm", cfg)) if cfg.final_norm else x
 
 
 def with_source(
@@ -97,16 +131,30 @@ def with_source(
       source: whose rows are replaced.
       cfg: the model.
     """
-    hidden = _zeroed(hidden, valid)
 
     def layer(source: SourceKV, own: Params, like: int, number: jax.Array | int) -> SourceKV:
-        weights = layer_of(own, like)
-        keys, values = (
-            to_units(hidden, weights[f"cross.{name}"], weights.vector(f"cross.{name}_bias")) for name in "kv"
-        )
-        return source.with_layer(number, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3))
+        return source_layer(own, hidden, valid, source.in_layer(number), layer=like).in_layer(None)
 
     return dataclasses.replace(over_layers(params, cfg, layer, source), length=valid)
+
+
+def source_layer(
+    params: Params, hidden: jax.Array, valid: jax.Array, source: SourceKV, *, layer: int
+) -> SourceKV:
+    """`with_source` of one layer of the decoder, that of `source`.
+
+    Args:
+      params: that `layer_of` takes.
+      hidden, valid: see `with_source`.
+      source: of the layer; its length is not changed.
+      layer: its index, or that of a layer that equals it.
+    """
+    assert source.layer is not None
+    hidden, weights = _zeroed(hidden, valid), layer_of(params, layer)
+    keys, values = (
+        to_units(hidden, weights[f"cross.{name}"], weights.vector(f"cross.{name}_bias")) for name in "kv"
+    )
+    return source.with_layer(source.layer, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3))
 
 
 def read_source(
@@ -145,35 +193,41 @@ def forward_at(
     row: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """`decoder.forward_at` of a decoder whose cache has a source."""
-    live, rowwise = at.valid if at.padded and tokens.shape[0] == 1 else None, at.tree is not None
-    x = _embedded(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live)
-    mask = at.visible(cache.capacity_tokens, 0)
-    options = AttentionOptions(scale=cfg.attention_scale, bias=_bias_by_distance(params, cfg))
-
-    def attend(heads: Sequence[jax.Array], past, mass):
-        new = Heads(*heads)
-        out, past, mass = cached_attention(new, None, past, mask, at, mass, options=options)
-        return out, (past, mass)
-
-    def attend_source(heads: Sequence[jax.Array], source: SourceKV, number: jax.Array | int):
-        return source_attention(heads[0], source, number, at, scale=cfg.attention_scale)
+    live = _live(tokens, at.valid) if at.padded else None
+    x = embedded(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live)
+    run = _layer_at(params, at, cache.capacity_tokens, cfg)
 
     def layer(
         carry: tuple[jax.Array, KVCache], own: Params, like: int, number: jax.Array | int
     ) -> tuple[jax.Array, KVCache]:
-        (x, cache), weights = carry, layer_of(own, like)
-        own_attend = functools.partial(attend, past=cache.past(like, number), mass=cache.mass)
-        x, (past, mass) = _attended(weights, x, cfg, "attn", own_attend, live, rowwise)
-        assert cache.source is not None
-        attend_there = functools.partial(attend_source, source=cache.source, number=number)
-        x, source = _attended(weights, x, cfg, "cross", attend_there, live, rowwise)
-        x = _fed_forward(weights, x, cfg, like, at.valid, live, rowwise)
-        return x, dataclasses.replace(cache.with_past(like, past), mass=mass, source=source)
+        x, cache = carry
+        x, past, mass = run(layer_of(own, like), x, cache.past(like, number), cache.mass, layer=like)
+        return x, dataclasses.replace(cache.with_past(like, past), mass=mass)
 
     x, cache = over_layers(params, cfg, layer, (x, cache))
     if row is not None:
         x = jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1)
-    return _ended(params, x, cfg), cache
+    return final_normed(params, x, cfg=cfg), cache
+
+
+def forward_layer(
+    params: Params,
+    x: jax.Array,
+    at: TokenPositions,
+    past: Past,
+    mass: jax.Array | None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, Past, jax.Array | None]:
+    """`decoder.forward_layer` of a decoder that attends to a source, too, that of `past`.
+
+    Args:
+      params: that `layer_of` takes, and "relative_positions" if the model has them.
+      x, at, past, mass, cfg, layer: see there.
+    """
+    run = _layer_at(params, at, past.capacity_tokens, cfg)
+    return run(layer_of(params, layer), x, past, mass, layer=layer)
 
 
 def relative_buckets(distance: jax.Array, *, buckets: int, most: int, both_ways: bool) -> jax.Array:
@@ -226,7 +280,7 @@ def _biases(params: Params, distance: jax.Array, cfg: ModelConfig, *, both_ways:
     return biases.astype(jnp.float32)[relative_buckets(distance, **own)]
 
 
-def _embedded(
+def embedded(
     params: Params,
     tokens: jax.Array,
     positions: jax.Array,
@@ -260,9 +314,43 @@ def _zeroed(x: jax.Array, valid: jax.Array) -> jax.Array:
     return jnp.where(real.reshape(-1, *(1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
 
 
-def _ended(params: Params, x: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """The last layer's output after the final norm, if there is one."""
-    return normalize(x, LayerParams(params, "").norm("final_norm", cfg)) if cfg.final_norm else x
+def _live(x: jax.Array, valid: jax.Array) -> jax.Array | None:
+    """How many tokens of `[B, T, ...]` are computed (see `linear.py`)."""
+    return valid if x.shape[0] == 1 else None
+
+
+class _Layer(Protocol):
+    """Runs a layer of the decoder over new tokens (see `forward_layer`)."""
+
+    def __call__(
+        self, weights: LayerParams, x: jax.Array, past: Past, mass: jax.Array | None, *, layer: int
+    ) -> tuple[jax.Array, Past, jax.Array | None]: ...
+
+
+def _layer_at(params: Params, at: TokenPositions, capacity: int, cfg: ModelConfig) -> _Layer:
+    """What runs each layer over tokens at positions of a cache of `capacity` tokens."""
+    mask, rowwise = at.visible(capacity, 0), at.tree is not None
+    options = AttentionOptions(scale=cfg.attention_scale, bias=_bias_by_distance(params, cfg))
+
+    def attend(heads: Sequence[jax.Array], past: Past, mass: jax.Array | None):
+        out, past, mass = cached_attention(Heads(*heads), None, past, mask, at, mass, options=options)
+        return out, (past, mass)
+
+    def attend_source(heads: Sequence[jax.Array], source: SourceKV):
+        return source_attention(heads[0], source, at, scale=cfg.attention_scale)
+
+    def run(weights: LayerParams, x: jax.Array, past: Past, mass: jax.Array | None, *, layer: int):
+        assert past.source is not None
+        source, live = past.source, _live(x, at.valid) if at.padded else None
+        own = functools.partial(attend, past=past, mass=mass)
+        x, (past, mass) = _attended(weights, x, cfg, "attn", own, live, rowwise)
+        x, source = _attended(
+            weights, x, cfg, "cross", functools.partial(attend_source, source=source), live, rowwise
+        )
+        x = _fed_forward(weights, x, cfg, layer, at.valid, live, rowwise)
+        return x, dataclasses.replace(past, source=source), mass
+
+    return run
 
 
 def _attended(

@@ -294,7 +294,7 @@ def cached_attention(
 
 
 def source_attention(
-    q: jax.Array, source: SourceKV, layer: jax.Array | int, at: TokenPositions, *, scale: float
+    q: jax.Array, source: SourceKV, at: TokenPositions, *, scale: float
 ) -> tuple[jax.Array, SourceKV]:
     """Attends to a source from a layer of the decoder.
 
@@ -302,8 +302,7 @@ def source_attention(
 
     Args:
       q: queries `[B, T, K, G, H]`.
-      source: whose rows go through the native kernel, as those of a cache do.
-      layer: its index.
+      source: of the layer; its rows go through the native kernel, as those of a cache do.
       at: positions of the queries' tokens, and how many of them are real.
       scale: multiplies the scores.
 
@@ -317,15 +316,14 @@ def source_attention(
         rows = jnp.broadcast_to(count - 1, at.positions.shape)
         # Nodes of a tree sum as a token by itself does.
         tree = None if at.tree is None else (rows, count, jnp.zeros((len(rows), 1), jnp.bool_))
-        slot = np.int32(layer) if isinstance(layer, int) else layer
         out, keys, values, *_ = native_attention.attention(
             q.astype(jnp.float32), None, None, None, source.keys, source.values, rows, at.valid,
-            slot=slot, scale=scale, tree=tree,
+            slot=source.layer, scale=scale, tree=tree,
         )  # fmt: skip
         return out.astype(q.dtype), dataclasses.replace(source, keys=keys, values=values)
 
     def by_xla(q: jax.Array, source: SourceKV):
-        return attention(q, *source.of_layer(layer), source.mask, scale=scale), source
+        return attention(q, *source.own, source.mask, scale=scale), source
 
     if not native.kernels().native or source.keys.dtype not in (jnp.float32, jnp.float16):
         return by_xla(q, source)

@@ -27,18 +27,18 @@ from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks, load_chunks, load_layer
 from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.kv.positions import TokenPositions
+from jaxllm.models import encoder_decoder
 from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
 from jaxllm.models.layer import chosen_experts
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of
-from jaxllm.models.parameters import Params, head_name
+from jaxllm.models.parameters import Params
 from jaxllm.nn.linear import FeedForward
-from jaxllm.nn.norms import normalize
-from jaxllm.quant import Weight
 
 
 def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfig) -> jax.Array:
-    """The head's input for some tokens, `[n, D]`: their rows of the last layer's output after the final norm.
+    """The head's input for some tokens, `[n, D]`: their rows of the last layer's output after the final norm,
+    if there is one.
 
     Args:
       params: of the final norm.
@@ -49,20 +49,20 @@ def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfi
     axes = Axes("final_rows", D=cfg.hidden_size)
     axes.check(jnp.floating, "1 T D", x=x)
     axes.check(jnp.int32, "n", rows=rows)
-    return normalize(x[0, rows], LayerParams(params, "").norm("final_norm", cfg))
+    return encoder_decoder.final_normed(params, x[0, rows], cfg=cfg)
 
 
-def head_piece(head: Weight, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+def head_piece(head: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
     """Logits `[n, v]` float32 for v tokens of the vocabulary.
 
     Args:
-      head: the rows `[v, D]` of these tokens.
+      head: the rows `[v, D]` of these tokens, named as the whole head, and their biases `[v]` if there are.
       hidden: `[n, D]`, see `final_rows`.
       cfg: the model.
     """
     Axes("head_piece", D=cfg.hidden_size).check(jnp.floating, "n D", hidden=hidden)
     # Several rows are the nodes of a tree.
-    return logits({head_name(cfg): head}, hidden, cfg=cfg, rowwise=True)
+    return logits(head, hidden, cfg=cfg, rowwise=True)
 
 
 @jax.tree_util.register_dataclass
@@ -338,6 +338,8 @@ def one_layer(
 ) -> tuple[jax.Array, Past, jax.Array | None]:
     """`decoder.forward_layer` of the parameters of one layer (see `layer_of`)."""
     _check_layer("one_layer", x, at, past, cfg)
+    if cfg.encoder is not None:
+        return encoder_decoder.forward_layer(params, x, at, past, mass, cfg=cfg, layer=layer)
     weights = layer_of(params, layer)
     return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer)
 
