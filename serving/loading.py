@@ -337,7 +337,6 @@ def _require_served(bundle: Bundle, options: EngineOptions) -> None:
     asked = {
         "contexts": options.kv_codec,
         "adapters": options.adapter_rank,
-        "experts stored apart": bundle.layout.experts_apart,
     }
     for what, wanted in asked.items():
         if wanted:

@@ -10,6 +10,7 @@ import click
 from benchmarks.commands.options import (
     DENSE_SHAPES,
     PHONES,
+    SEQ2SEQ_SHAPES,
     ModelOrShape,
     Reporting,
     data_option,
@@ -36,7 +37,7 @@ _ANSWERED = {"prompts": "prompts", "count": "count", "preset": "presets"}
 
 
 @click.command("speculative", cls=EngineCommand)
-@model_options(shapes=DENSE_SHAPES)
+@model_options(shapes=(*DENSE_SHAPES, *SEQ2SEQ_SHAPES))
 @click.option(
     "--draft",
     type=click.Path(path_type=Path),

@@ -19,6 +19,7 @@ from jaxllm.experts.routing import Routing
 from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.models import encoder_decoder
+from jaxllm.models.encoder_decoder_positions import embedded
 from jaxllm.models.layer import (
     CosSin,
     attend_cache,
@@ -157,7 +158,7 @@ def embed_tokens(
     """Input of the first layer `[B, T, D]` for tokens `[B, T]` int32 at `positions` `[T]` or `[B, T]`; for
     `live` see `linear.py`."""
     if cfg.encoder is not None:
-        return encoder_decoder.embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=live)
+        return embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=live)
     x = embed(tokens, params["embed.tokens"], dtype, live)
     if cfg.embed_scale != 1.0:
         x = x * np.asarray(cfg.embed_scale, x.dtype)

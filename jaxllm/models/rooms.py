@@ -15,7 +15,7 @@ ROOMS: tuple[Room, ...] = ("streamed weights", "levels", "integer prefill", "exp
 
 def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
     """Why a room cannot take a model; None if it can."""
-    if cfg.encoder is not None and room != "streamed weights":
+    if cfg.encoder is not None and room not in ("streamed weights", "experts apart"):
         return decoder_alone_refusal(cfg, room)
     return {
         "streamed weights": _streamed,
@@ -65,6 +65,8 @@ def _integer_prefill(cfg: ModelConfig) -> str | None:
 def _experts_apart(cfg: ModelConfig) -> str | None:
     if not cfg.experts:
         return "the model is no mixture of experts: there are none to store apart"
+    if cfg.encoder is not None and cfg.encoder.experts != cfg.experts:
+        return "experts of an encoder-decoder are stored apart where both sides have as many of them"
     if cfg.post_norms:
         return "experts of a model with norms behind its blocks cannot be stored apart"
     if cfg.shared_expert_size:

@@ -29,6 +29,7 @@ from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.models import encoder_decoder
 from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
+from jaxllm.models.encoder_decoder import final_normed
 from jaxllm.models.layer import chosen_experts
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of
@@ -49,7 +50,7 @@ def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfi
     axes = Axes("final_rows", D=cfg.hidden_size)
     axes.check(jnp.floating, "1 T D", x=x)
     axes.check(jnp.int32, "n", rows=rows)
-    return encoder_decoder.final_normed(params, x[0, rows], cfg=cfg)
+    return final_normed(params, x[0, rows], cfg=cfg)
 
 
 def head_piece(head: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
@@ -134,11 +135,16 @@ def attend_layer(
     """
     cfg = of.cfg
     _check_layer("attend_layer", x, at, past, cfg)
-    weights = layer_of(params, of.layer)
-    x, routing, past, mass = forward_to_experts(weights, x, at, past, mass, cfg=cfg, layer=of.layer)
+    how = {"cfg": cfg, "layer": of.layer}
     count = x.shape[1]
-    live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
-    tiles, weights = tiles_and_weights(routing, cfg.experts, live=live, loss=of.loss)
+    live = visiting = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
+    if cfg.encoder is None:
+        x, routing, past, mass = forward_to_experts(layer_of(params, of.layer), x, at, past, mass, **how)
+    else:
+        x, routing, visiting, past, mass = encoder_decoder.forward_to_experts(
+            params, x, at, past, mass, **how
+        )
+    tiles, weights = tiles_and_weights(routing, cfg.experts, live=visiting, loss=of.loss)
     following = [chosen_experts(LayerParams(each, ""), x, cfg).probs[0] for each in next_routers]
     real = jnp.ones((count, 1), jnp.bool_) if live is None else live[:, None]
     # Probabilities of padding are undefined, perhaps NaN.
@@ -146,6 +152,29 @@ def attend_layer(
     ahead = sums / jnp.sum(real, dtype=jnp.float32)
     tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=ahead)
     return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles), past, mass
+
+
+def attend_encoder(
+    params: Params, x: jax.Array, mask: jax.Array, valid: jax.Array, *, of: SparseLayer, ahead: int
+) -> tuple[AtExperts, jax.Array]:
+    """A sparse layer of an encoder up to its experts.
+
+    Args:
+      params: of the layer, without experts.
+      x, mask, valid: see `encoder_decoder.encoder_layer`; x is donated.
+      of: the layer, of the encoder.
+      ahead: number of layers for which `AtExperts` has probabilities; here zeros.
+
+    Returns:
+      The tokens before the experts, and a buffer for the outputs of all tiles.
+    """
+    cfg = of.cfg
+    how = {"cfg": cfg, "layer": of.layer}
+    x, routing, visiting = encoder_decoder.encoder_to_experts(params, x, mask, valid, **how)
+    tiles, weights = tiles_and_weights(routing, cfg.experts, live=visiting, loss=of.loss)
+    zeros = jnp.zeros((ahead, cfg.experts), jnp.float32)
+    tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=zeros)
+    return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles)
 
 
 def attend_restored(
@@ -186,7 +215,9 @@ def expert_tile(
     axes = Axes("expert_tile", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)
     axes.check(jnp.int32, "", number=number)
-    block = FeedForward(up=expert["up"], down=expert["down"], gate=expert["gate"], activation=cfg.activation)
+    block = FeedForward(
+        up=expert["up"], down=expert["down"], gate=expert.get("gate"), activation=cfg.activation
+    )
     rows = tokens.x.reshape(-1, tokens.x.shape[-1])
     scale = LayerParams(norm, "").norm("ffn_norm", cfg)
     return run_tile(rows, scale, tokens.tiles, number, out, block)

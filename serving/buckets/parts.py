@@ -14,6 +14,13 @@ from jaxllm.quant import PANEL, BlockedArray, QArray, Weight, blocked_shapes
 from serving.buckets.bucket import shapes_of
 
 EXPERT_PARTS = ("gate", "up", "down")
+
+
+def expert_parts(cfg: ModelConfig) -> tuple[str, ...]:
+    """The matrices of an expert, in file order."""
+    return EXPERT_PARTS if cfg.gated_ffn else EXPERT_PARTS[1:]
+
+
 # Forms of experts beside bitwidths: of two planes, and the high plane of one alone.
 NESTED, HIGH = "nested", "high"
 

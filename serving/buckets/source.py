@@ -16,6 +16,7 @@ from jaxllm.models.encoder_decoder import (
     source_layer,
 )
 from jaxllm.models.parameters import Params
+from jaxllm.steps.layers import SparseLayer, attend_encoder
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
 from serving.buckets.parts import layer_shapes, norm_params, outer_params, row_step, some_rows
 from serving.options import EngineOptions
@@ -82,6 +83,31 @@ class EncoderLayerBucket(Bucket):
         """(layer's params, x, mask, valid) -> x."""
         assert model.encoder is not None
         step = functools.partial(encoder_layer, cfg=_encoder(model), layer=self.layer)
+        x, mask = _begun(model, self.tokens)
+        weights = layer_shapes(model.encoder, self.layer)
+        return jax.jit(step, donate_argnums=(1,)).lower(weights, x, mask, SCALAR)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendEncoderBucket(Bucket):
+    """Runs a sparse layer of the encoder, up to its experts (see `steps.layers.attend_encoder`).
+
+    Attributes:
+      tokens: length of the source, padding included.
+      layer: the first of the encoder's layers that share the bucket.
+      loss, ahead: see `serving.buckets.expert.AttendBucket`.
+    """
+
+    tokens: int
+    layer: int
+    loss: float = 0.0
+    ahead: int = 1
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(layer's params, x, mask, valid) -> tokens at experts, a buffer for their outputs."""
+        assert model.encoder is not None
+        layer = SparseLayer(_encoder(model), self.layer, self.loss)
+        step = functools.partial(attend_encoder, of=layer, ahead=self.ahead)
         x, mask = _begun(model, self.tokens)
         weights = layer_shapes(model.encoder, self.layer)
         return jax.jit(step, donate_argnums=(1,)).lower(weights, x, mask, SCALAR)

@@ -29,7 +29,8 @@ T5 = dataclasses.replace(
 _BART = {
     "relative_buckets": 0, "relative_distance": 0, "learned_positions": True, "embed_norm": True,
     "norm": "layer", "norm_after": True, "final_norm": False, "qkv_bias": True, "o_bias": True,
-    "ffn_bias": True, "activation": "gelu", "model_type": "bart", "window_tokens": 64, "attention_scale": 0.25,
+    "ffn_bias": True, "activation": "gelu", "model_type": "bart", "window_tokens": 64,
+    "attention_scale": 0.25,
 }  # fmt: skip
 _SIDE = dataclasses.replace(tiny_encdec.ENCODER, **_LAYERS, **_BART)
 BART = dataclasses.replace(_SIDE, encoder=_SIDE, head_bias=True)
