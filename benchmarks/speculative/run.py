@@ -111,9 +111,12 @@ def run(
     rows: list[Row] = []
     with open_model(subject.model) as bundle:
         weight_bytes, tokenizer = bundle.weight_bytes, open_tokenizer(bundle.tokenizer_files())
+        decodes_alone = bundle.cfg.encoder is None
     prompts = Prompts.read(subject, plan, tokenizer)
     narrow: Mapping[float, Path] = {}
-    if "systems" in plan.parts and plan.judged:
+    if "systems" in plan.parts and plan.judged and not decodes_alone:
+        tell("without STI: the shards of encoder-decoders are not judged yet")
+    elif "systems" in plan.parts and plan.judged:
         texts = [each for all_ in prompts.tried.values() for each in all_]
         # Without tuning the middle is taken.
         bits = NARROW_BITS if texts else NARROW_BITS[len(NARROW_BITS) // 2 :][:1]
@@ -236,7 +239,7 @@ class _Systems:
         ask(self.engines, tried, self._config, "Warming up", self._progress)
         target = self.engines.get(STDPL, self.engines[OURS])
         for name, candidates in tuned_systems(**self._asked).items():
-            if name in (BLD, STI) and not self._plan.judged:
+            if (name in (BLD, STI) and not self._plan.judged) or (name == STI and not self._setting.narrow):
                 continue
             self.engines[name], how[name] = tuned(
                 name, candidates, self._setting, target, tried, self._config, self._progress

@@ -14,6 +14,7 @@ from jaxllm.kernels.native_experts import begun_shape
 from jaxllm.models.rooms import require_room
 from serving.buckets.source import source_lengths
 from serving.bundles import open_model
+from serving.host.machine import give_back_large_blocks
 from serving.host.progress import Progress
 from serving.options import EngineOptions
 from serving.speculation.options import SpeculationOptions
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxllm")
 _FLOAT_BYTES = 4
-# Scores of the encoder's pairs of tokens, before the softmax and after it, and what is added to them.
-_SCORE_COPIES = 3
+# Scores of the encoder's pairs of tokens: what is added to them, before and after the softmax, and packed for
+# the products beside it.
+_SCORE_COPIES = 5
 
 
 def streamed_weights(
@@ -80,6 +82,9 @@ def streamed_weights(
             bundle.path,
             expert_widths(bundle).max(),
         )
+    if bundle.cfg.encoder is not None:
+        # Else the scores of a source's pairs of tokens stay, in pieces, when its answer is decoded.
+        give_back_large_blocks()
     # Here, because a start of a model that fits should not wait for their import.
     from serving.weights.experts.weights import ExpertWeights
     from serving.weights.high_planes import HighPlanes

@@ -118,7 +118,6 @@ def test_sources_longer_than_the_window(engine):
     ("options", "what"),
     [
         ({"kv_codec": "channel"}, "contexts"),
-        ({"memory_bytes": 10**9}, "memory budget"),
         ({"adapter_rank": 4}, "adapters"),
     ],
 )
