@@ -52,7 +52,9 @@ class SourceKV:
             for rows in (self.keys, self.values)
         )
 
-    def with_layer(self, layer: jax.Array | int, keys: jax.Array, values: jax.Array) -> "SourceKV":
+    def with_layer(
+        self, layer: jax.Array | np.integer | int, keys: jax.Array, values: jax.Array
+    ) -> "SourceKV":
         """With keys and values `[B, K, T, H]` of the first T tokens in a layer; T is at most R."""
         number, zero = np.int32(layer) if isinstance(layer, int) else layer, np.int32(0)
         at = (number, zero, zero, zero, zero)

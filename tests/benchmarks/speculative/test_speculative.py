@@ -94,7 +94,9 @@ def test_big_little_keeps_what_the_large_model_does_not_find_too_unlikely(settin
 def test_systems_answer_sources_as_the_target_in_memory(tmp_path):
     small = dataclasses.replace(tiny_encdec.ENCODER, layers=1, attention_windows=(0,))
     draft = dataclasses.replace(small, encoder=small, window_tokens=64)
-    for name, cfg in (("target", tiny_encdec.TINY_T5), ("draft", draft)):
+    deep = dataclasses.replace(tiny_encdec.ENCODER, layers=4, attention_windows=(0,) * 4)
+    target = dataclasses.replace(deep, encoder=deep, window_tokens=64)
+    for name, cfg in (("target", target), ("draft", draft)):
         tiny_encdec.write_bundle(tmp_path / f"{name}.jaxllm", "int8", cfg=cfg)
     (tmp_path / "pairs.txt").write_text("the hello\tder Gruß\nhello there\n", encoding="utf-8")
     whole = Engine.open(tmp_path / "target.jaxllm", options=EngineOptions(context_tokens=64))
@@ -106,15 +108,13 @@ def test_systems_answer_sources_as_the_target_in_memory(tmp_path):
     )
     setting = Setting(
         model=tmp_path / "target.jaxllm", draft=tmp_path / "draft.jaxllm", narrow={},
-        weights_bytes=int(1.2 * whole.model.bundle.weight_bytes), context_tokens=64,
+        weights_bytes=int(0.9 * whole.model.bundle.weight_bytes), context_tokens=64,
         storage=DEVICES["eufs"].storage,
     )  # fmt: skip
     opened = {"Std": partial(plain, read_ahead=False), "StdPL": plain, "SP": partial(fixed_lines, length=2)}
     expected = [whole.generate(each, CONFIG).tokens for each in prompts["sources"]]
     for name, of in {OURS: drafted, **opened}.items():
-        # Without a draft all of the budget is for layers.
-        share = setting if name in (OURS, "SP") else dataclasses.replace(setting, weights_bytes=30_000)
-        engine = of(share)
+        engine = of(setting)
         assert engine.model.streamed is not None, name
         assert [engine.generate(each, CONFIG).tokens for each in prompts["sources"]] == expected, name
         engine.close()
