@@ -88,6 +88,7 @@ def whole(t5):
     engine.close()
 
 
+@pytest.mark.slow
 def test_two_hundred_sources_are_answered_as_in_memory(t5, whole):
     streamed = opened(t5, whole, warm_up=True)
     stream = streamed.model.streamed
@@ -104,6 +105,7 @@ def test_two_hundred_sources_are_answered_as_in_memory(t5, whole):
     streamed.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cfg", "weights"), [(T5, "f32"), (T5, "int4"), (BART, "int8"), (BART, "bf16"), (MARIAN, "int8")]
 )
@@ -162,6 +164,7 @@ def test_the_encoder_is_read_once_per_source(t5, whole, monkeypatch):
     streamed.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["ngram", "model", pytest.param("nested", marks=needs_native)])
 def test_drafts_change_no_answer(t5, whole, tmp_path, drafter):
     small = dataclasses.replace(tiny_encdec.ENCODER, layers=1, attention_windows=(0,))
@@ -174,7 +177,7 @@ def test_drafts_change_no_answer(t5, whole, tmp_path, drafter):
     streamed = opened(t5, whole, 0.85 if drafter == "nested" else 0.6, speculation=how)
     assert streamed.model.streamed.plan.slots >= 2
     before = dict(streamed.runner.buckets.bucket_ms)
-    for place in range(40):
+    for place in range(20):
         expected = whole.generate(source(place), config(place)).tokens
         assert streamed.generate(source(place), config(place)).tokens == expected, place
     assert streamed.runner.buckets.bucket_ms == before

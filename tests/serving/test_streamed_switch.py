@@ -64,6 +64,7 @@ def opened(path, experts, **more):
     return Engine.open(path, options=dataclasses.replace(options, memory_bytes=memory), **more)
 
 
+@pytest.mark.slow
 def test_experts_on_storage_change_no_answer_and_are_loaded_once(apart, whole):
     streamed = opened(apart, 6)
     experts = streamed.model.streamed
@@ -95,6 +96,7 @@ def test_an_encoders_experts_leave_first(apart):
     streamed.close()
 
 
+@pytest.mark.slow
 def test_all_experts_in_memory_without_a_budget(apart, whole):
     engine = Engine.open(apart, options=OPTIONS)
     assert engine.model.streamed is None
@@ -105,6 +107,7 @@ def test_all_experts_in_memory_without_a_budget(apart, whole):
     engine.close()
 
 
+@pytest.mark.slow
 def test_drafts_by_ngrams(apart, whole):
     how = SpeculationOptions(drafter="ngram", trees=TREES, pausing=False, fallback="fixed", alpha=1e-6)
     streamed = opened(apart, 6, speculation=how)
