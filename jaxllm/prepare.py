@@ -15,8 +15,7 @@ from jaxllm.checkpoints.huggingface import quantization_of, read_config, read_pa
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models.parameters import parameter_count
-from jaxllm.models.rooms import require_decoder_alone
+from jaxllm.models.parameters import parameter_count, sparse_layers
 from jaxllm.quant import QArray
 from jaxllm.text.tokenizer import TokenizerFiles
 
@@ -91,9 +90,7 @@ def prepare(
             f"{folder}: experts of quantized checkpoints are laid apart in a second step: prepare it without "
             "--expert-bits, then the bundle with them"
         )
-    widths = np.broadcast_to(expert_bits, (sum(map(cfg.is_sparse, range(cfg.layers))), cfg.experts))
-    if apart:
-        require_decoder_alone(cfg, "experts stored apart")
+    widths = np.broadcast_to(expert_bits, (len(sparse_layers(cfg)), cfg.experts))
     if apart and not cfg.experts:
         raise ConfigError(f"{folder} is no mixture of experts: there are none to store apart")
     name = name or (folder.stem if folder.is_file() else folder.resolve().name)
@@ -166,7 +163,7 @@ def _experts_apart(
                 f"{path} is a bundle of {own} weights, which stay as they are; for others give the "
                 "Hugging Face folder that it was made of"
             )
-        widths = np.broadcast_to(expert_bits, (sum(map(cfg.is_sparse, range(cfg.layers))), cfg.experts))
+        widths = np.broadcast_to(expert_bits, (len(sparse_layers(cfg)), cfg.experts))
         lay_experts_apart(out, bundle, widths, parts, name=name)
 
 

@@ -17,7 +17,7 @@ from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kernels import native
 from jaxllm.models.lora import Adapter, adapter_digest, padded
 from jaxllm.models.parameters import Params
-from jaxllm.models.rooms import Room, require_decoder_alone, require_room
+from jaxllm.models.rooms import Room, require_room
 from jaxllm.quant import Weight
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 from serving.bundles import open_model
@@ -335,9 +335,6 @@ def drafts_by_itself(bundle: Bundle, level: int, options: EngineOptions) -> bool
 
 def _require_served(bundle: Bundle, options: EngineOptions) -> None:
     """Raises ConfigError if the options ask for what a model cannot have."""
-    if options.memory_bytes:
-        what = "weights read from storage while the model runs (a memory budget)"
-        require_decoder_alone(bundle.cfg, what)
     rooms: dict[Room, Any] = {
         "contexts": options.kv_codec,
         "adapters": options.adapter_rank,

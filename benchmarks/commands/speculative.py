@@ -10,6 +10,7 @@ import click
 from benchmarks.commands.options import (
     DENSE_SHAPES,
     PHONES,
+    SEQ2SEQ_SHAPES,
     ModelOrShape,
     Reporting,
     data_option,
@@ -36,7 +37,7 @@ _ANSWERED = {"prompts": "prompts", "count": "count", "preset": "presets"}
 
 
 @click.command("speculative", cls=EngineCommand)
-@model_options(shapes=DENSE_SHAPES)
+@model_options(shapes=(*DENSE_SHAPES, *SEQ2SEQ_SHAPES))
 @click.option(
     "--draft",
     type=click.Path(path_type=Path),
@@ -59,7 +60,8 @@ _ANSWERED = {"prompts": "prompts", "count": "count", "preset": "presets"}
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Ask the prompts of Spec-Bench's FILE instead of the tasks'; `spec-bench` finds it as "
-    "prompts/spec_bench.jsonl in the folder of --data or $JAXLLM_DATA.",
+    "prompts/spec_bench.jsonl in the folder of --data or $JAXLLM_DATA. For an encoder-decoder a FILE with a "
+    "source on each line, or source and answer with a tab between.",
 )
 @click.option(
     "--count",
@@ -99,8 +101,9 @@ def speculative_command(
 ) -> None:
     """Measure a model larger than memory, with drafts and without.
 
-    Times tokens of ours and of LLMCad's baselines, which are tuned on other prompts with --full. Of random
-    weights, measures the memory and the reads of a process alone.
+    Times tokens of ours and of LLMCad's baselines, which are tuned on other prompts with --full. The model
+    and its draft are decoders, or both encoder-decoders. Of random weights, measures the memory and the reads
+    of a process alone.
 
     \b
     Example:

@@ -27,6 +27,7 @@ from benchmarks.measuring.storage import BOARDS, REAL, Device, named_devices
 from benchmarks.samples.stories import SEPARATOR
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.experts import expert_facts, read_path_counts
+from jaxllm.config import require_decoder_alone
 from jaxllm.errors import ConfigError
 from jaxllm.experts.eviction import POLICIES
 from jaxllm.sampling import Sampling
@@ -151,6 +152,7 @@ def _choices(mixed: Sequence[Path]) -> tuple[int, int]:
                 raise ConfigError(
                     f"{path} stores its experts together; make a bundle by `jaxllm quantize-experts`"
                 )
+            require_decoder_alone(bundle.cfg, "bench experts")
             found.add(bundle.cfg)
     if len(found) != 1:
         raise ConfigError("the bundles are of several models; give those that were made of one folder")

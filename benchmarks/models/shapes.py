@@ -74,6 +74,38 @@ SHAPES = {
     # A mixture of 1.2 billion parameters, of which a token uses 265 million.
     "moe-1b": Shape(D=1024, L=16, N=16, K=4, H=64, F=1408, E=16, choices=2),
 }
+
+
+def _encoder_decoder(*, D: int, L: int, N: int, F: int, V: int, gated: bool) -> ModelConfig:
+    """Sizes of a T5: of both sides, with heads of 64 dimensions; the later ones are `gated`."""
+    side = ModelConfig(
+        model_type="mt5" if gated else "t5",
+        vocab_size=V,
+        hidden_size=D,
+        layers=L,
+        heads=N,
+        kv_heads=N,
+        head_dim=64,
+        ffn_size=F,
+        window_tokens=512,
+        activation="gelu_tanh" if gated else "relu",
+        gated_ffn=gated,
+        norm_eps=1e-6,
+        attention_scale=1.0,
+        relative_buckets=32,
+        relative_distance=128,
+        tied_head=True,
+    )
+    scale = 1.0 if gated else D**-0.5
+    return dataclasses.replace(side, encoder=side, tied_head=not gated, logit_scale=scale)
+
+
+ENCODER_DECODERS = {
+    # 223 million parameters, half of them in the decoder.
+    "t5-base": _encoder_decoder(D=768, L=12, N=12, F=3072, V=32128, gated=False),
+    # 1.2 billion, of which an embedding and a head of 250,112 words have 512 million.
+    "mt5-large": _encoder_decoder(D=1024, L=24, N=16, F=2816, V=250112, gated=True),
+}
 MIXTURES = tuple(name for name, shape in SHAPES.items() if shape.E)
 
 
@@ -81,17 +113,18 @@ def shape_folder(name: str, progress: Progress) -> Path:
     """The Hugging Face folder of a shape, drawn unless it is there.
 
     Args:
-      name: of `SHAPES`.
+      name: of `SHAPES` or `ENCODER_DECODERS`.
       progress: called with ("Drawing weights", parameters drawn, parameters in all).
 
     Raises:
       ConfigError: there is no such shape.
     """
-    if name not in SHAPES:
-        raise ConfigError(f"there is no shape {name!r}; choose among {', '.join(SHAPES)}")
+    cfgs = {name: shape.cfg for name, shape in SHAPES.items()} | ENCODER_DECODERS
+    if name not in cfgs:
+        raise ConfigError(f"there is no shape {name!r}; choose among {', '.join(cfgs)}")
     folder = cache_folder() / "benchmarks" / "shapes" / f"v{_VERSION}" / name
     if not (folder / "config.json").exists():
-        write_random(folder, SHAPES[name].cfg, progress)
+        write_random(folder, cfgs[name], progress)
     return folder
 
 
@@ -106,7 +139,7 @@ def write_random(folder: Path, cfg: ModelConfig, progress: Progress) -> None:
     specs = param_specs(cfg)
     params: dict[str, np.ndarray] = {}
     for number, (name, spec) in enumerate(specs.items()):
-        if spec.role == "vector" and not name.endswith("router"):
+        if spec.role == "vector" and not name.endswith(("router", "relative_positions")):
             value = np.ones(spec.shape, np.float32)
         else:
             inputs = np.prod(spec.shape[:-1]) if spec.role == "from_units" else spec.shape[-1]
@@ -119,6 +152,8 @@ def write_random(folder: Path, cfg: ModelConfig, progress: Progress) -> None:
         params[name] = value.astype(ml_dtypes.bfloat16)
         progress("Drawing weights", len(params), len(specs))
     write_tokenizer(folder, _word_tokenizer(cfg.vocab_size))
+    if cfg.encoder is not None:
+        (folder / "generation_config.json").write_text('{"decoder_start_token_id": 0}\n', encoding="utf-8")
     write_folder(folder, cfg, params)
 
 

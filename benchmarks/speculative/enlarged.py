@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.bundle import Bundle, write_bundle
-from jaxllm.config import ModelConfig
+from jaxllm.config import ModelConfig, require_decoder_alone
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import param_specs
 from jaxllm.quant import dequantize
@@ -41,6 +41,7 @@ def enlarged_bundle(model: Path, times: int, progress: Progress | None = None) -
       CheckpointError: it cannot be read.
     """
     bundle = Bundle.open(model)
+    require_decoder_alone(bundle.cfg, "enlarged models")
     path = (
         cache_folder() / "benchmarks" / "enlarged" / f"v{_VERSION}-{bundle.fingerprint[:16]}-{times}.jaxllm"
     )

@@ -123,7 +123,8 @@ def _measure(model: str, budget: int) -> dict[str, float]:
     if engine.model.streamed is None:
         raise ConfigError(f"all of the model fits into {budget:,} bytes")
     config = GenerationConfig(max_tokens=_TOKENS, ignore_eos=True)
-    prompt = list(range(_PROMPT_TOKENS))
+    # Of encoder-decoders the longest source, which takes the most memory.
+    prompt = list(range(engine.options.source_tokens(engine.cfg) or _PROMPT_TOKENS))
     counts = engine.model.streamed.counts
     engine.generate(prompt, config)
     read, began = counts.read_bytes, time.perf_counter()

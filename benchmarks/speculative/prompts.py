@@ -16,6 +16,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.free_text import read_chats, read_compression, story_example
 from jaxllm.text.droppable import prompt_tokens
+from jaxllm.text.prompts import reads_sources
 from jaxllm.text.tokenizer import Tokenizer
 from serving.commands.console import read_text
 
@@ -76,6 +77,16 @@ def spec_bench(file: Path) -> dict[str, list[TaskExample]]:
     return found
 
 
+def source_lines(file: Path) -> dict[str, list[TaskExample]]:
+    """The sources of an encoder-decoder's task: a line each, or what precedes the tab of a pair.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    sources = (line.split("\t")[0].strip() for line in read_text(file).splitlines())
+    return {"sources": [TaskExample(user=each, answer="") for each in sources if each]}
+
+
 def read_prompts(
     data: Path | None,
     tokenizer: Tokenizer,
@@ -93,13 +104,17 @@ def read_prompts(
       count: of each task; a sample that has fewer gives all of them. Tasks without any are left out.
       most_tokens: of a prompt.
       seed: of the choice.
-      file: of Spec-Bench, whose categories are the tasks then; None takes `TASKS`.
+      file: of Spec-Bench, whose categories are the tasks then; for an encoder-decoder of sources (see
+        `source_lines`). None takes `TASKS`.
 
     Raises:
       ConfigError: a file is missing or malformed, or no prompt is that short.
     """
     found = {}
-    by_task = {task: list(read(data)) for task, read in TASKS.items()} if file is None else spec_bench(file)
+    if file is None:
+        by_task = {task: list(read(data)) for task, read in TASKS.items()}
+    else:
+        by_task = source_lines(file) if reads_sources(tokenizer) else spec_bench(file)
     for number, (task, examples) in enumerate(by_task.items()):
         order = np.random.default_rng((seed, number)).permutation(len(examples))
         prompts: list[list[int]] = []

@@ -112,9 +112,11 @@ def run(
     """
     rows: list[Row] = []
     with open_model(subject.model) as bundle:
-        weight_bytes, tokenizer = bundle.weight_bytes, open_tokenizer(bundle.tokenizer_files())
+        alone, tokenizer = bundle.cfg.encoder is None, open_tokenizer(bundle.tokenizer_files())
     prompts = Prompts.read(subject, plan, tokenizer)
-    if "in-memory" in plan.parts:
+    if "in-memory" in plan.parts and not alone:
+        tell("without in-memory: it is of decoders alone")
+    elif "in-memory" in plan.parts:
         rows += in_memory_rows(
             subject.model,
             prompts.timed,
@@ -125,7 +127,7 @@ def run(
             tell=tell,
         )
     if {*plan.parts} - {"in-memory"}:
-        rows += _budget_rows(subject, plan, prompts, weight_bytes, progress, tell)
+        rows += _budget_rows(subject, plan, prompts, progress, tell)
     return rows
 
 
@@ -133,7 +135,6 @@ def _budget_rows(
     subject: Subject,
     plan: Plan,
     prompts: "Prompts",
-    weight_bytes: int,
     progress: Progress | None,
     tell: Callable[[str], None],
 ) -> list[Row]:
@@ -144,7 +145,11 @@ def _budget_rows(
     """
     rows: list[Row] = []
     narrow: Mapping[float, Path] = {}
-    if "systems" in plan.parts and plan.judged:
+    with open_model(subject.model) as bundle:
+        weight_bytes, alone = bundle.weight_bytes, bundle.cfg.encoder is None
+    if "systems" in plan.parts and plan.judged and not alone:
+        tell("without STI: the shards of encoder-decoders are not judged yet")
+    elif "systems" in plan.parts and plan.judged:
         texts = [each for all_ in prompts.tried.values() for each in all_]
         # Without tuning the middle is taken.
         bits = NARROW_BITS if texts else NARROW_BITS[len(NARROW_BITS) // 2 :][:1]
@@ -266,7 +271,7 @@ class _Systems:
         ask(self.engines, tried, self._config, "Warming up", self._progress)
         target = self.engines.get(STDPL, self.engines[OURS])
         for name, candidates in tuned_systems(**self._asked).items():
-            if name in (BLD, STI) and not self._plan.judged:
+            if (name in (BLD, STI) and not self._plan.judged) or (name == STI and not self._setting.narrow):
                 continue
             self.engines[name], how[name] = tuned(
                 name, candidates, self._setting, target, tried, self._config, self._progress

@@ -16,7 +16,7 @@ from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
 from jaxllm.bundle.writer import Stored, rewrite_bundle, stored_form, widths_by_layer
 from jaxllm.errors import ConfigError
-from jaxllm.models.parameters import ParamSpec, expert_parameter, specs_apart
+from jaxllm.models.parameters import ParamSpec, expert_parameter, sparse_layers, specs_apart
 from jaxllm.models.rooms import room_refusal
 from jaxllm.quant import BlockedArray, QArray, dequantize, from_blocks, to_blocks
 from jaxllm.quant.planes import nested_entry
@@ -28,8 +28,8 @@ def expert_widths(bundle: Bundle) -> np.ndarray:
     """The bitwidths `[L_sparse, E]` of a mixture's experts; 16 and 32 are floats."""
     cfg, apart = bundle.cfg, bundle.layout.experts_apart
     found = []
-    for layer in filter(cfg.is_sparse, range(cfg.layers)):
-        up = f"layers.{layer}.experts.up"
+    for layer in sparse_layers(cfg):
+        up = f"{layer}experts.up"
         names = [expert_parameter(up, each) for each in range(cfg.experts)] if apart else [up] * cfg.experts
         tensors = [bundle.layout.tensors[name] for name in names]
         found.append([each.width or _FLOAT_BITS[each.data.dtype] for each in tensors])
@@ -76,15 +76,15 @@ def lay_experts_apart(
     def stored(name: str, spec: ParamSpec, stacks: "_Stacks") -> Stored:
         if ".experts." not in name:
             return source.stored(name)
-        _, layer, _, expert, part = name.split(".")
-        number, at = int(layer), int(expert)
-        stack = f"layers.{layer}.experts.{part}"
+        layer, which = name.split("experts.")
+        expert, part = which.split(".")
+        at, stack = int(expert), f"{layer}experts.{part}"
         mine = source.stored(name) if source.layout.experts_apart else stacks.entry(stack, at)
-        if widths[number][at] == own_of[number][at]:
+        if widths[layer][at] == own_of[layer][at]:
             return mine
         floats = jnp.asarray(mine) if isinstance(mine, np.ndarray) else from_blocks(mine)
         value = np.asarray(dequantize(floats, jnp.dtype(jnp.float32)))
-        return stored_form(value, spec, source.layout.weights, widths[number][at])
+        return stored_form(value, spec, source.layout.weights, widths[layer][at])
 
     def weights() -> Iterator[tuple[str, Stored]]:
         stacks = _Stacks(source)

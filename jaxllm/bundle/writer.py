@@ -34,7 +34,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
-from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs
+from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs, sparse_layers
 from jaxllm.models.rooms import require_room
 from jaxllm.quant import PANEL, BlockedArray, QArray, nested_blocks, quantize, to_blocks
 from jaxllm.quant.finite import all_finite
@@ -220,21 +220,21 @@ def _in_file_order(
         stacks[param] = value
         if param.endswith(".down"):
             # All matrices of one expert come before those of the next.
-            layer = int(param.split(".")[1])
-            for expert, width in enumerate(widths[layer]):
+            for expert, width in enumerate(widths[param.split("experts.")[0]]):
                 for name, stack in stacks.items():
                     own = ParamSpec(specs[name].shape[1:], specs[name].role)
                     yield expert_parameter(name, expert), own, stack[expert], width
             stacks = {}
 
 
-def widths_by_layer(cfg: ModelConfig, expert_bits: np.ndarray) -> dict[int, list[int]]:
-    """Sparse layer -> bitwidths of its experts, from an array `[L_sparse, E]`.
+def widths_by_layer(cfg: ModelConfig, expert_bits: np.ndarray) -> dict[str, list[int]]:
+    """Prefix of a sparse layer (see `sparse_layers`) -> bitwidths of its experts, from an array `[L_sparse,
+    E]`.
 
     Raises:
       ConfigError: the shape does not fit this mixture, or a bitwidth is not allowed.
     """
-    sparse = [layer for layer in range(cfg.layers) if cfg.is_sparse(layer)]
+    sparse = sparse_layers(cfg)
     if expert_bits.shape != (len(sparse), cfg.experts):
         raise ConfigError(
             f"a model of {len(sparse)} sparse layers of {cfg.experts} experts needs as many widths, got "

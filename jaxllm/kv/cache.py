@@ -36,12 +36,14 @@ class Past:
       keys, values: `[B, K, S, H]`, or those of a stack of layers, `[n, B, K, S, H]`.
       slot: int32 scalar, the layer's index in the stack; None without one.
       coded: chunks of the tokens before these rows; None: row 0 is the sequence's first token.
+      source: what the layer attends to besides, in an encoder-decoder.
     """
 
     keys: jax.Array
     values: jax.Array
     slot: jax.Array | np.integer | None = None
     coded: CodedChunks | None = None
+    source: SourceKV | None = None
 
     @property
     def capacity_tokens(self) -> int:
@@ -69,6 +71,8 @@ class Past:
         axes.check(jnp.int32, "", slot=self.slot)
         if self.coded is not None:
             self.coded.check(axes)
+        if self.source is not None:
+            self.source.check(axes)
 
     def _own(self, rows: jax.Array) -> jax.Array:
         if self.slot is None:
@@ -128,13 +132,14 @@ class KVCache:
           layer: its index, or that of a layer in the same stack.
           number: its index, int32 scalar, if it is known only at run time.
         """
+        source = None if self.source is None else self.source.in_layer(layer if number is None else number)
         if self.places is None:
             assert number is None or isinstance(number, int)
             coded = None if self.coded is None else self.coded.of_layer(layer)
-            return Past(self.keys[layer], self.values[layer], coded=coded)
+            return Past(self.keys[layer], self.values[layer], coded=coded, source=source)
         stack, slot = self.places[layer][0], self._slot(layer, number)
         coded = None if self.coded is None else self.coded.of_layer(layer if number is None else number)
-        return Past(self.keys[stack], self.values[stack], slot, coded)
+        return Past(self.keys[stack], self.values[stack], slot, coded, source)
 
     def state(self, layer: int, number: jax.Array | int | None = None) -> LayerState:
         """The state of a state layer; for the arguments see `past`."""
@@ -164,7 +169,8 @@ class KVCache:
         if coded is not None and past.coded is not None:
             # All of it: a dispatch to which a layer's past is donated takes what it has of the chunks, too.
             coded = dataclasses.replace(past.coded, layer=coded.layer)
-        return dataclasses.replace(self, keys=keys, values=values, coded=coded)
+        source = self.source if past.source is None else past.source.in_layer(None)
+        return dataclasses.replace(self, keys=keys, values=values, coded=coded, source=source)
 
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above, where a step that takes the cache is traced."""

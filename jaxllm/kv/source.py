@@ -21,11 +21,13 @@ class SourceKV:
     Attributes:
       keys, values: `[L, B, K, R, H]`, for sources of up to R tokens.
       length: int32 scalar, number of tokens of the source; rows from there on are never attended to.
+      layer: int32 scalar, the layer that attends (see `in_layer`); None for all.
     """
 
     keys: jax.Array
     values: jax.Array
     length: jax.Array
+    layer: jax.Array | np.integer | None = None
 
     @property
     def capacity_tokens(self) -> int:
@@ -37,15 +39,23 @@ class SourceKV:
         """`[1, R]` bool, True for the source's tokens."""
         return jnp.arange(self.capacity_tokens, dtype=jnp.int32)[None, :] < self.length
 
-    def of_layer(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of a layer, `[B, K, R, H]`."""
+    def in_layer(self, layer: jax.Array | int | None) -> "SourceKV":
+        """As one layer attends to it; with None that of all layers."""
         number = np.int32(layer) if isinstance(layer, int) else layer
+        return dataclasses.replace(self, layer=number)
+
+    @property
+    def own(self) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of the layer that attends, `[B, K, R, H]`."""
+        assert self.layer is not None
         return tuple(  # pyright: ignore[reportReturnType]: two of them
-            jax.lax.dynamic_index_in_dim(rows, number, axis=0, keepdims=False)
+            jax.lax.dynamic_index_in_dim(rows, self.layer, axis=0, keepdims=False)
             for rows in (self.keys, self.values)
         )
 
-    def with_layer(self, layer: jax.Array | int, keys: jax.Array, values: jax.Array) -> "SourceKV":
+    def with_layer(
+        self, layer: jax.Array | np.integer | int, keys: jax.Array, values: jax.Array
+    ) -> "SourceKV":
         """With keys and values `[B, K, T, H]` of the first T tokens in a layer; T is at most R."""
         number, zero = np.int32(layer) if isinstance(layer, int) else layer, np.int32(0)
         at = (number, zero, zero, zero, zero)
@@ -58,7 +68,7 @@ class SourceKV:
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above, where a step that takes them is traced."""
         axes.check(jnp.floating, "* B * R H", keys=self.keys, values=self.values)
-        axes.check(jnp.int32, "", length=self.length)
+        axes.check(jnp.int32, "", length=self.length, layer=self.layer)
 
 
 @jax.tree_util.register_dataclass
@@ -69,11 +79,13 @@ class SourceLayers:
     Attributes:
       keys, values: per layer `[B, K, R, H]`; empty arrays until they are written.
       length: see `SourceKV`.
+      layer: the layer that attends (see `SourceKV`).
     """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     length: jax.Array
+    layer: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def capacity_tokens(self) -> int:
@@ -85,9 +97,15 @@ class SourceLayers:
         """See `SourceKV`."""
         return jnp.arange(self.capacity_tokens, dtype=jnp.int32)[None, :] < self.length
 
-    def of_layer(self, layer: Any) -> tuple[jax.Array, jax.Array]:
+    def in_layer(self, layer: Any) -> "SourceLayers":
         """See `SourceKV`."""
-        return self.keys[layer], self.values[layer]
+        return dataclasses.replace(self, layer=layer)
+
+    @property
+    def own(self) -> tuple[jax.Array, jax.Array]:
+        """See `SourceKV`."""
+        assert self.layer is not None
+        return self.keys[self.layer], self.values[self.layer]
 
     def with_layer(self, layer: Any, keys: jax.Array, values: jax.Array) -> "SourceLayers":
         """With keys and values `[B, K, T, H]` as those of a layer, for sources of up to T tokens."""

@@ -19,6 +19,7 @@ from jaxllm.experts.routing import Routing
 from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.models import encoder_decoder
+from jaxllm.models.encoder_decoder_positions import embedded
 from jaxllm.models.input_rows import InputRows
 from jaxllm.models.layer import (
     CosSin,
@@ -173,6 +174,8 @@ def embed_tokens(
 ) -> jax.Array:
     """Input of the first layer `[B, T, D]` for tokens `[B, T]` int32 at `positions` `[T]` or `[B, T]`, and
     rows in place of some; for `live` see `linear.py`."""
+    if cfg.encoder is not None:
+        return embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=live)
     x = embed(tokens, params["embed.tokens"], dtype, live)
     if cfg.embed_scale != 1.0:
         x = x * np.asarray(cfg.embed_scale, x.dtype)

@@ -13,21 +13,20 @@ from typing import TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import mixture
-from jaxllm.experts.routing import route
+from jaxllm.experts.routing import Routing, route
 from jaxllm.kernels.used_units import UsedUnits
-from jaxllm.kv.cache import KVCache
+from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.kv.source import Source
+from jaxllm.models.encoder_decoder_positions import attended_positions, bias_by_distance, embedded
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of, over_layers
 from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.nn.layers import (
-    MASKED,
     AttentionOptions,
     Heads,
     activate,
@@ -35,7 +34,7 @@ from jaxllm.nn.layers import (
     cached_attention,
     source_attention,
 )
-from jaxllm.nn.linear import FeedForward, embed, feed_forward, from_units, normed_to_units, to_units
+from jaxllm.nn.linear import FeedForward, feed_forward, from_units, normed_to_units, to_units
 from jaxllm.nn.norms import normalize
 
 Kept = TypeVar("Kept")
@@ -73,27 +72,58 @@ def encode(
     Returns:
       Hidden states `[B, T, D]`; those of padding are undefined.
     """
-    axes = Axes("encode")
-    axes.check(jnp.int32, "B T", tokens=tokens)
-    axes.check(jnp.int32, "", valid=valid)
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    live = valid if tokens.shape[0] == 1 else None
-    x = _embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=live)
-    mask = _scored(params, positions, (positions < valid)[None, :], cfg)
-
-    def attend(heads: Sequence[jax.Array], used: UsedUnits | None) -> tuple[jax.Array, None]:
-        del used
-        q, k, v = heads[0], *(_zeroed(each, valid) for each in heads[1:])
-        keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        return attention(q, keys, values, mask, scale=cfg.attention_scale), None
+    x, mask = begin_encoder(params, tokens, valid, cfg=cfg, dtype=dtype)
 
     def layer(x: jax.Array, own: Params, like: int, number: jax.Array | int) -> jax.Array:
         del number
-        weights = layer_of(own, like)
-        x, _ = _attended(weights, x, cfg, "attn", attend, live)
-        return _fed_forward(weights, x, cfg, like, valid, live)
+        return encoder_layer(own, x, mask, valid, cfg=cfg, layer=like)
 
-    return _ended(params, over_layers(params, cfg, layer, x), cfg)
+    return final_normed(params, over_layers(params, cfg, layer, x), cfg=cfg)
+
+
+def begin_encoder(
+    params: Params, tokens: jax.Array, valid: jax.Array, *, cfg: ModelConfig, dtype: jnp.dtype = jnp.float32
+) -> tuple[jax.Array, jax.Array]:
+    """`encode` before its first layer; see there.
+
+    Returns:
+      The first layer's input `[B, T, D]`; and what all layers attend by, a mask `[T, T]` bool, or with
+      relative positions what is added to scores, `[K, T, G, T]` float32.
+    """
+    axes = Axes("begin_encoder")
+    axes.check(jnp.int32, "B T", tokens=tokens)
+    axes.check(jnp.int32, "", valid=valid)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    x = embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=_live(tokens, valid))
+    return x, attended_positions(params, positions, (positions < valid)[None, :], cfg)
+
+
+def encoder_layer(
+    params: Params, x: jax.Array, mask: jax.Array, valid: jax.Array, *, cfg: ModelConfig, layer: int
+) -> jax.Array:
+    """One layer of `encode`.
+
+    Args:
+      params: that `layer_of` takes.
+      x: `[B, T, D]`, its input.
+      mask: see `begin_encoder`.
+      valid: see `encode`.
+      cfg: the encoder.
+      layer: its index, or that of a layer that equals it.
+    """
+    weights, live = layer_of(params, layer), _live(x, valid)
+    x = _attended_by_mask(weights, x, mask, valid, cfg)
+    return _fed_forward(weights, x, cfg, layer, valid, live)
+
+
+def encoder_to_experts(
+    params: Params, x: jax.Array, mask: jax.Array, valid: jax.Array, *, cfg: ModelConfig, layer: int
+) -> tuple[jax.Array, Routing, jax.Array]:
+    """`encoder_layer` of a sparse layer up to its experts: their input, the routing of the tokens, and which
+    of them visit their expert, `[B, T]` bool."""
+    weights = layer_of(params, layer)
+    x = _attended_by_mask(weights, x, mask, valid, cfg)
+    return x, *_routed(weights, x, cfg, valid, rowwise=False)
 
 
 def with_source(
@@ -108,18 +138,32 @@ def with_source(
       source: whose rows are replaced.
       cfg: the model.
     """
-    hidden = _zeroed(hidden, valid)
 
     def layer(source: Source, own: Params, like: int, number: jax.Array | int) -> Source:
-        weights = layer_of(own, like)
-        groups, _ = weights.used
-        keys, values = (
-            to_units(hidden, weights[f"cross.{name}"], weights.vector(f"cross.{name}_bias"), used=groups)
-            for name in "kv"
-        )
-        return source.with_layer(number, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3))
+        return source_layer(own, hidden, valid, source.in_layer(number), layer=like).in_layer(None)
 
     return dataclasses.replace(over_layers(params, cfg, layer, source), length=valid)
+
+
+def source_layer(
+    params: Params, hidden: jax.Array, valid: jax.Array, source: Source, *, layer: int
+) -> Source:
+    """`with_source` of one layer of the decoder, that of `source`.
+
+    Args:
+      params: that `layer_of` takes.
+      hidden, valid: see `with_source`.
+      source: of the layer; its length is not changed.
+      layer: its index, or that of a layer that equals it.
+    """
+    assert source.layer is not None
+    hidden, weights = _zeroed(hidden, valid), layer_of(params, layer)
+    groups, _ = weights.used
+    keys, values = (
+        to_units(hidden, weights[f"cross.{name}"], weights.vector(f"cross.{name}_bias"), used=groups)
+        for name in "kv"
+    )
+    return source.with_layer(source.layer, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3))
 
 
 def read_source(
@@ -158,114 +202,114 @@ def forward_at(
     row: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """`decoder.forward_at` of a decoder whose cache has a source."""
-    live, rowwise = at.valid if at.padded and tokens.shape[0] == 1 else None, at.tree is not None
-    x = _embedded(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live)
-    mask = at.visible(cache.capacity_tokens, 0)
-    options = AttentionOptions(scale=cfg.attention_scale, bias=_bias_by_distance(params, cfg))
-
-    def attend(heads: Sequence[jax.Array], used: UsedUnits | None, past, mass):
-        new = Heads(*heads)
-        out, past, mass = cached_attention(new, None, past, mask, at, mass, options=options, used=used)
-        return out, (past, mass)
-
-    def attend_source(
-        heads: Sequence[jax.Array], used: UsedUnits | None, source: Source, number: jax.Array | int
-    ):
-        return source_attention(heads[0], source, number, at, scale=cfg.attention_scale, used=used)
+    live = _live(tokens, at.valid) if at.padded else None
+    x = embedded(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live)
+    attending = _attending(params, at, cache.capacity_tokens, cfg)
 
     def layer(
         carry: tuple[jax.Array, KVCache], own: Params, like: int, number: jax.Array | int
     ) -> tuple[jax.Array, KVCache]:
         (x, cache), weights = carry, layer_of(own, like)
-        own_attend = functools.partial(attend, past=cache.past(like, number), mass=cache.mass)
-        x, (past, mass) = _attended(weights, x, cfg, "attn", own_attend, live, rowwise)
-        assert cache.source is not None
-        attend_there = functools.partial(attend_source, source=cache.source, number=number)
-        x, source = _attended(weights, x, cfg, "cross", attend_there, live, rowwise)
-        x = _fed_forward(weights, x, cfg, like, at.valid, live, rowwise)
-        return x, dataclasses.replace(cache.with_past(like, past), mass=mass, source=source)
+        x, past, mass = attending(weights, x, cache.past(like, number), cache.mass)
+        x = _fed_forward(weights, x, cfg, like, at.valid, live, at.tree is not None)
+        return x, dataclasses.replace(cache.with_past(like, past), mass=mass)
 
     x, cache = over_layers(params, cfg, layer, (x, cache))
     if row is not None:
         x = jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1)
-    return _ended(params, x, cfg), cache
+    return final_normed(params, x, cfg=cfg), cache
 
 
-def relative_buckets(distance: jax.Array, *, buckets: int, most: int, both_ways: bool) -> jax.Array:
-    """The bucket in [0, buckets) of each distance, int32, from a token to the one it attends to.
-
-    Half of the buckets are for one token each, the others for ranges that grow logarithmically, up to `most`
-    tokens; those farther away share the last one. With `both_ways` each direction has half of the buckets,
-    else tokens that come later share bucket 0.
-    """
-    lead = jnp.zeros_like(distance)
-    if both_ways:
-        buckets //= 2
-        lead = jnp.where(distance > 0, np.int32(buckets), np.int32(0))
-        distance = jnp.abs(distance)
-    else:
-        distance = jnp.maximum(-distance, 0)
-    exact = buckets // 2
-    # In this order, and in float32, as checkpoints were trained: a distance at a boundary stays on its side.
-    growth = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact) / np.float32(np.log(most / exact))
-    far = jnp.minimum(exact + (growth * (buckets - exact)).astype(jnp.int32), buckets - 1)
-    return lead + jnp.where(distance < exact, distance, far)
-
-
-def _scored(params: Params, positions: jax.Array, mask: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """The encoder's mask `[T, T]` bool, or with relative positions what is added to scores `[K, T, G, T]`
-    float32 (see `attention`), of tokens at positions `[T]`."""
-    count = len(positions)
-    if not cfg.relative_buckets:
-        return jnp.broadcast_to(mask, (count, count))
-    bias = _biases(params, positions[None, :] - positions[:, None], cfg, both_ways=True)
-    bias = bias + jnp.where(mask, np.float32(0), np.float32(MASKED))[..., None]
-    return bias.reshape(count, count, cfg.kv_heads, cfg.group).transpose(2, 0, 3, 1)
-
-
-def _bias_by_distance(params: Params, cfg: ModelConfig) -> jax.Array | None:
-    """The decoder's `AttentionOptions.bias`."""
-    if not cfg.relative_buckets:
-        return None
-    # All tokens at least as far as `relative_distance` share a bucket.
-    behind = jnp.arange(-cfg.relative_distance, 1, dtype=jnp.int32)
-    bias = _biases(params, behind, cfg, both_ways=False)
-    return bias.T.reshape(cfg.kv_heads, cfg.group, -1)
-
-
-def _biases(params: Params, distance: jax.Array, cfg: ModelConfig, *, both_ways: bool) -> jax.Array:
-    """Biases `[..., N]` float32 of distances (see `relative_buckets`)."""
-    biases = LayerParams(params, "").vector("relative_positions")
-    assert biases is not None
-    own = {"buckets": cfg.relative_buckets, "most": cfg.relative_distance, "both_ways": both_ways}
-    return biases.astype(jnp.float32)[relative_buckets(distance, **own)]
-
-
-def _embedded(
+def forward_layer(
     params: Params,
-    tokens: jax.Array,
-    positions: jax.Array,
+    x: jax.Array,
+    at: TokenPositions,
+    past: Past,
+    mass: jax.Array | None,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype,
-    live: jax.Array | None,
+    layer: int,
+) -> tuple[jax.Array, Past, jax.Array | None]:
+    """`decoder.forward_layer` of a decoder that attends to a source, too, that of `past`.
+
+    Args:
+      params: that `layer_of` takes, and "relative_positions" if the model has them.
+      x, at, past, mass, cfg, layer: see there.
+    """
+    weights, live = layer_of(params, layer), _live(x, at.valid) if at.padded else None
+    x, past, mass = _attending(params, at, past.capacity_tokens, cfg)(weights, x, past, mass)
+    x = _fed_forward(weights, x, cfg, layer, at.valid, live, at.tree is not None)
+    return x, past, mass
+
+
+def forward_to_experts(
+    params: Params,
+    x: jax.Array,
+    at: TokenPositions,
+    past: Past,
+    mass: jax.Array | None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, Routing, jax.Array, Past, jax.Array | None]:
+    """`forward_layer` of a sparse layer up to its experts: their input, the routing of the tokens, which of
+    them visit their expert, `[B, T]` bool, the updated keys and values, and the mass."""
+    weights, rowwise = layer_of(params, layer), at.tree is not None
+    x, past, mass = _attending(params, at, past.capacity_tokens, cfg)(weights, x, past, mass)
+    return x, *_routed(weights, x, cfg, at.valid, rowwise), past, mass
+
+
+# A layer's parameters, its input, keys and values, mass -> the input of its second half, and the others.
+_Attending = Callable[
+    [LayerParams, jax.Array, Past, jax.Array | None], tuple[jax.Array, Past, jax.Array | None]
+]
+
+
+def _attended_by_mask(
+    weights: LayerParams, x: jax.Array, mask: jax.Array, valid: jax.Array, cfg: ModelConfig
 ) -> jax.Array:
-    """Input of the first layer `[B, T, D]`."""
-    x = embed(tokens, params["embed.tokens"], dtype, live)
-    if cfg.embed_scale != 1.0:
-        x = x * np.asarray(cfg.embed_scale, x.dtype)
-    if cfg.learned_positions:
-        x = x + embed(positions, params["embed.positions"], dtype)
-    if cfg.sinusoidal_positions:
-        x = x + _sinusoids(positions, cfg.hidden_size).astype(dtype)
-    return normalize(x, LayerParams(params, "").norm("embed.norm", cfg)) if cfg.embed_norm else x
+    """The first half of a layer of the encoder (see `encoder_layer`)."""
+
+    def attend(heads: Sequence[jax.Array], used: UsedUnits | None) -> tuple[jax.Array, None]:
+        del used
+        q, k, v = heads[0], *(_zeroed(each, valid) for each in heads[1:])
+        keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        return attention(q, keys, values, mask, scale=cfg.attention_scale), None
+
+    return _attended(weights, x, cfg, "attn", attend, _live(x, valid))[0]
 
 
-def _sinusoids(positions: jax.Array, width: int) -> jax.Array:
-    """`[T, D]` float32: sines in the first half of the dimensions, cosines in the other (Marian)."""
-    frequencies = 10000.0 ** -(np.arange(0, width, 2, dtype=np.float64) / width)
-    angles = positions.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
-    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+def _attending(params: Params, at: TokenPositions, capacity: int, cfg: ModelConfig) -> _Attending:
+    """What runs the first half of each layer of the decoder over tokens at positions of a cache of `capacity`
+    tokens: attention to them, then to the source."""
+    mask, rowwise = at.visible(capacity, 0), at.tree is not None
+    options = AttentionOptions(scale=cfg.attention_scale, bias=bias_by_distance(params, cfg))
+
+    def attend(heads: Sequence[jax.Array], used: UsedUnits | None, past: Past, mass: jax.Array | None):
+        new = Heads(*heads)
+        out, past, mass = cached_attention(new, None, past, mask, at, mass, options=options, used=used)
+        return out, (past, mass)
+
+    def attend_source(heads: Sequence[jax.Array], used: UsedUnits | None, source: Source):
+        return source_attention(heads[0], source, at, scale=cfg.attention_scale, used=used)
+
+    def run(weights: LayerParams, x: jax.Array, past: Past, mass: jax.Array | None):
+        assert past.source is not None
+        source, live = past.source, _live(x, at.valid) if at.padded else None
+        own = functools.partial(attend, past=past, mass=mass)
+        x, (past, mass) = _attended(weights, x, cfg, "attn", own, live, rowwise)
+        x, source = _attended(
+            weights, x, cfg, "cross", functools.partial(attend_source, source=source), live, rowwise
+        )
+        return x, dataclasses.replace(past, source=source), mass
+
+    return run
+
+
+def final_normed(params: Params, x: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+    """What an encoder or a decoder says, from its last layer's output: after the final norm, if there is
+    one."""
+    return normalize(x, LayerParams(params, "").norm("final_norm", cfg)) if cfg.final_norm else x
 
 
 def _zeroed(x: jax.Array, valid: jax.Array) -> jax.Array:
@@ -275,9 +319,9 @@ def _zeroed(x: jax.Array, valid: jax.Array) -> jax.Array:
     return jnp.where(real.reshape(-1, *(1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
 
 
-def _ended(params: Params, x: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """The last layer's output after the final norm, if there is one."""
-    return normalize(x, LayerParams(params, "").norm("final_norm", cfg)) if cfg.final_norm else x
+def _live(x: jax.Array, valid: jax.Array) -> jax.Array | None:
+    """How many tokens of `[B, T, ...]` are computed (see `linear.py`)."""
+    return valid if x.shape[0] == 1 else None
 
 
 def _attended(
@@ -342,14 +386,22 @@ def _fed_forward(
 def _visited(
     weights: LayerParams, x: jax.Array, cfg: ModelConfig, valid: jax.Array, rowwise: bool
 ) -> jax.Array:
-    """The experts of a layer: each token visits the likeliest one, unless as many tokens before it as the
-    expert's capacity visit the same. Nodes of a tree (`rowwise`) come alone, so that none is too many."""
+    """The experts of a layer (see `_routed`)."""
+    routing, taken = _routed(weights, x, cfg, valid, rowwise)
+    block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], activation=cfg.activation)
+    return mixture(x, weights.norm("ffn_norm", cfg), routing, block, add_input=True, live=taken)
+
+
+def _routed(
+    weights: LayerParams, x: jax.Array, cfg: ModelConfig, valid: jax.Array, rowwise: bool
+) -> tuple[Routing, jax.Array]:
+    """The routing of tokens, and which of the T visit their expert: each token the likeliest one, unless as
+    many tokens before it as the expert's capacity visit the same. Nodes of a tree (`rowwise`) come alone, so
+    that none is too many."""
     norm = weights.norm("ffn_norm", cfg)
     routing = route(x, weights["router"], experts_per_token=1, normalize=False, norm=norm)  # pyright: ignore
     real = jnp.arange(x.shape[1], dtype=jnp.int32) < valid
     visits = jax.nn.one_hot(routing.ids[..., 0], cfg.experts, dtype=jnp.int32)
     visits = jnp.where(real[:, None], visits, 0)
     rank = jnp.take_along_axis(jnp.cumsum(visits, axis=1), routing.ids, axis=-1)[..., 0]
-    block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], activation=cfg.activation)
-    taken = real if rowwise else real & (rank <= cfg.expert_capacity)
-    return mixture(x, norm, routing, block, add_input=True, live=taken)
+    return routing, real if rowwise else real & (rank <= cfg.expert_capacity)

@@ -94,6 +94,13 @@ def expert_parameter(name: str, expert: int) -> str:
     return f"{lead}.{expert}.{part}"
 
 
+def sparse_layers(cfg: ModelConfig) -> list[str]:
+    """The prefixes of the parameters of layers with experts, in the order of a pass: those of an encoder come
+    first."""
+    encoder = [] if cfg.encoder is None else [ENCODER + each for each in sparse_layers(cfg.encoder)]
+    return [*encoder, *(f"layers.{layer}." for layer in range(cfg.layers) if cfg.is_sparse(layer))]
+
+
 def specs_apart(cfg: ModelConfig) -> dict[str, ParamSpec]:
     """`param_specs` with each expert stored by itself, after the other parameters of its layer."""
     specs: dict[str, ParamSpec] = {}

@@ -25,10 +25,8 @@ ROOMS: tuple[Room, ...] = get_args(Room)
 
 # Rooms that take decoders alone, with what to do instead.
 _ENCODER_DECODER_REFUSALS: dict[Room, str] = {
-    "streamed weights": "give --memory that holds all weights",
     "levels": "use the whole model",
     "integer prefill": "prefill in floats",
-    "experts apart": "prepare the model without --expert-bits",
     "contexts": "call without one, each time with the whole source",
     "tasks": "judge the model by its own task (jaxllm seq2seq-eval)",
 }
@@ -61,7 +59,6 @@ def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
         why, instead = _STATE_REFUSALS[room]
         return f"{room}: not for models with state layers, as {cfg.model_type} is, {why}; {instead}"
     asks = {
-        "streamed weights": _streamed,
         "levels": _levels,
         "integer prefill": _integer_prefill,
         "experts apart": _experts_apart,
@@ -90,15 +87,6 @@ def require_decoder_alone(cfg: ModelConfig, what: str, instead: str = "take a de
     """
     if cfg.encoder is not None:
         raise ConfigError(decoder_alone_refusal(cfg, what, instead))
-
-
-def _streamed(cfg: ModelConfig) -> str | None:
-    if not cfg.head_bias:
-        return None
-    return (
-        f"weights of {cfg.model_type} models are not streamed, because their head has a bias; give --memory "
-        "that holds all weights, or narrower weights (jaxllm prepare --weights int4)"
-    )
 
 
 def _levels(cfg: ModelConfig) -> str | None:
@@ -133,6 +121,8 @@ def _integer_prefill(cfg: ModelConfig) -> str | None:
 def _experts_apart(cfg: ModelConfig) -> str | None:
     if not cfg.experts:
         return "the model is no mixture of experts: there are none to store apart"
+    if cfg.encoder is not None and cfg.encoder.experts != cfg.experts:
+        return "experts of an encoder-decoder are stored apart where both sides have as many of them"
     if cfg.post_norms:
         return "experts of a model with norms behind its blocks cannot be stored apart"
     if cfg.expert_bias:

@@ -328,7 +328,6 @@ def cached_attention(
 def source_attention(
     q: jax.Array,
     source: Source,
-    layer: Any,
     at: TokenPositions,
     *,
     scale: float,
@@ -340,8 +339,7 @@ def source_attention(
 
     Args:
       q: queries `[B, T, K, G, H]`.
-      source: whose rows go through the native kernel, as those of a cache do.
-      layer: its index.
+      source: of the layer; its rows go through the native kernel, as those of a cache do.
       at: positions of the queries' tokens, and how many of them are real.
       scale: multiplies the scores.
       used: see `cached_attention`.
@@ -356,15 +354,14 @@ def source_attention(
         rows = jnp.broadcast_to(count - 1, at.positions.shape)
         # Nodes of a tree sum as a token by itself does.
         tree = None if at.tree is None else (rows, count, jnp.zeros((len(rows), 1), jnp.bool_))
-        slot = np.int32(layer) if isinstance(layer, int) else layer
         out, keys, values, *_ = native_attention.attention(
             q.astype(jnp.float32), None, None, None, source.keys, source.values, rows, at.valid,
-            slot=slot, scale=scale, tree=tree, used=used,
+            slot=source.layer, scale=scale, tree=tree, used=used,
         )  # fmt: skip
         return out.astype(q.dtype), dataclasses.replace(source, keys=keys, values=values)
 
     def by_xla(q: jax.Array, source: Source):
-        return attention(q, *source.of_layer(layer), source.mask, scale=scale), source
+        return attention(q, *source.own, source.mask, scale=scale), source
 
     by_address = isinstance(source, SourceKV) and source.keys.dtype in (jnp.float32, jnp.float16)
     if not (native.kernels().native and by_address):

@@ -27,18 +27,19 @@ from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks, load_chunks, load_layer
 from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.kv.positions import TokenPositions
+from jaxllm.models import encoder_decoder
 from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
+from jaxllm.models.encoder_decoder import final_normed
 from jaxllm.models.layer import chosen_experts
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of
-from jaxllm.models.parameters import Params, head_name
+from jaxllm.models.parameters import Params
 from jaxllm.nn.linear import FeedForward
-from jaxllm.nn.norms import normalize
-from jaxllm.quant import Weight
 
 
 def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfig) -> jax.Array:
-    """The head's input for some tokens, `[n, D]`: their rows of the last layer's output after the final norm.
+    """The head's input for some tokens, `[n, D]`: their rows of the last layer's output after the final norm,
+    if there is one.
 
     Args:
       params: of the final norm.
@@ -49,20 +50,20 @@ def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfi
     axes = Axes("final_rows", D=cfg.hidden_size)
     axes.check(jnp.floating, "1 T D", x=x)
     axes.check(jnp.int32, "n", rows=rows)
-    return normalize(x[0, rows], LayerParams(params, "").norm("final_norm", cfg))
+    return final_normed(params, x[0, rows], cfg=cfg)
 
 
-def head_piece(head: Weight, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+def head_piece(head: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
     """Logits `[n, v]` float32 for v tokens of the vocabulary.
 
     Args:
-      head: the rows `[v, D]` of these tokens.
+      head: the rows `[v, D]` of these tokens, named as the whole head, and their biases `[v]` if there are.
       hidden: `[n, D]`, see `final_rows`.
       cfg: the model.
     """
     Axes("head_piece", D=cfg.hidden_size).check(jnp.floating, "n D", hidden=hidden)
     # Several rows are the nodes of a tree.
-    return logits({head_name(cfg): head}, hidden, cfg=cfg, rowwise=True)
+    return logits(head, hidden, cfg=cfg, rowwise=True)
 
 
 @jax.tree_util.register_dataclass
@@ -134,11 +135,16 @@ def attend_layer(
     """
     cfg = of.cfg
     _check_layer("attend_layer", x, at, past, cfg)
-    weights = layer_of(params, of.layer)
-    x, routing, past, mass = forward_to_experts(weights, x, at, past, mass, cfg=cfg, layer=of.layer)
+    how = {"cfg": cfg, "layer": of.layer}
     count = x.shape[1]
-    live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
-    tiles, weights = tiles_and_weights(routing, cfg.experts, live=live, loss=of.loss)
+    live = visiting = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
+    if cfg.encoder is None:
+        x, routing, past, mass = forward_to_experts(layer_of(params, of.layer), x, at, past, mass, **how)
+    else:
+        x, routing, visiting, past, mass = encoder_decoder.forward_to_experts(
+            params, x, at, past, mass, **how
+        )
+    tiles, weights = tiles_and_weights(routing, cfg.experts, live=visiting, loss=of.loss)
     following = [chosen_experts(LayerParams(each, ""), x, cfg).probs[0] for each in next_routers]
     real = jnp.ones((count, 1), jnp.bool_) if live is None else live[:, None]
     # Probabilities of padding are undefined, perhaps NaN.
@@ -146,6 +152,29 @@ def attend_layer(
     ahead = sums / jnp.sum(real, dtype=jnp.float32)
     tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=ahead)
     return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles), past, mass
+
+
+def attend_encoder(
+    params: Params, x: jax.Array, mask: jax.Array, valid: jax.Array, *, of: SparseLayer, ahead: int
+) -> tuple[AtExperts, jax.Array]:
+    """A sparse layer of an encoder up to its experts.
+
+    Args:
+      params: of the layer, without experts.
+      x, mask, valid: see `encoder_decoder.encoder_layer`; x is donated.
+      of: the layer, of the encoder.
+      ahead: number of layers for which `AtExperts` has probabilities; here zeros.
+
+    Returns:
+      The tokens before the experts, and a buffer for the outputs of all tiles.
+    """
+    cfg = of.cfg
+    how = {"cfg": cfg, "layer": of.layer}
+    x, routing, visiting = encoder_decoder.encoder_to_experts(params, x, mask, valid, **how)
+    tiles, weights = tiles_and_weights(routing, cfg.experts, live=visiting, loss=of.loss)
+    zeros = jnp.zeros((ahead, cfg.experts), jnp.float32)
+    tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=zeros)
+    return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles)
 
 
 def attend_restored(
@@ -186,7 +215,9 @@ def expert_tile(
     axes = Axes("expert_tile", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)
     axes.check(jnp.int32, "", number=number)
-    block = FeedForward(up=expert["up"], down=expert["down"], gate=expert["gate"], activation=cfg.activation)
+    block = FeedForward(
+        up=expert["up"], down=expert["down"], gate=expert.get("gate"), activation=cfg.activation
+    )
     rows = tokens.x.reshape(-1, tokens.x.shape[-1])
     scale = LayerParams(norm, "").norm("ffn_norm", cfg)
     return run_tile(rows, scale, tokens.tiles, number, out, block)
@@ -338,6 +369,8 @@ def one_layer(
 ) -> tuple[jax.Array, Past, jax.Array | None]:
     """`decoder.forward_layer` of the parameters of one layer (see `layer_of`)."""
     _check_layer("one_layer", x, at, past, cfg)
+    if cfg.encoder is not None:
+        return encoder_decoder.forward_layer(params, x, at, past, mass, cfg=cfg, layer=layer)
     weights = layer_of(params, layer)
     return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer)
 

@@ -139,7 +139,8 @@ class ModelShapes:
         past = self.cache(tokens).past(layer)
         coded = None if past.coded is None else dataclasses.replace(past.coded, layer=SCALAR)  # pyright: ignore
         slot = None if past.slot is None else SCALAR
-        return dataclasses.replace(past, slot=slot, coded=coded)  # pyright: ignore[reportArgumentType]
+        source = None if past.source is None else past.source.in_layer(SCALAR)  # pyright: ignore
+        return dataclasses.replace(past, slot=slot, coded=coded, source=source)  # pyright: ignore
 
     @property
     def sampler(self) -> Any:

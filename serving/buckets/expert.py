@@ -21,7 +21,7 @@ from jaxllm.steps.layers import (
 )
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, mass_by_node, position_shapes
 from serving.buckets.context import layer_chunk_shapes
-from serving.buckets.parts import EXPERT_PARTS, any_expert, expert_norm, layer_params, router_params
+from serving.buckets.parts import any_expert, expert_norm, expert_parts, layer_params, router_params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class ExpertBucket(Bucket):
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(expert, norm, tokens at experts, number of the tile, out) -> out."""
         weights, (before, out) = model.weights, _at_experts(model, self.tokens, self.loss, self.ahead)
-        expert = {name: weights[f"{any_expert(self.form)}.{name}"] for name in EXPERT_PARTS}
+        expert = {name: weights[f"{any_expert(self.form)}.{name}"] for name in expert_parts(model.cfg)}
         norm = expert_norm(router_params(weights, _first_sparse(model)))
         step = jax.jit(functools.partial(expert_tile, cfg=model.cfg), donate_argnums=(4,))
         return step.lower(expert, norm, before, SCALAR, out)

@@ -129,8 +129,11 @@ class HeadBucket(Bucket):
     vocab_tokens: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(piece of the head, hidden rows) -> logits."""
-        head = some_rows(model.params[head_name(model.cfg)], self.vocab_tokens)
+        """(piece of the head and its biases, hidden rows) -> logits."""
+        name, bias = head_name(model.cfg), model.params.get("head_bias")
+        head = {name: some_rows(model.params[name], self.vocab_tokens)}
+        if bias is not None:
+            head["head_bias"] = some_rows(bias, self.vocab_tokens)
         hidden = jax.ShapeDtypeStruct((self.rows, model.cfg.hidden_size), model.dtype)
         return jax.jit(functools.partial(head_piece, cfg=model.cfg)).lower(head, hidden)
 

@@ -14,6 +14,13 @@ from jaxllm.quant import PANEL, BlockedArray, QArray, Weight, blocked_shapes
 from serving.buckets.bucket import shapes_of
 
 EXPERT_PARTS = ("gate", "up", "down")
+
+
+def expert_parts(cfg: ModelConfig) -> tuple[str, ...]:
+    """The matrices of an expert, in file order."""
+    return EXPERT_PARTS if cfg.gated_ffn else EXPERT_PARTS[1:]
+
+
 # Forms of experts beside bitwidths: of two planes, and the high plane of one alone.
 NESTED, HIGH = "nested", "high"
 
@@ -22,13 +29,19 @@ def layer_params(params: Params, layer: int, like: int) -> dict[str, Any]:
     """The parameters of `layer` for buckets of layer `like`: by address, stacked, or under its names."""
     stack: Any = params.get(STACK)
     if isinstance(stack, LayerStack | StackedLayers):
-        return {STACK: stack.at(layer)}
+        return {STACK: stack.at(layer), **shared_by_layers(params)}
     prefix = f"layers.{layer}."
-    return {
+    own = {
         f"layers.{like}.{name.removeprefix(prefix)}": each
         for name, each in params.items()
         if name.startswith(prefix)
     }
+    return own | shared_by_layers(params)
+
+
+def shared_by_layers(params: Params) -> dict[str, Any]:
+    """The parameters outside of layers that each layer takes."""
+    return {name: params[name] for name in ("relative_positions",) if name in params}
 
 
 def layer_shapes(params: Params, layer: int) -> dict[str, Any]:
@@ -64,6 +77,11 @@ def used_heads(cfg: ModelConfig) -> np.ndarray:
 def embedding_params(params: Params) -> dict[str, Any]:
     """The parameters that embed tokens."""
     return {name: each for name, each in params.items() if name.startswith("embed.")}
+
+
+def outer_params(params: Params) -> dict[str, Any]:
+    """The parameters outside of layers."""
+    return {name: each for name, each in params.items() if name != STACK and not name.startswith("layers.")}
 
 
 def norm_params(params: Params) -> dict[str, Any]:

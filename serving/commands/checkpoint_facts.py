@@ -105,7 +105,8 @@ def _memory(cfg: ModelConfig, width: WeightFormat) -> dict[str, int]:
     if room_refusal(cfg, "streamed weights") is None:
         layers: collections.Counter[str] = collections.Counter()
         for name, size in sizes.items():
-            layers[name.split(".")[1] if name.startswith("layers.") else ""] += size
+            lead, inside, _ = name.partition("layers.")
+            layers[lead + name.split(inside)[1].split(".")[0] if inside else ""] += size
         del layers[""]
         slots = SLOTS * max(layers.values())
         found["least --memory"] = whole_budget(fixed + kept_rows_bytes(weights) + slots)

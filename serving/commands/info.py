@@ -114,7 +114,7 @@ def _experts(bundle: "Bundle") -> dict[str, Any]:
     if not bundle.layout.experts_apart:
         return {}
     store = ExpertStore(bundle)
-    keys = itertools.product(range(len(store.sparse)), range(store.experts))
+    keys = itertools.product(range(len(store.layers)), range(store.experts))
     widths = collections.Counter(store[key].bits for key in keys)
     return {
         "expert_widths": {str(bits): widths[bits] for bits in store.widths},

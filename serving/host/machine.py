@@ -12,6 +12,8 @@ _CPUINFO, _PROCESS_FACTS = Path("/proc/cpuinfo"), Path("/proc/self/stat")
 _CPUINFO_BYTES = 8192
 # Of glibc's malloc.h, and a number of arenas with which two threads still allocate at once.
 _M_ARENA_MAX, _ARENAS = -8, 2
+# Of glibc's malloc.h, and the size from which freed blocks go back to the system at once.
+_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 2 << 20
 _CPUINFO_KEYS = {
     "vendor_id", "cpu family", "model", "model name", "stepping", "flags",
     "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features",
@@ -46,6 +48,15 @@ def share_arenas() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
+
+
+def give_back_large_blocks() -> None:
+    """Has the C library return large blocks to the system whenever they are freed, where it can (glibc).
+
+    By itself it keeps them after the first, which takes fewer page faults: some 0.2 ms for each MB.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def give_back_memory() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.kv.positions import TokenPositions
+from jaxllm.kv.source import SourceKV
 from jaxllm.steps.layers import AtExperts
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
@@ -27,8 +28,10 @@ from serving.buckets.expert import (
 )
 from serving.buckets.layer import EmbedBucket, LayerBucket, LayerTreeBucket
 from serving.buckets.parts import embedding_params, expert_norm, layer_params, router_params
+from serving.runners.expert_sources import ResidentSources, SparseEncoderLayers
 from serving.runners.expert_visits import Visit, Visits, make_visits, valid_ids
 from serving.runners.layerwise import Chunk
+from serving.runners.source_layers import SourceLayers
 from serving.weights.experts.weights import ExpertWeights
 from serving.weights.model_level import ModelLevel
 from serving.weights.prefetch import Meanwhile
@@ -70,6 +73,10 @@ class ExpertLayers:
         self._model, self._buckets, self._how = model, buckets, weights.bucket_options
         self.visits: Visits = make_visits(model, buckets, weights)
         self._embedding = embedding_params(model.params)
+        self._sources: SourceLayers | None = None
+        if model.encoder is not None:
+            sparse = SparseEncoderLayers(model, buckets, weights, self.visits)
+            self._sources = SourceLayers(model, buckets, ResidentSources(), by_rows=False, sparse=sparse)
         self._known: tuple[tuple[int, int], _Parts] | None = None
         # The experts that a context visited in the sparse layers that are restored so far.
         self._restoring: list[np.ndarray] = []
@@ -80,6 +87,10 @@ class ExpertLayers:
         """See `LayerSource`."""
         found = [self._bucket(tokens, cache, layer, tree=tree) for layer in self._model.layer_kinds]
         return [*found, *self.visits.buckets(tokens), self._combine_bucket(tokens)]
+
+    def source_buckets(self, tokens: int) -> list[Bucket]:
+        """See `LayerSource`."""
+        return [] if self._sources is None else self._sources.buckets(tokens)
 
     def embed_bucket(self, tokens: int) -> Bucket:
         """See `LayerSource`: the embedding is resident. All levels share the bucket."""
@@ -139,6 +150,11 @@ class ExpertLayers:
         self.experts.predictor.learn([each[-_LEARNT_TOKENS:] for each in visited])
         return outputs, dataclasses.replace(cache, mass=mass)
 
+    def read_source(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
+        """See `LayerSource`."""
+        assert self._sources is not None
+        return self._sources.read(tokens, source)
+
     def restore(
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
@@ -194,7 +210,8 @@ class ExpertLayers:
 
         Appends the experts that they visit to `visited`, and changes `outs`.
         """
-        visit = Visit.of(len(visited), self._parts.norms[layer], before)
+        index = self.experts.store.of_encoder + len(visited)
+        visit = Visit.of(index, self._parts.norms[layer], before)
         visited.append(valid_ids(before, valid))
         needs = visit.needs(self._model.cfg.experts)
         # After the last layer come the first layers of the next token.

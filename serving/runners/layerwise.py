@@ -16,15 +16,19 @@ from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.kv.positions import TokenPositions, TreePositions
+from jaxllm.kv.source import SourceKV
+from jaxllm.models.parameters import head_name
 from jaxllm.quant import Weight
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
+from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import StartBucket
 from serving.buckets.decode import SampleBucket
 from serving.buckets.layer import HeadBucket, NormBucket
 from serving.buckets.parts import norm_params
+from serving.buckets.source import source_lengths
 from serving.buckets.tree import KeepBucket, SettleBucket
 from serving.host.machine import give_back_memory
 from serving.host.progress import Progress
@@ -74,6 +78,10 @@ class LayerSource(Protocol):
         """The buckets of all layers for a chunk, or a token tree, of `tokens` tokens."""
         ...
 
+    def source_buckets(self, tokens: int) -> list[Bucket]:
+        """The buckets that read a source of up to `tokens` tokens."""
+        ...
+
     def embed_bucket(self, tokens: int) -> Bucket:
         """The bucket that embeds tokens."""
         ...
@@ -106,6 +114,10 @@ class LayerSource(Protocol):
         """
         ...
 
+    def read_source(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
+        """Reads a source (see `Runner`); what was there before is donated."""
+        ...
+
     def restore(
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
@@ -131,8 +143,13 @@ class LayerwiseRunner(LevelRunner):
         if model.options.prompt_rows:
             raise ConfigError("prompt_rows take all weights in memory; give more --memory")
         self.layers = layers
-        # All levels and adapters share it.
+        # All levels and adapters share them.
         self._norm = norm_params(model.params)
+        bias = model.params.get("head_bias")
+        self._head_biases = [
+            {} if bias is None else {"head_bias": np.asarray(bias)[each.first : each.first + each.count]}
+            for each in layers.head.head
+        ]
 
     @property
     def idle_read_s(self) -> float:
@@ -145,6 +162,8 @@ class LayerwiseRunner(LevelRunner):
         """See `LevelRunner`."""
         caches = self.options.cache_tokens
         buckets = [SampleBucket(), *self._head_buckets(1)]
+        for tokens in source_lengths(self.cfg, self.options):
+            buckets += self.layers.source_buckets(tokens)
         for tokens in (1, *self.options.chunk_tokens):
             buckets += [self.embed_bucket(tokens), NormBucket(tokens=tokens, rows=1)]
             buckets += [bucket for cache in caches for bucket in self.layers.buckets(tokens, cache)]
@@ -153,9 +172,14 @@ class LayerwiseRunner(LevelRunner):
 
     def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
         """See `LevelRunner`."""
-        cache = self.cache_for(prompt_tokens + max_tokens)
+        cache = self.request_cache(prompt_tokens, max_tokens)
+        prompt = []
+        if lengths := source_lengths(self.cfg, self.options):
+            # The prompt is the source; of the decoder it is the start tokens.
+            source = next(each for each in lengths if each >= min(prompt_tokens, lengths[-1]))
+            prompt, prompt_tokens = self.layers.source_buckets(source), MAX_START_TOKENS
         lengths = [*dict.fromkeys(plan_chunks(prompt_tokens, self.options.chunk_tokens)), 1]
-        buckets = [self._start_bucket(cache), SampleBucket(), *self._head_buckets(1)]
+        buckets = [*prompt, self._start_bucket(cache), SampleBucket(), *self._head_buckets(1)]
         for tokens in lengths:
             buckets += [self.embed_bucket(tokens), NormBucket(tokens=tokens, rows=1)]
             buckets += self.layers.buckets(tokens, cache)
@@ -198,11 +222,13 @@ class LayerwiseRunner(LevelRunner):
 
     def rehearse(self) -> None:
         """See `LevelRunner`: a chunk of each length and one token, in each length of cache."""
+        for length in source_lengths(self.cfg, self.options):
+            self.read_source(self.start(1), [0] * length)
         for capacity in self.options.cache_tokens:
             cache = self.start(capacity)
             for tokens in self.options.chunk_tokens:
                 if tokens <= capacity:
-                    _, cache = self._feed(cache, [0] * tokens, 0)
+                    _, cache = self._feed(cache, [0] * tokens, 0, [tokens])
             logits, _ = self._feed(cache, [0], 0)
             self.sample(logits, sampler_state(Sampling(), [], self.cfg.vocab_size, 0))
 
@@ -211,6 +237,12 @@ class LayerwiseRunner(LevelRunner):
     def expect(self, tokens: np.ndarray) -> None:
         """See `Runner`."""
         self.layers.expect(tokens)
+
+    def read_source(self, cache: KVCache, tokens: Sequence[int]) -> KVCache:
+        """See `Runner`: the encoder's layers, then what the decoder's read of a source, each once."""
+        if cache.source is None:
+            return super().read_source(cache, tokens)
+        return dataclasses.replace(cache, source=self.layers.read_source(tokens, cache.source))
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """See `Runner`: the whole prompt, so that each layer is read once."""
@@ -221,12 +253,14 @@ class LayerwiseRunner(LevelRunner):
     ) -> tuple[np.ndarray, KVCache]:
         """See `Runner`."""
         del chunk
-        return self._feed(cache, tokens, at)
+        # One token, too, in a chunk: products of several rows may round in another way.
+        return self._feed(cache, tokens, at, plan_chunks(len(tokens), self.options.chunk_tokens))
 
-    def _feed(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[np.ndarray, KVCache]:
-        """Runs `tokens` from position `at` on: logits `[1, V]` after the last, and the cache."""
-        one = len(tokens) == 1
-        lengths = [1] if one else plan_chunks(len(tokens), self.options.chunk_tokens)
+    def _feed(
+        self, cache: KVCache, tokens: Sequence[int], at: int, lengths: Sequence[int] = (1,)
+    ) -> tuple[np.ndarray, KVCache]:
+        """Runs `tokens` from position `at` on, in chunks of these lengths: logits `[1, V]` after the last,
+        and the cache."""
         chunks = placed_chunks(tokens, lengths, at)
         outputs, cache = self.layers.run(chunks, cache)
         last = np.array([int(chunks[-1][1].valid) - 1], np.int32)
@@ -288,12 +322,12 @@ class LayerwiseRunner(LevelRunner):
 
     def _logits(self, x: jax.Array, rows: np.ndarray, meanwhile: Meanwhile | None = None) -> np.ndarray:
         """Logits `[N, V]` float32 after the N tokens `rows` of the last layer's output."""
-        found, head = [], self.layers.head
+        found, head, name = [], self.layers.head, head_name(self.cfg)
         hidden = self.buckets.get(NormBucket(tokens=x.shape[1], rows=len(rows)))(self._norm, x, rows)
         for number, piece in enumerate(head.head):
             compiled = self.buckets.get(HeadBucket(rows=len(rows), vocab_tokens=piece.count))
             with head.head_rows(number, meanwhile) as weight:
-                found.append(np.asarray(compiled(weight, hidden)))
+                found.append(np.asarray(compiled({name: weight, **self._head_biases[number]}, hidden)))
         return np.concatenate(found, axis=1) if len(found) > 1 else found[0]
 
     # -- contexts ---------------------------------------------------------------------------------

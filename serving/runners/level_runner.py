@@ -18,6 +18,7 @@ from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from jaxllm.speculative.tree import TokenTree
+from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import ForkBucket, GrowBucket, StartBucket
@@ -164,6 +165,11 @@ class LevelRunner(abc.ABC):
         """The cache length of a request of `tokens` tokens, prompt and answer together."""
         return next(c for c in self.options.cache_tokens if c >= min(tokens, self.options.context_tokens))
 
+    def request_cache(self, prompt_tokens: int, max_tokens: int) -> int:
+        """`cache_for` of a request; a source is not in the cache of tokens."""
+        begins = prompt_tokens if self.cfg.encoder is None else MAX_START_TOKENS
+        return self.cache_for(begins + max_tokens)
+
     # -- preparing --------------------------------------------------------------------------------
 
     def fill(
@@ -209,7 +215,7 @@ class LevelRunner(abc.ABC):
 
     def read_source(self, cache: KVCache, tokens: Sequence[int]) -> KVCache:
         """See `Runner`."""
-        raise ConfigError("sources are read by models with an encoder whose weights are all in memory")
+        raise ConfigError("sources are read by models with an encoder")
 
     @abc.abstractmethod
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:

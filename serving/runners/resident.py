@@ -16,7 +16,6 @@ from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
 from jaxllm.steps.model import BlockEnd
 from jaxllm.steps.trees import DraftEnd
-from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import StartBucket
@@ -52,9 +51,13 @@ class ResidentRunner(LevelRunner):
         model: ModelLevel,
         buckets: BucketTable,
         int8: "Int8Prefill | None" = None,
+        *,
+        encodes: bool = True,
     ) -> None:
-        """See the class and `LevelRunner`; `int8` prefills in integers."""
+        """See the class and `LevelRunner`; `int8` prefills in integers. Without `encodes` it reads no
+        sources, but has those of others in its caches."""
         super().__init__(model, buckets)
+        self._sources = source_lengths(model.cfg, model.options) if encodes else ()
         # Answers of an encoder-decoder are decoded one by one: their sources differ in length.
         self.int8, self._batch = int8, Batch.of(self) if model.cfg.encoder is None else None
         # The version of the weights in `_layers` and `_embedding`.
@@ -83,9 +86,7 @@ class ResidentRunner(LevelRunner):
         """The buckets of any request in caches of these lengths."""
         buckets: dict[Bucket, None] = {SampleBucket(): None}
         for cache in caches:
-            buckets |= dict.fromkeys(
-                self._source_bucket(each, cache) for each in source_lengths(self.cfg, self.options)
-            )
+            buckets |= dict.fromkeys(self._source_bucket(each, cache) for each in self._sources)
             buckets[StartBucket(cache_tokens=cache, level=self.model.bucket_level)] = None
             buckets[self._decode_bucket(cache)] = None
             for chunk in self.options.chunk_tokens:
@@ -99,8 +100,8 @@ class ResidentRunner(LevelRunner):
 
     def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
         """See `LevelRunner`."""
-        cache = self._request_cache(prompt_tokens, max_tokens)
-        lengths, prompt = source_lengths(self.cfg, self.options), []
+        cache = self.request_cache(prompt_tokens, max_tokens)
+        lengths, prompt = self._sources, []
         if lengths:
             # The prompt is the source; of the decoder it is the start tokens.
             source = next(each for each in lengths if each >= min(prompt_tokens, lengths[-1]))
@@ -115,13 +116,8 @@ class ResidentRunner(LevelRunner):
 
     def later_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
         """See `LevelRunner`: what decodes."""
-        cache = self._request_cache(prompt_tokens, max_tokens)
+        cache = self.request_cache(prompt_tokens, max_tokens)
         return [] if max_tokens == 1 else [self._decode_bucket(cache)]
-
-    def _request_cache(self, prompt_tokens: int, max_tokens: int) -> int:
-        if self.cfg.encoder is not None:
-            prompt_tokens = MAX_START_TOKENS
-        return self.cache_for(prompt_tokens + max_tokens)
 
     def _prompt_buckets(self, tokens: int, cache: int) -> list[Bucket]:
         chunks = dict.fromkeys(plan_chunks(tokens, self.options.chunk_tokens))
@@ -172,7 +168,7 @@ class ResidentRunner(LevelRunner):
 
     def read_source(self, cache: KVCache, tokens: Sequence[int]) -> KVCache:
         """See `Runner`."""
-        length = next(each for each in source_lengths(self.cfg, self.options) if each >= len(tokens))
+        length = next(each for each in self._sources if each >= len(tokens))
         compiled = self.buckets.get(self._source_bucket(length, cache.capacity_tokens))
         row, valid = padded(tokens, length)
         return compiled(self.model.params, self.model.encoder, row, np.int32(valid), cache)
@@ -248,7 +244,7 @@ class ResidentRunner(LevelRunner):
     def rehearse(self) -> None:
         """See `LevelRunner`; on two processors the stages of integer prefill are timed, too."""
         for cache_tokens in self.options.cache_tokens:
-            for length in source_lengths(self.cfg, self.options):
+            for length in self._sources:
                 if self._source_bucket(length, cache_tokens) in self.buckets:
                     cache = self.read_source(self.empty_cache(cache_tokens), [0] * length)
                     jax.block_until_ready(cache.source)

@@ -9,12 +9,14 @@ import numpy as np
 from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.kv.positions import TokenPositions
+from jaxllm.kv.source import SourceKV
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.context import RestoreBucket
 from serving.buckets.layer import EmbedRowsBucket, LayerBucket, LayerTreeBucket
 from serving.buckets.parts import embedding_params
 from serving.runners.layerwise import Chunk
+from serving.runners.source_layers import SourceLayers
 from serving.weights.model_level import ModelLevel
 from serving.weights.prefetch import Meanwhile
 from serving.weights.streamed import StreamedWeights
@@ -33,6 +35,7 @@ class StreamedLayers:
         self._model, self._buckets = model, buckets
         # All adapters share it.
         self._embedding = embedding_params(model.params)
+        self._encoder = SourceLayers(model, buckets, weights) if model.encoder is not None else None
 
     @property
     def idle_read_s(self) -> float:
@@ -42,6 +45,10 @@ class StreamedLayers:
     def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
         """See `LayerSource`."""
         return [self._bucket(tokens, cache, layer, tree=tree) for layer in self._model.layer_kinds]
+
+    def source_buckets(self, tokens: int) -> list[Bucket]:
+        """See `LayerSource`."""
+        return [] if self._encoder is None else self._encoder.buckets(tokens)
 
     def embed_bucket(self, tokens: int) -> Bucket:
         """See `LayerSource`: by rows of the embedding that are read. All levels share the bucket."""
@@ -80,6 +87,11 @@ class StreamedLayers:
                 jax.block_until_ready(outputs)
             cache = cache.with_past(layer, past)
         return outputs, dataclasses.replace(cache, mass=mass)
+
+    def read_source(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
+        """See `LayerSource`."""
+        assert self._encoder is not None
+        return self._encoder.read(tokens, source)
 
     def restore(
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks

@@ -52,7 +52,7 @@ def streamed_drafting_runner(target: LoadedModel, level: int, streamed: Streamed
 def drafting_runner(
     part: LevelRunner, whole: LevelRunner, weights_of: Callable[[Params], Params], options: EngineOptions
 ) -> ResidentRunner:
-    """A runner of a level by weights that draft, with buckets of its own.
+    """A runner of a level by weights that draft, with buckets of its own. It reads no sources.
 
     Args:
       part: runs the level.
@@ -64,7 +64,7 @@ def drafting_runner(
     store = part.buckets.store()
     buckets = BucketTable(shared.shapes, store and store.of(shared.cfg, shared.params, options))
     if part.level == WHOLE:
-        return ResidentRunner(shared, buckets)
+        return ResidentRunner(shared, buckets, encodes=False)
     sharing = shared if part.model.bucket_level == WHOLE else None
     own = ModelLevel(part.cfg, weights_of(part.model.weights), options, level=part.level, whole=sharing)
     if own.bucket_level != WHOLE:

@@ -80,6 +80,8 @@ class ModelDrafter(GrowingDrafter):
         self._runner, self._shape = runner, options.trees
         self._confidence = Confidence(greedy_temperature, calibrated=options.calibrated)
         self._grower = Grower(runner, options.trees, self._confidence)
+        # The source as the target has it, for a drafter of the target's weights.
+        self._encodes, self._of_target = own is not None, None
         self._own = own if own is not None and own.read_in_place else None
         self._weight_bytes = 0 if self._own is None else self._own.weight_bytes
         self.most_bytes = self._weight_bytes + cache_bytes(runner.cfg, runner.options)
@@ -127,20 +129,21 @@ class ModelDrafter(GrowingDrafter):
         self._confidence.forget()
 
     def read(self, source: tuple[int, ...]) -> None:
-        """See `Drafter`; its own encoder reads the source."""
+        """See `Drafter`; its own encoder reads the source, unless its weights are the target's."""
         if source != self._source:
             self._forget()
             self._source = source
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; it has a cache of its own."""
+        self._of_target = None if self._encodes else cache.source
         return self._grown(sequence, root, growing), cache
 
     def _grown(self, sequence: Sequence[int], root: int, growing: Growing) -> TokenTree:
         runner = self._runner
         full = len(sequence) + 1 + self._shape.room > runner.options.context_tokens
         # A source that is longer than the draft's encoder reads.
-        if full or len(self._source) > runner.options.source_tokens(runner.cfg):
+        if full or (self._encodes and len(self._source) > runner.options.source_tokens(runner.cfg)):
             self._tree = None
             return root_alone(root, self._shape.room)
         self._rests = False
@@ -195,7 +198,11 @@ class ModelDrafter(GrowingDrafter):
         cache, self._cache = self._cache, None
         if cache is None:
             cache, common = self._runner.start(len(sequence) + 1 + self._shape.room), 0
-            if self._source:
+            if self._of_target is not None:
+                # A copy: the target's cache is donated.
+                copied = jax.tree.map(lambda each: jax.device_put(np.array(each)), self._of_target)
+                cache = dataclasses.replace(cache, source=copied)
+            elif self._source:
                 cache = self._runner.read_source(cache, self._source)
         cache = self._runner.make_room(cache, len(sequence) + 1 + self._shape.room)
         # Where the sequence only became shorter, its last token is fed again, to set the cache's length.

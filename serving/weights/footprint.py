@@ -13,7 +13,9 @@ from jaxllm.experts.mixture import visit_rows
 from jaxllm.kernels.native_experts import begun_shape
 from jaxllm.kv.states import states_bytes
 from jaxllm.models.rooms import require_room
+from serving.buckets.source import source_lengths
 from serving.bundles import open_model
+from serving.host.machine import give_back_large_blocks
 from serving.host.progress import Progress
 from serving.options import EngineOptions
 from serving.speculation.options import SpeculationOptions
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxllm")
 _FLOAT_BYTES = 4
+# Scores of the encoder's pairs of tokens: what is added to them, before and after the softmax, and packed for
+# the products beside it.
+_SCORE_COPIES = 5
 
 
 def streamed_weights(
@@ -78,6 +83,9 @@ def streamed_weights(
             bundle.path,
             expert_widths(bundle).max(),
         )
+    if bundle.cfg.encoder is not None:
+        # Else the scores of a source's pairs of tokens stay, in pieces, when its answer is decoded.
+        give_back_large_blocks()
     # Here, because a start of a model that fits should not wait for their import.
     from serving.weights.experts.weights import ExpertWeights
     from serving.weights.high_planes import HighPlanes
@@ -152,20 +160,26 @@ def draft_options(cfg: ModelConfig, speculation: SpeculationOptions, context_tok
 
 def fixed_bytes(cfg: ModelConfig, options: EngineOptions, *, drafts: bool = False) -> int:
     """Most bytes of caches and activations of one request; `drafts` for a model that drafts for another."""
-    return cache_bytes(cfg, options) + activation_bytes(cfg, options, drafts=drafts)
+    # A source is read before the answer's tokens.
+    activations = max(activation_bytes(cfg, options, drafts=drafts), source_bytes(cfg, options))
+    return cache_bytes(cfg, options) + activations
 
 
 def cache_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
-    """Bytes of the longest cache and the next shorter one, which coexist while a cache grows."""
+    """Bytes of the longest cache and the next shorter one, which coexist while a cache grows; each with the
+    keys and values of a source, in an encoder-decoder."""
     # Not from NumPy, which has no bfloat16.
     width = {"float32": 4}.get(options.cache_dtype, 2)
     heads = sum(cfg.units(layer).kv_heads for layer in range(cfg.layers) if not cfg.is_state(layer))
-    return 2 * heads * cfg.head_dim * width * sum(options.cache_tokens[-2:]) + 2 * states_bytes(cfg)
+    caches = options.cache_tokens[-2:]
+    rows = sum(caches) + len(caches) * options.source_tokens(cfg)
+    return 2 * heads * cfg.head_dim * width * rows + 2 * states_bytes(cfg)
 
 
 def outputs_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
     """Bytes of the outputs of a mixture's experts, before their sum, for a prompt as long as the context."""
-    return -(-options.context_tokens // options.chunk_tokens[-1]) * _visits_bytes(cfg, options)
+    longest = options.chunk_tokens[-1]
+    return -(-options.context_tokens // longest) * _visits_bytes(cfg, longest)
 
 
 def _begun_bytes(bundle: Bundle) -> int:
@@ -177,10 +191,27 @@ def _begun_bytes(bundle: Bundle) -> int:
     return 4 * int(np.prod(shape, dtype=np.int64))
 
 
-def _visits_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
-    """Bytes of the outputs of a layer's experts for the longest chunk; 0 without experts."""
-    pairs = options.chunk_tokens[-1] * cfg.experts_per_token
+def _visits_bytes(cfg: ModelConfig, tokens: int) -> int:
+    """Bytes of the outputs of a layer's experts for `tokens` tokens; 0 without experts."""
+    pairs = tokens * cfg.experts_per_token
     return visit_rows(pairs, cfg.experts) * cfg.hidden_size * _FLOAT_BYTES if cfg.experts else 0
+
+
+def source_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
+    """Bytes of activations of the longest source in the encoder: inputs and outputs of layers, one layer's
+    intermediates, and scores of all pairs of tokens with what is added to them; 0 without an encoder."""
+    if cfg.encoder is None:
+        return 0
+    tokens = source_lengths(cfg, options)[-1]
+    scores = _SCORE_COPIES * cfg.encoder.heads * tokens**2
+    rows = 2 * cfg.hidden_size + _layer_rows(cfg.encoder)
+    return (scores + tokens * rows) * _FLOAT_BYTES + _visits_bytes(cfg.encoder, tokens)
+
+
+def _layer_rows(cfg: ModelConfig) -> int:
+    """Numbers that a layer computes of each token, in all."""
+    neurons = max(cfg.units(layer).neurons for layer in range(cfg.layers))
+    return 4 * cfg.hidden_size + 3 * neurons + 2 * (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
 
 
 def activation_bytes(cfg: ModelConfig, options: EngineOptions, *, drafts: bool = False) -> int:
@@ -188,12 +219,11 @@ def activation_bytes(cfg: ModelConfig, options: EngineOptions, *, drafts: bool =
     intermediates for a chunk, and logits, of a token tree if there are trees."""
     width = _FLOAT_BYTES if options.activation_dtype == "float32" else 2
     hidden = options.context_tokens * cfg.hidden_size * width
-    neurons = max(cfg.units(layer).neurons for layer in range(cfg.layers))
-    rows = 4 * cfg.hidden_size + 3 * neurons + 2 * (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
-    computed = options.chunk_tokens[-1] * rows * _FLOAT_BYTES
+    computed = options.chunk_tokens[-1] * _layer_rows(cfg) * _FLOAT_BYTES
     trees, rows_of_logits = options.trees, 2
     if trees is not None:
         # Logits of all nodes, their probabilities, and their order.
         rows_of_logits = 3 * (trees.tips if drafts else trees.nodes[-1])
     logits = rows_of_logits * cfg.vocab_size * _FLOAT_BYTES
-    return int(np.sum([2 * hidden, computed, _visits_bytes(cfg, options), logits]))
+    visits = _visits_bytes(cfg, options.chunk_tokens[-1])
+    return int(np.sum([2 * hidden, computed, visits, logits]))

@@ -1,13 +1,14 @@
 """Cuts a bundle into the pieces that are read as a whole: a layer, or some rows of the head."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from jaxllm.bundle.layout import PAGE, Extent, Layout, Tensor, low_segment
 from jaxllm.bundle.rows import rows_at
 from jaxllm.config import ModelConfig
-from jaxllm.models.parameters import ParamSpec, head_name, param_specs
+from jaxllm.models.layer_stack import within_layer
+from jaxllm.models.parameters import ENCODER, ParamSpec, head_name, param_specs
 from jaxllm.quant import blocked_shapes
 
 # The rows of a head piece are a multiple of this, for panels and alignment.
@@ -81,6 +82,11 @@ class HeadPiece:
 
 
 Piece = LayerPiece | HeadPiece
+
+
+def without_reads(piece: Piece) -> Piece:
+    """A piece of which nothing is read."""
+    return dataclasses.replace(piece, ranges=())
 
 
 def read_bytes(piece: Piece) -> int:
@@ -165,6 +171,32 @@ def segment_pieces(layout: Layout, segments: Sequence[str], *, apart: bool = Fal
     return pieces
 
 
+def parts_of_pieces(
+    layout: Layout, pieces: Sequence[LayerPiece], wanted: Callable[[str], bool]
+) -> list[LayerPiece]:
+    """The pieces of layers, of which some parameters are read.
+
+    Args:
+      layout: the bundle's.
+      pieces: of layers, or of their low planes.
+      wanted: of the name of a parameter within its layer.
+    """
+    found = []
+    for piece in pieces:
+        names = [
+            (name, tensor) for name, tensor in layout.tensors.items() if piece.segment in tensor.segments
+        ]
+        spans = sorted(
+            (each.offset, each.offset + each.size_bytes)
+            for name, tensor in names
+            if wanted(within_layer(name.removeprefix(ENCODER)))
+            for each in tensor.extents
+        )
+        ranges = [part for whole in piece.ranges for part in _parts(whole, spans, _SHORT_GAP_BYTES)]
+        found.append(dataclasses.replace(piece, ranges=tuple(ranges)))
+    return found
+
+
 def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> list[LayerPiece]:
     """The pieces of a whole model of which a level is resident.
 
@@ -186,6 +218,13 @@ def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> l
             ranges += _parts(whole, rest, _SHORT_GAP_BYTES)
         found.append(dataclasses.replace(piece, ranges=tuple(ranges), kept=part.ranges))
     return found
+
+
+def encoder_pieces(layout: Layout) -> list[LayerPiece]:
+    """The layers of the encoder; none of decoders alone."""
+    encoder = layout.cfg.encoder
+    layers = range(0 if encoder is None else encoder.layers)
+    return segment_pieces(layout, [f"{ENCODER}layers.{layer}" for layer in layers])
 
 
 def head_pieces(layout: Layout, *, most_bytes: int) -> list[HeadPiece]:

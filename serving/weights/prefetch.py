@@ -93,7 +93,9 @@ class WeightStream:
         self._whole = list(pieces)
         self._checksums = checksums
         self._staying = {each: Slot(aligned(pieces[each].memory_bytes)) for each in resident}
-        self._coming = [each for each in range(len(pieces)) if each not in self._staying]
+        self._coming = self._read_each_pass()
+        # What is read after this pass, if not the same again.
+        self._then: list[Piece] | None = None
         self._slots, self._free = slots, [Slot(aligned(slot_bytes)) for _ in range(slots)]
         # Slots whose pieces are read or being read, in the order of passes.
         self._ahead: collections.deque[Slot] = collections.deque()
@@ -110,7 +112,7 @@ class WeightStream:
         """For how long a pass may begin later without ending later: until all slots are full, or for as long
         as the last whole pass waited for pieces."""
         counts = self.counts
-        if not counts.read_bytes or not self._read_ahead:
+        if not counts.read_bytes or not self._read_ahead or not self._coming:
             return 0.0
         pieces = [read_bytes(self._pieces[number]) for number in self._coming]
         fill_s = self._slots * float(np.mean(pieces)) * counts.read_s / counts.read_bytes
@@ -146,28 +148,42 @@ class WeightStream:
     def _renumber(self) -> None:
         """Forgets what was read ahead, after resident pieces have changed; under the lock."""
         self._drop_all()
-        self._coming = [each for each in range(len(self._pieces)) if each not in self._staying]
+        self._coming = self._read_each_pass()
         self._next, self._wanted = 0, False
+
+    def _read_each_pass(self) -> list[int]:
+        """The numbers of the pieces that are read in each pass."""
+        return [
+            number
+            for number, piece in enumerate(self._pieces)
+            if piece.ranges and number not in self._staying
+        ]
 
     def keep(self, kept: Mapping[int, np.ndarray]) -> None:
         """Sets the memory with the `LayerPiece.kept` ranges of pieces that are read, by their numbers."""
         self._kept = dict(kept)
 
-    def use(self, pieces: Sequence[Piece]) -> None:
-        """Reads other ranges of the same pieces from now on: those of another level.
+    def use(self, pieces: Sequence[Piece], then: Sequence[Piece] | None = None) -> None:
+        """Reads other ranges of the same pieces from now on: those of another level, or those of a source.
 
-        Resident pieces stay whole.
+        Resident pieces stay whole. Pieces without ranges are not read.
+
+        Args:
+          pieces: of each pass.
+          then: of the passes after the next one; None for the same.
 
         Raises:
           ConfigError: the stream is closed.
         """
         with self._changed:
             self._require_open()
+            self._then = None if then is None else list(then)
             if [each.ranges for each in pieces] == [each.ranges for each in self._pieces]:
                 return
             # Under one lock: else a slot filled by the old ranges could be taken for a new piece.
             self._drop_all()
-            self._next, self._pieces = 0, list(pieces)
+            self._pieces = list(pieces)
+            self._renumber()
 
     @contextlib.contextmanager
     def piece(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Slot]:
@@ -269,7 +285,10 @@ class WeightStream:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._closed or (bool(self._free) and (self._read_ahead or self._wanted))
+                    lambda: (
+                        self._closed
+                        or (bool(self._free and self._coming) and (self._read_ahead or self._wanted))
+                    )
                 )
                 if self._closed:
                     return
@@ -278,6 +297,9 @@ class WeightStream:
                 slot.piece = number
                 self._ahead.append(slot)
                 piece = self._pieces[number]
+                if not self._next and self._then is not None:
+                    self._pieces, self._then = self._then, None
+                    self._coming = self._read_each_pass()
                 slot.began = began = time.perf_counter()
                 self._changed.notify_all()
             try:

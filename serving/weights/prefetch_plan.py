@@ -52,7 +52,12 @@ class MemoryPlan:
 
 
 def plan_memory(
-    sizes: Sequence[int], budget: MemoryBudget, *, slot_bytes: int = 0, slots: int = SLOTS
+    sizes: Sequence[int],
+    budget: MemoryBudget,
+    *,
+    slot_bytes: int = 0,
+    slots: int = SLOTS,
+    order: Sequence[int] | None = None,
 ) -> MemoryPlan:
     """Keeps as many pieces resident as fit, spread evenly among the others, so that reads never pause.
 
@@ -61,6 +66,7 @@ def plan_memory(
       budget: of which the fixed part is taken first.
       slot_bytes: of a piece while it is computed, if that is more than its resident size.
       slots: for pieces that are not resident, as many as fit and at least two.
+      order: in which pieces are kept as long as they fit; None for all spread evenly.
 
     Raises:
       BudgetExceeded: two pieces do not fit.
@@ -87,7 +93,7 @@ def plan_memory(
             "largest layers); give more, or ask for a shorter context"
         )
     resident: list[int] = []
-    for each in spread_evenly(len(sizes)):
+    for each in spread_evenly(len(sizes)) if order is None else order:
         if sizes[each] <= room:
             resident.append(each)
             room -= sizes[each]

@@ -10,24 +10,25 @@ import jax
 import numpy as np
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.layout import Extent
+from jaxllm.bundle.layout import Extent, Tensor
 from jaxllm.bundle.rows import rows_alone
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.submodel import shared_part, with_weights
 from jaxllm.errors import ConfigError
 from jaxllm.models.layer_stack import STACK, layers_of, stack_by_address
-from jaxllm.models.parameters import Params, head_name
+from jaxllm.models.parameters import ENCODER, Params, head_name
 from jaxllm.quant import Adapted, Weight
-from serving.buckets.parts import layer_params
+from serving.buckets.parts import layer_params, shared_by_layers
 from serving.host.direct_io import PieceReader, Storage
 from serving.host.progress import Progress, loading
 from serving.weights.embedding import EmbeddingRows, read_array
 from serving.weights.first_read import FirstRead
 from serving.weights.level_memory import ResidentPart, piece_weights
 from serving.weights.model_level import ModelLevel
-from serving.weights.pieces import HeadPiece, LayerPiece, head_pieces, layer_pieces
+from serving.weights.passes import Passes
+from serving.weights.pieces import LayerPiece, encoder_pieces, head_pieces, layer_pieces
 from serving.weights.prefetch import Meanwhile, Slot, StreamCounts, WeightStream
-from serving.weights.prefetch_plan import SLOTS, MemoryBudget, MemoryPlan, plan_memory, spread_evenly
+from serving.weights.prefetch_plan import SLOTS, MemoryBudget, MemoryPlan, plan_memory
 
 # Most bytes of kept rows of the embedding, and their largest share of the model.
 _KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
@@ -75,28 +76,29 @@ class StreamedWeights:
         """
         self._bundle, self._reader = bundle, PieceReader(bundle.path, storage)
         self._part = part
+        encoder = encoder_pieces(bundle.layout)
         layers = layer_pieces(bundle.layout) if self._part is None else self._part.pieces
-        largest = max(each.memory_bytes for each in layers)
+        largest = max(each.memory_bytes for each in (*encoder, *layers))
         # With a resident part, embedding and head are resident, too.
         self.head = head_pieces(bundle.layout, most_bytes=bundle.weight_bytes if self._part else largest)
-        streamed = [*layers, *(() if self._part else self.head)]
-        self._pieces: dict[ModelConfig, list[LayerPiece | HeadPiece]] = {bundle.cfg: streamed}
+        self._passes = passes = Passes(bundle.layout, encoder, layers, () if self._part else self.head)
         # Else whole layers are read at every level.
         if bundle.read_in_place and self._part is None:
-            self._pieces |= {cfg: [*layer_pieces(bundle.layout, cfg), *self.head] for cfg in levels}
-        sizes = [each.memory_bytes - each.kept_bytes for each in streamed]
-        kept_bytes = kept_rows_bytes(bundle.weight_bytes)
+            passes.of_level |= {cfg: [*layer_pieces(bundle.layout, cfg), *self.head] for cfg in levels}
+        sizes = [each.memory_bytes - each.kept_bytes for each in passes.whole]
+        kept_bytes = kept_rows_bytes(bundle.weight_bytes) + self._vector_bytes
         fixed_bytes = budget.fixed_bytes + kept_bytes + (self._part.size_bytes if self._part else 0)
         self.plan: MemoryPlan = plan_memory(
             sizes,
             dataclasses.replace(budget, fixed_bytes=fixed_bytes),
             slot_bytes=largest,
             slots=SLOTS if part is None else part.slots,
+            order=passes.kept_first,
         )
         first_read = FirstRead(bundle, self._reader)
         self._stream = WeightStream(
             self._reader,
-            self._pieces[bundle.cfg],
+            passes.whole,
             resident=self.plan.resident,
             slots=self.plan.slots,
             slot_bytes=self.plan.slot_bytes,
@@ -107,15 +109,19 @@ class StreamedWeights:
         self._sizes, self.resident_bytes = sizes, self.plan.resident_bytes
         staying = self._stream.staying()
         for number, memory in staying.items():
-            piece = streamed[number]
+            piece = passes.whole[number]
             first_read.keep((*piece.ranges, *piece.kept), memory)
-        for pieces in self._pieces.values():
+        for pieces in passes.all_reads:
             for number, piece in enumerate(pieces):
                 if number not in staying or self.resizable:
                     first_read.watch(piece.ranges)
         if self._part is not None:
-            self._stream.keep(self._part.load(first_read, staying))
-        self._rows = EmbeddingRows(bundle, self._reader, first_read.checksums, kept_bytes=kept_bytes)
+            of_layers = {number - passes.first_layer: each for number, each in staying.items()}
+            kept = self._part.load(first_read, of_layers)
+            self._stream.keep({passes.first_layer + layer: memory for layer, memory in kept.items()})
+        self._rows = EmbeddingRows(
+            bundle, self._reader, first_read.checksums, kept_bytes=kept_rows_bytes(bundle.weight_bytes)
+        )
         first_read.watch_pages(self._rows.segment)
         first_read.run(loading(progress, bundle.weight_bytes))
         self._placed: dict[tuple[int, int], dict[str, Weight]] = {}
@@ -151,7 +157,7 @@ class StreamedWeights:
           CheckpointError: a piece cannot be read.
         """
         kept, room = set[int](), resident_bytes
-        for number in spread_evenly(len(self._sizes)):
+        for number in self._passes.kept_first:
             if number in self.plan.resident and self._sizes[number] <= room:
                 kept.add(number)
                 room -= self._sizes[number]
@@ -184,12 +190,11 @@ class StreamedWeights:
         }
 
     def frozen(self) -> dict[str, Weight]:
-        """All parameters by name: final norm and positions resident, all others as shapes, or as views of the
-        file that are never read."""
+        """All parameters by name: vectors outside of layers resident, all others as shapes, or as views of
+        the file that are never read."""
         small = {
             name: self._bundle.place(tensor, tensor.data.shape, functools.partial(read_array, self._reader))
-            for name, tensor in self._bundle.layout.tensors.items()
-            if name.startswith(("final_norm.", "embed.positions"))
+            for name, tensor in self._vectors().items()
         }
         if self._bundle.read_in_place:
             return {**self._bundle.unchecked(), **small}
@@ -215,8 +220,13 @@ class StreamedWeights:
 
     def begin(self, cfg: ModelConfig) -> None:
         """Begins a pass of the model, or of one of its levels."""
-        whole = self._pieces[self._bundle.cfg]
-        self._stream.use(self._pieces.get(cfg, whole))
+        passes = self._passes
+        self._stream.use(passes.of_level.get(cfg, passes.of_tokens))
+
+    def begin_source(self) -> None:
+        """Begins a pass over the encoder's layers, then over what the decoder's read of a source: by
+        `encoder_layer`, then `layer`."""
+        self._stream.use(self._passes.of_source, then=self._passes.of_tokens)
 
     def rows(self, tokens: Sequence[int]) -> tuple[Weight, np.ndarray]:
         """See `EmbeddingRows.rows_of`."""
@@ -230,15 +240,26 @@ class StreamedWeights:
 
         They are valid until the context ends; dispatches that take them must have ended by then.
         """
-        with self._stream.piece(layer, meanwhile) as slot:
-            key = id(slot), layer, model.weights_version
-            made = self._made.get(key)
-            if made is None:
-                made = _with_weights(model, layer, self._weights(slot, layer))
-                if self._bundle.read_in_place:
-                    self._forget_versions(model)
-                    self._made[key] = made
-            yield made
+        with self._stream.piece(self._passes.first_layer + layer, meanwhile) as slot:
+            yield self._layer_in(slot, self._passes.first_layer + layer, model, layer)
+
+    @contextlib.contextmanager
+    def encoder_layer(self, model: ModelLevel, layer: int) -> Iterator[dict[str, Any]]:
+        """`layer` of the encoder, a model by itself."""
+        with self._stream.piece(layer) as slot:
+            yield self._layer_in(slot, layer, model, layer)
+
+    def _layer_in(self, slot: Slot, number: int, model: ModelLevel, layer: int) -> dict[str, Any]:
+        """The parameters of a layer, that of piece `number`, in a slot."""
+        key = id(slot), number, model.weights_version
+        made = self._made.get(key)
+        if made is None:
+            own = {name.removeprefix(ENCODER): each for name, each in self._weights(slot, number).items()}
+            made = _with_weights(model, layer, own)
+            if self._bundle.read_in_place:
+                self._forget_versions(model)
+                self._made[key] = made
+        return made
 
     @contextlib.contextmanager
     def head_rows(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Weight]:
@@ -247,8 +268,9 @@ class StreamedWeights:
         if self._part is not None:
             yield self._part.weights[name]
             return
-        with self._stream.piece(self._bundle.cfg.layers + number, meanwhile) as slot:
-            key = id(slot), self._bundle.cfg.layers + number
+        place = self._passes.first_head + number
+        with self._stream.piece(place, meanwhile) as slot:
+            key = id(slot), place
             placed = self._placed.get(key)
             if placed is None:
                 places = dict(zip(piece.extents, (each.place for each in piece.ranges), strict=True))
@@ -267,14 +289,28 @@ class StreamedWeights:
         self._stream.close()
         self._rows.close()
 
-    def _weights(self, slot: Slot, layer: int) -> dict[str, Weight]:
-        """A layer's weights in a slot, by their full names."""
-        key = id(slot), layer
+    @property
+    def _vector_bytes(self) -> int:
+        return sum(each.size_bytes for each in self._vectors().values())
+
+    def _vectors(self) -> dict[str, Tensor]:
+        """The parameters outside of layers that are no matrices of tokens: norms, positions and biases."""
+        layout = self._bundle.layout
+        matrices = {"embed.tokens", head_name(layout.cfg)}
+        return {
+            name: tensor
+            for name, tensor in layout.tensors.items()
+            if not name.removeprefix(ENCODER).startswith("layers.") and name not in matrices
+        }
+
+    def _weights(self, slot: Slot, number: int) -> dict[str, Weight]:
+        """The weights of a layer's piece in a slot, by their full names."""
+        key = id(slot), number
         if key in self._placed:
             return self._placed[key]
-        piece = self._pieces[self._bundle.cfg][layer]
+        piece = self._passes.whole[number]
         assert isinstance(piece, LayerPiece)
-        if self._part is None:
+        if self._part is None or number < self._passes.first_layer:
             weights = piece_weights(self._bundle, piece, slot.memory)
         else:
             weights = self._part.layer_weights(piece, slot.memory)
@@ -295,12 +331,12 @@ def _with_weights(model: ModelLevel, layer: int, weights: Mapping[str, Weight]) 
     if STACK in model.params:
         planned = layers_of(model.weights, model.bucket_cfg)[layer]
         placed = with_weights(planned, {name.removeprefix(own): each for name, each in weights.items()})
-        return {STACK: stack_by_address([placed], [0]).at(0)}
+        return {STACK: stack_by_address([placed], [0]).at(0), **shared_by_layers(model.params)}
     other = f"layers.{model.alike[layer]}."
     # A level with buckets of its own takes views of the whole model's weights.
     views: Params = shared_part(weights, model.cfg)
     return {
-        name: _rebased(each, views[own + name.removeprefix(other)])
+        name: _rebased(each, views[own + name.removeprefix(other)]) if name.startswith(other) else each
         for name, each in layer_params(model.params, layer, model.alike[layer]).items()
     }
 

@@ -12,6 +12,7 @@ from jaxllm.checkpoints.huggingface import read_config, read_params, write_folde
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder, encoder_decoder
 from jaxllm.models.architectures import ARCHITECTURES
+from jaxllm.models.encoder_decoder_positions import relative_buckets
 from jaxllm.models.parameters import param_specs
 
 pytest.importorskip("torch")
@@ -187,9 +188,7 @@ def test_relative_buckets_are_those_of_the_first_implementation():
         expected = T5Attention._relative_position_bucket(
             torch.from_numpy(distance.astype(np.int64)), both_ways
         )
-        got = encoder_decoder.relative_buckets(
-            jnp.asarray(distance), buckets=32, most=128, both_ways=both_ways
-        )
+        got = relative_buckets(jnp.asarray(distance), buckets=32, most=128, both_ways=both_ways)
         np.testing.assert_array_equal(np.asarray(got), expected.numpy())
 
 

@@ -122,7 +122,6 @@ def test_sources_longer_than_the_window(engine):
     ("options", "what"),
     [
         ({"kv_codec": "channel"}, "contexts"),
-        ({"memory_bytes": 10**9}, "memory budget"),
     ],
 )
 def test_options_that_encoder_decoders_cannot_have(path, options, what):

@@ -14,7 +14,8 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import Routing, route
-from jaxllm.models.encoder_decoder import encoder_params, relative_buckets
+from jaxllm.models.encoder_decoder import encoder_params
+from jaxllm.models.encoder_decoder_positions import relative_buckets
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
 from jaxllm.nn.layers import MASKED, activate

@@ -71,7 +71,7 @@ class ExpertCache:
         """
         self.counts, self.regions = ExpertCounts(), Regions(store)
         self._store, self._reader, self._budget, self._policy = store, reader, budget_bytes, policy
-        self._usage = Usage(frequency, store.planes)
+        self._usage = Usage(frequency, store.planes, store.of_encoder)
         self._slots: dict[PlaneKey, Slot] = {}
         self._taken_bytes = 0
         # Planes in the order in which they are read.
@@ -211,8 +211,7 @@ class ExpertCache:
                 for slot in filter(None, slots):
                     slot.guessed = False
                 self.counts.high_alone += len(own) < len(self._store[layer, expert].planes)
-            self.counts.visits += len(planes)
-            self.counts.hits += len(planes) - len(coming)
+            self.counts.visited(layer, len(planes), len(planes) - len(coming))
             # Those whose read has begun will be ready first.
             order = sorted(coming, key=lambda expert: -sum(key in self._slots for key in coming[expert]))
             wanted = [key for expert in order for key in coming[expert]]
@@ -341,6 +340,7 @@ class ExpertCache:
             elif slot.error is None:
                 slot.ready = True
                 self._usage.loaded(key)
+                self.counts.loads[key] += 1
             if slot.error is not None and key not in self._wanted:
                 # No layer asked for it, so no error is raised; it is not prefetched again.
                 self._drop(key)

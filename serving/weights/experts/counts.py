@@ -1,5 +1,6 @@
 """Counts what an expert buffer does."""
 
+import collections
 import dataclasses
 
 
@@ -17,6 +18,8 @@ class ExpertCounts:
       low_bytes: of these, of low planes of nested experts.
       high_alone: visits that needed the high plane of a nested expert alone.
       waited_s: time for which layers waited.
+      layers: visits and hits by the index of the sparse layer, those of an encoder first.
+      loads: of each plane, by its layer, expert and plane: how often it was read.
     """
 
     visits: int = 0
@@ -28,3 +31,17 @@ class ExpertCounts:
     low_bytes: int = 0
     high_alone: int = 0
     waited_s: float = 0.0
+    layers: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    loads: collections.Counter[tuple[int, int, int]] = dataclasses.field(default_factory=collections.Counter)
+
+    def visited(self, layer: int, visits: int, hits: int) -> None:
+        """Counts visits of a layer's experts, of which `hits` were resident."""
+        before, found = self.layers.get(layer, (0, 0))
+        self.layers[layer] = before + visits, found + hits
+        self.visits += visits
+        self.hits += hits
+
+    def hit_rates(self, layers: range) -> list[float]:
+        """The hit rate of each of some sparse layers."""
+        pairs = (self.layers.get(layer, (0, 0)) for layer in layers)
+        return [round(hits / max(1, visits), 4) for visits, hits in pairs]

@@ -8,12 +8,21 @@ from jaxllm.experts.eviction import Policy, Residents
 from serving.weights.experts.slot import Slot
 from serving.weights.experts.store import PlaneKey
 
+# Below every score of a policy.
+_LEAVES_FIRST = -1e18
+
 
 class Usage:
-    """Counts and times of the visits that needed each plane. A tick passes with each visit of a layer."""
+    """Counts and times of the visits that needed each plane. A tick passes with each visit of a layer.
 
-    def __init__(self, frequency: np.ndarray, planes: int) -> None:
-        """Begins with visits `[L_sparse, E]` that needed all `planes` planes."""
+    A source visits an encoder's experts once, so that their visits say nothing of later ones: they leave
+    before all others, those of the last layer that was computed last (EdgeMoE, section 3.3).
+    """
+
+    def __init__(self, frequency: np.ndarray, planes: int, of_encoder: int = 0) -> None:
+        """Begins with visits `[L_sparse, E]` that needed all `planes` planes; the first `of_encoder` layers
+        are an encoder's."""
+        self._of_encoder = of_encoder
         self._frequency = np.repeat(frequency.astype(np.float64)[..., None], planes, axis=-1)
         self._used, self._loaded = (np.zeros(self._frequency.shape, np.int64) for _ in range(2))
         self._tick = self._layer = 0
@@ -32,8 +41,12 @@ class Usage:
     def scores(self, keys: Sequence[PlaneKey], policy: Policy) -> np.ndarray:
         """The scores `[N]` of planes; the lowest is evicted."""
         at = tuple(np.array(keys).T)
-        residents = Residents(at[0], self._frequency[at], self._loaded[at], self._used[at])
-        return policy(residents, self._layer, len(self._frequency), self._tick)
+        first = self._of_encoder
+        residents = Residents(at[0] - first, self._frequency[at], self._loaded[at], self._used[at])
+        # While a source is read, the decoder's first layer comes next.
+        layer, layers = max(self._layer - first, -1), len(self._frequency) - first
+        scores = policy(residents, layer, layers, self._tick)
+        return np.where(at[0] < first, _LEAVES_FIRST + self._used[at], scores)
 
 
 def victim(

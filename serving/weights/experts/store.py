@@ -9,8 +9,9 @@ import numpy as np
 from jaxllm.bundle import Bundle, Segment
 from jaxllm.bundle.layout import PAGE
 from jaxllm.errors import ConfigError
+from jaxllm.models.parameters import sparse_layers
 from jaxllm.quant import Weight
-from serving.buckets.parts import EXPERT_PARTS, HIGH, NESTED
+from serving.buckets.parts import HIGH, NESTED, expert_parts
 
 # Index among the sparse layers, expert.
 Key = tuple[int, int]
@@ -70,7 +71,9 @@ class ExpertStore:
 
     Attributes:
       bundle: an open one.
-      sparse: the model's sparse layers, ascending.
+      layers: the prefixes of all sparse layers (see `sparse_layers`); keys have the index among them.
+      sparse: the sparse layers of the decoder, ascending.
+      of_encoder: number of sparse layers of the encoder, which come first.
       experts: number per layer (E).
     """
 
@@ -87,10 +90,11 @@ class ExpertStore:
             )
         self.bundle, cfg = bundle, bundle.cfg
         self.sparse = [layer for layer in range(cfg.layers) if cfg.is_sparse(layer)]
-        self.experts = cfg.experts
+        self.layers, self.experts = sparse_layers(cfg), cfg.experts
+        self.of_encoder = len(self.layers) - len(self.sparse)
         self._stored = {
             (at, expert): self._of(layer, expert)
-            for at, layer in enumerate(self.sparse)
+            for at, layer in enumerate(self.layers)
             for expert in range(cfg.experts)
         }
 
@@ -132,7 +136,7 @@ class ExpertStore:
         count = self.bundle.cfg.experts_per_token
         by_layer = [
             sorted(self[at, expert].memory_bytes for expert in range(self.experts))
-            for at in range(len(self.sparse))
+            for at in range(len(self.layers))
         ]
         return max(sum(sizes[-count:]) for sizes in by_layer)
 
@@ -146,7 +150,8 @@ class ExpertStore:
 
     def named(self, key: PlaneKey) -> str:
         """A plane as messages name it."""
-        expert = f"expert {key[1]} of layer {self.sparse[key[0]]}"
+        side, _, layer = self.layers[key[0]].rstrip(".").rpartition("layers.")
+        expert = f"expert {key[1]} of {'encoder ' * bool(side)}layer {layer}"
         return f"the {('high', 'low')[key[2]]} plane of {expert}" if self[key[:2]].nested else expert
 
     def weights(self, key: Key, *memory: np.ndarray) -> dict[str, Weight]:
@@ -164,15 +169,15 @@ class ExpertStore:
         weights = self.weights(key, *(np.zeros(each.memory_bytes, np.uint8) for each in planes))
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
 
-    def _of(self, layer: int, expert: int) -> StoredExpert:
+    def _of(self, layer: str, expert: int) -> StoredExpert:
         layout = self.bundle.layout
-        name = f"layers.{layer}.experts.{expert}"
+        name = f"{layer}experts.{expert}"
         tensors = layout.by_segment[name].values()
         widths = {(each.width or _FLOAT_BITS[each.data.dtype], each.low is not None) for each in tensors}
         planes = [layout.segments[each] for each in {each.segments: 0 for each in tensors}.popitem()[0]]
         odd = any(each.offset % PAGE for each in planes)
-        if len(widths) > 1 or len(tensors) != len(EXPERT_PARTS) or odd:
-            raise ConfigError(f"{self.bundle.path}: expert {expert} of layer {layer} is stored in an odd way")
+        if len(widths) > 1 or len(tensors) != len(expert_parts(self.bundle.cfg)) or odd:
+            raise ConfigError(f"{self.bundle.path}: {name} is stored in an odd way")
         return StoredExpert(
             tuple(StoredPlane(each, -(-each.size_bytes // PAGE) * PAGE) for each in planes), widths.pop()[0]
         )

@@ -87,6 +87,7 @@ class ExpertWeights:
         loaded = loading(progress, hot)
         self._hot = bundle.load_all_but_experts(on_segment=lambda _, size: loaded(size))
         counts = read_path_counts(bundle)
+        of_encoder = np.zeros((self.store.of_encoder, bundle.cfg.experts))
         alone = counts.alone / np.maximum(1.0, counts.alone.sum(-1, keepdims=True))
         self._reader = PieceReader(bundle.path, storage)
         self.cache = ExpertCache(
@@ -94,7 +95,7 @@ class ExpertWeights:
             self._reader,
             budget_bytes=self.budget_bytes,
             policy=eviction_policy(self.options.eviction),
-            frequency=_PRIOR_TOKENS * bundle.cfg.experts_per_token * alone,
+            frequency=np.concatenate([of_encoder, _PRIOR_TOKENS * bundle.cfg.experts_per_token * alone]),
         )
         self.predictor: Predictor = make_predictor(self.options.predictor, counts, read_token_experts(bundle))
 
@@ -118,6 +119,8 @@ class ExpertWeights:
             "all_experts_bytes": self.store.total_bytes,
             "expert_visits": counts.visits,
             "hit_rate": round(counts.hits / max(1, counts.visits), 4),
+            "layer_hit_rates": counts.hit_rates(range(self.store.of_encoder, len(self.store.layers))),
+            "encoder_layer_hit_rates": counts.hit_rates(range(self.store.of_encoder)),
             "foreseen": counts.foreseen,
             "read_bytes": counts.read_bytes,
             "low_plane_bytes": counts.low_bytes,
@@ -180,7 +183,8 @@ class ExpertWeights:
             worth = self.predictor.worthwhile(seen, chances, step)
             # Which are needed whole is foreseen as it is decided: by the probabilities of those chosen.
             alone = high_alone(chances[best[:choices]], self.options.loss)
-            found += self._planes(len(seen), [expert for expert in best[:count] if worth[expert]], alone)
+            layer = self.store.of_encoder + len(seen)
+            found += self._planes(layer, [expert for expert in best[:count] if worth[expert]], alone)
             seen.append(np.broadcast_to(best[:choices], (tokens, choices)))
         return found
 

@@ -26,6 +26,7 @@ NAMES = ("engine", "elastic", "speculative", "contexts", "experts", "prefill", "
 def test_values_are_those_of_the_modules_that_define_them():
     assert (*options.DENSE_SHAPES, *options.MIXTURE_SHAPES) == tuple(shapes.SHAPES)
     assert options.MIXTURE_SHAPES == shapes.MIXTURES
+    assert tuple(shapes.ENCODER_DECODERS) == options.SEQ2SEQ_SHAPES
     assert {*options.PHONES, *options.BOARDS} == {*storage.DEVICES}
     assert tuple(PATTERNS) == contexts.PATTERNS
     assert tuple(PEERS) == engine.PEERS

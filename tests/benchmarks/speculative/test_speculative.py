@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 
 from benchmarks.measuring.storage import DEVICES
 from benchmarks.speculative import memory, run, shards
+from benchmarks.speculative.enlarged import enlarged_bundle
 from benchmarks.speculative.prompts import TASKS, read_prompts, spec_bench
 from benchmarks.speculative.systems import (
     OURS,
@@ -26,6 +28,7 @@ from jaxllm.errors import ConfigError
 from serving.engine import Engine
 from serving.options import EngineOptions
 from serving.request import GenerationConfig
+from tests import tiny_encdec
 from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
 
 CFG = dataclasses.replace(TINY, layers=6, attention_windows=())
@@ -85,6 +88,42 @@ def test_big_little_keeps_what_the_large_model_does_not_find_too_unlikely(settin
     assert small.generate([*PROMPT, first], CONFIG).tokens[:10] == rest[:10]
     assert engine.speculation.counts.acceptance_length > 5
     engine.close()
+
+
+@pytest.mark.slow
+def test_systems_answer_sources_as_the_target_in_memory(tmp_path):
+    small = dataclasses.replace(tiny_encdec.ENCODER, layers=1, attention_windows=(0,))
+    draft = dataclasses.replace(small, encoder=small, window_tokens=64)
+    deep = dataclasses.replace(tiny_encdec.ENCODER, layers=4, attention_windows=(0,) * 4)
+    target = dataclasses.replace(deep, encoder=deep, window_tokens=64)
+    for name, cfg in (("target", target), ("draft", draft)):
+        tiny_encdec.write_bundle(tmp_path / f"{name}.jaxllm", "int8", cfg=cfg)
+    (tmp_path / "pairs.txt").write_text("the hello\tder Gruß\nhello there\n", encoding="utf-8")
+    whole = Engine.open(tmp_path / "target.jaxllm", options=EngineOptions(context_tokens=64))
+    prompts = read_prompts(
+        None, whole.tokenizer, count=4, most_tokens=40, seed=0, file=tmp_path / "pairs.txt"
+    )
+    assert sorted(prompts["sources"]) == sorted(
+        whole.tokenizer.encode(each) for each in ("the hello", "hello there")
+    )
+    setting = Setting(
+        model=tmp_path / "target.jaxllm", draft=tmp_path / "draft.jaxllm", narrow={},
+        weights_bytes=int(0.9 * whole.model.bundle.weight_bytes), context_tokens=64,
+        storage=DEVICES["eufs"].storage,
+    )  # fmt: skip
+    opened = {"Std": partial(plain, read_ahead=False), "StdPL": plain, "SP": partial(fixed_lines, length=2)}
+    expected = [whole.generate(each, CONFIG).tokens for each in prompts["sources"]]
+    for name, of in {OURS: drafted, **opened}.items():
+        engine = of(setting)
+        assert engine.model.streamed is not None, name
+        assert [engine.generate(each, CONFIG).tokens for each in prompts["sources"]] == expected, name
+        engine.close()
+
+
+def test_encoder_decoders_are_refused_by_name(tmp_path):
+    path = tiny_encdec.write_bundle(tmp_path / "t5.jaxllm", "int8")
+    with pytest.raises(ConfigError, match="enlarged models: not for encoder-decoders"):
+        enlarged_bundle(path, 2)
 
 
 def test_every_system_has_a_name():

@@ -1,0 +1,151 @@
+"""Reads the sources of an encoder-decoder that runs layer by layer: the encoder once per prompt.
+
+Where layers are read from storage, the encoder's take turns in the memory that the decoder's take turns in,
+so that none of it is left of them when the answer begins. Then each layer of the decoder projects the
+encoder's outputs to keys and values, which stay in the cache; what it reads for that is not read again for
+the answer's tokens.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxllm.kv.source import SourceKV
+from jaxllm.models.encoder_decoder import encoder_params
+from jaxllm.quant import Weight
+from serving.buckets.bucket import Bucket
+from serving.buckets.bucket_table import BucketTable
+from serving.buckets.parts import norm_params, outer_params
+from serving.buckets.source import (
+    BeginEncoderBucket,
+    EncoderLayerBucket,
+    EndEncoderBucket,
+    SourceLayerBucket,
+    source_lengths,
+)
+from serving.runners.chunks import padded
+from serving.weights.model_level import ModelLevel
+
+
+class SourceWeights(Protocol):
+    """Provides what reads a source, in this order: rows of the embedding, the encoder's layers, the
+    decoder's."""
+
+    def begin_source(self) -> None:
+        """Begins a source."""
+        ...
+
+    def rows(self, tokens: Sequence[int]) -> tuple[Weight, np.ndarray]:
+        """A weight with the rows of some tokens, and the index of each token's row in it, `[1, T]` int32."""
+        ...
+
+    def encoder_layer(self, model: ModelLevel, layer: int) -> AbstractContextManager[dict[str, Any]]:
+        """A layer's parameters of the encoder, a model by itself; valid until the context ends."""
+        ...
+
+    def layer(self, model: ModelLevel, layer: int) -> AbstractContextManager[dict[str, Any]]:
+        """The same of the decoder."""
+        ...
+
+
+class SparseEncoder(Protocol):
+    """Runs the layers of an encoder that have experts."""
+
+    def buckets(self, tokens: int, layer: int) -> list[Bucket]:
+        """The buckets of layers like one, for sources of up to `tokens` tokens."""
+        ...
+
+    def run(
+        self, layer: int, like: int, weights: dict[str, Any], inputs: tuple[jax.Array, jax.Array, np.int32]
+    ) -> jax.Array:
+        """Runs a layer, of `weights` beside its experts, over its input, the mask and the number of real
+        tokens: the next layer's input."""
+        ...
+
+
+class SourceLayers:
+    """The layers that read sources."""
+
+    def __init__(
+        self,
+        model: ModelLevel,
+        buckets: BucketTable,
+        weights: SourceWeights,
+        *,
+        by_rows: bool = True,
+        sparse: SparseEncoder | None = None,
+    ) -> None:
+        """Makes them.
+
+        Args:
+          model: the whole model; of layers that are read its shapes are enough.
+          buckets: the compiled ones.
+          weights: provides the layers.
+          by_rows: whether the embedding is given by rows, or as a whole.
+          sparse: runs the encoder's layers with experts, where these are loaded one by one.
+        """
+        assert model.cfg.encoder is not None
+        self._model, self._buckets, self._weights, self._sparse = model, buckets, weights, sparse
+        self._encoder = ModelLevel(model.cfg.encoder, encoder_params(model.weights), model.options)
+        self._outer = outer_params(self._encoder.params)
+        self._norm = norm_params(self._encoder.params)
+        self._by_rows = by_rows
+
+    def buckets(self, tokens: int) -> list[Bucket]:
+        """The buckets for sources of up to `tokens` tokens, one of `source_lengths`."""
+        layers: list[Bucket] = []
+        for layer in self._encoder.layer_kinds:
+            if self._is_sparse(layer):
+                assert self._sparse is not None
+                layers += self._sparse.buckets(tokens, layer)
+            else:
+                layers.append(EncoderLayerBucket(tokens=tokens, layer=layer))
+        projections = [SourceLayerBucket(tokens=tokens, layer=each) for each in self._model.layer_kinds]
+        return [
+            BeginEncoderBucket(tokens=tokens, by_rows=self._by_rows),
+            *layers,
+            EndEncoderBucket(tokens=tokens),
+            *projections,
+        ]
+
+    def read(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
+        """See `LayerSource.read_source`."""
+        lengths = source_lengths(self._model.cfg, self._model.options)
+        length = next(each for each in lengths if each >= len(tokens))
+        row, count = padded(tokens, length)
+        self._weights.begin_source()
+        hidden, valid = self._encoded(row[0], np.int32(count)), np.int32(count)
+        for layer, like in enumerate(self._model.alike):
+            compiled = self._buckets.get(SourceLayerBucket(tokens=length, layer=like))
+            with self._weights.layer(self._model, layer) as weights:
+                source = compiled(weights, hidden, valid, source.in_layer(layer))
+                # The next piece overwrites the memory of this one.
+                jax.block_until_ready(source)
+        return dataclasses.replace(source.in_layer(None), length=valid)  # pyright: ignore
+
+    def _encoded(self, row: np.ndarray, valid: np.int32) -> jax.Array:
+        """What the encoder says of tokens `[T]`, of which `valid` are real: `[1, T, D]`."""
+        length, outer, rows = len(row), self._outer, row[None]
+        if self._by_rows:
+            some, rows = self._weights.rows(row.tolist())
+            outer = {**outer, "embed.tokens": some}
+        begin = self._buckets.get(BeginEncoderBucket(tokens=length, by_rows=self._by_rows))
+        x, mask = begin(outer, rows, valid)
+        for layer, like in enumerate(self._encoder.alike):
+            with self._weights.encoder_layer(self._encoder, layer) as weights:
+                if self._is_sparse(layer):
+                    assert self._sparse is not None
+                    x = self._sparse.run(layer, like, weights, (x, mask, valid))
+                else:
+                    x = self._buckets.get(EncoderLayerBucket(tokens=length, layer=like))(
+                        weights, x, mask, valid
+                    )
+                jax.block_until_ready(x)
+        return self._buckets.get(EndEncoderBucket(tokens=length))(self._norm, x)
+
+    def _is_sparse(self, layer: int) -> bool:
+        return self._sparse is not None and self._encoder.cfg.is_sparse(layer)
