@@ -27,9 +27,9 @@ from benchmarks.measuring.storage import BOARDS, REAL, Device, named_devices
 from benchmarks.samples.stories import SEPARATOR
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.experts import expert_facts, read_path_counts
-from jaxllm.config import require_decoder_alone
 from jaxllm.errors import ConfigError
 from jaxllm.experts.eviction import POLICIES
+from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.sampling import Sampling
 from jaxllm.text.tokenizer import Tokenizer
 from serving.bundles import open_model

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.bundle import Bundle, write_bundle
-from jaxllm.config import ModelConfig, require_decoder_alone
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import param_specs
+from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.quant import dequantize
 from serving.host.progress import Progress
 from serving.host.user_cache import cache_folder

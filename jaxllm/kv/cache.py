@@ -43,7 +43,7 @@ class Past:
     values: jax.Array
     slot: jax.Array | np.integer | None = None
     coded: CodedChunks | None = None
-    source: SourceKV | None = None
+    source: Source | None = None
 
     @property
     def capacity_tokens(self) -> int:

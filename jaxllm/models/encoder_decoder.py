@@ -9,19 +9,19 @@ or norms after each sum (BART, arXiv 1910.13461), or experts with a capacity (Sw
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.experts.mixture import mixture
-from jaxllm.experts.routing import Routing, route
+from jaxllm.experts.routing import Routing
 from jaxllm.kernels.used_units import UsedUnits
 from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.kv.source import Source
+from jaxllm.models.encoder_decoder_blocks import SharedOptions, fed_forward, routed
 from jaxllm.models.encoder_decoder_positions import attended_positions, bias_by_distance, embedded
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of, over_layers
@@ -29,26 +29,17 @@ from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.nn.layers import (
     AttentionOptions,
     Heads,
-    activate,
     attention,
     cached_attention,
     source_attention,
 )
-from jaxllm.nn.linear import FeedForward, feed_forward, from_units, normed_to_units, to_units
+from jaxllm.nn.linear import from_units, normed_to_units, to_units
 from jaxllm.nn.norms import normalize
 
 Kept = TypeVar("Kept")
 # (queries, keys and values of new tokens; used kv groups) -> (attention outputs, what the layer keeps, such
 # as the cache).
 _Attend = Callable[[Sequence[jax.Array], UsedUnits | None], tuple[jax.Array, Kept]]
-
-
-class _Shared(TypedDict):
-    """Options that all products of a block take (see `jaxllm.nn.linear`)."""
-
-    used: UsedUnits | None
-    live: jax.Array | None
-    rowwise: bool
 
 
 def encoder_params(params: Params) -> Params:
@@ -113,7 +104,7 @@ def encoder_layer(
     """
     weights, live = layer_of(params, layer), _live(x, valid)
     x = _attended_by_mask(weights, x, mask, valid, cfg)
-    return _fed_forward(weights, x, cfg, layer, valid, live)
+    return fed_forward(weights, x, cfg, layer, valid, live)
 
 
 def encoder_to_experts(
@@ -123,7 +114,7 @@ def encoder_to_experts(
     of them visit their expert, `[B, T]` bool."""
     weights = layer_of(params, layer)
     x = _attended_by_mask(weights, x, mask, valid, cfg)
-    return x, *_routed(weights, x, cfg, valid, rowwise=False)
+    return x, *routed(weights, x, cfg, valid, rowwise=False)
 
 
 def with_source(
@@ -211,7 +202,7 @@ def forward_at(
     ) -> tuple[jax.Array, KVCache]:
         (x, cache), weights = carry, layer_of(own, like)
         x, past, mass = attending(weights, x, cache.past(like, number), cache.mass)
-        x = _fed_forward(weights, x, cfg, like, at.valid, live, at.tree is not None)
+        x = fed_forward(weights, x, cfg, like, at.valid, live, at.tree is not None)
         return x, dataclasses.replace(cache.with_past(like, past), mass=mass)
 
     x, cache = over_layers(params, cfg, layer, (x, cache))
@@ -238,7 +229,7 @@ def forward_layer(
     """
     weights, live = layer_of(params, layer), _live(x, at.valid) if at.padded else None
     x, past, mass = _attending(params, at, past.capacity_tokens, cfg)(weights, x, past, mass)
-    x = _fed_forward(weights, x, cfg, layer, at.valid, live, at.tree is not None)
+    x = fed_forward(weights, x, cfg, layer, at.valid, live, at.tree is not None)
     return x, past, mass
 
 
@@ -256,7 +247,7 @@ def forward_to_experts(
     them visit their expert, `[B, T]` bool, the updated keys and values, and the mass."""
     weights, rowwise = layer_of(params, layer), at.tree is not None
     x, past, mass = _attending(params, at, past.capacity_tokens, cfg)(weights, x, past, mass)
-    return x, *_routed(weights, x, cfg, at.valid, rowwise), past, mass
+    return x, *routed(weights, x, cfg, at.valid, rowwise), past, mass
 
 
 # A layer's parameters, its input, keys and values, mass -> the input of its second half, and the others.
@@ -337,7 +328,7 @@ def _attended(
     only queries are new; and what `attend` keeps."""
     norm, parts = weights.norm(f"{name}_norm", cfg), "qkv" if name == "attn" else "q"
     groups, _ = weights.used
-    shared: _Shared = {"used": groups, "live": live, "rowwise": rowwise}
+    shared: SharedOptions = {"used": groups, "live": live, "rowwise": rowwise}
     products = [weights[f"{name}.{part}"] for part in parts]
     biases = [weights.vector(f"{name}.{part}_bias") for part in parts]
     if cfg.norm_after:
@@ -351,57 +342,3 @@ def _attended(
     o_bias = weights.vector(f"{name}.o_bias")
     mixed = from_units(out, weights[f"{name}.o"], o_bias, residual=x, **shared)
     return (normalize(mixed, norm) if cfg.norm_after else mixed), kept
-
-
-def _fed_forward(
-    weights: LayerParams,
-    x: jax.Array,
-    cfg: ModelConfig,
-    layer: int,
-    valid: jax.Array,
-    live: jax.Array | None,
-    rowwise: bool = False,
-) -> jax.Array:
-    """The second half of a layer: a feed-forward block, or experts."""
-    norm = weights.norm("ffn_norm", cfg)
-    if cfg.is_sparse(layer):
-        return _visited(weights, x, cfg, valid, rowwise)
-    block = FeedForward(
-        up=weights["ffn.up"],
-        down=weights["ffn.down"],
-        gate=weights["ffn.gate"] if cfg.gated_ffn else None,
-        up_bias=weights.vector("ffn.up_bias"),
-        down_bias=weights.vector("ffn.down_bias"),
-        activation=cfg.activation,
-    )
-    _, neurons = weights.used
-    shared: _Shared = {"used": neurons, "live": live, "rowwise": rowwise}
-    if not cfg.norm_after:
-        return feed_forward(x, norm, block, add_input=True, **shared)
-    hidden = activate(to_units(x, block.up, block.up_bias, **shared), cfg.activation)
-    mixed = from_units(hidden, block.down, block.down_bias, residual=x, **shared)
-    return normalize(mixed, norm)
-
-
-def _visited(
-    weights: LayerParams, x: jax.Array, cfg: ModelConfig, valid: jax.Array, rowwise: bool
-) -> jax.Array:
-    """The experts of a layer (see `_routed`)."""
-    routing, taken = _routed(weights, x, cfg, valid, rowwise)
-    block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], activation=cfg.activation)
-    return mixture(x, weights.norm("ffn_norm", cfg), routing, block, add_input=True, live=taken)
-
-
-def _routed(
-    weights: LayerParams, x: jax.Array, cfg: ModelConfig, valid: jax.Array, rowwise: bool
-) -> tuple[Routing, jax.Array]:
-    """The routing of tokens, and which of the T visit their expert: each token the likeliest one, unless as
-    many tokens before it as the expert's capacity visit the same. Nodes of a tree (`rowwise`) come alone, so
-    that none is too many."""
-    norm = weights.norm("ffn_norm", cfg)
-    routing = route(x, weights["router"], experts_per_token=1, normalize=False, norm=norm)  # pyright: ignore
-    real = jnp.arange(x.shape[1], dtype=jnp.int32) < valid
-    visits = jax.nn.one_hot(routing.ids[..., 0], cfg.experts, dtype=jnp.int32)
-    visits = jnp.where(real[:, None], visits, 0)
-    rank = jnp.take_along_axis(jnp.cumsum(visits, axis=1), routing.ids, axis=-1)[..., 0]
-    return routing, real if rowwise else real & (rank <= cfg.expert_capacity)

@@ -240,7 +240,7 @@ class LayerwiseRunner(LevelRunner):
 
     def read_source(self, cache: KVCache, tokens: Sequence[int]) -> KVCache:
         """See `Runner`: the encoder's layers, then what the decoder's read of a source, each once."""
-        if cache.source is None:
+        if not isinstance(cache.source, SourceKV):
             return super().read_source(cache, tokens)
         return dataclasses.replace(cache, source=self.layers.read_source(tokens, cache.source))
 
