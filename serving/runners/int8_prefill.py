@@ -350,7 +350,8 @@ class Int8Prefill:
         if self._ready_for == model.weights_version:
             return
         self._embedding, self._norm = embedding_params(model.params), norm_params(model.params)
-        self._head = model.params[head_name(model.cfg)]
+        name = head_name(model.cfg)
+        self._head = {name: model.params[name]}
         self._known = self.calibration.layers(model.level, model.bucket_cfg)
         if self.in_one_step:
             beside = [calibration_arrays(each) for each in self._known]

@@ -11,7 +11,7 @@ import pytest
 from jaxllm.kernels import fused_attention
 from jaxllm.nn import documents
 from jaxllm.nn.documents import document_mask
-from jaxllm.nn.layers import attention
+from jaxllm.nn.layers import AttentionOptions, attention
 
 T, H, SCALE = 256, 128, 0.09
 # Borders within and at the edge of a kernel's block, a document of one token, padding of several.
@@ -66,14 +66,14 @@ def test_nothing_crosses_a_border():
 @pytest.mark.parametrize("window", [0, 100])
 def test_the_loop_over_blocks_is_the_plain_attention(window):
     given, starts, cotangent = inputs(tokens=1100)
-    options = {"scale": SCALE, "softcap": 20.0, "window": window}
+    options = AttentionOptions(scale=SCALE, softcap=20.0, window=window)
 
     def expected(q, k, v, starts):
         keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         mask = document_mask(starts, window)
         return attention(q, keys, values, mask, scale=SCALE, softcap=20.0)
 
-    found = functools.partial(documents.document_attention, **options)
+    found = functools.partial(documents.document_attention, options=options)
     pairs = zip(
         outputs_and_gradients(found, given, starts, cotangent),
         outputs_and_gradients(expected, given, starts, cotangent),
@@ -86,6 +86,6 @@ def test_the_loop_over_blocks_is_the_plain_attention(window):
 @pytest.mark.parametrize(("platform", "kernel"), [("cuda", "triton"), ("tpu", "tpu_custom_call")])
 def test_accelerators_get_the_fused_kernels(platform, kernel):
     given, starts, _ = inputs(dtype=jnp.bfloat16)
-    step = jax.jit(functools.partial(documents.document_attention, scale=SCALE))
+    step = jax.jit(functools.partial(documents.document_attention, options=AttentionOptions(scale=SCALE)))
     text = step.trace(*given, starts).lower(lowering_platforms=(platform,)).as_text()
     assert kernel in text

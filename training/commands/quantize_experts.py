@@ -89,7 +89,8 @@ def quantize_experts_command(
     from training.loop.parallel import MeshShape
 
     target = WidthTarget(most_loss=max_loss, uniform=int(expert_bits or 0))
-    set_devices(devices or 1)
+    if devices:
+        set_devices(devices)
     shape = MeshShape.parse(mesh or "data=1")
     # As many rows as the mesh divides.
     divisor, rows = max(shape.data, 1) * shape.fsdp, ExpertWidthsRecipe.batch
