@@ -49,8 +49,8 @@ class ProgramBucket(Bucket):
     contents: str
 
     def lower(self, model: ProgramShapes, /) -> jax.stages.Lowered:
-        """(weights, caches, tokens, positions, and perhaps a mask or controls, and a source) -> caches and
-        logits; a program that encodes: (weights, no caches, tokens, number of them) -> the source's arrays."""
+        """(weights, caches, tokens, positions, and perhaps a mask or controls, and a source) -> caches
+        and logits; of a program that encodes: (weights, no caches, tokens, number) -> the source's arrays."""
         manifest, signature = model.manifest, self.signature
         cfg, dtype = manifest.levels[signature.level].cfg, jnp.dtype(manifest.cache_dtype)
         sources = max(manifest.encode_tokens(signature.level), default=0)
