@@ -89,9 +89,8 @@ def _block(
     def biased(out: jax.Array, bias: jax.Array | None) -> jax.Array:
         return out if bias is None else out + biases(bias).astype(out.dtype)
 
+    # In the order in which weights are stored.
+    gate = None if experts.gate is None else biased(to_units(rows, experts.gate), experts.gate_bias)
     up, kind = biased(to_units(rows, experts.up), experts.up_bias), experts.activation
-    if experts.gate is None:
-        hidden = activate(up, kind)
-    else:
-        hidden = gated(biased(to_units(rows, experts.gate), experts.gate_bias), up, kind)
+    hidden = activate(up, kind) if gate is None else gated(gate, up, kind)
     return biased(to_width(hidden, experts.down), experts.down_bias)
