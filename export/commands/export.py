@@ -140,9 +140,10 @@ def export_command(
 ) -> None:
     """Export a model as programs that run without our model code, or as a model for other engines.
 
-    Reads BUNDLE and writes a folder of programs with their weights, manifest and tokenizer (`jaxllm generate
-    --program` runs stablehlo and tflite), or one LiteRT-LM file. Each program is tried before it is kept. As
-    hf or gguf a level of an elastic bundle is a plain model, narrowed to the level's units.
+    Reads BUNDLE, a file or the name of a packaged model, and writes a folder of programs with their weights,
+    manifest and tokenizer (`jaxllm generate --program` runs stablehlo and tflite), or one LiteRT-LM file.
+    Each program is tried before it is kept. As hf or gguf a level of an elastic bundle is a plain model,
+    narrowed to the level's units.
 
     \b
     Example:
@@ -152,10 +153,13 @@ def export_command(
       jaxllm export model.jaxllm --output half.gguf --format gguf --precision f16 --level 50
     """
     _check_usage(kind, precision, calibration_text, platforms, without_shadow=shapes["without_shadow"])
+    # Here, so that --help and wrong usage do not wait for them.
+    from serving.bundles import find_model
+
+    bundle = find_model(bundle)
     if kind in PLAIN:
         _export_plain(bundle, output, kind, precision, shapes["levels"], adapter)
         return
-    # Here, so that --help and wrong usage do not wait for JAX.
     from export import extras, quantized
     from export.stablehlo import DTYPES, export_stablehlo
     from export.subject import read_subject
