@@ -62,7 +62,7 @@ def save(
     with quiet():
         config = getattr(transformers, f"{family}Config")(**(keys or own))
         config.eos_token_id = config.bos_token_id = None
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = _initial(transformers.AutoModelForCausalLM, config)
         _randomize(model, seed)
         model.to(getattr(torch, dtype)).save_pretrained(folder, **how)
     return folder
@@ -78,7 +78,7 @@ def save_encoder_decoder(variant: str, folder: Path, *, seed: int = 0, **changed
     with quiet():
         config = getattr(transformers, f"{family}Config")(**keys)
         config.forced_eos_token_id = None
-        model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+        model = _initial(transformers.AutoModelForSeq2SeqLM, config)
         _randomize(model, seed)
         for name, weights in model.named_parameters():
             if name.endswith("Attention.q.weight"):
@@ -113,10 +113,19 @@ def save_wrapper(model_type: str, folder: Path, *, seed: int = 0) -> Path:
     family, keys = WRAPPERS[model_type]
     with quiet():
         config = getattr(transformers, f"{family}Config")(**keys)
-        model = transformers.AutoModelForImageTextToText.from_config(config)
+        model = _initial(transformers.AutoModelForImageTextToText, config)
         _randomize(model, seed)
         model.save_pretrained(folder)
     return folder
+
+
+def _initial(auto: Any, config: Any) -> Any:
+    """A model of a config, with the same initial values whatever was drawn before."""
+    import torch
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return auto.from_config(config)
 
 
 def _randomize(model: Any, seed: int) -> None:
