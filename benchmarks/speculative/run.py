@@ -147,6 +147,8 @@ def _budget_rows(
     narrow: Mapping[float, Path] = {}
     with open_model(subject.model) as bundle:
         weight_bytes, alone = bundle.weight_bytes, bundle.cfg.encoder is None
+    if "systems" in plan.parts and plan.judged and subject.draft is None:
+        tell("without BLD: its small model answers by itself; name one by --draft")
     if "systems" in plan.parts and plan.judged and not alone:
         tell("without STI: the shards of encoder-decoders are not judged yet")
     elif "systems" in plan.parts and plan.judged:
@@ -271,7 +273,8 @@ class _Systems:
         ask(self.engines, tried, self._config, "Warming up", self._progress)
         target = self.engines.get(STDPL, self.engines[OURS])
         for name, candidates in tuned_systems(**self._asked).items():
-            if (name in (BLD, STI) and not self._plan.judged) or (name == STI and not self._setting.narrow):
+            missing = {BLD: self._setting.draft is None, STI: not self._setting.narrow}
+            if missing.get(name, False) or (name in missing and not self._plan.judged):
                 continue
             self.engines[name], how[name] = tuned(
                 name, candidates, self._setting, target, tried, self._config, self._progress
