@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.bundle import Bundle, rewrite_bundle
+from jaxllm.bundle import Bundle, rewrite_bundle, write_bundle
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
@@ -91,7 +91,7 @@ def narrow_bundles(
       ConfigError: there are no texts.
       CheckpointError: the model cannot be read.
     """
-    with Bundle.open(model) as bundle:
+    with Bundle.open(_without_planes(model)) as bundle:
         digest = hashlib.sha256(repr([list(each) for each in texts]).encode()).hexdigest()[:8]
         folder, key = cache_folder() / "benchmarks" / "shards", f"v{_VERSION}-{bundle.fingerprint[:16]}"
         # Texts count where widths are mixed.
@@ -125,6 +125,31 @@ def narrow_bundles(
             name = f"{bundle.layout.name}, {bits:g} bits"
             rewrite_bundle(path, bundle, without, name=name, instead=narrowed)
     return found
+
+
+def _without_planes(model: Path) -> Path:
+    """A bundle as it is; or where each weight lies in two planes, which no shard has, one of int8 weights
+    with the same numbers but for rounding, made unless it is there."""
+    with Bundle.open(model) as bundle:
+        if bundle.layout.weights != "int8-nested":
+            return model
+        folder = cache_folder() / "benchmarks" / "shards"
+        path = folder / f"v{_VERSION}-{bundle.fingerprint[:16]}-int8.jaxllm"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            floats = (
+                (name, np.asarray(dequantize(each, jnp.dtype(jnp.float32))))
+                for name, each in bundle.load().items()
+            )
+            write_bundle(
+                path,
+                cfg=bundle.cfg,
+                params=floats,
+                weights="int8",
+                tokenizer=bundle.tokenizer_files(),
+                name=bundle.layout.name,
+            )
+        return path
 
 
 def shard_importance(
