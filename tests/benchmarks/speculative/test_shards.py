@@ -74,3 +74,16 @@ def test_bundles_of_mixed_widths_answer(tmp_path, monkeypatch):
     times = [path.stat().st_mtime_ns for path in made.values()]
     assert narrow_bundles(tmp_path / "target.jaxllm", (3.0, 4.0, 6.0), TEXTS) == made
     assert [path.stat().st_mtime_ns for path in made.values()] == times
+
+
+def test_shards_of_nested_weights_are_those_of_their_8_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "cache_folder", lambda: tmp_path / "cache")
+    sizes = {}
+    for weights in ("int8", "int8-nested"):
+        path = tmp_path / f"{weights}.jaxllm"
+        write_tiny_bundle(path, weights, cfg=CFG, params=tiny_params(CFG))
+        with Bundle.open(narrow_bundles(path, (4.0,), TEXTS)[4.0]) as narrowed:
+            tensors = narrowed.layout.tensors
+            assert {tensors[name].bits for names in shards_of(CFG).values() for name in names} == {4}
+            sizes[weights] = narrowed.weight_bytes
+    assert sizes["int8-nested"] == sizes["int8"]
