@@ -19,6 +19,7 @@ from benchmarks.models.checkpoint import Checkpoint
 from benchmarks.models.shapes import shape_folder
 from benchmarks.peers import PEERS
 from benchmarks.peers.alternation import alternate, prompt_ids
+from benchmarks.peers.peer import unavailable
 from benchmarks.peers.perplexity import REFERENCE, Text, perplexity
 from benchmarks.peers.process import Child, threads_of
 from jaxllm.config import ModelConfig
@@ -190,8 +191,7 @@ def _peers(wanted: Sequence[str], cfg: ModelConfig, plan: Plan, tell: Callable[[
     for name, peer in PEERS.items():
         if name not in wanted and "all" not in wanted:
             continue
-        missing = peer.missing()
-        reason = f"{missing} is not installed: pip install 'jaxllm[peers]'" if missing else peer.refusal(cfg)
+        reason = unavailable(peer, cfg)
         if reason is None and peer.slow and not plan.slow_peers and name not in wanted:
             reason = f"it takes minutes; --peer {name} measures it even so"
         if reason is None:

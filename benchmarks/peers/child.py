@@ -79,33 +79,28 @@ class Server:
         self.send({"progress": [stage, done, total]})
 
 
-def _passes(session: Session) -> int:
-    """Verifications of drafts so far; 0 where a session has none."""
-    told = getattr(session, "passes", None)
+def _counted(session: Session, what: str) -> float:
+    """What a session has counted so far: `kernel_ms`, time in native kernels, or `passes`, verifications of
+    drafts; 0 where it does not count that."""
+    told = getattr(session, what, None)
     return told() if told is not None else 0
 
 
-def _kernel_ms(session: Session) -> float:
-    """Time spent in native kernels so far; 0 where a session does not count it."""
-    told = getattr(session, "kernel_ms", None)
-    return told() if told is not None else 0.0
-
-
 def _timed_answer(session: Session, prompt: list[int], tokens: int, setting: str) -> dict[str, Any]:
-    kernels, passes = [_kernel_ms(session)], _passes(session)
+    kernels, passes = [_counted(session, "kernel_ms")], _counted(session, "passes")
     began = time.perf_counter()
     first = session.prefill(prompt, setting)
     between = time.perf_counter()
-    kernels.append(_kernel_ms(session))
+    kernels.append(_counted(session, "kernel_ms"))
     rest = session.decode(tokens, setting) if tokens else []
     ended = time.perf_counter()
-    kernels.append(_kernel_ms(session))
+    kernels.append(_counted(session, "kernel_ms"))
     return {
         "prefill_kernel_ms": kernels[1] - kernels[0],
         "decode_kernel_ms": kernels[2] - kernels[1],
         "prefill_ms": 1000 * (between - began),
         "decode_ms": 1000 * (ended - between),
-        "passes": _passes(session) - passes,
+        "passes": _counted(session, "passes") - passes,
         "ids": [first, *rest],
     }
 

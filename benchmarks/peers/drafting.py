@@ -8,16 +8,15 @@ greedy, so that answers are those of the model alone.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from benchmarks.peers.gguf_cache import gguf_of
-from benchmarks.peers.jaxllm_engine import Ours
+from benchmarks.peers.jaxllm_engine import EngineSession, Ours
 from benchmarks.peers.llama import FORMATS, LlamaCpp, LlamaCppSession
 from benchmarks.peers.peer import Opening, Progress, Session
 from jaxllm.bundle import WeightFormat
-from jaxllm.config import ModelConfig
 
 _DRAFT_FORMAT = "Q4_0"
 # The most tokens of a line, and the least probability of one that others follow.
@@ -40,7 +39,7 @@ class NestedEngine(Ours):
         return NestedSession(opening, progress)
 
 
-class NestedSession:
+class NestedSession(EngineSession):
     """An engine that drafts by itself. Its `options` name `answer_tokens`, of every answer."""
 
     settings = ("drafts of high planes",)
@@ -58,10 +57,6 @@ class NestedSession:
             speculation=SpeculationOptions(drafter="nested"),
             progress=progress,
         )
-
-    def facts(self) -> dict[str, Any]:
-        """The size of the weights."""
-        return {"weight_bytes": self._engine.model.bundle.weight_bytes}
 
     def passes(self) -> int:
         """Verifications so far, and tokens that were decoded without one."""
@@ -83,10 +78,6 @@ class NestedSession:
         """See `Session.decode`."""
         self._read(1 + tokens)
         return self._answer.tokens[1 : 1 + tokens]
-
-    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> Sequence[float]:
-        """Not needed: the weights are those of our engine without drafts."""
-        raise NotImplementedError
 
     def _read(self, count: int) -> None:
         while len(self._answer.tokens) < count and next(self._pieces, None) is not None:
@@ -171,10 +162,3 @@ class DraftedLlamaSession(LlamaCppSession):
             pending = line[-1:]
             self._drafted += 1
         return line
-
-
-def missing_drafts(cfg: ModelConfig) -> str | None:
-    """The reason why llama.cpp cannot be measured on a model; None when it can."""
-    peer = DraftedLlamaCpp()
-    missing = peer.missing()
-    return f"{missing} is not installed: pip install 'jaxllm[peers]'" if missing else peer.refusal(cfg)

@@ -119,7 +119,7 @@ class LlamaCppSession:
 
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> Sequence[float]:
         """See `Session.score`."""
-        self.begin(self.settings[0])
+        self.begin(next(iter(self._contexts)))
         scores: list[float] = []
         for start in range(0, len(tokens), _BATCH_TOKENS):
             chunk = tokens[start : start + _BATCH_TOKENS]

@@ -101,6 +101,12 @@ class Peer(Protocol):
         ...
 
 
+def unavailable(peer: Peer, cfg: ModelConfig) -> str | None:
+    """The reason why a system cannot be measured on a model here; None when it can."""
+    missing = peer.missing()
+    return f"{missing} is not installed: pip install 'jaxllm[peers]'" if missing else peer.refusal(cfg)
+
+
 def missing_packages(*packages: str) -> str | None:
     """Names the packages that are not installed; None when all are.
 

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.measuring.report import Row
 from benchmarks.models.checkpoint import Checkpoint
 from benchmarks.peers import DRAFTED, OURS, PEERS, Opening, Peer
+from benchmarks.peers.peer import unavailable
 from benchmarks.peers.process import Child, threads_of
 from benchmarks.speculative.answers import Spent, token_ms
 from benchmarks.speculative.rows import ALL, spent_rows
@@ -97,9 +98,7 @@ def in_memory_rows(
         opened.open(DRAFTED[0], _WIDTH)
         opened.open(OURS, _WIDTH)
         for peer in (PEERS[LLAMA], DRAFTED[1]):
-            missing = peer.missing()
-            reason = f"{missing} is not installed: pip install 'jaxllm[peers]'" if missing else None
-            if reason := reason or peer.refusal(checkpoint.cfg):
+            if reason := unavailable(peer, checkpoint.cfg):
                 tell(f"without {peer.name}: {reason}")
                 continue
             (format_,) = peer.systems("int8").values()
@@ -133,8 +132,12 @@ class _Opened:
         self, checkpoint: Checkpoint, answer_tokens: int, context_tokens: int, progress: Progress
     ) -> None:
         self._folder, self._progress = checkpoint.folder(progress), progress
-        self._options: dict[str, Any] = {"context_tokens": context_tokens, "threads": threads_of(0)}
-        self._answer_tokens = answer_tokens
+        self._context_tokens = context_tokens
+        # What systems of ours take beside that.
+        self._own: dict[str, dict[str, Any]] = {
+            NESTED: {"answer_tokens": answer_tokens},
+            PLAIN: {"context_tokens": context_tokens},
+        }
         self._stack = contextlib.ExitStack()
         self.children: dict[str, Child] = {}
 
@@ -146,10 +149,13 @@ class _Opened:
 
     def open(self, peer: Peer, format_: str) -> None:
         """Opens a system at a format of its own."""
-        own = {"context_tokens": self._options["context_tokens"]}
-        options = {NESTED: {"answer_tokens": self._answer_tokens}, PLAIN: own}.get(peer.name, {})
         opening = Opening(
-            peer=peer.name, model=self._folder, format=format_, options=options, **self._options
+            peer=peer.name,
+            model=self._folder,
+            format=format_,
+            threads=threads_of(0),
+            context_tokens=self._context_tokens,
+            options=self._own.get(peer.name, {}),
         )
         child = Child(f"{peer.name} {format_}", opening, self._progress)
         self.children[peer.name] = self._stack.enter_context(child)

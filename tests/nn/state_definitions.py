@@ -1,4 +1,4 @@
-"""What state layers compute by their definitions, token by token in float64."""
+"""Computes state layers by their definitions, token by token in float64."""
 
 import jax
 import numpy as np
