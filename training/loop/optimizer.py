@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import optax
-import optax.contrib
 
 from jaxllm.models.parameters import ENCODER
 from jaxllm.models.scanned_layers import STACKS
+from training.loop.muon import Matrix, scale_by_muon
 from training.settings import TrainSettings
 
 
@@ -29,59 +29,59 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
     schedule = learning_rate(settings)
     if settings.optimizer == "muon":
         factor = settings.muon_learning_rate_factor
-        inner = optax.contrib.muon(
-            lambda step: schedule(step) * factor,
-            weight_decay=settings.weight_decay / factor,
-            consistent_rms=0.2,
-            adam_b1=settings.beta1,
-            adam_b2=settings.beta2,
-            adam_weight_decay=settings.weight_decay,
-            adam_learning_rate=schedule,
-            weight_decay_mask=decays,
-            muon_weight_dimension_numbers=matrices,
+        inner = optax.partition(
+            {
+                True: _muon(settings, lambda step: schedule(step) * factor),
+                False: _adamw(settings, schedule, nesterov=True),
+            },
+            lambda params: {name: matrix is not None for name, matrix in matrices(params).items()},
         )
-        if settings.precision == "bfloat16":
-            inner = _in_bfloat16(inner)
     else:
-        inner = optax.adamw(
-            schedule,
-            b1=settings.beta1,
-            b2=settings.beta2,
-            weight_decay=settings.weight_decay,
-            mask=decays,
-        )
+        inner = _adamw(settings, schedule)
     return optax.chain(optax.clip_by_global_norm(settings.clip_norm), inner)
 
 
-def _in_bfloat16(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer whose products, those of Muon's Newton-Schulz iterations, round their sides to
-    bfloat16; not on CPUs, where XLA computes them in float32."""
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        with jax.default_matmul_precision("BF16_BF16_F32"):
-            return inner.update(updates, state, params)
-
-    return optax.GradientTransformation(inner.init, update)
+def _muon(settings: TrainSettings, schedule: optax.Schedule) -> optax.GradientTransformation:
+    return optax.chain(
+        scale_by_muon(_as_matrix, dtype=jnp.dtype(settings.precision)),
+        # Decay is as fast as AdamW's, whatever the factor.
+        optax.add_decayed_weights(settings.weight_decay / settings.muon_learning_rate_factor, decays),
+        optax.scale_by_learning_rate(schedule),
+    )
 
 
-def matrices(params: Any) -> dict[str, Any]:
+def _adamw(
+    settings: TrainSettings, schedule: optax.Schedule, *, nesterov: bool = False
+) -> optax.GradientTransformation:
+    return optax.adamw(
+        schedule,
+        b1=settings.beta1,
+        b2=settings.beta2,
+        weight_decay=settings.weight_decay,
+        mask=decays,
+        nesterov=nesterov,
+    )
+
+
+def matrices(params: Any) -> dict[str, Matrix | None]:
     """How Muon sees each parameter as a matrix; None for those that it leaves to AdamW."""
     # optax also asks with placeholders where it has masked a parameter.
     return {name: _as_matrix(name, getattr(value, "ndim", 0)) for name, value in params.items()}
 
 
-def _as_matrix(name: str, rank: int) -> Any:
+def _as_matrix(name: str, rank: int) -> Matrix | None:
     # Embeddings are read by rows, and a router's rows compete: neither is a map whose spectrum matters.
     stack = int(name.startswith(STACKS))
     in_layer = stack or name.removeprefix(ENCODER).startswith("layers.")
     if rank - stack < 2 or not in_layer or name.endswith((".router", "bias")):
         return None
     # Leading axes of layers and experts are neither side: each has a matrix of its own.
-    units = tuple(range(stack + int(".experts." in name), rank - 1))
-    width = (rank - 1,)
+    first = stack + int(".experts." in name)
+    units, width = tuple(range(first, rank - 1)), (rank - 1,)
+    stacked = tuple(range(first))
+    # Rows are what a product sums over.
     reads_units = name.endswith((".o", ".down"))
-    sides = (units, width) if reads_units else (width, units)
-    return optax.contrib.MuonDimensionNumbers(*sides)
+    return Matrix(stacked, units, width) if reads_units else Matrix(stacked, width, units)
 
 
 def decays(params: Mapping[str, Any]) -> dict[str, bool]:

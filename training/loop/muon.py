@@ -1,0 +1,147 @@
+"""Muon (arXiv 2502.16982): momentum whose matrices are made orthogonal, each matrix once over all devices.
+
+Matrices of equal shape are stacked, and devices divide the stack: whatever divides the parameters, no device
+computes a matrix that another computes too.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from training.loop.parallel import AXES
+
+# Newton-Schulz iterations and the coefficients of their quintic, which maximize its slope at zero.
+STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# An update's root mean square, near that of AdamW's.
+UPDATE_RMS = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """How an array is seen as matrices: the axes that are stacked, those of rows and those of columns."""
+
+    stacked: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    def view(self, array: jax.Array) -> jax.Array:
+        """An array as `[N, R, C]`."""
+        ordered = array.transpose(self._order)
+        sizes = (self.stacked, self.rows, self.columns)
+        return ordered.reshape(*(int(np.prod([array.shape[axis] for axis in each])) for each in sizes))
+
+    def back(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Matrices `[N, R, C]` as the array of a shape that they are a view of."""
+        ordered = matrices.reshape(*(shape[axis] for axis in self._order))
+        return ordered.transpose(tuple(int(axis) for axis in np.argsort(self._order)))
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return (*self.stacked, *self.rows, *self.columns)
+
+
+def scale_by_muon(
+    matrix_of: Callable[[str, int], Matrix | None], *, momentum: float = 0.95, dtype: Any = jnp.float32
+) -> optax.GradientTransformation:
+    """Nesterov momentum, made orthogonal and scaled to `UPDATE_RMS`.
+
+    Args:
+      matrix_of: how a parameter of a name and a rank is seen; all that come here have one.
+      momentum: the share of a step's momentum that the next keeps.
+      dtype: of the products' sides; they are summed in float32.
+    """
+
+    def scaled(updates: Any, state: Any, params: Any = None) -> tuple[dict[str, Any], Any]:
+        del params
+        # Placeholders stand where another optimizer takes a parameter.
+        arrays = {name: value for name, value in updates.items() if isinstance(value, jax.Array)}
+        seen: dict[str, Matrix] = {}
+        for name, value in arrays.items():
+            matrix = matrix_of(name, value.ndim)
+            assert matrix is not None
+            seen[name] = matrix
+        views = {name: seen[name].view(value) for name, value in arrays.items()}
+        found = orthogonal(views, dtype)
+        for name, value in found.items():
+            scale = np.float32(UPDATE_RMS * max(value.shape[1:]) ** 0.5)
+            found[name] = seen[name].back(scale * value, arrays[name].shape)
+        return {**updates, **found}, state
+
+    stateless = optax.GradientTransformation(lambda params: optax.EmptyState(), scaled)
+    return optax.chain(optax.trace(momentum, nesterov=True), stateless)
+
+
+def orthogonal(matrices: Mapping[str, jax.Array], dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    """Stacks `[N, R, C]` by name, each matrix near the closest orthogonal one, in float32.
+
+    The devices of the mesh that is set divide all matrices of a shape, transposed or not.
+    """
+    alike: dict[tuple[int, int], list[str]] = {}
+    for name, stack in matrices.items():
+        alike.setdefault((min(stack.shape[1:]), max(stack.shape[1:])), []).append(name)
+    found: dict[str, jax.Array] = {}
+    for names in alike.values():
+        wide = [_wide(matrices[name].astype(dtype)) for name in names]
+        done = _divided(jnp.concatenate(wide))
+        starts = np.cumsum([0, *(each.shape[0] for each in wide)])
+        for name, start, end in zip(names, starts, starts[1:], strict=False):
+            own = done[start:end]
+            found[name] = own if own.shape[1:] == matrices[name].shape[1:] else own.swapaxes(1, 2)
+    return {name: found[name] for name in matrices}
+
+
+def _wide(stack: jax.Array) -> jax.Array:
+    # Products are of rows with rows: few rows are less work.
+    return stack.swapaxes(1, 2) if stack.shape[1] > stack.shape[2] else stack
+
+
+def _divided(stack: jax.Array) -> jax.Array:
+    """Newton-Schulz of a stack, of which each device of the mesh computes a share."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return _newton_schulz(stack)
+    count = stack.shape[0]
+    shares = PartitionSpec(AXES)
+    padded = jnp.pad(stack, ((0, -count % mesh.size), (0, 0), (0, 0)))
+    return jax.shard_map(_newton_schulz, in_specs=shares, out_specs=shares)(padded)[:count]
+
+
+def _newton_schulz(stack: jax.Array) -> jax.Array:
+    # XLA's CPU backend computes a product of two matrices faster than one of two stacks.
+    return jax.lax.platform_dependent(
+        stack,
+        cpu=lambda stack: jax.lax.map(lambda matrix: _iterated(matrix[None])[0], stack),
+        default=_iterated,
+    )
+
+
+def _iterated(stack: jax.Array) -> jax.Array:
+    linear, cubic, quintic = (np.float32(each) for each in COEFFICIENTS)
+    dtype = stack.dtype
+
+    def product(left: jax.Array, right: jax.Array, axis: int) -> jax.Array:
+        return _product(left.astype(dtype), right.astype(dtype), axis)
+
+    norm = jnp.sqrt(jnp.sum(jnp.square(stack.astype(jnp.float32)), axis=(1, 2), keepdims=True))
+    found = stack.astype(jnp.float32) / (norm + np.float32(1e-8))
+    for _ in range(STEPS):
+        squared = product(found, found, 2)
+        found = linear * found + product(cubic * squared + quintic * product(squared, squared, 1), found, 1)
+    return found
+
+
+def _product(left: jax.Array, right: jax.Array, axis: int) -> jax.Array:
+    """Products `[N, R, K]` x `[N, ...]` over an axis of the right, summed in float32."""
+    if left.shape[0] == 1:
+        dims = (((1,), (axis - 1,)), ((), ()))
+        return jax.lax.dot_general(left[0], right[0], dims, preferred_element_type=jnp.float32)[None]
+    return jax.lax.dot_general(
+        left, right, (((2,), (axis,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )
