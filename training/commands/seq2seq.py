@@ -9,6 +9,7 @@ import click
 from training.commands.shared_options import (
     data_option,
     device_options,
+    profile_option,
     recipe_option,
     run_option,
     set_devices,
@@ -27,6 +28,7 @@ from training.commands.shared_options import (
 @teacher_option
 @steps_option("the run")
 @tensorboard_option
+@profile_option
 @device_options
 def seq2seq_command(
     run_dir: Path,
@@ -34,6 +36,8 @@ def seq2seq_command(
     steps: int | None,
     mesh: str | None,
     devices: int | None,
+    tensorboard: bool,
+    profile: Path | None,
     **options: Any,
 ) -> None:
     """Train a small encoder-decoder from scratch, into a Hugging Face folder.
@@ -48,6 +52,7 @@ def seq2seq_command(
       jaxllm seq2seq --recipe switch --data DIR --run runs/switch --tokenizer runs/translate/tokenizer.json
     """
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
+    from training.loop.monitoring import Monitoring
     from training.loop.parallel import MeshShape
     from training.seq2seq.recipe import load_seq2seq_recipe
     from training.seq2seq.run import train_seq2seq
@@ -55,4 +60,6 @@ def seq2seq_command(
     recipe = load_seq2seq_recipe(recipe_name)
     recipe = recipe if steps is None else dataclasses.replace(recipe, steps=steps)
     set_devices(devices)
-    click.echo(train_seq2seq(recipe, run_dir, mesh_shape=MeshShape.parse(mesh or ""), **options))
+    monitoring = Monitoring(tensorboard=tensorboard, profile=profile)
+    shape = MeshShape.parse(mesh or "")
+    click.echo(train_seq2seq(recipe, run_dir, mesh_shape=shape, monitoring=monitoring, **options))

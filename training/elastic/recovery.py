@@ -108,10 +108,10 @@ def train_together(run: ElasticRun, tensors: Tensors, ladder: Ladder) -> tuple[T
     # The first step uses up what it starts from.
     job = joint_job(cfg, laid_out(tensors(), cfg, run.mesh, wide), ladder, recipe, original=before)
     trainer = Trainer(job, recipe, run.mesh)
+    monitoring, folder = Monitoring(console=console, profile=run.profile), run.folder / "joint"
     best = fit(
-        trainer, splits.train.batch_at, splits.held_out_batches, run.folder / "joint", console,
-        splits.source_names, profile=run.profile,
-    )  # fmt: skip
+        trainer, splits.train.batch_at, splits.held_out_batches, folder, splits.source_names, monitoring
+    )
     if before is None:
         return (lambda: one_by_one(best.params, cfg)), {}
     del job, trainer

@@ -11,6 +11,7 @@ from rich.console import Console
 from jaxllm.config import ModelConfig
 from training.loop.checkpoints import Params, read_best
 from training.loop.log import Log
+from training.loop.monitoring import Monitoring
 from training.loop.run_files import CHECKPOINTS
 from training.loop.trainer import Batch, Trainer, train
 from training.settings import TrainSettings
@@ -38,11 +39,8 @@ def fit(
     batch_at: Callable[[int], Batch],
     held_out: Callable[[], Iterable[Batch]],
     folder: Path,
-    console: Console,
     sources: Sequence[str],
-    *,
-    tensorboard: bool = False,
-    profile: Path | None = None,
+    monitoring: Monitoring,
 ) -> Fitted:
     """Trains to the last step, or resumes from the checkpoints in `folder`.
 
@@ -50,10 +48,8 @@ def fit(
       trainer: what is trained, how and on which devices.
       batch_at, held_out: see `training.loop.trainer.train`.
       folder: of `checkpoints/` and `metrics.jsonl`, made if missing; the first process alone writes metrics.
-      console: where progress goes.
       sources: names of the batches' sources, by number.
-      tensorboard: also write TensorBoard's events.
-      profile: a folder for a trace of a few steps, see `StepTrace`.
+      monitoring: where progress goes.
 
     Raises:
       ConfigError: no step is left to trace.
@@ -61,9 +57,9 @@ def fit(
       CheckpointError: a checkpoint cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    metrics = folder if jax.process_index() == 0 else None
-    with Log(metrics, trainer.settings.steps, console, sources, tensorboard=tensorboard) as log:
-        train(trainer, batch_at, held_out, folder / CHECKPOINTS, log, profile=profile)
+    metrics, console = folder if jax.process_index() == 0 else None, monitoring.own_console()
+    with Log(metrics, trainer.settings.steps, console, sources, tensorboard=monitoring.tensorboard) as log:
+        train(trainer, batch_at, held_out, folder / CHECKPOINTS, log, profile=monitoring.profile)
     best, step, loss = read_best(folder / CHECKPOINTS, trainer.abstract())
     return Fitted(best.params, step, loss)
 

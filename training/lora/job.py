@@ -58,7 +58,6 @@ def fit_adapter(trainer: Trainer, splits: Splits, folder: Path, monitoring: Moni
     # An untrained adapter changes nothing: this is the loss of the model alone.
     without, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
     best = fit(
-        trainer, splits.train.batch_at, splits.held_out_batches, folder, monitoring.own_console(),
-        splits.source_names, tensorboard=monitoring.tensorboard, profile=monitoring.profile,
-    )  # fmt: skip
+        trainer, splits.train.batch_at, splits.held_out_batches, folder, splits.source_names, monitoring
+    )
     return FittedAdapter(trainer.whole(best.params), best.step, best.loss, without)

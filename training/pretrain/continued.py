@@ -86,9 +86,8 @@ def train_on(
     )
     before, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
     best = fit(
-        trainer, splits.train.batch_at, splits.held_out_batches, run_dir, console, splits.source_names,
-        tensorboard=monitoring.tensorboard, profile=monitoring.profile,
-    )  # fmt: skip
+        trainer, splits.train.batch_at, splits.held_out_batches, run_dir, splits.source_names, monitoring
+    )
     whole = trainer.whole(best.params)
     if first:
         _write(run_dir / "hf", Path(model), recipe, start, whole)

@@ -117,10 +117,7 @@ def pretrain(
         f"{batches.epochs_at(recipe.steps):.1f} epochs of {len(batches.epoch(0)):,} rows",
         soft_wrap=True,
     )
-    best = fit(
-        trainer, batches.batch_at, splits.held_out_batches, run_dir, console, splits.source_names,
-        tensorboard=monitoring.tensorboard, profile=monitoring.profile,
-    )  # fmt: skip
+    best = fit(trainer, batches.batch_at, splits.held_out_batches, run_dir, splits.source_names, monitoring)
     params, whole = best.params, trainer.whole(best.params)
     if first:
         write_model(run_dir / "hf", recipe, vocabulary, whole)

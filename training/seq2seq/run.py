@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from jaxllm.checkpoints import huggingface, tokenizer_folder
@@ -21,6 +20,7 @@ from jaxllm.text.tokenizer import TokenizerFiles
 from training.data.tokenizer import END_OF_TEXT, PAD, token_id
 from training.loop.checkpoints import read_best
 from training.loop.fitting import fit
+from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape, make_mesh
 from training.loop.run_files import CHECKPOINTS, claimed, read_identity, write_json, write_text
 from training.loop.teachers import read_teacher
@@ -40,8 +40,7 @@ def train_seq2seq(
     tokenizer: Path | None = None,
     teacher: Path | None = None,
     mesh_shape: MeshShape | None = None,
-    tensorboard: bool = False,
-    console: Console | None = None,
+    monitoring: Monitoring | None = None,
 ) -> Path:
     """Trains a model from nothing, or resumes the run in `run_dir`, and exports the best.
 
@@ -52,8 +51,7 @@ def train_seq2seq(
       tokenizer: a `tokenizer.json` of another such run to take; None trains one.
       teacher: a Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
       mesh_shape: devices; all of them along `data` by default.
-      tensorboard: also write TensorBoard's events.
-      console: where progress goes; the terminal's error stream by default.
+      monitoring: where progress goes; the terminal's error stream by default.
 
     Returns:
       The Hugging Face folder, `run_dir/hf`.
@@ -61,7 +59,8 @@ def train_seq2seq(
     Raises:
       ConfigError: the pairs or the recipe are unusable, or `run_dir` belongs to another run.
     """
-    run_dir, console = Path(run_dir), console or Console(stderr=True)
+    run_dir, monitoring = Path(run_dir), monitoring or Monitoring()
+    console = monitoring.own_console()
     if jax.process_count() > 1:
         raise ConfigError("encoder-decoders are trained by one process; start it without --coordinator")
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
@@ -92,7 +91,7 @@ def train_seq2seq(
         soft_wrap=True,
     )
     names = [source.name for source in recipe.sources]
-    best = fit(trainer, rows.batch_at, held_out.held_out, run_dir, console, names, tensorboard=tensorboard)
+    best = fit(trainer, rows.batch_at, held_out.held_out, run_dir, names, monitoring)
     write_seq2seq(run_dir / "hf", recipe, vocabulary, trainer.whole(best.params))
     _, by_source = trainer.evaluate(best.params, held_out.held_out())
     summary: dict[str, Any] = {

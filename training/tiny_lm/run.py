@@ -26,6 +26,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.tasks.shortened import Question
 from jaxllm.tasks.tiny_reader import TinyReader
 from training.loop.fitting import fit
+from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape, gathered, make_mesh
 from training.loop.run_files import claimed, write_json
 from training.loop.trainer import Batch, Job, Trainer
@@ -203,10 +204,8 @@ class _Run:
         mesh: Mesh = make_mesh(self.mesh_shape, settings.batch // settings.accumulate)
         trainer = Trainer(job, settings, mesh)
         self.console.print(f"{name}: {settings.steps:,} steps of {settings.batch} rows", soft_wrap=True)
-        best = fit(
-            trainer, batch_at, held_out, self.folder / name, self.console, sources,
-            tensorboard=self.tensorboard,
-        )  # fmt: skip
+        monitoring = Monitoring(console=self.console, tensorboard=self.tensorboard)
+        best = fit(trainer, batch_at, held_out, self.folder / name, sources, monitoring)
         return gathered(best.params), {"best_step": best.step, "held_out_loss": best.loss}
 
     def token_support(self, model: ElasticModel, questions: Sequence[Question]) -> list[np.ndarray]:

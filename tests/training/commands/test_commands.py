@@ -154,8 +154,11 @@ def test_export_run(called: Called, monkeypatch: pytest.MonkeyPatch, learns_from
 
 def test_seq2seq(called: Called) -> None:
     words = ("seq2seq", "--recipe", "translate-draft", "--run", "run", "--data", "data", "--teacher", "hf")
-    seen = called("training.seq2seq.run:train_seq2seq", *words, "--steps", 7, "--mesh", "data=2")
+    seen = called(
+        "training.seq2seq.run:train_seq2seq", *words, "--steps", 7, "--mesh", "data=2", "--profile", "p"
+    )
     recipe, run = seen["arguments"]
+    assert (seen["monitoring"].tensorboard, seen["monitoring"].profile) == (False, Path("p"))
     assert (recipe.steps, recipe.cfg.hidden_size, run) == (7, 128, Path("run"))
     assert (seen["data"], seen["teacher"], seen["tokenizer"]) == (Path("data"), Path("hf"), None)
     assert seen["mesh_shape"].data == 2
