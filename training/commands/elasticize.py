@@ -10,6 +10,7 @@ import click
 from jaxllm.option_types import Levels, Share
 from training.commands.shared_options import (
     chat_options,
+    checkpoints_option,
     data_option,
     device_options,
     dry_run_option,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 @click.argument("model", type=click.Path(path_type=Path))
 @output_option
 @run_option
+@checkpoints_option
 @recipe_option("family")
 @data_option
 @text_option("learn from", "the recipe's sources")
@@ -126,10 +128,11 @@ def elasticize_command(
     from training.elastic.run import elasticize
     from training.loop.monitoring import Monitoring
     from training.loop.parallel import MeshShape, start_process_group
+    from training.loop.run_files import keep_checkpoints_at
     from training.tiny_lm.recipe import TinyLmRun, load_tiny_lm_recipe
 
     recipe, device = load_elastic_recipe(recipe_name), changes.pop("dry_run")
-    monitoring = Monitoring(profile=changes.pop("profile"))
+    monitoring, checkpoints = Monitoring(profile=changes.pop("profile")), changes.pop("checkpoints")
     group = [changes.pop(name) for name in ("coordinator", "processes", "process")]
     changes["sources"] = given_sources(texts, changes.pop("chats"), changes.pop("skip_bad")) or None
     recipe = dataclasses.replace(recipe, **{key: each for key, each in changes.items() if each is not None})
@@ -141,6 +144,7 @@ def elasticize_command(
 
         click.echo(json.dumps(dry_run_elastic(recipe, model, mesh_shape=shape, device=device)))
         return
+    keep_checkpoints_at(run_dir, checkpoints)
     facts = elasticize(
         recipe,
         model,

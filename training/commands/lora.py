@@ -9,6 +9,7 @@ import click
 
 from training.commands.shared_options import (
     chat_options,
+    checkpoints_option,
     data_option,
     device_options,
     dry_run_option,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 @click.command("lora")
 @click.argument("model", type=click.Path(path_type=Path))
 @run_option
+@checkpoints_option
 @recipe_option("mood")
 @data_option
 @text_option("learn from", "the recipe's sources")
@@ -71,6 +73,7 @@ def lora_command(
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
     from training.loop.monitoring import Monitoring
     from training.loop.parallel import MeshShape, start_process_group
+    from training.loop.run_files import keep_checkpoints_at
     from training.lora.recipe import load_lora_recipe
     from training.lora.run import train_lora
 
@@ -87,13 +90,14 @@ def lora_command(
     )
     set_devices(devices)
     start_process_group(*(options.pop(name) for name in ("coordinator", "processes", "process")))
-    shape = MeshShape.parse(mesh or "")
+    shape, checkpoints = MeshShape.parse(mesh or ""), options.pop("checkpoints")
     if device := options.pop("dry_run"):
         from training.lora.run import dry_run_lora
 
         facts = dry_run_lora(recipe, model, weights=weights, mesh_shape=shape, device=device)
         click.echo(json.dumps(facts))
         return
+    keep_checkpoints_at(run_dir, checkpoints)
     folder = train_lora(
         recipe,
         model,

@@ -9,6 +9,7 @@ import click
 
 from training.commands.shared_options import (
     chat_options,
+    checkpoints_option,
     data_option,
     device_options,
     dry_run_option,
@@ -31,6 +32,7 @@ _CHANGES = ("steps", "accumulate", "precision", "remat", "evaluation_batches")
 
 @click.command("pretrain")
 @run_option
+@checkpoints_option
 @recipe_option("stories")
 @data_option
 @text_option("train on, for a recipe without sources", "Python's language reference")
@@ -101,6 +103,7 @@ def pretrain_command(
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
     from training.loop.monitoring import Monitoring
     from training.loop.parallel import MeshShape, start_process_group
+    from training.loop.run_files import keep_checkpoints_at
     from training.pretrain.continued import train_on
     from training.pretrain.recipe import load_pretrain_recipe
     from training.pretrain.run import PretrainTexts, pretrain
@@ -112,6 +115,7 @@ def pretrain_command(
     start_process_group(coordinator, processes, process)
     model, chats, skip_bad = (options.pop(name) for name in ("model", "chats", "skip_bad"))
     data, texts, valid = (options.pop(name) for name in ("data", "texts", "valid_paths"))
+    checkpoints = options.pop("checkpoints")
     shape = MeshShape.parse(mesh or "")
     monitoring = Monitoring(**{name: options.pop(name) for name in ("tensorboard", "profile")})
     if device := options.pop("dry_run"):
@@ -120,6 +124,7 @@ def pretrain_command(
         facts = dry_run_pretrain(recipe, model, mesh_shape=shape, device=device)
         click.echo(json.dumps(facts))
         return
+    keep_checkpoints_at(run_dir, checkpoints)
     if model is not None:
         if taken := [name for name in ("tokenizer", "teacher") if options.pop(name)] + ["valid-text"] * bool(
             valid

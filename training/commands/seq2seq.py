@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from training.commands.shared_options import (
+    checkpoints_option,
     data_option,
     device_options,
     profile_option,
@@ -22,6 +23,7 @@ from training.commands.shared_options import (
 
 @click.command("seq2seq")
 @run_option
+@checkpoints_option
 @recipe_option("translate")
 @data_option
 @tokenizer_option("another such run")
@@ -38,6 +40,7 @@ def seq2seq_command(
     devices: int | None,
     tensorboard: bool,
     profile: Path | None,
+    checkpoints: str | None,
     **options: Any,
 ) -> None:
     """Train a small encoder-decoder from scratch, into a Hugging Face folder.
@@ -54,6 +57,7 @@ def seq2seq_command(
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
     from training.loop.monitoring import Monitoring
     from training.loop.parallel import MeshShape
+    from training.loop.run_files import keep_checkpoints_at
     from training.seq2seq.recipe import load_seq2seq_recipe
     from training.seq2seq.run import train_seq2seq
 
@@ -62,4 +66,5 @@ def seq2seq_command(
     set_devices(devices)
     monitoring = Monitoring(tensorboard=tensorboard, profile=profile)
     shape = MeshShape.parse(mesh or "")
+    keep_checkpoints_at(run_dir, checkpoints)
     click.echo(train_seq2seq(recipe, run_dir, mesh_shape=shape, monitoring=monitoring, **options))

@@ -41,6 +41,11 @@ run_option = click.option(
     metavar="RUN",
     help="The run's folder, made if missing. The same command on the same folder resumes.",
 )
+checkpoints_option = click.option(
+    "--checkpoints",
+    metavar="URL",
+    help="Keep checkpoints at gs://bucket/path instead of in RUN.",
+)
 data_option = click.option(
     "--data",
     type=click.Path(path_type=Path),

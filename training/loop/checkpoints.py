@@ -8,9 +8,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
 from jaxllm.errors import CheckpointError
+from training.data.remote_files import is_remote
 
 Params = dict[str, jax.Array]
 
@@ -31,13 +33,13 @@ class TrainState:
 
 
 class Checkpoints:
-    """The checkpoints in a folder.
+    """The checkpoints in a folder, or at a `gs://` URL.
 
     They are written in the background; one gets its name when it is whole. Opening a run that another
     process is writing changes nothing in it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | str) -> None:
         keep = [
             checkpoint_managers.LatestN(2),
             checkpoint_managers.BestN(get_metric_fn=_held_out_loss, reverse=True, n=1),
@@ -49,9 +51,10 @@ class Checkpoints:
             best_mode="min",
             enable_async_checkpointing=True,
         )
-        self._folder = Path(folder)
+        # orbax wants paths from the root.
+        self._folder = epath.Path(folder if is_remote(folder) else Path(folder).resolve())
         self._manager = ocp.CheckpointManager(
-            self._folder.resolve(), options=options, item_handlers=ocp.StandardCheckpointHandler()
+            self._folder, options=options, item_handlers=ocp.StandardCheckpointHandler()
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -105,17 +108,17 @@ class Checkpoints:
             ) from error
 
 
-def read_best(folder: Path, abstract: TrainState) -> tuple[TrainState, int, float]:
+def read_best(folder: Path | str, abstract: TrainState) -> tuple[TrainState, int, float]:
     """The best checkpoint in `folder`: its state, its step and its held-out loss in nats per token.
 
     Args:
-      folder: of the checkpoints; it is not made.
+      folder: of the checkpoints, a path or a URL; it is not made.
       abstract: see `Checkpoints.restore`.
 
     Raises:
       CheckpointError: there is none yet, or it is damaged.
     """
-    if not folder.is_dir():
+    if not epath.Path(folder).is_dir():
         raise CheckpointError(f"there is no checkpoint in {folder} yet; train first")
     with Checkpoints(folder) as checkpoints:
         step, loss = checkpoints.best()

@@ -12,7 +12,7 @@ from jaxllm.config import ModelConfig
 from training.loop.checkpoints import Params, read_best
 from training.loop.log import Log
 from training.loop.monitoring import Monitoring
-from training.loop.run_files import CHECKPOINTS
+from training.loop.run_files import checkpoints_of
 from training.loop.trainer import Batch, Trainer, train
 from training.settings import TrainSettings
 
@@ -47,7 +47,8 @@ def fit(
     Args:
       trainer: what is trained, how and on which devices.
       batch_at, held_out: see `training.loop.trainer.train`.
-      folder: of `checkpoints/` and `metrics.jsonl`, made if missing; the first process alone writes metrics.
+      folder: of `metrics.jsonl`, which the first process alone writes, and of `checkpoints/`, unless the
+        run keeps them elsewhere (see `keep_checkpoints_at`); made if missing.
       sources: names of the batches' sources, by number.
       monitoring: where progress goes.
 
@@ -59,8 +60,8 @@ def fit(
     folder.mkdir(parents=True, exist_ok=True)
     metrics, console = folder if jax.process_index() == 0 else None, monitoring.own_console()
     with Log(metrics, trainer.settings.steps, console, sources, tensorboard=monitoring.tensorboard) as log:
-        train(trainer, batch_at, held_out, folder / CHECKPOINTS, log, profile=monitoring.profile)
-    best, step, loss = read_best(folder / CHECKPOINTS, trainer.abstract())
+        train(trainer, batch_at, held_out, checkpoints_of(folder), log, profile=monitoring.profile)
+    best, step, loss = read_best(checkpoints_of(folder), trainer.abstract())
     return Fitted(best.params, step, loss)
 
 

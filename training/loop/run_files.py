@@ -1,6 +1,7 @@
 """Writes small files of a run's folder, each whole or not at all; `recipe.json` says whose the folder is."""
 
 import contextlib
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ from jaxllm.files.input_files import read_text
 
 RECIPE_FILE = "recipe.json"
 CHECKPOINTS = "checkpoints"
+# Where a run's checkpoints are, if not in its folder.
+URL_FILE = "checkpoints.url"
 
 # What a resumed run may change: how long it trains, how it computes, and what it reports.
 _MAY_CHANGE = ("steps", "accumulate", "remat", "checkpoint_steps", "log_steps")
@@ -31,6 +34,56 @@ class RunRecipe(Protocol):
     def from_json(cls, data: dict[str, Any]) -> Self:
         """Read what `to_json` wrote."""
         ...
+
+
+def keep_checkpoints_at(run_dir: Path, url: str | None) -> None:
+    """Says, in a run's folder, that its checkpoints are at a URL; None leaves it as it is.
+
+    Args:
+      run_dir: the run's folder, made if missing.
+      url: `gs://bucket/path`; stages of a run have folders of their own under it.
+
+    Raises:
+      ConfigError: orbax writes no such URL, what reads it is not installed, or the run has its checkpoints
+        elsewhere.
+    """
+    if url is None:
+        return
+    if not url.startswith("gs://") or not url.removeprefix("gs://").strip("/"):
+        raise ConfigError(
+            f"checkpoints are kept in folders and at gs://bucket/path, not at {url}; mount other storage as "
+            "a folder, and give --run in it"
+        )
+    if importlib.util.find_spec("gcsfs") is None:
+        raise ConfigError(f"cannot write {url}: `pip install gcsfs` first")
+    url, earlier = url.rstrip("/"), _url_of(run_dir)
+    if earlier is None and any(run_dir.glob(f"**/{CHECKPOINTS}")):
+        earlier = str(run_dir)
+    if earlier not in (None, url):
+        raise ConfigError(
+            f"the run's checkpoints are in {earlier}, not at {url}; leave --checkpoints out to resume, or "
+            "give another --run"
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_text(run_dir / URL_FILE, url + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write the run's folder {run_dir}: {error.strerror}") from error
+
+
+def checkpoints_of(folder: Path) -> Path | str:
+    """Where the checkpoints of a run, or of a stage in a folder of the run's, are: a path or a URL."""
+    for run_dir in (folder, *folder.parents):
+        if (url := _url_of(run_dir)) is not None:
+            return "/".join((url, *folder.relative_to(run_dir).parts, CHECKPOINTS))
+        if (run_dir / RECIPE_FILE).exists():
+            break
+    return folder / CHECKPOINTS
+
+
+def _url_of(run_dir: Path) -> str | None:
+    path = run_dir / URL_FILE
+    return read_text(path).strip() if path.exists() else None
 
 
 def wait_for_first(name: str) -> None:

@@ -282,7 +282,7 @@ def train(
     trainer: Trainer,
     batch_at: Callable[[int], Batch],
     held_out: Callable[[], Iterable[Batch]],
-    folder: Path,
+    folder: Path | str,
     report: Callable[[Progress], None],
     *,
     profile: Path | None = None,
@@ -293,7 +293,7 @@ def train(
       trainer: what is trained, how and on which devices.
       batch_at: the batch of a step (from 0), a pure function of the step.
       held_out: the batches whose loss picks the best checkpoint; at most `evaluation_batches` of them count.
-      folder: of the checkpoints.
+      folder: of the checkpoints; a path or a URL.
       report: called every `log_steps` steps and at each checkpoint; what it raises ends the run.
       profile: a folder for a trace of a few steps, see `StepTrace`.
 

@@ -35,7 +35,7 @@ from training.loop.fitting import fit
 from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape, make_mesh
 from training.loop.run_files import (
-    CHECKPOINTS,
+    checkpoints_of,
     claimed,
     read_identity,
     wait_for_first,
@@ -183,7 +183,7 @@ def export_best(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     recipe = run_recipe(run_dir)
     trainer = Trainer(pretrain_job(recipe), recipe, make_mesh(MeshShape(data=1), 1))
-    best, _, _ = read_best(run_dir / CHECKPOINTS, trainer.abstract())
+    best, _, _ = read_best(checkpoints_of(run_dir), trainer.abstract())
     write_model(run_dir / "hf", recipe, _read_tokenizer(run_dir), trainer.whole(best.params))
     return run_dir / "hf"
 

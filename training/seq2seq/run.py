@@ -22,7 +22,7 @@ from training.loop.checkpoints import read_best
 from training.loop.fitting import fit
 from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape, make_mesh
-from training.loop.run_files import CHECKPOINTS, claimed, read_identity, write_json, write_text
+from training.loop.run_files import checkpoints_of, claimed, read_identity, write_json, write_text
 from training.loop.teachers import read_teacher
 from training.loop.trainer import Trainer
 from training.seq2seq.job import Seq2SeqTeacher, seq2seq_job
@@ -119,7 +119,7 @@ def export_best_seq2seq(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     recipe = Seq2SeqRecipe.from_json(read_identity(run_dir)["recipe"])
     trainer = Trainer(seq2seq_job(recipe), recipe, make_mesh(MeshShape(data=1), 1))
-    best, _, _ = read_best(run_dir / CHECKPOINTS, trainer.abstract())
+    best, _, _ = read_best(checkpoints_of(run_dir), trainer.abstract())
     vocabulary = _read_tokenizer(run_dir / TOKENIZER_FILE)
     write_seq2seq(run_dir / "hf", recipe, vocabulary, trainer.whole(best.params))
     return run_dir / "hf"

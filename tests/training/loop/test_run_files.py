@@ -7,7 +7,7 @@ import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError
 from tests.training.jobs import SMOKE
-from training.loop.run_files import claimed, read_identity
+from training.loop.run_files import checkpoints_of, claimed, keep_checkpoints_at, read_identity
 
 
 def test_a_folder_is_claimed_when_the_run_is_ready(tmp_path):
@@ -53,3 +53,37 @@ def test_settings_younger_than_the_run_have_their_defaults(tmp_path):
     path.write_text("{")
     with pytest.raises(CheckpointError, match="not the folder"), claimed(tmp_path, SMOKE, documents="d1"):
         pass
+
+
+def test_a_run_keeps_its_checkpoints_at_a_url_for_all_of_its_stages(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    run = tmp_path / "outer" / "run"
+    assert checkpoints_of(run / "joint") == run / "joint" / "checkpoints"
+    keep_checkpoints_at(run, None)
+    assert not run.exists()
+    for _ in range(2):
+        keep_checkpoints_at(run, "gs://bucket/mine/")
+    assert checkpoints_of(run) == "gs://bucket/mine/checkpoints"
+    assert checkpoints_of(run / "levels" / "20") == "gs://bucket/mine/levels/20/checkpoints"
+    with pytest.raises(ConfigError, match="in gs://bucket/mine, not at gs://bucket/other; leave"):
+        keep_checkpoints_at(run, "gs://bucket/other")
+    # A run inside of another's folder is its own.
+    (run / "inner").mkdir()
+    (run / "inner" / "recipe.json").touch()
+    assert checkpoints_of(run / "inner") == run / "inner" / "checkpoints"
+    (tmp_path / "local" / "joint" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"in .*local, not at gs"):
+        keep_checkpoints_at(tmp_path / "local", "gs://bucket/mine")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://", "bucket/run", "gs:///"])
+def test_checkpoints_go_to_no_other_url(tmp_path, url):
+    with pytest.raises(ConfigError, match=f"not at {url}; mount other storage as a folder"):
+        keep_checkpoints_at(tmp_path, url)
+
+
+def test_what_writes_a_url_must_be_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install gcsfs"):
+        keep_checkpoints_at(tmp_path, "gs://bucket/run")
+    assert not list(tmp_path.iterdir())

@@ -13,15 +13,13 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import param_specs
 from serving.cli import cli
 from tests.training.seq2seq.tiny import SWITCH, tiny_recipe
-from tests.training.tiny_runs import ONE, QUIET
-from training.loop.monitoring import Monitoring
+from tests.training.tiny_runs import ONE, SILENT
 from training.loop.optimizer import matrices
 from training.seq2seq.batches import PairRows
 from training.seq2seq.recipe import Seq2SeqRecipe, load_seq2seq_recipe, seq2seq_recipe_names
 from training.seq2seq.run import export_best_seq2seq, train_seq2seq
 from training.seq2seq.translation import Translator, bleu
 
-MONITORING = Monitoring(console=QUIET)
 WORDS = ["nought", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
@@ -38,7 +36,7 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    train_seq2seq(tiny_recipe(), folder, data=data, mesh_shape=ONE, monitoring=MONITORING)
+    train_seq2seq(tiny_recipe(), folder, data=data, mesh_shape=ONE, monitoring=SILENT)
     return folder
 
 
@@ -57,7 +55,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_parameters(run, data, tmp_pat
             raise KeyboardInterrupt
         return real(rows, step)
 
-    arguments = {"data": data, "mesh_shape": ONE, "monitoring": MONITORING}
+    arguments = {"data": data, "mesh_shape": ONE, "monitoring": SILENT}
     monkeypatch.setattr(PairRows, "batch_at", stopped)
     with pytest.raises(KeyboardInterrupt):
         train_seq2seq(tiny_recipe(), tmp_path, **arguments)
@@ -92,10 +90,10 @@ def test_greedy_answers_are_the_likeliest_tokens_one_by_one(run):
 def test_a_draft_learns_from_a_teacher_of_the_same_tokens(run, data, tmp_path):
     recipe = tiny_recipe(SWITCH, teacher_share=0.5, steps=2, dropout=0.0)
     with pytest.raises(ConfigError, match="--teacher"):
-        train_seq2seq(recipe, tmp_path / "a", data=data, mesh_shape=ONE, monitoring=MONITORING)
+        train_seq2seq(recipe, tmp_path / "a", data=data, mesh_shape=ONE, monitoring=SILENT)
     folder = train_seq2seq(
         recipe, tmp_path / "b", data=data, tokenizer=run / "tokenizer.json", teacher=run / "hf",
-        mesh_shape=ONE, monitoring=MONITORING,
+        mesh_shape=ONE, monitoring=SILENT,
     )  # fmt: skip
     metrics = (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(metrics[-1])["penalty"] > 0
@@ -153,4 +151,4 @@ def test_files_of_different_lengths_are_refused(data, tmp_path):
     (tmp_path / "one.txt").write_text("1\n2\n")
     (tmp_path / "two.txt").write_text("one\n")
     with pytest.raises(ConfigError, match="must be a pair"):
-        train_seq2seq(tiny_recipe(), tmp_path / "run", data=tmp_path, mesh_shape=ONE, monitoring=MONITORING)
+        train_seq2seq(tiny_recipe(), tmp_path / "run", data=tmp_path, mesh_shape=ONE, monitoring=SILENT)
