@@ -189,6 +189,7 @@ def attend_restored(
 ) -> tuple[AtExperts, jax.Array, Past]:
     """`restore_layer` of a sparse layer up to its experts; see there and `attend_layer`."""
     past = _loaded_layer(params, past, chunks, of.layer)
+    of = dataclasses.replace(of, cfg=_roomy(of.cfg, x))
     tokens, out, past, _ = attend_layer(params, next_routers, x, at, past, None, of=of)
     return tokens, out, past
 
@@ -309,7 +310,7 @@ def restore_layer(
     """
     _check_layer("restore_layer", x, at, past, cfg)
     past = _loaded_layer(params, past, chunks, layer)
-    x, past, _ = forward_layer(layer_of(params, layer), x, at, past, cfg=cfg, layer=layer)
+    x, past, _ = one_layer(params, x, at, past, None, cfg=_roomy(cfg, x), layer=layer)
     return x, past
 
 
@@ -373,6 +374,13 @@ def one_layer(
         return encoder_decoder.forward_layer(params, x, at, past, mass, cfg=cfg, layer=layer)
     weights = layer_of(params, layer)
     return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer)
+
+
+def _roomy(cfg: ModelConfig, x: jax.Array) -> ModelConfig:
+    """The model with experts that take all tokens of `x` `[1, T, D]`: when they were computed first they came
+    one by one, or a few, and no expert had too many."""
+    most = max(cfg.expert_capacity, x.shape[1])
+    return dataclasses.replace(cfg, expert_capacity=most) if cfg.expert_capacity else cfg
 
 
 def _check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: ModelConfig) -> None:
