@@ -155,13 +155,13 @@ def attend_layer(
 
 
 def attend_encoder(
-    params: Params, x: jax.Array, mask: jax.Array, valid: jax.Array, *, of: SparseLayer, ahead: int
+    params: Params, x: jax.Array, bias: jax.Array | None, valid: jax.Array, *, of: SparseLayer, ahead: int
 ) -> tuple[AtExperts, jax.Array]:
     """A sparse layer of an encoder up to its experts.
 
     Args:
       params: of the layer, without experts.
-      x, mask, valid: see `encoder_decoder.encoder_layer`; x is donated.
+      x, bias, valid: see `encoder_decoder.encoder_layer`; x is donated.
       of: the layer, of the encoder.
       ahead: number of layers for which `AtExperts` has probabilities; here zeros.
 
@@ -170,7 +170,7 @@ def attend_encoder(
     """
     cfg = of.cfg
     how = {"cfg": cfg, "layer": of.layer}
-    x, routing, visiting = encoder_decoder.encoder_to_experts(params, x, mask, valid, **how)
+    x, routing, visiting = encoder_decoder.encoder_to_experts(params, x, bias, valid, **how)
     tiles, weights = tiles_and_weights(routing, cfg.experts, live=visiting, loss=of.loss)
     zeros = jnp.zeros((ahead, cfg.experts), jnp.float32)
     tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=zeros)
