@@ -104,9 +104,10 @@ def test_contexts_go_on_with_what_the_decoder_says(service, tmp_path):
         second, ended = turn(prompt)
         assert (second.prompt_tokens, second.context_tokens) == (before + len(said), before)
         assert second.reused_tokens == before - len(source) - 1
+    # An empty text goes on.
+    _, ended = turn("")
     tokens = kept.contexts.record("mail", name).tokens
-    config = dataclasses.replace(call("").config)
-    request = service.engine.request(tokens[: -ended.tokens], config, source=source)
+    request = service.engine.request(tokens[: -ended.tokens], call().config, source=source)
     assert tuple(service.engine.submit(request).result().tokens) == tokens[-ended.tokens :]
     with pytest.raises(ConfigError, match="has one source, its first turn's"):
         turn(asked(("user", "hello")))
