@@ -5,6 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxllm.bundle import Bundle, expert_widths, lay_experts_apart
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling
 from serving.contexts.context import Context
@@ -14,8 +17,15 @@ from serving.contexts.turn_ids import conversation_turn_ids
 from serving.engine import Engine
 from serving.options import EngineOptions
 from serving.request import GenerationConfig
-from tests import tiny
-from tests.serving.test_streamed_encoder_decoders import T5, budget, written
+from serving.speculation.options import SpeculationOptions
+from serving.weights.experts.store import ExpertStore
+from serving.weights.footprint import budget_with_experts
+from tests import tiny, tiny_encdec
+from tests.kernels.switching import needs_native
+from tests.serving.speculation.test_speculative import sharp
+from tests.serving.test_encoder_decoder_levels import CFGS, LADDER, ordered, write
+from tests.serving.test_streamed_encoder_decoders import BART, MARIAN, T5, TREES, budget, written
+from tests.serving.test_streamed_switch import SWITCH
 
 OPTIONS = EngineOptions(
     context_tokens=64, cache_tokens=(64,), chunk_tokens=(16,), decode_block=4, buckets_bytes=0, kv_codec="raw"
@@ -175,3 +185,64 @@ def test_what_contexts_of_encoder_decoders_refuse(engine, kept):
     for messages, tools in (([asked], ()), ([said, asked], ()), ([said], ({"name": "f"},))):
         with pytest.raises(ConfigError, match=r"has one source, its first turn's: .* make a new context"):
             conversation_turn_ids(tokenizer, (1, 2), messages, tools=tools)
+
+
+def _levels(folder):
+    cfg = CFGS["t5"]
+    order, params = ordered(cfg)
+    path = write(folder / "elastic.jaxllm", cfg, params, parts=elastic_parts(LADDER, order=order))
+    return path, {"levels": (70,)}, {}
+
+
+def _apart(folder):
+    files = tiny_encdec.tokenizer()
+    together = tiny.write_tiny_bundle(
+        folder / "together.jaxllm", "int8", cfg=SWITCH, params=sharp(SWITCH), tokenizer=files
+    )
+    path = folder / "apart.jaxllm"
+    with Bundle.open(together) as bundle:
+        lay_experts_apart(path, bundle, expert_widths(bundle))
+    with Bundle.open(path) as bundle:
+        resolved = dataclasses.replace(OPTIONS, context_tokens=48, cache_tokens=(48,))
+        resolved = resolved.resolve(bundle.cfg, quantized=True)
+        memory = budget_with_experts(bundle, resolved, 6 * ExpertStore(bundle).largest_bytes)
+    return path, {"memory_bytes": memory}, {}
+
+
+ENGINES = {
+    "bart": lambda folder: (written(folder, "bf16", BART), {}, {}),
+    "marian": lambda folder: (written(folder, "int8", MARIAN), {}, {}),
+    "levels": _levels,
+    "apart": _apart,
+    "coded": lambda folder: (written(folder, "int8", T5), {"attend_coded": True}, {}),
+    "ngram": lambda folder: (written(folder, "int8", T5), {}, {"speculation": drafts("ngram")}),
+    "nested": lambda folder: (written(folder, "int8-nested", T5), {}, {"speculation": drafts("nested")}),
+}
+
+
+def drafts(name):
+    return SpeculationOptions(drafter=name, trees=TREES, pausing=False, fallback="fixed", alpha=1e-6)
+
+
+@needs_native
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ENGINES)
+def test_every_kind_of_engine_goes_on(kind, tmp_path):
+    """With a chunk that is computed again."""
+    path, options, more = ENGINES[kind](tmp_path)
+    options = dataclasses.replace(OPTIONS, context_tokens=48, cache_tokens=(48,), **options)
+    engine = Engine.open(path, options=options, **more)
+    contexts = Contexts(engine, ContextOptions(folder=tmp_path / "store"))
+    for level in engine.levels:
+        wanted = without_contexts(engine.at(level) if level != WHOLE else engine, SOURCES[0])
+        one, other = (Context(contexts, contexts.create("mail", level=level)) for _ in range(2))
+        answers = [say(one, SOURCES[0]).tokens, say(one, TURNS[0]).tokens]
+        say(other, SOURCES[1])
+        contexts.store.wait()
+        contexts.memory.forget(one.name)
+        contexts.store.commit(contexts.store.record(one.name).lose({0}))
+        answer = say(one, TURNS[1])
+        assert answer.restoration.computed == (0,)
+        assert [*answers, answer.tokens] == wanted[:3]
+    contexts.close()
+    engine.close()
