@@ -195,9 +195,11 @@ def _levels(folder):
 
 
 def _apart(folder):
+    # What comes together may be too many for an expert, what comes one by one never is: here nothing is.
+    cfg = dataclasses.replace(SWITCH, expert_capacity=64)
     files = tiny_encdec.tokenizer()
     together = tiny.write_tiny_bundle(
-        folder / "together.jaxllm", "int8", cfg=SWITCH, params=sharp(SWITCH), tokenizer=files
+        folder / "together.jaxllm", "int8", cfg=cfg, params=sharp(cfg), tokenizer=files
     )
     path = folder / "apart.jaxllm"
     with Bundle.open(together) as bundle:
