@@ -310,15 +310,17 @@ class Engine(Generic[AnyModel]):
         sliding: Sliding | None = None,
         tpot_ms: float | None = None,
         rows: PromptRows | None = None,
+        source: Sequence[int] | None = None,
     ) -> Request:
         """Makes a request of this engine (see `stream`): encodes text, and draws a seed where none is given.
+        With the `source` of an encoder-decoder the prompt is the ids that its decoder has so far.
 
         Raises:
           ConfigError: the prompt is empty, or the level is not served.
         """
         runner = self.runner_at(level)
         runner.require_usable()
-        config, source = config or GenerationConfig(), None
+        config, begun = config or GenerationConfig(), source is not None
         if rows is not None:
             if isinstance(prompt, str):
                 raise ConfigError("rows stand at places of token ids; encode the prompt first")
@@ -328,8 +330,8 @@ class Engine(Generic[AnyModel]):
                 raise ConfigError("the prompt is empty; give it at least one character")
             text = self.tokenizer.files.source_text(prompt, config.task)
             prompt = self.tokenizer.limited(runner.options.context_tokens).encode(text)
-        if runner.cfg.encoder is not None:
-            prompt, source = start_ids(self.tokenizer, self.name), tuple(prompt)
+        if runner.cfg.encoder is not None and source is None:
+            prompt, source = start_ids(self.tokenizer, self.name), prompt
         seed = config.sampling.seed
         return Request(
             prompt=tuple(prompt),
@@ -342,7 +344,8 @@ class Engine(Generic[AnyModel]):
             and rows is None,
             sliding=sliding,
             tpot_ms=tpot_ms,
-            source=source,
+            source=None if source is None else tuple(source),
+            begun=begun,
             rows=rows,
         )
 

@@ -104,6 +104,7 @@ class Session:
       chunks: chunk table of those that the cache attends to where they lie; open as long as a session has it.
       fed: the first chunk of the next request, if the cache has it already.
       state_tokens: how many tokens the states in the cache have gone through; None where there are none.
+      source: whose keys and values are in the cache, in an encoder-decoder; None where there are none.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -112,6 +113,7 @@ class Session:
     chunks: "ChunkTable | None" = None
     fed: Fed | None = None
     state_tokens: int | None = None
+    source: tuple[int, ...] | None = None
 
     def reusable(self, prompt: Sequence[int], tokens: Sequence[int] | None = None) -> int:
         """How many first tokens of a prompt the cache has of `tokens`, its own unless given. States cannot go
@@ -141,6 +143,7 @@ class Request:
     Attributes:
       prompt: token ids; of an encoder-decoder those that its decoder begins with.
       source: token ids that an encoder reads; None for models without one.
+      begun: whether the prompt of an encoder-decoder has tokens behind those that its decoder begins with.
       rows: that stand in place of some of the prompt's tokens, where `prompt` has ids of theirs; None for
         none.
       config: length, stops and sampling.
@@ -160,12 +163,16 @@ class Request:
     sliding: Sliding | None = None
     tpot_ms: float | None = None
     source: tuple[int, ...] | None = None
+    begun: bool = False
     rows: PromptRows | None = None
 
     @property
     def asked_tokens(self) -> int:
-        """Number of tokens that were asked for an answer to: of the source, or of the prompt."""
-        return len(self.prompt if self.source is None else self.source)
+        """Number of tokens that were asked for an answer to: of the source, of the prompt, or of both where
+        an encoder-decoder's answer has begun."""
+        if self.source is None:
+            return len(self.prompt)
+        return len(self.source) + (len(self.prompt) if self.begun else 0)
 
     def require_served_by(self, runner: Runner) -> None:
         """Checks that a runner can answer it.

@@ -113,12 +113,18 @@ def _begin(run: Run) -> None:
     if fed is not None and cache is not None:
         _go_on(run, fed, cached, cache)
         return
+    source = run.request.source
+    reads = source is not None and (cache is None or session.source != source)
+    if reads:
+        # What a decoder computed after one source is of no use after another.
+        cached = []
     # The last token is always fed: the answer begins with its logits.
     run.reused_tokens = session.reusable(prompt[:-1], cached)
     room = run.decoding.cache_tokens(len(prompt))
     cache = runner.start(room) if cache is None else cache
     cache = runner.make_room(cache, room)
-    session.cache = cache if run.request.source is None else runner.read_source(cache, run.request.source)
+    session.cache = runner.read_source(cache, source) if source is not None and reads else cache
+    session.source = source
     session.tokens = prompt[: run.reused_tokens]
     missing = len(prompt) - run.reused_tokens
     # Rows in place of tokens are prefilled in floats.

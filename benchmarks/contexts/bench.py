@@ -12,6 +12,7 @@ from benchmarks.contexts.replay import Switches, replay
 from benchmarks.contexts.systems import SYSTEMS, System
 from benchmarks.measuring.storage import PHONES, REAL, Device, named_devices
 from jaxllm.bundle import WeightFormat
+from jaxllm.models.rooms import require_decoder_alone
 from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.growth import most_bytes
 from serving.engine import Engine
@@ -103,9 +104,10 @@ class Bench:
                 context_tokens=self._context_tokens, kv_codec=codec, kv_chunk_tokens=chunk_tokens,
                 attend_coded=coded,
             )  # fmt: skip
-            self._engines[key] = Engine.open(
+            engine = self._engines[key] = Engine.open(
                 self._model, weights=self._weights, options=options, progress=self._progress
             )
+            require_decoder_alone(engine.cfg, "bench contexts")
         return self._engines[key]
 
     @property

@@ -45,7 +45,7 @@ def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
 
 def part_of_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     """`sub_model` of some of the parameters, such as those of one layer."""
-    if STACK in params:
+    if STACK in params or cfg.encoder is not None:
         return dict(params)
     specs = param_specs(cfg)
     return {name: _cut(sliced(each), name, specs[name].shape, take_units) for name, each in params.items()}

@@ -143,7 +143,7 @@ def load_layer(
         ((keys, values),) = native_attention.load_chunks(
             caches, [0], slots, source[None], bits, counts, **_native_form(form)
         )
-        return Past(keys, values, past.slot)
+        return dataclasses.replace(past, keys=keys, values=values, coded=None)
     keys, values, capacity = past.keys, past.values, past.capacity_tokens
     heads_of, width_of = keys.shape[-3], keys.shape[-1]
     shape = ChunkShape(heads=heads_of, tokens=form.tokens, width=width_of, dtype=keys.dtype.name)
@@ -153,7 +153,7 @@ def load_layer(
         of_keys, of_values = form.codec.decode(source[:, :size], shape, width)
         keys = place_chunks(keys, of_keys, at, past.slot)
         values = place_chunks(values, of_values, at, past.slot)
-    return Past(keys, values, past.slot)
+    return dataclasses.replace(past, keys=keys, values=values, coded=None)
 
 
 def reads_addresses(dtype: jnp.dtype) -> bool:

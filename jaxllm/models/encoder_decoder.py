@@ -22,19 +22,14 @@ from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.kv.source import Source
 from jaxllm.models.encoder_decoder_blocks import SharedOptions, fed_forward, routed
-from jaxllm.models.encoder_decoder_positions import attended_positions, bias_by_distance, embedded
+from jaxllm.models.encoder_decoder_positions import bias_both_ways, bias_by_distance, embedded
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of, over_layers
 from jaxllm.models.parameters import ENCODER, Params
-from jaxllm.nn.layers import (
-    AttentionOptions,
-    Heads,
-    attention,
-    cached_attention,
-    source_attention,
-)
+from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention, source_attention
 from jaxllm.nn.linear import from_units, normed_to_units, to_units
 from jaxllm.nn.norms import normalize
+from jaxllm.nn.source_self_attention import BLOCK_TOKENS, source_self_attention
 
 Kept = TypeVar("Kept")
 # (queries, keys and values of new tokens; used kv groups) -> (attention outputs, what the layer keeps, such
@@ -49,7 +44,13 @@ def encoder_params(params: Params) -> Params:
 
 
 def encode(
-    params: Params, tokens: jax.Array, valid: jax.Array, *, cfg: ModelConfig, dtype: jnp.dtype = jnp.float32
+    params: Params,
+    tokens: jax.Array,
+    valid: jax.Array,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype = jnp.float32,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> jax.Array:
     """What the encoder says of a source.
 
@@ -59,61 +60,69 @@ def encode(
       valid: int32 scalar, how many of the T tokens are real; no token attends to the others.
       cfg: the encoder, `ModelConfig.encoder` of the model.
       dtype: of the activations.
+      block_tokens: see `source_self_attention`.
 
     Returns:
       Hidden states `[B, T, D]`; those of padding are undefined.
     """
-    x, mask = begin_encoder(params, tokens, valid, cfg=cfg, dtype=dtype)
+    x, bias = begin_encoder(params, tokens, valid, cfg=cfg, dtype=dtype)
 
     def layer(x: jax.Array, own: Params, like: int, number: jax.Array | int) -> jax.Array:
         del number
-        return encoder_layer(own, x, mask, valid, cfg=cfg, layer=like)
+        return encoder_layer(own, x, bias, valid, cfg=cfg, layer=like, block_tokens=block_tokens)
 
     return final_normed(params, over_layers(params, cfg, layer, x), cfg=cfg)
 
 
 def begin_encoder(
     params: Params, tokens: jax.Array, valid: jax.Array, *, cfg: ModelConfig, dtype: jnp.dtype = jnp.float32
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """`encode` before its first layer; see there.
 
     Returns:
-      The first layer's input `[B, T, D]`; and what all layers attend by, a mask `[T, T]` bool, or with
-      relative positions what is added to scores, `[K, T, G, T]` float32.
+      The first layer's input `[B, T, D]`; and what all layers add to scores, `[K, G, 2·T-1]` float32 (see
+      `source_self_attention`), None without relative positions.
     """
     axes = Axes("begin_encoder")
     axes.check(jnp.int32, "B T", tokens=tokens)
     axes.check(jnp.int32, "", valid=valid)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     x = embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=_live(tokens, valid))
-    return x, attended_positions(params, positions, (positions < valid)[None, :], cfg)
+    return x, bias_both_ways(params, tokens.shape[1], cfg)
 
 
 def encoder_layer(
-    params: Params, x: jax.Array, mask: jax.Array, valid: jax.Array, *, cfg: ModelConfig, layer: int
+    params: Params,
+    x: jax.Array,
+    bias: jax.Array | None,
+    valid: jax.Array,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> jax.Array:
     """One layer of `encode`.
 
     Args:
       params: that `layer_of` takes.
       x: `[B, T, D]`, its input.
-      mask: see `begin_encoder`.
-      valid: see `encode`.
+      bias: see `begin_encoder`.
+      valid, block_tokens: see `encode`.
       cfg: the encoder.
       layer: its index, or that of a layer that equals it.
     """
     weights, live = layer_of(params, layer), _live(x, valid)
-    x = _attended_by_mask(weights, x, mask, valid, cfg)
+    x = _self_attended(weights, x, bias, valid, cfg, block_tokens)
     return fed_forward(weights, x, cfg, layer, valid, live)
 
 
 def encoder_to_experts(
-    params: Params, x: jax.Array, mask: jax.Array, valid: jax.Array, *, cfg: ModelConfig, layer: int
+    params: Params, x: jax.Array, bias: jax.Array | None, valid: jax.Array, *, cfg: ModelConfig, layer: int
 ) -> tuple[jax.Array, Routing, jax.Array]:
     """`encoder_layer` of a sparse layer up to its experts: their input, the routing of the tokens, and which
     of them visit their expert, `[B, T]` bool."""
     weights = layer_of(params, layer)
-    x = _attended_by_mask(weights, x, mask, valid, cfg)
+    x = _self_attended(weights, x, bias, valid, cfg, BLOCK_TOKENS)
     return x, *routed(weights, x, cfg, valid, rowwise=False)
 
 
@@ -256,8 +265,13 @@ _Attending = Callable[
 ]
 
 
-def _attended_by_mask(
-    weights: LayerParams, x: jax.Array, mask: jax.Array, valid: jax.Array, cfg: ModelConfig
+def _self_attended(
+    weights: LayerParams,
+    x: jax.Array,
+    bias: jax.Array | None,
+    valid: jax.Array,
+    cfg: ModelConfig,
+    block_tokens: int,
 ) -> jax.Array:
     """The first half of a layer of the encoder (see `encoder_layer`)."""
 
@@ -265,7 +279,10 @@ def _attended_by_mask(
         del used
         q, k, v = heads[0], *(_zeroed(each, valid) for each in heads[1:])
         keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        return attention(q, keys, values, mask, scale=cfg.attention_scale), None
+        scale = cfg.attention_scale
+        return source_self_attention(
+            q, keys, values, bias, valid, scale=scale, block_tokens=block_tokens
+        ), None
 
     return _attended(weights, x, cfg, "attn", attend, _live(x, valid))[0]
 

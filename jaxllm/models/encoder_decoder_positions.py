@@ -8,7 +8,6 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
-from jaxllm.nn.layers import MASKED
 from jaxllm.nn.linear import embed
 from jaxllm.nn.norms import normalize
 
@@ -33,15 +32,13 @@ def embedded(
     return normalize(x, LayerParams(params, "").norm("embed.norm", cfg)) if cfg.embed_norm else x
 
 
-def attended_positions(params: Params, positions: jax.Array, mask: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """The encoder's mask `[T, T]` bool, or with relative positions what is added to scores `[K, T, G, T]`
-    float32 (see `attention`), of tokens at positions `[T]`."""
-    count = len(positions)
+def bias_both_ways(params: Params, count: int, cfg: ModelConfig) -> jax.Array | None:
+    """The bias of `source_self_attention` of an encoder, for `count` tokens."""
     if not cfg.relative_buckets:
-        return jnp.broadcast_to(mask, (count, count))
-    bias = _biases(params, positions[None, :] - positions[:, None], cfg, both_ways=True)
-    bias = bias + jnp.where(mask, np.float32(0), np.float32(MASKED))[..., None]
-    return bias.reshape(count, count, cfg.kv_heads, cfg.group).transpose(2, 0, 3, 1)
+        return None
+    distance = jnp.arange(1 - count, count, dtype=jnp.int32)
+    bias = _biases(params, distance, cfg, both_ways=True)
+    return bias.T.reshape(cfg.kv_heads, cfg.group, -1)
 
 
 def bias_by_distance(params: Params, cfg: ModelConfig) -> jax.Array | None:

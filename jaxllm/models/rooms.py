@@ -27,7 +27,6 @@ ROOMS: tuple[Room, ...] = get_args(Room)
 _ENCODER_DECODER_REFUSALS: dict[Room, str] = {
     "levels": "use the whole model",
     "integer prefill": "prefill in floats",
-    "contexts": "call without one, each time with the whole source",
     "tasks": "judge the model by its own task (jaxllm seq2seq-eval)",
 }
 # Why models with state layers cannot have a room, and what to do.

@@ -132,7 +132,8 @@ def run_encode(
     axes.check(jnp.int32, "1", source_tokens=source_tokens)
     assert cfg.encoder is not None
     params, valid = (params_of or with_adapters)(weights, cfg), source_tokens[0]
-    hidden = encode(encoder_params(params), tokens, valid, cfg=cfg.encoder, dtype=dtype)
+    # Programs have no loops.
+    hidden = encode(encoder_params(params), tokens, valid, cfg=cfg.encoder, dtype=dtype, block_tokens=0)
     empty = (jnp.zeros(0, dtype),) * cfg.layers
     source = with_source(params, hidden, valid, SourceLayers(empty, empty, valid), cfg=cfg)
     out = {SOURCE_KEYS.format(layer): each for layer, each in enumerate(source.keys)}

@@ -155,13 +155,13 @@ def attend_layer(
 
 
 def attend_encoder(
-    params: Params, x: jax.Array, mask: jax.Array, valid: jax.Array, *, of: SparseLayer, ahead: int
+    params: Params, x: jax.Array, bias: jax.Array | None, valid: jax.Array, *, of: SparseLayer, ahead: int
 ) -> tuple[AtExperts, jax.Array]:
     """A sparse layer of an encoder up to its experts.
 
     Args:
       params: of the layer, without experts.
-      x, mask, valid: see `encoder_decoder.encoder_layer`; x is donated.
+      x, bias, valid: see `encoder_decoder.encoder_layer`; x is donated.
       of: the layer, of the encoder.
       ahead: number of layers for which `AtExperts` has probabilities; here zeros.
 
@@ -170,7 +170,7 @@ def attend_encoder(
     """
     cfg = of.cfg
     how = {"cfg": cfg, "layer": of.layer}
-    x, routing, visiting = encoder_decoder.encoder_to_experts(params, x, mask, valid, **how)
+    x, routing, visiting = encoder_decoder.encoder_to_experts(params, x, bias, valid, **how)
     tiles, weights = tiles_and_weights(routing, cfg.experts, live=visiting, loss=of.loss)
     zeros = jnp.zeros((ahead, cfg.experts), jnp.float32)
     tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=zeros)
@@ -189,6 +189,7 @@ def attend_restored(
 ) -> tuple[AtExperts, jax.Array, Past]:
     """`restore_layer` of a sparse layer up to its experts; see there and `attend_layer`."""
     past = _loaded_layer(params, past, chunks, of.layer)
+    of = dataclasses.replace(of, cfg=_roomy(of.cfg, x))
     tokens, out, past, _ = attend_layer(params, next_routers, x, at, past, None, of=of)
     return tokens, out, past
 
@@ -309,7 +310,7 @@ def restore_layer(
     """
     _check_layer("restore_layer", x, at, past, cfg)
     past = _loaded_layer(params, past, chunks, layer)
-    x, past, _ = forward_layer(layer_of(params, layer), x, at, past, cfg=cfg, layer=layer)
+    x, past, _ = one_layer(params, x, at, past, None, cfg=_roomy(cfg, x), layer=layer)
     return x, past
 
 
@@ -373,6 +374,13 @@ def one_layer(
         return encoder_decoder.forward_layer(params, x, at, past, mass, cfg=cfg, layer=layer)
     weights = layer_of(params, layer)
     return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer)
+
+
+def _roomy(cfg: ModelConfig, x: jax.Array) -> ModelConfig:
+    """The model with experts that take all tokens of `x` `[1, T, D]`: when they were computed first they came
+    one by one, or a few, and no expert had too many."""
+    most = max(cfg.expert_capacity, x.shape[1])
+    return dataclasses.replace(cfg, expert_capacity=most) if cfg.expert_capacity else cfg
 
 
 def _check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: ModelConfig) -> None:

@@ -54,7 +54,7 @@ class BeginEncoderBucket(Bucket):
     by_rows: bool
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(the encoder's params outside of layers, row, valid) -> x, mask."""
+        """(the encoder's params outside of layers, row, valid) -> x, bias."""
         step = functools.partial(begin_encoder, cfg=_encoder(model), dtype=model.dtype)
         return jax.jit(step).lower(self._params(model), ids(1, self.tokens), SCALAR)
 
@@ -80,12 +80,12 @@ class EncoderLayerBucket(Bucket):
     layer: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(layer's params, x, mask, valid) -> x."""
+        """(layer's params, x, bias, valid) -> x."""
         assert model.encoder is not None
         step = functools.partial(encoder_layer, cfg=_encoder(model), layer=self.layer)
-        x, mask = _begun(model, self.tokens)
+        x, bias = _begun(model, self.tokens)
         weights = layer_shapes(model.encoder, self.layer)
-        return jax.jit(step, donate_argnums=(1,)).lower(weights, x, mask, SCALAR)
+        return jax.jit(step, donate_argnums=(1,)).lower(weights, x, bias, SCALAR)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,13 +104,13 @@ class AttendEncoderBucket(Bucket):
     ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(layer's params, x, mask, valid) -> tokens at experts, a buffer for their outputs."""
+        """(layer's params, x, bias, valid) -> tokens at experts, a buffer for their outputs."""
         assert model.encoder is not None
         layer = SparseLayer(_encoder(model), self.layer, self.loss)
         step = functools.partial(attend_encoder, of=layer, ahead=self.ahead)
-        x, mask = _begun(model, self.tokens)
+        x, bias = _begun(model, self.tokens)
         weights = layer_shapes(model.encoder, self.layer)
-        return jax.jit(step, donate_argnums=(1,)).lower(weights, x, mask, SCALAR)
+        return jax.jit(step, donate_argnums=(1,)).lower(weights, x, bias, SCALAR)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ def _encoder(model: ModelShapes) -> ModelConfig:
 
 
 def _begun(model: ModelShapes, tokens: int) -> tuple[Any, Any]:
-    """Shapes of the first layer's input, and of the mask."""
+    """Shapes of the first layer's input, and of the bias."""
 
     def begun(params: Params, row: jax.Array, valid: jax.Array) -> Any:
         return begin_encoder(params, row, valid, cfg=_encoder(model), dtype=jnp.dtype(model.dtype))

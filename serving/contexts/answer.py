@@ -1,5 +1,6 @@
 """Answers in a context: restores the context before the answer, and stores it afterwards."""
 
+import dataclasses
 import time
 import weakref
 from collections.abc import Callable
@@ -43,16 +44,19 @@ class ContextCall(Lifecycle):
 
     def begin(self, run: Run) -> None:
         """See `Lifecycle`."""
-        record, contexts = self.record, self._contexts
+        record, contexts, source = self.record, self._contexts, run.request.source
+        base = None if self._base is record else self._base
+        if source is not None:
+            base = dataclasses.replace(base or record, source=source)
         if contexts.record(record.app, record.name).tokens != record.tokens:
             raise ConfigError(f"the context {record.name} went on since this answer was asked for; ask again")
         self._turn = contexts.begin(
             record.app,
             record.name,
             run.session,
-            prompt_tokens=run.prompt_tokens,
+            prompt_tokens=len(run.sequence),
             most_tokens=self._most_tokens,
-            base=None if self._base is record else self._base,
+            base=base,
             prompt=run.sequence,
         )
         self._turn.stop = _stop(weakref.ref(run), record.name)

@@ -14,8 +14,8 @@ from serving.contexts.answer import ContextAnswer, ContextCall
 from serving.contexts.growth import slid_record
 from serving.contexts.manager import Contexts
 from serving.contexts.record import Record
-from serving.contexts.turn_ids import turn_ids
-from serving.request import DEFAULT_MAX_TOKENS, GenerationConfig, Session
+from serving.contexts.turn_ids import TurnTokens, turn_ids
+from serving.request import DEFAULT_MAX_TOKENS, GenerationConfig
 from serving.sliding import Sliding, kept_tokens
 
 
@@ -46,8 +46,14 @@ class Context:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All tokens of the context."""
+        """All tokens of the context; of an encoder-decoder those of its decoder."""
         return self.record.tokens
+
+    @property
+    def source(self) -> tuple[int, ...]:
+        """Of an encoder-decoder, the tokens that its encoder reads: the first prompt's. Empty before, and of
+        other models."""
+        return self.record.source
 
     def generate(
         self,
@@ -61,6 +67,9 @@ class Context:
         sampling: Sampling | None = None,
     ) -> ContextAnswer:
         """Answers a prompt that follows the context's tokens.
+
+        The first prompt of an encoder-decoder is the context's source; a later one is what its decoder says
+        next, before it goes on by itself, and may be empty.
 
         Args:
           prompt: the user's text; or token ids, which are taken as they are.
@@ -90,19 +99,21 @@ class Context:
             prompt = turn_ids(tokenizer, record.tokens, prompt, instruction, now=now)
         elif instruction:
             raise ConfigError("an instruction comes with a prompt of text, not with token ids")
-        if not prompt:
+        if not prompt and not record.source:
             raise ConfigError("the prompt is empty; give it at least one token of text")
-        session, base, sliding = Session(), record, None
+        base, sliding = record, None
         if slide:
             base = self._slid(record, len(prompt))
             sliding = Sliding(sink_tokens=engine.options.kv_chunk_tokens)
-        whole = [*base.tokens, *prompt]
+        asked = TurnTokens.after(base, base.tokens, prompt, engine.tokenizer, engine.cfg)
         config = GenerationConfig(
             max_tokens=max_tokens, stop=tuple(stop), ignore_eos=ignore_eos, sampling=sampling or Sampling()
         )
-        request = engine.request(whole, config, level=record.origin.level, sliding=sliding)
-        call = ContextCall(contexts, record, base, most_tokens=len(whole) + max_tokens)
-        return ContextAnswer(engine.decoding(request), engine.tokenizer, request, session=session, call=call)
+        request = engine.request(
+            asked.prompt, config, level=record.origin.level, sliding=sliding, source=asked.source
+        )
+        call = ContextCall(contexts, record, base, most_tokens=len(request.prompt) + max_tokens)
+        return ContextAnswer(engine.decoding(request), engine.tokenizer, request, call=call)
 
     def _slid(self, record: Record, prompt_tokens: int) -> Record:
         """The record after sliding, where the context and a prompt outgrow the window."""

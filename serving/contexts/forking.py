@@ -32,7 +32,11 @@ def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
     made = contexts.create(record.app, level=record.origin.level)
     try:
         first = dataclasses.replace(
-            made, tokens=record.tokens[:tokens], mass=record.mass[:count], seen=record.seen[:count]
+            made,
+            tokens=record.tokens[:tokens],
+            source=record.source if tokens else (),
+            mass=record.mass[:count],
+            seen=record.seen[:count],
         )
         contexts.store.wait(record.name)
         wanted = dict(enumerate(record.bits[:count]))

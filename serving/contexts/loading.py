@@ -67,9 +67,11 @@ class ChunkLoader:
         """
         chunk_io, (name, there), session = levels[turn.base.origin.level], last, turn.session
         same = name == turn.record.name and there.weights_version == chunk_io.runner.weights_version
+        same = same and turn.base.source == (there.source or ())
         if same and not _outgrown(chunk_io, turn, there):
             session.tokens, session.cache = there.take()
             session.weights_version, session.chunks = there.weights_version, there.chunks
+            session.source = there.source
             return Restoration(resident=len(turn.base.bits), cached=True)
         if chunk_io.coded and _behind_tokens(there) > _TAIL_TOKENS:
             # Its memory was taken as it filled: a new cache takes none.
@@ -95,6 +97,12 @@ class ChunkLoader:
             cache = chunk_io.behind(cache, None, 0)
         for attempt in range(2):
             base = turn.base
+            if attempt:
+                cache = runner.start(tokens)
+            if base.source:
+                # Chunks that are computed again attend to it.
+                with runner.lock:
+                    cache = runner.read_source(cache, base.source)
             resident = self._resident(name, base)
             wanted = {n for n, bits in enumerate(base.bits) if bits != LOST} - set(resident)
             if wanted and self._share and not turn.source:
@@ -104,7 +112,7 @@ class ChunkLoader:
             try:
                 back = restore(
                     chunk_io,
-                    runner.start(tokens) if attempt else cache,
+                    cache,
                     tokens=base.tokens,
                     bits=base.bits,
                     resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
@@ -138,6 +146,7 @@ class ChunkLoader:
             session.chunks = self.chunk_table(chunk_io, name)
             cache = chunk_io.behind(cache, session.chunks, len(base.bits))
         session.cache, session.weights_version = cache, chunk_io.runner.weights_version
+        session.source = base.source or None
         session.tokens = list(base.tokens[: len(base.bits) * chunk_io.chunk_tokens])
         if back.fed is not None:
             session.tokens += turn.sequence[len(session.tokens) :][: back.how.fed_tokens]

@@ -74,7 +74,9 @@ class Record:
       name: unique in the store.
       app: that owns it.
       origin: of its cache.
-      tokens: all tokens of the context; whatever else is lost is computed again from them.
+      tokens: all tokens of the context; whatever else is lost is computed again from them. Of an
+        encoder-decoder those of its decoder.
+      source: of an encoder-decoder, the tokens that its encoder reads: its first turn's.
       bits: width of each chunk in order, or `LOST`; tokens after the last chunk are computed again.
       mass: attention that the tokens of each chunk got so far.
       seen: the most attention they could have got (see `jaxllm.kv.tolerance`).
@@ -92,6 +94,7 @@ class Record:
     app: str
     origin: Origin
     tokens: tuple[int, ...] = ()
+    source: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
     mass: tuple[float, ...] = ()
     seen: tuple[float, ...] = ()
@@ -109,11 +112,13 @@ class Record:
 
     @functools.cached_property
     def sources(self) -> tuple[str, ...]:
-        """A checksum per whole chunk of what its keys and values are computed from: the origin, and all
-        tokens up to the chunk's end."""
+        """A checksum per whole chunk of what its keys and values are computed from: the origin, the source if
+        there is one, and all tokens up to the chunk's end."""
         size = self.origin.chunk_tokens
         rows = np.asarray(self.tokens[: len(self.tokens) // size * size], "<u4").reshape(-1, size)
         digest = xxhash.xxh3_64(json.dumps(self.origin.facts(), sort_keys=True).encode())
+        if self.source:
+            digest.update(np.asarray([len(self.source), *self.source], "<u4").tobytes())
         found = []
         for row in rows:
             digest.update(row.tobytes())
@@ -122,7 +127,9 @@ class Record:
 
     def agrees(self, other: "Record") -> bool:
         """Whether chunks of this record are those of `other`, wherever they are stored."""
-        return (self.origin, self.tokens, self.bits) == (other.origin, other.tokens, other.bits)
+        return all(
+            getattr(self, each) == getattr(other, each) for each in ("origin", "source", "tokens", "bits")
+        )
 
     def moved(self, origin: Origin) -> "Record":
         """This record with another origin: its tokens alone, whose chunks are computed again."""

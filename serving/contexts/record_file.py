@@ -4,9 +4,10 @@
                        record as JSON; one of them is enough
     record.previous    the record before, used where `record` is lost
 
-In an encrypted record (version 7) the text is encrypted (`encryption`), with its key's id and its salt. Older
-ones are read, too: those of versions 4 and 5 (encrypted) lack the tokenizer, those of versions 2 and 3
-(encrypted) also the time at which the context was made.
+In an encrypted record (version 9) the text is encrypted (`encryption`), with its key's id and its salt. Older
+ones are read, too: those of versions 6 and 7 (encrypted) lack the source, those of versions 4 and 5
+(encrypted) also the tokenizer, those of versions 2 and 3 (encrypted) also the time at which the context was
+made.
 
 Files that storage refuses or that a newer version wrote raise `Unreadable` and stay in place. Anything else
 that is not a record of this folder's context is damaged.
@@ -42,15 +43,17 @@ from serving.contexts.root import (
     read_bytes,
 )
 
-VERSION, SEALED_VERSION = 6, 7
+VERSION, SEALED_VERSION = 8, 9
 # What records of older versions lack.
 _LACKING: Mapping[int, Mapping[str, Any]] = {
-    2: {"created_s": 0, "tokenizer": ""},
-    3: {"created_s": 0, "tokenizer": ""},
-    4: {"tokenizer": ""},
-    5: {"tokenizer": ""},
+    2: {"created_s": 0, "tokenizer": "", "source": []},
+    3: {"created_s": 0, "tokenizer": "", "source": []},
+    4: {"tokenizer": "", "source": []},
+    5: {"tokenizer": "", "source": []},
+    6: {"source": []},
+    7: {"source": []},
 }
-_SEALED_VERSIONS = (3, 5, SEALED_VERSION)
+_SEALED_VERSIONS = (3, 5, 7, SEALED_VERSION)
 MOST_USED = 1 << 53
 _COPIES = 2
 _MOST_BYTES = 1 << 26
@@ -288,7 +291,7 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
     _require("app", _is_app(facts["app"], app_folder))
     origin = _origin_of(facts["origin"])
     form = ChunkFormat.named(origin.codec, origin.chunk_tokens)
-    tokens = _row(facts, "tokens", lambda each: type(each) is int and 0 <= each <= MAX_TOKEN_ID)
+    tokens, source = (_row(facts, name, _is_token) for name in ("tokens", "source"))
     bits = _row(facts, "bits", lambda each: type(each) is int and each in (LOST, *form.widths))
     count = len(bits)
     _require("bits", count <= len(tokens) // origin.chunk_tokens)
@@ -305,8 +308,8 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
     for key in ("used", "created_s"):
         _require(key, type(facts[key]) is int and 0 <= facts[key] <= MOST_USED)
     return Record(
-        name=name, app=facts["app"], origin=origin, tokens=tokens, bits=bits, mass=mass, seen=seen,
-        files=files, checksums=checksums, pinned=facts["pinned"],
+        name=name, app=facts["app"], origin=origin, tokens=tokens, source=source, bits=bits, mass=mass,
+        seen=seen, files=files, checksums=checksums, pinned=facts["pinned"],
         tokenizer=facts["tokenizer"], used=facts["used"],
         created_s=facts["created_s"],
     )  # fmt: skip
@@ -344,6 +347,10 @@ def _is_app(app: Any, folder: str) -> bool:
         return type(app) is str and folder_name(app) == folder
     except ConfigError:
         return False
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_TOKEN_ID
 
 
 def _is_segment(name: Any) -> bool:

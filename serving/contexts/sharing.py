@@ -33,7 +33,8 @@ def alike(
     """
     best, count = None, 0
     for each in store.records(None if across_apps else record.app):
-        if each.origin == record.origin and each.name != record.name:
+        same = (each.origin, each.source) == (record.origin, record.source)
+        if same and each.name != record.name:
             common = _common_chunks(each, tokens)
             if common > count:
                 best, count = each, common

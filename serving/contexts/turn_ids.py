@@ -1,12 +1,21 @@
-"""Encodes a turn in a context: a user's text, or messages of a conversation."""
+"""Encodes a turn in a context: a user's text, or messages of a conversation.
 
+The first turn in a context of an encoder-decoder is its source, once and for all; what later turns bring is
+what its decoder says next.
+"""
+
+import dataclasses
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, TemplateError
-from jaxllm.text.prompts import Prompt, prompt_ids
+from jaxllm.text.prompts import Prompt, prompt_ids, reads_sources, source_prompt
 from jaxllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from serving.contexts.record import Record
 
 # Takes the place of a turn's text in a rendered template; no text contains it.
 _PLACE = "\ue000\ue001\ue000"
@@ -33,9 +42,10 @@ def turn_ids(
       ConfigError: the prompt is empty, or an instruction comes late.
       TemplateError: the template is broken, or does not keep an answer as it was.
     """
-    if not prompt.strip():
+    sourced = reads_sources(tokenizer)
+    if not prompt.strip() and not (sourced and before):
         raise ConfigError("the prompt is empty; give it at least one word")
-    chat = tokenizer.has_chat_template
+    chat = tokenizer.has_chat_template and not sourced
     if not before:
         form = "chat" if chat or instruction else "text"
         return prompt_ids(tokenizer, Prompt(user=prompt, system=instruction, form=form), now=now)
@@ -69,6 +79,8 @@ def conversation_turn_ids(
       ConfigError: there is no chat template, the messages are others, or a tool is not in the context.
       TemplateError: see `turn_ids`.
     """
+    if reads_sources(tokenizer):
+        return _sourced_ids(tokenizer, before, messages, tools)
     if not before:
         return tokenizer.encode_chat(messages, tools=tools, now=now)
     roles = [str(each.get("role")) for each in messages]
@@ -82,6 +94,65 @@ def conversation_turn_ids(
     if tools:
         _require_named(tools, tokenizer.decode([*before, *ids], skip_special_tokens=False))
     return ids
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TurnTokens:
+    """What an engine is asked for in a context (see `Engine.request`).
+
+    Attributes:
+      prompt: the context's tokens and the turn's; of the first turn of an encoder-decoder its source.
+      source: of an encoder-decoder from the second turn on; else None.
+      known: how many tokens of source and prompt the context had before.
+    """
+
+    prompt: tuple[int, ...]
+    source: tuple[int, ...] | None = None
+    known: int = 0
+
+    @classmethod
+    def after(
+        cls,
+        record: "Record",
+        before: Sequence[int],
+        turn: Sequence[int],
+        tokenizer: Tokenizer,
+        cfg: ModelConfig,
+    ) -> "TurnTokens":
+        """Of a turn that follows the first tokens `before` of a context, whose model is `cfg`."""
+        if cfg.encoder is None:
+            return cls(prompt=(*before, *turn), known=len(before))
+        if not before:
+            return cls(prompt=tuple(turn))
+        # Nothing follows an end token, with which the last answer may have ended.
+        before = before[:-1] if before[-1] in tokenizer.eos_ids else before
+        known = len(record.source) + len(before)
+        return cls(prompt=(*before, *turn), source=record.source, known=known)
+
+    @property
+    def told(self) -> tuple[int, ...]:
+        """All tokens, in the order in which they are read."""
+        return (*(self.source or ()), *self.prompt)
+
+
+def _sourced_ids(
+    tokenizer: Tokenizer,
+    before: Sequence[int],
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+) -> list[int]:
+    """`conversation_turn_ids` of an encoder-decoder."""
+    if not before:
+        return prompt_ids(tokenizer, source_prompt(messages, tools))
+    text = messages[0].get("content") if len(messages) == 1 else None
+    if tools or not isinstance(text, str) or messages[0].get("role") != "assistant":
+        raise ConfigError(
+            "a context of an encoder-decoder has one source, its first turn's: send an assistant's message "
+            "with what its answer goes on with, or make a new context for another source; got messages of "
+            f"{', '.join(str(each.get('role')) for each in messages)[:80] or 'nobody'}"
+            + (", and tools" if tools else "")
+        )
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _following_ids(

@@ -22,7 +22,7 @@ from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextG
 from jaxllm.kv.codecs import RAW
 from jaxllm.kv.eviction import find_policy
 from jaxllm.kv.recompute import LOST
-from jaxllm.models.rooms import require_room
+from jaxllm.models.rooms import require_decoder_alone, require_room
 from jaxllm.program_folder.arrays import KEYS, VALUES
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.record import Origin, Record
@@ -81,6 +81,7 @@ class DeviceContexts:
           ConfigError: the store is in use or cannot be made, or an argument is out of its domain.
         """
         require_room(engine.cfg, "contexts")
+        require_decoder_alone(engine.cfg, "contexts of programs", "run its bundle by jaxllm itself")
         self.engine = engine
         self.memory = ChunkMemory(budget_bytes, find_policy(policy))
         self.store = ContextStore(folder, quota_bytes=quota_bytes)

@@ -75,7 +75,11 @@ class SparseEncoderLayers:
         ]
 
     def run(
-        self, layer: int, like: int, weights: dict[str, Any], inputs: tuple[jax.Array, jax.Array, np.int32]
+        self,
+        layer: int,
+        like: int,
+        weights: dict[str, Any],
+        inputs: tuple[jax.Array, jax.Array | None, np.int32],
     ) -> jax.Array:
         """See `SparseEncoder`."""
         tokens, index = inputs[0].shape[1], self._sparse.index(layer)

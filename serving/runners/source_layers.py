@@ -60,9 +60,13 @@ class SparseEncoder(Protocol):
         ...
 
     def run(
-        self, layer: int, like: int, weights: dict[str, Any], inputs: tuple[jax.Array, jax.Array, np.int32]
+        self,
+        layer: int,
+        like: int,
+        weights: dict[str, Any],
+        inputs: tuple[jax.Array, jax.Array | None, np.int32],
     ) -> jax.Array:
-        """Runs a layer, of `weights` beside its experts, over its input, the mask and the number of real
+        """Runs a layer, of `weights` beside its experts, over its input, the bias and the number of real
         tokens: the next layer's input."""
         ...
 
@@ -134,15 +138,15 @@ class SourceLayers:
             some, rows = self._weights.rows(row.tolist())
             outer = {**outer, "embed.tokens": some}
         begin = self._buckets.get(BeginEncoderBucket(tokens=length, by_rows=self._by_rows))
-        x, mask = begin(outer, rows, valid)
+        x, bias = begin(outer, rows, valid)
         for layer, like in enumerate(self._encoder.alike):
             with self._weights.encoder_layer(self._encoder, layer) as weights:
                 if self._is_sparse(layer):
                     assert self._sparse is not None
-                    x = self._sparse.run(layer, like, weights, (x, mask, valid))
+                    x = self._sparse.run(layer, like, weights, (x, bias, valid))
                 else:
                     x = self._buckets.get(EncoderLayerBucket(tokens=length, layer=like))(
-                        weights, x, mask, valid
+                        weights, x, bias, valid
                     )
                 jax.block_until_ready(x)
         return self._buckets.get(EndEncoderBucket(tokens=length))(self._norm, x)

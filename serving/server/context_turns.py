@@ -18,7 +18,7 @@ from serving.contexts.answer import ContextCall
 from serving.contexts.forking import fork
 from serving.contexts.manager import Contexts
 from serving.contexts.record import Record
-from serving.contexts.turn_ids import conversation_turn_ids, turn_ids
+from serving.contexts.turn_ids import TurnTokens, conversation_turn_ids, turn_ids
 from serving.planning.objectives import Cost, EnergyBudget
 from serving.planning.planner import Load
 from serving.planning.profile import DeviceProfile
@@ -40,10 +40,11 @@ class ContextTurn:
     Attributes:
       record: of the context that the call names.
       before: number of its tokens that the turn follows.
-      prompt: these tokens and the turn's.
+      asked: these tokens and the turn's.
       computed_tokens: tokens of the prompt that are in no stored chunk of the context's level.
       whole: expected cost of the whole model, if it had the context's chunks; ratios are relative to it.
       costs: expected costs by level; at others than the context's all tokens are computed.
+      most_tokens: of the context when the answer has ended.
       most_bytes: that chunks of the context will take in memory; at least 1.
       adapter: that the context was made with, by name; empty for none.
       forks: whether it is answered in a new context, with the tokens that the turn follows.
@@ -51,10 +52,11 @@ class ContextTurn:
 
     record: Record
     before: int
-    prompt: tuple[int, ...]
+    asked: TurnTokens
     computed_tokens: int
     whole: Cost
     costs: Mapping[int, Cost]
+    most_tokens: int
     most_bytes: int
     adapter: str = ""
     forks: bool = False
@@ -164,8 +166,12 @@ class ContextTurns:
         if not forks:
             contexts.ready(record.name)
         config, level = call.config, record.origin.level
-        prompt = (*before, *self._turn_ids(call, before))
-        engine.request(prompt, config, level=level).require_served_by(engine.runner_at(level))
+        turn = self._turn_ids(call, before)
+        asked = TurnTokens.after(record, before, turn, engine.tokenizer, engine.cfg)
+        request = engine.request(asked.prompt, config, level=level, source=asked.source)
+        request.require_served_by(engine.runner_at(level))
+        # A source is read again, unless its context ran last.
+        prompt = asked.told
         computed = _computed(record, len(before), len(prompt))
 
         def cost(level: int, tokens: int) -> Cost:
@@ -178,14 +184,15 @@ class ContextTurns:
         costs = {level: cost(level, computed)}
         if call.objective is not None:
             costs |= {each: cost(each, len(prompt)) for each in engine.levels if each != level}
-        most = len(prompt) + config.max_tokens
+        most = len(request.prompt) + config.max_tokens
         return ContextTurn(
             record=record,
             before=len(before),
-            prompt=prompt,
+            asked=asked,
             computed_tokens=computed,
             whole=cost(WHOLE, computed),
             costs=costs,
+            most_tokens=most,
             most_bytes=max(1, *(contexts.chunk_bytes(record, most, each) for each in costs)),
             adapter=adapter,
             forks=forks,
@@ -208,9 +215,9 @@ class ContextTurns:
                 load=load,
                 strict=bool(call.strict),
             )
-        request = self._contexts.engine.request(turn.prompt, call.config, level=level)
-        most = len(turn.prompt) + call.config.max_tokens
-        return request, _TurnCall(self, turn, most_tokens=most)
+        asked = turn.asked
+        request = self._contexts.engine.request(asked.prompt, call.config, level=level, source=asked.source)
+        return request, _TurnCall(self, turn, most_tokens=turn.most_tokens)
 
     def ended(self, app: str, name: str) -> None:
         """Takes notice of a context that has changed, or is gone."""

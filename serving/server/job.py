@@ -105,7 +105,7 @@ class Job:
     def take_turn(self, turn: ContextTurn) -> None:
         """Takes the turn of a call in a context, before it begins."""
         self.turn, self.adapter = turn, turn.adapter
-        self._expect(turn.prompt, turn.whole)
+        self._expect(turn.asked.told, turn.whole)
         self._expected_tokens = turn.computed_tokens
 
     def begin(self, run: Run, plan: Plan | None = None, kept_by: ContextCall | None = None) -> None:
@@ -152,7 +152,7 @@ class Job:
             level=run.request.level,
             source=source if self.turn is None else "context",
             queued_ms=1000 * (self._began_s - self.ticket.arrived_s),
-            context_tokens=0 if self.turn is None else self.turn.before,
+            context_tokens=0 if self.turn is None else self.turn.asked.known,
             adapter=self.adapter,
             objective=self.call.objective,
             bound=self.call.bound,

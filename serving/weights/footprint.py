@@ -13,6 +13,7 @@ from jaxllm.experts.mixture import visit_rows
 from jaxllm.kernels.native_experts import begun_shape
 from jaxllm.kv.states import states_bytes
 from jaxllm.models.rooms import require_room
+from jaxllm.nn.source_self_attention import BLOCK_TOKENS
 from serving.buckets.source import source_lengths
 from serving.bundles import open_model
 from serving.host.machine import give_back_large_blocks
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxllm")
 _FLOAT_BYTES = 4
-# Scores of the encoder's pairs of tokens: what is added to them, before and after the softmax, and packed for
-# the products beside it.
+# Scores of the encoder's pairs of tokens, of a block of queries: what is added to them, before and after the
+# softmax, and packed for the products beside it.
 _SCORE_COPIES = 5
 
 
@@ -199,11 +200,11 @@ def _visits_bytes(cfg: ModelConfig, tokens: int) -> int:
 
 def source_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
     """Bytes of activations of the longest source in the encoder: inputs and outputs of layers, one layer's
-    intermediates, and scores of all pairs of tokens with what is added to them; 0 without an encoder."""
+    intermediates, and scores of a block of queries with what is added to them; 0 without an encoder."""
     if cfg.encoder is None:
         return 0
     tokens = source_lengths(cfg, options)[-1]
-    scores = _SCORE_COPIES * cfg.encoder.heads * tokens**2
+    scores = _SCORE_COPIES * cfg.encoder.heads * min(BLOCK_TOKENS, tokens) * tokens
     rows = 2 * cfg.hidden_size + _layer_rows(cfg.encoder)
     return (scores + tokens * rows) * _FLOAT_BYTES + _visits_bytes(cfg.encoder, tokens)
 

@@ -111,7 +111,7 @@ def test_tflite_answers_as_the_live_engine(bundle, family, live, tmp_path):
     drafts = SpeculationOptions(drafter="ngram") if plan.verify_tokens else None
     engine = open_device(tmp_path / "f32", threads=1, drafts=drafts)
     assert answers(engine) == live
-    with pytest.raises(ConfigError, match="contexts: not for encoder-decoders"):
+    with pytest.raises(ConfigError, match="contexts of programs: not for encoder-decoders"):
         DeviceContexts(engine, tmp_path / "contexts", budget_bytes=1 << 20)
 
 

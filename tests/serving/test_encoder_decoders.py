@@ -16,7 +16,6 @@ from jaxllm.models import decoder, encoder_decoder
 from jaxllm.models.lora import LoraConfig, init_adapter, merge
 from jaxllm.prepare import prepare
 from jaxllm.sampling import Sampling
-from serving.contexts.options import ContextOptions
 from serving.engine import Engine
 from serving.options import EngineOptions
 from serving.planning.coarse_profile import measure_coarsely
@@ -118,17 +117,6 @@ def test_sources_longer_than_the_window(engine):
         engine.generate([tiny.VOCAB_SIZE], LONG)
 
 
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"kv_codec": "channel"}, "contexts"),
-    ],
-)
-def test_options_that_encoder_decoders_cannot_have(path, options, what):
-    with pytest.raises(ConfigError, match=f"{what}.*not for encoder-decoders yet, and t5 is one"):
-        Engine.open(path, options=dataclasses.replace(SMALL, **options))
-
-
 def test_adapters_change_both_sides(path, tmp_path):
     with Bundle.open(path) as bundle:
         cfg, params = bundle.cfg, bundle.load()
@@ -188,15 +176,13 @@ def test_sessions_and_scores_are_refused(engine):
         engine.runner.scorer()
 
 
-def test_services_answer_one_source_without_contexts(engine, path, tmp_path):
+def test_services_answer_one_source(engine):
     profile = measure_coarsely(engine)
     # The longest source, though it leaves no room of 17 tokens in the context.
     assert profile.tokens == (16,)
     service = LLMService.of_engine(engine, planner_of(engine, profile), profile)
     answer = service.call("the", instruction="hello", max_tokens=12, sampling=LONG.sampling).result()
     assert answer.tokens == engine.generate("hello\nthe", LONG).tokens[: len(answer.tokens)]
-    with pytest.raises(ConfigError, match="contexts: not for encoder-decoders"):
-        LLMService.open(path, options=SMALL, contexts=ContextOptions(folder=tmp_path))
 
 
 def test_recovery_is_refused(path):

@@ -20,7 +20,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.kv.calibration import Candidate, ContextCalibration, choose, kept_shares
 from jaxllm.kv.chunks import CHUNK_TOKENS, chunk_shapes
 from jaxllm.kv.codecs import CODECS
-from jaxllm.models.rooms import require_room
+from jaxllm.models.rooms import require_decoder_alone, require_room
 from jaxllm.text.tokenizer import Tokenizer
 from training.calibrate.context_errors import context_errors
 from training.data.documents import builtin_texts, read_texts, text_document
@@ -97,6 +97,7 @@ def calibrate_contexts(
         )
     with Bundle.open(model) as bundle:
         require_room(bundle.cfg, "contexts")
+        require_decoder_alone(bundle.cfg, "calibration of contexts", "services keep its contexts without one")
         rows = _rows(bundle, recipe, texts)
         params = jax.tree.map(jnp.asarray, bundle.load())
         candidates = [Candidate(codec, size) for size in recipe.chunk_tokens for codec in CODECS]

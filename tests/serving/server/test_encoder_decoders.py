@@ -7,10 +7,12 @@ import pytest
 from jaxllm import EngineOptions
 from jaxllm.errors import ConfigError
 from jaxllm.text.prompts import Prompt
+from serving.contexts.options import ContextOptions
 from serving.engine import Engine
 from serving.planning.coarse_profile import measure_coarsely
 from serving.planning.objectives import Latency
 from serving.server.calls import Conversation, Piece
+from serving.server.context_turns import ContextTurns
 from serving.server.executor import Executor
 from serving.server.scheduler import SchedulerOptions
 from serving.service import LLMService, planner_of
@@ -72,12 +74,50 @@ def test_calls_and_prompts_name_a_task(executor, service):
         together(executor, dataclasses.replace(plain, config=dataclasses.replace(config, task="farewell")))
 
 
-def test_contexts_are_refused_by_name(executor, service):
-    wanted = "contexts: not for encoder-decoders yet, and t5 is one; call without one"
-    with pytest.raises(ConfigError, match=wanted):
-        executor.kept()
-    with pytest.raises(ConfigError, match=wanted):
-        service.new_context("app")
+def test_contexts_go_on_with_what_the_decoder_says(service, tmp_path):
+    folder = tmp_path / "contexts"
+    kept = LLMService.open(
+        service.engine.model.bundle.path,
+        options=service.engine.options,
+        contexts=ContextOptions(folder=folder),
+    )
+    contexts = ContextTurns(kept.contexts, kept.profile)
+    executor = Executor(kept, SchedulerOptions(), contexts=contexts)
+    executor.start()
+
+    def turn(prompt, **more):
+        *_, started, ended = [
+            each
+            for each in together(executor, call(prompt, context=name, **more))[0]
+            if not isinstance(each, Piece)
+        ]
+        return started, ended
+
+    name = contexts.create("mail").name
+    first, ended = turn(asked(("user", "quick you")))
+    source = service.engine.tokenizer.encode("the quick you")
+    assert (first.prompt_tokens, first.context_tokens) == (len(source), 0)
+    assert kept.contexts.record("mail", name).source == tuple(source)
+    said = service.engine.tokenizer.encode("you", add_special_tokens=False)
+    for prompt in ("you", asked(("assistant", "you"))):
+        before = len(source) + ended.context_tokens
+        second, ended = turn(prompt)
+        assert (second.prompt_tokens, second.context_tokens) == (before + len(said), before)
+        assert second.reused_tokens == before - len(source) - 1
+    # An empty text goes on.
+    _, ended = turn("")
+    tokens = kept.contexts.record("mail", name).tokens
+    request = service.engine.request(tokens[: -ended.tokens], call().config, source=source)
+    assert tuple(service.engine.submit(request).result().tokens) == tokens[-ended.tokens :]
+    with pytest.raises(ConfigError, match="has one source, its first turn's"):
+        turn(asked(("user", "hello")))
+    # From the beginning, and in the middle of what it said.
+    for count, prompt in ((0, asked(("user", "you"))), (3, asked(("assistant", "you")))):
+        _, fork = turn(prompt, context_tokens=count)
+        record = kept.contexts.record("mail", fork.context)
+        assert (fork.context != name, record.source == tuple(source)) == (True, count > 0)
+    executor.stop(0)
+    kept.close()
 
 
 @pytest.mark.parametrize(
