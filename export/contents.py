@@ -24,6 +24,8 @@ class Contents:
       levels: whether it holds sub-models.
       short_caches: whether it holds programs over caches shorter than the context.
       encoders: whether it holds the programs of an encoder-decoder: those that encode besides.
+      tiny_lm: whether it holds the programs of the tiny LM.
+      adapters: whether its programs take adapters as an input.
       precisions: of weights.
     """
 
@@ -33,6 +35,8 @@ class Contents:
     levels: bool = True
     short_caches: bool = True
     encoders: bool = True
+    tiny_lm: bool = True
+    adapters: bool = True
     precisions: tuple[str, ...]
 
 
@@ -41,22 +45,30 @@ CONTENTS = {
     "stablehlo": Contents(blocks=True, block_tokens=16, verified="trees", precisions=("f32", "bf16")),
     "tflite": _TFLITE,
     "device": _TFLITE,
-    "litertlm": Contents(levels=False, short_caches=False, encoders=False, precisions=_TFLITE.precisions),
-    "iree": Contents(verified="trees", encoders=False, precisions=("f32",)),
+    "litertlm": Contents(
+        levels=False,
+        short_caches=False,
+        encoders=False,
+        tiny_lm=False,
+        adapters=False,
+        precisions=_TFLITE.precisions,
+    ),
+    "iree": Contents(verified="trees", encoders=False, tiny_lm=False, adapters=False, precisions=("f32",)),
 }
 # What no format holds.
-_NEVER = ("context codecs", "the tiny LM", "adapters as inputs")
+_NEVER = ("context codecs",)
 # Static scales are found by running text through a decoder.
 _NOT_ENCODED = "w8a8"
 
 
-def require_contents(kind: str, plan: "ExportPlan", *, levels: bool) -> None:
+def require_contents(kind: str, plan: "ExportPlan", *, levels: bool, adapters: bool = False) -> None:
     """Checks that a format holds what a plan names.
 
     Args:
       kind: the format.
       plan: as it was asked for.
       levels: whether there are levels besides the whole model.
+      adapters: whether programs are to take adapters.
 
     Raises:
       ConfigError: it does not; the message names the options to leave out.
@@ -66,6 +78,7 @@ def require_contents(kind: str, plan: "ExportPlan", *, levels: bool) -> None:
         "--level": levels and not holds.levels,
         "--verify-tokens": bool(plan.verify_tokens) and not holds.verified,
         "--block-tokens": bool(plan.block_tokens) and not holds.blocks,
+        "--adapter-input": adapters and not holds.adapters,
         "--cache-tokens": bool(plan.cache_tokens) and not holds.short_caches,
     }
     options = [name for name, wrong in lacking.items() if wrong]
@@ -110,6 +123,8 @@ def as_markdown() -> str:
         "levels, with their recovery adapters": [_yes(each.levels) for each in CONTENTS.values()],
         "short caches": [_yes(each.short_caches) for each in CONTENTS.values()],
         f"encoder-decoders (not {_NOT_ENCODED})": [_yes(each.encoders) for each in CONTENTS.values()],
+        "the tiny LM, which plans calls": [_yes(each.tiny_lm) for each in CONTENTS.values()],
+        "adapters as an input (decoders alone)": [_yes(each.adapters) for each in CONTENTS.values()],
         ", ".join(_NEVER): ["no" for _ in CONTENTS.values()],
         "`--precision`": [", ".join(each.precisions) for each in CONTENTS.values()],
     }

@@ -68,8 +68,9 @@ def export_iree(
     require_format("iree")
     from iree import compiler
 
-    require_contents("iree", plan, levels=len(subject.levels) > 1)
+    require_contents("iree", plan, levels=len(subject.levels) > 1, adapters=subject.adapters is not None)
     require_family("iree", "f32", subject.cfg, levels=len(subject.levels) > 1)
+    subject = dataclasses.replace(subject, tiny_lm=None)
     # Short caches only on request, because each module takes seconds to compile.
     plan = dataclasses.replace(plan, cache_tokens=plan.cache_tokens or ()).resolved(subject.cfg)
     signatures = [each for level in subject.levels for each in plan.signatures(level, str)]

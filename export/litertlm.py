@@ -48,9 +48,12 @@ def export_litertlm(
       ConfigError: the plan has levels, token trees, blocks or short caches, or see `export_tflite`.
     """
     require_format("litertlm")
-    require_contents("litertlm", plan, levels=list(subject.levels) != [WHOLE])
+    require_contents(
+        "litertlm", plan, levels=list(subject.levels) != [WHOLE], adapters=subject.adapters is not None
+    )
     require_family("litertlm", precision, subject.cfg, levels=len(subject.levels) > 1)
     plan = dataclasses.replace(plan, cache_tokens=())
+    subject = dataclasses.replace(subject, tiny_lm=None)
     if out.exists():
         raise ConfigError(f"{out} exists already; remove it or name another output")
     plan = plan.resolved(subject.cfg)

@@ -13,10 +13,12 @@ import jax
 import numpy as np
 
 from export.subject import Subject
+from export.tiny_lm import tiny_step, tiny_weights
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.program_folder.manifest import Kind, Signature, level_signatures
 from jaxllm.program_folder.shapes import input_shapes
+from jaxllm.steps.exported_blocks import step_of
 from serving.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
 
 _MAX_TREE, _MAX_BLOCK = 256, 64
@@ -129,9 +131,28 @@ def step_shapes(
 ) -> tuple[Any, ...]:
     """The shapes of a signature's arguments, in order."""
     level = subject.levels[signature.level]
+    if signature.kind == "tiny_lm":
+        assert subject.tiny_lm is not None
+        arrays = tiny_weights(subject.tiny_lm)
+        tiny = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in arrays.items()}
+        return (tiny, *input_shapes(signature, level.cfg, 0, cache_dtype))
     weights = {
         name: jax.ShapeDtypeStruct(each.shape, subject.arrays[each.stored].dtype)
         for name, each in level.weights.items()
     }
     sources = max(plan.encode_tokens, default=0)
-    return (weights, *input_shapes(signature, level.cfg, plan.room(signature), cache_dtype, sources))
+    adapter = 0 if subject.adapters is None else subject.adapters.inputs.size(signature.level)
+    room = plan.room(signature)
+    return (weights, *input_shapes(signature, level.cfg, room, cache_dtype, sources, adapter))
+
+
+def subject_step(
+    signature: Signature, subject: Subject, dtype: np.dtype, *, loops: bool = True
+) -> Callable[..., dict[str, jax.Array]]:
+    """The function of a signature (see `step_of`), or of a program of the subject's tiny LM."""
+    if signature.kind == "tiny_lm":
+        assert subject.tiny_lm is not None
+        return tiny_step(subject.tiny_lm)
+    cfg = subject.levels[signature.level].cfg
+    inputs = None if subject.adapters is None else subject.adapters.inputs
+    return step_of(signature, cfg, dtype, loops=loops, adapters=inputs)

@@ -11,6 +11,7 @@ from serving.commands.console import progress_bars, read_text
 from serving.commands.shared_options import context_option
 
 if TYPE_CHECKING:
+    from export.input_adapters import AdapterOptions
     from export.signatures import ExportPlan
     from export.static_products import Ranges
     from export.subject import Subject
@@ -128,6 +129,22 @@ _CALIBRATION_CHARACTERS = 1 << 20
     metavar="DIR",
     help="A low-rank adapter in PEFT's layout, to be folded into the weights.",
 )
+@click.option(
+    "--adapter-input",
+    "inputs",
+    multiple=True,
+    metavar="NAME=DIR",
+    help="Put this low-rank adapter beside the programs, which take it as an input: calls name it, or none. "
+    "Repeatable.  [default: none]",
+)
+@click.option(
+    "--adapter-rank",
+    "input_rank",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="RANK",
+    help="The highest rank of adapters that programs take as an input.  [default: that of --adapter-input]",
+)
 def export_command(
     bundle: Path,
     output: Path,
@@ -158,17 +175,22 @@ def export_command(
 
     bundle = find_model(bundle)
     if kind in PLAIN:
+        if shapes["inputs"] or shapes["input_rank"]:
+            raise click.UsageError(f"--adapter-input goes with programs; --format {kind} takes --adapter")
         _export_plain(bundle, output, kind, precision, shapes["levels"], adapter)
         return
     from export import extras, quantized
     from export.stablehlo import DTYPES, export_stablehlo
     from export.subject import read_subject
 
+    inputs = _adapter_inputs(shapes.pop("inputs"), shapes.pop("input_rank"))
     plan = _plan(kind, shapes)
-    require_contents(kind, plan, levels=bool(plan.levels))
+    require_contents(kind, plan, levels=bool(plan.levels), adapters=inputs is not None)
     # Before anything is read, and for what is not imported yet.
     extras.require_format(kind)
-    subject = read_subject(bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision))
+    subject = read_subject(
+        bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision), inputs=inputs
+    )
     require_family(kind, precision, subject.cfg, levels=len(subject.levels) > 1)
     # Before a text is read with it.
     without = quantized.left_out(subject, precision, without_shadow=plan.without_shadow)  # pyright: ignore
@@ -244,6 +266,23 @@ def _export_plain(
     zeros = 1 - parameter_count(model.cfg) / written
     padded = f", {zeros:.0%} of it zeros, as all layers have one size there" if zeros else ""
     click.echo(f"{output}: {model.name}, {written / 1e6:.1f} M parameters, {size_mb:.1f} MB{padded}")
+
+
+def _adapter_inputs(given: tuple[str, ...], rank: int) -> "AdapterOptions | None":
+    """The adapters that programs take as an input; None for none."""
+    from export.input_adapters import AdapterOptions
+
+    if not given and not rank:
+        return None
+    named = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise click.UsageError(f"--adapter-input takes NAME=DIR, got {text!r:.80}")
+        if name in named:
+            raise click.UsageError(f"--adapter-input names {name!r:.80} twice")
+        named[name] = Path(folder)
+    return AdapterOptions(given=named, rank=rank)
 
 
 def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":

@@ -25,6 +25,7 @@ from jaxllm.kv.source import SourceLayers
 from jaxllm.models.decoder import forward_at, logits
 from jaxllm.models.encoder_decoder import encode, encoder_params, with_source
 from jaxllm.models.parameters import Params, param_specs
+from jaxllm.program_folder.adapters import INPUT_LEFT, INPUT_RIGHT
 from jaxllm.program_folder.arrays import KEYS, SOURCE_KEYS, SOURCE_TOKENS, SOURCE_VALUES, VALUES
 from jaxllm.program_folder.manifest import LEFT, RIGHT
 from jaxllm.quant import Adapted, Weight
@@ -175,13 +176,13 @@ def _step(
 
 
 def with_adapters(weights: Mapping[str, Weight], cfg: ModelConfig) -> dict[str, Weight]:
-    """The model's parameters: weights with an adapter become `Adapted`."""
+    """The model's parameters: weights with an adapter become `Adapted`, and those with an adapter that is an
+    input besides (see `jaxllm.program_folder.adapters`) once more."""
     params: dict[str, Weight] = {}
     for name in param_specs(cfg):
-        weight = weights[name]
-        if f"{name}{LEFT}" in weights:
-            left, right = weights[f"{name}{LEFT}"], weights[f"{name}{RIGHT}"]
-            params[name] = Adapted(weight, left, right)  # pyright: ignore[reportArgumentType]: arrays
-        else:
-            params[name] = weight
+        params[name] = weights[name]
+        for sides in ((LEFT, RIGHT), (INPUT_LEFT, INPUT_RIGHT)):
+            left, right = (weights.get(f"{name}{side}") for side in sides)
+            if left is not None:
+                params[name] = Adapted(params[name], left, right)  # pyright: ignore[reportArgumentType]: arrays
     return params

@@ -76,7 +76,6 @@ class ProgramRunner:
       cfg: of the model, or of the level's sub-model.
       options: see `ProgramOptions`.
       token_chooser: draws tokens that are not the likeliest.
-      weights_version: of the weights that computed a cache.
       idle_read_s: 0: all weights are in memory.
       batch: None: programs have one sequence.
     """
@@ -103,7 +102,6 @@ class ProgramRunner:
         self.options = ProgramOptions(
             manifest.context_tokens, manifest.chunk_tokens(level, manifest.context_tokens)
         )
-        self.weights_version = (level, 0)
         # Cached, because every token needs them.
         self._lengths = manifest.cache_tokens(level)
         self.token_chooser = token_chooser or bucket_chooser(self.cfg.vocab_size)
@@ -113,6 +111,11 @@ class ProgramRunner:
     def lock(self) -> threading.RLock:
         """The executor's lock, which all levels share."""
         return self.executor.lock
+
+    @property
+    def weights_version(self) -> tuple[int, int]:
+        """Of the weights and the adapter that compute a cache now."""
+        return self.level, self.executor.adapters.version
 
     @property
     def signatures(self) -> list[Signature]:
