@@ -77,7 +77,7 @@ def test_text_is_the_live_engines_with_each_adapter_and_none(engine, wanted, com
 
 
 def test_adapters_of_other_names_are_refused(engine):
-    with pytest.raises(ConfigError, match="no adapter .other., but mail, notes; export the model"):
+    with pytest.raises(ConfigError, match="no adapter 'other', but mail, notes; export the model"):
         engine.set_adapter("other")
 
 
@@ -91,7 +91,7 @@ def test_a_context_keeps_its_adapter(engine, wanted, tmp_path):
     assert answers(engine, WHOLE) == wanted[None][WHOLE]
     again = service.context("app", context.name)
     assert again.adapter == "notes"
-    assert again.generate([5], config=CONFIG).result().restored.computed == 0
+    assert again.generate([5], config=CONFIG).result().restored.resident == 16
     record = dataclasses.replace(again.record.origin, adapter="of another folder")
     contexts.store.commit(dataclasses.replace(again.record, origin=record))
     with pytest.raises(ContextGone, match="adapter differ"):

@@ -28,23 +28,6 @@ WORDS = [
     "the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away", "from", "a",
     "small", "cat",
 ]  # fmt: skip
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "the",
-    "lazy",
-    "dog",
-    "and",
-    "runs",
-    "away",
-    "from",
-    "a",
-    "small",
-    "cat",
-]
 SLOS = [Slo(ttft=ttft, tpot=tpot) for ttft in (0.2, 0.35, 0.5, 0.7, 0.9) for tpot in (0.3, 0.6, 0.9)]
 
 
