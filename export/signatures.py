@@ -22,6 +22,8 @@ from jaxllm.steps.exported_blocks import step_of
 from serving.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
 
 _MAX_TREE, _MAX_BLOCK = 256, 64
+# Programs that take a mask where a plan says so.
+MASKED_KINDS: tuple[Kind, ...] = ("prefill", "decode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class ExportPlan:
         of an encoder-decoder. Its decoder begins with few tokens, so that the shortest chunk is enough there.
       levels: of an elastic bundle, in percent, besides the whole model.
       without_shadow: whether a calibrated bundle becomes w8a8 without its calibration.
+      masked: whether prefill and decode take an attention mask, for runtimes that make it themselves.
       static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
     """
 
@@ -50,6 +53,7 @@ class ExportPlan:
     levels: tuple[int, ...] = ()
     without_shadow: bool = False
     static_verify: bool = False
+    masked: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_tokens", 2), ("verify_tokens", 2), ("cache_tokens", 2), ("levels", 1)):
@@ -143,7 +147,10 @@ def step_shapes(
     sources = max(plan.encode_tokens, default=0)
     adapter = 0 if subject.adapters is None else subject.adapters.inputs.size(signature.level)
     room = plan.room(signature)
-    return (weights, *input_shapes(signature, level.cfg, room, cache_dtype, sources, adapter))
+    shapes = (weights, *input_shapes(signature, level.cfg, room, cache_dtype, sources, adapter))
+    if plan.masked and signature.kind in MASKED_KINDS:
+        shapes = (*shapes, jax.ShapeDtypeStruct((1, 1, signature.tokens, room), np.bool_))
+    return shapes
 
 
 def subject_step(

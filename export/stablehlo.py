@@ -4,6 +4,7 @@ Weights are arguments, so that all programs share one copy, and a level uses pre
 are those of `jax.export`, each for all requested platforms. The caller of a program donates its caches.
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from jaxllm.kernels.native import without_native_kernels
 from jaxllm.program_folder.manifest import WEIGHTS, Manifest, Signature
 from jaxllm.program_folder.tiny_lm import TINY_WEIGHTS
 from jaxllm.program_folder.weights import read_weights, write_weights
+from jaxllm.steps.exported import ParamsOf
 from serving.host.progress import Progress
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -95,11 +97,19 @@ def export_stablehlo(
 
 
 def traced(
-    signature: Signature, subject: Subject, plan: ExportPlan, *, precision: str, platforms: Sequence[str]
+    signature: Signature,
+    subject: Subject,
+    plan: ExportPlan,
+    *,
+    precision: str,
+    platforms: Sequence[str],
+    params_of: ParamsOf | None = None,
 ) -> jax.export.Exported:
-    """A signature's program. Unused weights stay arguments, so that all programs take the same ones."""
+    """A signature's program. Unused weights stay arguments, so that all programs take the same ones;
+    `params_of` makes parameters of weights that are stored in another form."""
     dtype = DTYPES[precision]
     step = subject_step(signature, subject, dtype)
+    step = step if params_of is None else functools.partial(step, params_of=params_of)
     shapes = step_shapes(signature, subject, plan, dtype)
     with without_native_kernels():
         return jax.export.export(jax.jit(step, keep_unused=True), platforms=tuple(platforms))(*shapes)

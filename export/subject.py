@@ -72,6 +72,22 @@ class Subject:
         return self.levels[level].views(self.arrays)
 
 
+def only_level(subject: Subject, level: int) -> Subject:
+    """A level as a model of its own, its arrays cut to its units; the whole model as it is."""
+    if level == WHOLE:
+        return dataclasses.replace(subject, levels={WHOLE: subject.levels[WHOLE]})
+    entry = subject.levels[level]
+    arrays = {name: np.ascontiguousarray(each) for name, each in subject.weights(level).items()}
+    weights = {name: Argument(stored=name, shape=each.shape) for name, each in arrays.items()}
+    return dataclasses.replace(
+        subject,
+        name=f"{subject.name} at level {level}",
+        arrays=arrays,
+        levels={WHOLE: ProgramLevel(cfg=entry.cfg, weights=weights)},
+        calibration=None,
+    )
+
+
 def read_subject(
     path: Path,
     *,

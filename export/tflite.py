@@ -25,7 +25,7 @@ from export.flatbuffer import Sharing, share_buffers
 from export.folder import ProgramKind, finish, new_folder
 from export.mlir import Traced, convert
 from export.quantized import LEVELS, SCALE, annotated, left_out, quantized_subject
-from export.signatures import ExportPlan, step_shapes, subject_step
+from export.signatures import MASKED_KINDS, ExportPlan, step_shapes, subject_step
 from export.static_products import Ranges, StaticProduct, static_level, with_shadow
 from export.subject import Subject
 from export.tiny_lm import tiny_signatures, tiny_weights
@@ -215,6 +215,8 @@ def _traced(
         inputs = ["tokens", SOURCE_TOKENS]
     else:
         more = {"verify": ["mask"], "block": sorted(control_shapes(cfg.vocab_size))}.get(signature.kind, [])
+        if plan.masked and signature.kind in MASKED_KINDS:
+            more = ["mask"]
         given = [] if subject.adapters is None else [ADAPTER]
         inputs = [*caches, "tokens", "input_pos", *more, *given, *sorted(source_shapes(cfg, 0))]
     return Traced(

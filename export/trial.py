@@ -1,5 +1,6 @@
 """Compares a program with its step, once on the same inputs, before it is shipped."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from jaxllm.program_folder.arrays import SOURCE_TOKENS, cache_shapes, source_sha
 from jaxllm.program_folder.controls import STOP_IDS, controls
 from jaxllm.program_folder.manifest import Signature
 from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
+from jaxllm.steps.exported import ParamsOf
 
 
 class Trial(NamedTuple):
@@ -33,8 +35,15 @@ class Trial(NamedTuple):
     wanted: dict[str, jax.Array]
 
 
-def trial(signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dtype) -> Trial:
-    """Runs the step of a signature with activations and caches of `dtype`."""
+def trial(
+    signature: Signature,
+    subject: Subject,
+    plan: ExportPlan,
+    dtype: np.dtype,
+    params_of: ParamsOf | None = None,
+) -> Trial:
+    """Runs the step of a signature with activations and caches of `dtype`; for `params_of` see
+    `stablehlo.traced`."""
     if signature.kind == "tiny_lm":
         return _tiny_trial(signature, subject, dtype)
     cfg, room = subject.levels[signature.level].cfg, plan.room(signature)
@@ -54,7 +63,8 @@ def trial(signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dt
             source[SOURCE_TOKENS] = np.array([max(1, max(plan.encode_tokens) - 1)], np.int32)
             inputs = (*inputs, source)
     with without_native_kernels():
-        step = jax.jit(subject_step(signature, subject, dtype))
+        step = subject_step(signature, subject, dtype)
+        step = jax.jit(step if params_of is None else functools.partial(step, params_of=params_of))
         wanted = step(subject.weights(signature.level), caches, *inputs)
     return Trial(caches, inputs, wanted)
 

@@ -55,7 +55,8 @@ _CALIBRATION_CHARACTERS = 1 << 20
     default="f32",
     show_default=True,
     help="Width of weights and activations: stablehlo takes f32 and bf16; tflite, device and litertlm f32, "
-    "int8 (weights alone) and w8a8 (both); iree f32; hf f32, bf16 and f16; gguf these and int8 (Q8_0).",
+    "int8 (weights alone) and w8a8 (both); iree f32 and int8; hf f32, bf16 and f16; gguf these and int8 "
+    "(Q8_0).",
 )
 @click.option(
     "--calibration-text",
@@ -116,11 +117,19 @@ _CALIBRATION_CHARACTERS = 1 << 20
     "none.  [default: 16 for stablehlo; else none]",
 )
 @click.option(
+    "--attention-mask",
+    "masked",
+    is_flag=True,
+    help="For litertlm, make prefill and decode programs that take the mask of attention as an input, which "
+    "the runtime fills.",
+)
+@click.option(
     "--level",
     "levels",
     multiple=True,
     type=Level(),
-    help="Export this level of an elastic bundle. Repeatable, but for hf and gguf.  [default: the whole "
+    help="Export this level of an elastic bundle. Repeatable, but for hf, gguf and litertlm, "
+    "whose file has that level alone.  [default: the whole "
     "model alone]",
 )
 @click.option(
@@ -185,7 +194,7 @@ def export_command(
 
     inputs = _adapter_inputs(shapes.pop("inputs"), shapes.pop("input_rank"))
     plan = _plan(kind, shapes)
-    require_contents(kind, plan, levels=bool(plan.levels), adapters=inputs is not None)
+    require_contents(kind, plan, levels=len(plan.levels), adapters=inputs is not None)
     # Before anything is read, and for what is not imported yet.
     extras.require_format(kind)
     subject = read_subject(
@@ -208,7 +217,14 @@ def export_command(
         elif kind == "iree":
             from export.iree import export_iree
 
-            said = [_facts(output, export_iree(subject, output, plan, progress=progress))]
+            manifest = export_iree(
+                subject,
+                output,
+                plan,
+                precision=precision,  # pyright: ignore[reportArgumentType]: of CONTENTS
+                progress=progress,
+            )
+            said = [_facts(output, manifest)]
         else:
             said = _export_tflite(subject, output, plan, kind, precision, calibration_text, progress)
     for line in [*said, *(f"without {each}" for each in without)]:
@@ -304,6 +320,7 @@ def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
         levels=ascending("levels"),
         without_shadow=shapes["without_shadow"],
         static_verify=shapes["static_verify"],
+        masked=shapes["masked"],
     )
 
 

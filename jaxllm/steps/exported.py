@@ -12,6 +12,7 @@ are real, and gives `source_k_i` and `source_v_i` `[1, K, T, H]` of each layer o
 take these, with zeros up to R rows, and `source_tokens`, and leave them as they are.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import jax
@@ -39,6 +40,7 @@ def run_step(
     caches: Arrays,
     tokens: jax.Array,
     input_pos: jax.Array,
+    mask: jax.Array | None = None,
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype,
@@ -53,6 +55,8 @@ def run_step(
       caches: `kv_cache_k_i`, `kv_cache_v_i` `[1, K, S, H]`.
       tokens: `[1, T]` int32.
       input_pos: `[T]` int32, their positions (see the module).
+      mask: `[1, 1, T, S]` bool, the positions that each token attends to, for runtimes that make it
+        themselves; None for all up to its own.
       cfg: the model, or the sub-model whose shapes the weights have.
       dtype: of the activations.
       with_logits: whether to run the head.
@@ -68,6 +72,8 @@ def run_step(
     start = input_pos[0]
     real = input_pos == start + jnp.arange(count, dtype=jnp.int32)
     at = TokenPositions.after(start, count, jnp.sum(real, dtype=jnp.int32))
+    if mask is not None:
+        at = dataclasses.replace(at, mask=mask[0, 0])
     params = (params_of or with_adapters)(weights, cfg)
     return _step(params, caches, tokens, at, cfg, dtype, with_logits, _source(weights, cfg))
 
