@@ -57,10 +57,10 @@ def stored_levels(subject: Subject) -> Subject:
 def widened(weights: Mapping[str, Weight], cfg: ModelConfig) -> Params:
     """The parameters of a level whose matrices are levels and scales (a `ParamsOf`)."""
     arrays: Mapping[str, Any] = weights
-    whole = {name: each for name, each in arrays.items() if not name.endswith((LEVELS, SCALE))}
-    for name in param_specs(cfg):
-        if f"{name}{LEVELS}" not in arrays:
-            continue
+    matrices = [name for name in param_specs(cfg) if f"{name}{LEVELS}" in arrays]
+    parts = {f"{name}{part}" for name in matrices for part in (LEVELS, SCALE)}
+    whole = {name: each for name, each in arrays.items() if name not in parts}
+    for name in matrices:
         levels, scale = arrays[f"{name}{LEVELS}"], arrays[f"{name}{SCALE}"]
         whole[name] = _wide(levels, scale)
         if name == _EMBEDDING:

@@ -52,8 +52,7 @@ class ProgramOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCache:
-    """An executor's caches of `capacity_tokens` positions, of which `length` are in use; and the source, if
-    an encoder read one."""
+    """An executor's caches of `capacity_tokens` positions, `length` of them in use; and any encoded source."""
 
     caches: Any
     capacity_tokens: int
@@ -99,9 +98,8 @@ class ProgramRunner:
             )
         self.executor, self.level = executor, level
         self.cfg: ModelConfig = manifest.levels[level].cfg
-        self.options = ProgramOptions(
-            manifest.context_tokens, manifest.chunk_tokens(level, manifest.context_tokens)
-        )
+        context = manifest.context_tokens
+        self.options = ProgramOptions(context, manifest.chunk_tokens(level, context))
         # Cached, because every token needs them.
         self._lengths = manifest.cache_tokens(level)
         self.token_chooser = token_chooser or bucket_chooser(self.cfg.vocab_size)
@@ -183,7 +181,7 @@ class ProgramRunner:
         return self._program("encode", length, self.options.context_tokens)
 
     def rows(self, cache: ProgramCache, tokens: int) -> dict[str, np.ndarray]:
-        """Copies of the first `tokens` rows of each of a cache's arrays, by name, `[1, K, tokens, H]`."""
+        """Copies of the first `tokens` rows of a cache's arrays, by name, `[1, K, tokens, H]`."""
         return self.executor.rows(self.level, cache.caches, tokens)
 
     def restored(self, rows: Mapping[str, np.ndarray], tokens: int) -> ProgramCache:
