@@ -41,7 +41,7 @@ from jaxllm.program_folder.levels import Argument, ProgramLevel
 from jaxllm.program_folder.manifest import Manifest, Precision, Signature
 from jaxllm.program_folder.tiny_lm import KEEP, MASK, MODEL, PROMPT
 from jaxllm.quant import FirstUnits, Weight
-from jaxllm.steps.exported import ParamsOf, with_adapters
+from jaxllm.steps.exported import ATTENTION_MASK, ParamsOf, run_masked_step, with_adapters
 from serving.host.progress import Progress
 
 FILE = "model.tflite"
@@ -202,9 +202,11 @@ def _traced(
     if signature.kind == "tiny_lm":
         return _traced_tiny_lm(signature, subject, plan)
     own = {name: scales[each.stored] for name, each in level.weights.items() if each.stored in scales}
+    masked = plan.masked and signature.kind in MASKED_KINDS
     step = functools.partial(
         subject_step(signature, subject, _FLOAT, loops=False), params_of=_params_of(scales=own, static=static)
     )
+    step = functools.partial(run_masked_step, step) if masked else step
     shapes = step_shapes(signature, subject, plan, _FLOAT)
     with without_native_kernels():
         exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
@@ -215,8 +217,7 @@ def _traced(
         inputs = ["tokens", SOURCE_TOKENS]
     else:
         more = {"verify": ["mask"], "block": sorted(control_shapes(cfg.vocab_size))}.get(signature.kind, [])
-        if plan.masked and signature.kind in MASKED_KINDS:
-            more = ["mask"]
+        more = [ATTENTION_MASK] if masked else more
         given = [] if subject.adapters is None else [ADAPTER]
         inputs = [*caches, "tokens", "input_pos", *more, *given, *sorted(source_shapes(cfg, 0))]
     return Traced(

@@ -14,6 +14,7 @@ take these, with zeros up to R rows, and `source_tokens`, and leave them as they
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,8 @@ from jaxllm.program_folder.manifest import LEFT, RIGHT
 from jaxllm.quant import Adapted, Weight
 
 Arrays = Mapping[str, jax.Array]
+# The name of a mask of attention among a step's arrays.
+ATTENTION_MASK = "mask"
 ParamsOf = Callable[[Mapping[str, Weight], ModelConfig], Params]
 
 
@@ -40,7 +43,6 @@ def run_step(
     caches: Arrays,
     tokens: jax.Array,
     input_pos: jax.Array,
-    mask: jax.Array | None = None,
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype,
@@ -51,12 +53,10 @@ def run_step(
 
     Args:
       weights: parameters by name, and the two factors of each adapter; of an encoder-decoder also the
-        source's arrays, which a step only reads, too.
+        source's arrays, which a step only reads, too; of `run_masked_step` the mask.
       caches: `kv_cache_k_i`, `kv_cache_v_i` `[1, K, S, H]`.
       tokens: `[1, T]` int32.
       input_pos: `[T]` int32, their positions (see the module).
-      mask: `[1, 1, T, S]` bool, the positions that each token attends to, for runtimes that make it
-        themselves; None for all up to its own.
       cfg: the model, or the sub-model whose shapes the weights have.
       dtype: of the activations.
       with_logits: whether to run the head.
@@ -72,10 +72,24 @@ def run_step(
     start = input_pos[0]
     real = input_pos == start + jnp.arange(count, dtype=jnp.int32)
     at = TokenPositions.after(start, count, jnp.sum(real, dtype=jnp.int32))
-    if mask is not None:
-        at = dataclasses.replace(at, mask=mask[0, 0])
+    if ATTENTION_MASK in weights:
+        at = dataclasses.replace(at, mask=weights[ATTENTION_MASK][0, 0])
     params = (params_of or with_adapters)(weights, cfg)
     return _step(params, caches, tokens, at, cfg, dtype, with_logits, _source(weights, cfg))
+
+
+def run_masked_step(
+    step: Callable[..., dict[str, jax.Array]],
+    weights: Arrays,
+    caches: Arrays,
+    tokens: jax.Array,
+    input_pos: jax.Array,
+    mask: jax.Array,
+    **options: Any,
+) -> dict[str, jax.Array]:
+    """`run_step`, given as `step`, for runtimes that make the mask of attention themselves: `[1, 1, T, S]`
+    bool, the positions that each token attends to, instead of all up to its own."""
+    return step({**weights, ATTENTION_MASK: mask}, caches, tokens, input_pos, **options)
 
 
 def run_tree(

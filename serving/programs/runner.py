@@ -52,7 +52,7 @@ class ProgramOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCache:
-    """An executor's caches of `capacity_tokens` positions, `length` of them in use; and any encoded source."""
+    """An executor's caches of `capacity_tokens` positions, `length` of them in use; and any source."""
 
     caches: Any
     capacity_tokens: int
