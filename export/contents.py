@@ -21,18 +21,24 @@ class Contents:
       blocks: whether it holds programs that decode several tokens.
       block_tokens: of such a program that is made unasked; 0 for none.
       verified: what its `verify` programs take when our loop runs them; empty for none.
-      levels: whether it holds sub-models.
+      levels: the sub-models that it holds: "yes" for any, "one" for one in place of the whole model.
       short_caches: whether it holds programs over caches shorter than the context.
       encoders: whether it holds the programs of an encoder-decoder: those that encode besides.
+      tiny_lm: whether it holds the programs of the tiny LM.
+      adapters: whether its programs take adapters as an input.
+      masks: whether its programs may take an attention mask.
       precisions: of weights.
     """
 
     blocks: bool = False
     block_tokens: int = 0
     verified: str = ""
-    levels: bool = True
+    levels: str = "yes"
     short_caches: bool = True
     encoders: bool = True
+    tiny_lm: bool = True
+    adapters: bool = True
+    masks: bool = False
     precisions: tuple[str, ...]
 
 
@@ -41,31 +47,44 @@ CONTENTS = {
     "stablehlo": Contents(blocks=True, block_tokens=16, verified="trees", precisions=("f32", "bf16")),
     "tflite": _TFLITE,
     "device": _TFLITE,
-    "litertlm": Contents(levels=False, short_caches=False, encoders=False, precisions=_TFLITE.precisions),
-    "iree": Contents(verified="trees", encoders=False, precisions=("f32",)),
+    "litertlm": Contents(
+        masks=True,
+        levels="one",
+        short_caches=False,
+        encoders=False,
+        tiny_lm=False,
+        adapters=False,
+        precisions=_TFLITE.precisions,
+    ),
+    "iree": Contents(
+        verified="trees", encoders=False, tiny_lm=False, adapters=False, precisions=("f32", "int8")
+    ),
 }
 # What no format holds.
-_NEVER = ("context codecs", "the tiny LM", "adapters as inputs")
+_NEVER = ("context codecs",)
 # Static scales are found by running text through a decoder.
 _NOT_ENCODED = "w8a8"
 
 
-def require_contents(kind: str, plan: "ExportPlan", *, levels: bool) -> None:
+def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bool = False) -> None:
     """Checks that a format holds what a plan names.
 
     Args:
       kind: the format.
       plan: as it was asked for.
-      levels: whether there are levels besides the whole model.
+      levels: how many there are besides the whole model.
+      adapters: whether programs are to take adapters.
 
     Raises:
       ConfigError: it does not; the message names the options to leave out.
     """
     holds = CONTENTS[kind]
     lacking = {
-        "--level": levels and not holds.levels,
+        "--level": levels > 1 and holds.levels == "one",
+        "--attention-mask": plan.masked and not holds.masks,
         "--verify-tokens": bool(plan.verify_tokens) and not holds.verified,
         "--block-tokens": bool(plan.block_tokens) and not holds.blocks,
+        "--adapter-input": adapters and not holds.adapters,
         "--cache-tokens": bool(plan.cache_tokens) and not holds.short_caches,
     }
     options = [name for name, wrong in lacking.items() if wrong]
@@ -107,9 +126,12 @@ def as_markdown() -> str:
         "prefill of a chunk, decode of a token": ["yes" for _ in CONTENTS.values()],
         "decode of several tokens, with sampling": [_yes(each.blocks) for each in CONTENTS.values()],
         "verification of drafts": [each.verified or "no" for each in CONTENTS.values()],
-        "levels, with their recovery adapters": [_yes(each.levels) for each in CONTENTS.values()],
+        "levels, with their recovery adapters": [each.levels for each in CONTENTS.values()],
         "short caches": [_yes(each.short_caches) for each in CONTENTS.values()],
+        "an attention mask as an input": [_yes(each.masks) for each in CONTENTS.values()],
         f"encoder-decoders (not {_NOT_ENCODED})": [_yes(each.encoders) for each in CONTENTS.values()],
+        "the tiny LM, which plans calls": [_yes(each.tiny_lm) for each in CONTENTS.values()],
+        "adapters as an input (decoders alone)": [_yes(each.adapters) for each in CONTENTS.values()],
         ", ".join(_NEVER): ["no" for _ in CONTENTS.values()],
         "`--precision`": [", ".join(each.precisions) for each in CONTENTS.values()],
     }

@@ -11,17 +11,12 @@ import jaxllm
 from export.quantized import left_out
 from export.signatures import ExportPlan
 from export.subject import Subject
+from export.tiny_lm import tiny_facts, write_tiny_tokenizer
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_folder
-from jaxllm.program_folder.manifest import (
-    Manifest,
-    Precision,
-    ProgramFormat,
-    ProgramLevel,
-    Signature,
-    StoredFile,
-    write_tokenizer,
-)
+from jaxllm.program_folder.levels import ProgramLevel
+from jaxllm.program_folder.manifest import Manifest, Precision, ProgramFormat, Signature, StoredFile
+from jaxllm.program_folder.tokenizer import write_tokenizer
 
 
 @contextlib.contextmanager
@@ -71,6 +66,11 @@ def finish(
     weights."""
     without = left_out(subject, kind.precision, without_shadow=plan.without_shadow)
     write_tokenizer(folder, subject.tokenizer)
+    # Formats that hold no tiny LM and take no adapters have no signatures of them.
+    tiny = subject.tiny_lm if any(each.kind == "tiny_lm" for each in signatures) else None
+    write_tiny_tokenizer(folder, tiny)
+    if subject.adapters is not None:
+        subject.adapters.write(folder)
     levels = {
         level: ProgramLevel(cfg=each.cfg, weights={} if kind.holds_weights else each.weights)
         for level, each in subject.levels.items()
@@ -87,6 +87,8 @@ def finish(
         signatures=tuple(signatures),
         files={path.name: StoredFile.of(path) for path in sorted(folder.iterdir())},
         left_out=without,
+        tiny_lm=None if tiny is None else tiny_facts(tiny),
+        adapters=None if subject.adapters is None else subject.adapters.inputs,
         made_with={"jaxllm": jaxllm.__version__, "jax": jax.__version__, **kind.made_with},
     )
     manifest.write(folder)

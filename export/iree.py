@@ -18,11 +18,13 @@ from export.extras import require_format
 from export.folder import ProgramKind, finish, new_folder
 from export.signatures import ExportPlan
 from export.stablehlo import traced
+from export.stored_levels import stored_levels, widened
 from export.subject import Subject
 from export.trial import require_alike, trial
 from jaxllm.errors import ConfigError, ProgramError, one_line
-from jaxllm.program_folder.manifest import WEIGHTS, Manifest, Signature
+from jaxllm.program_folder.manifest import WEIGHTS, Manifest, Precision, Signature
 from jaxllm.program_folder.weights import write_weights
+from jaxllm.steps.exported import ParamsOf
 from serving.host.progress import Progress
 
 SUFFIX = ".vmfb"
@@ -50,6 +52,7 @@ def export_iree(
     plan: ExportPlan,
     *,
     targets: tuple[str, ...] = (HOST, ANDROID),
+    precision: Precision = "f32",
     progress: Progress | None = None,
 ) -> Manifest:
     """Writes a folder of modules, one for each signature and target, with the weights beside them.
@@ -58,6 +61,7 @@ def export_iree(
       subject: the model, in float32.
       out: the folder to make.
       plan: the signatures. targets: `HOST`, `ANDROID` or both.
+      precision: f32; or int8, with weights at 8 bits that modules widen (see `stored_levels`).
       progress: called with ("export", modules done, modules in all).
 
     Raises:
@@ -68,8 +72,11 @@ def export_iree(
     require_format("iree")
     from iree import compiler
 
-    require_contents("iree", plan, levels=len(subject.levels) > 1)
-    require_family("iree", "f32", subject.cfg, levels=len(subject.levels) > 1)
+    require_contents("iree", plan, levels=len(subject.levels) - 1, adapters=subject.adapters is not None)
+    require_family("iree", precision, subject.cfg, levels=len(subject.levels) > 1)
+    subject, params_of = dataclasses.replace(subject, tiny_lm=None), None
+    if precision == "int8":
+        subject, params_of = stored_levels(subject), widened
     # Short caches only on request, because each module takes seconds to compile.
     plan = dataclasses.replace(plan, cache_tokens=plan.cache_tokens or ()).resolved(subject.cfg)
     signatures = [each for level in subject.levels for each in plan.signatures(level, str)]
@@ -77,7 +84,9 @@ def export_iree(
         write_weights(folder / WEIGHTS, subject.arrays, model=subject.model)
         done = 0
         for signature in signatures:
-            program = traced(signature, subject, plan, precision="f32", platforms=("cpu",))
+            program = traced(
+                signature, subject, plan, precision="f32", platforms=("cpu",), params_of=params_of
+            )
             for target in targets:
                 try:
                     module = compiler.compile_str(
@@ -92,7 +101,7 @@ def export_iree(
                         "model as stablehlo"
                     ) from error
                 if target == HOST:
-                    run_once(module, signature, subject, plan)
+                    run_once(module, signature, subject, plan, params_of)
                 else:
                     require_machine(module, signature.name)
                 (folder / module_file(signature, target)).write_bytes(module)
@@ -106,7 +115,7 @@ def export_iree(
             [dataclasses.replace(each, file=module_file(each, targets[0])) for each in signatures],
             ProgramKind(
                 format="iree",
-                precision="f32",
+                precision=precision,
                 cache_dtype=_FLOAT.name,
                 platforms=targets,
                 holds_weights=False,
@@ -138,7 +147,13 @@ def require_machine(module: bytes, name: str) -> None:
         )
 
 
-def run_once(module: bytes, signature: Signature, subject: Subject, plan: ExportPlan) -> None:
+def run_once(
+    module: bytes,
+    signature: Signature,
+    subject: Subject,
+    plan: ExportPlan,
+    params_of: ParamsOf | None = None,
+) -> None:
     """Compares a module for this host with its step, on random caches.
 
     Raises:
@@ -146,7 +161,7 @@ def run_once(module: bytes, signature: Signature, subject: Subject, plan: Export
     """
     from iree import runtime
 
-    caches, inputs, wanted = trial(signature, subject, plan, _FLOAT)
+    caches, inputs, wanted = trial(signature, subject, plan, _FLOAT, params_of)
     weights = subject.weights(signature.level)
     context = runtime.SystemContext(config=runtime.Config("local-task"))
     vm = runtime.VmModule.copy_buffer(context.instance, module)

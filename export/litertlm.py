@@ -1,8 +1,9 @@
 """Writes a `.litertlm` file for Google's LiteRT-LM runtime: the `.tflite` model, its tokenizer and end
 tokens.
 
-The runtime supports prefill and decode signatures of one model over caches of one length, so the file has no
-levels, token trees or short caches.
+The runtime supports prefill and decode signatures of one model over caches of one length, so a file has no
+token trees or short caches, and one level: another level is another file. It knows signatures by their names'
+beginnings, and arguments by their names; where they take a `mask`, `[1, 1, T, S]` bool, it fills that.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from export.flatbuffer import Sharing
 from export.quantized import left_out
 from export.signatures import ExportPlan
 from export.static_products import Ranges
-from export.subject import Subject
+from export.subject import Subject, only_level
 from export.tflite import FILE, tflite_model
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
@@ -45,12 +46,23 @@ def export_litertlm(
     """Writes a file that `litert-lm` runs (see `tflite.export_tflite` for the arguments).
 
     Raises:
-      ConfigError: the plan has levels, token trees, blocks or short caches, or see `export_tflite`.
+      ConfigError: the plan has several levels, token trees, blocks or short caches, or see `export_tflite`.
     """
     require_format("litertlm")
-    require_contents("litertlm", plan, levels=list(subject.levels) != [WHOLE])
-    require_family("litertlm", precision, subject.cfg, levels=len(subject.levels) > 1)
+    levels = [each for each in subject.levels if each != WHOLE]
+    require_contents("litertlm", plan, levels=len(levels), adapters=subject.adapters is not None)
+    require_family("litertlm", precision, subject.cfg, levels=bool(levels))
     plan = dataclasses.replace(plan, cache_tokens=())
+    level = levels[0] if levels else WHOLE
+    # Ranges are of the level's products.
+    ranges = None if ranges is None else {WHOLE: ranges[level]}
+    if level != WHOLE and precision == "w8a8" and subject.calibration and not plan.without_shadow:
+        raise ConfigError(
+            f"a {SUFFIX} file of level {level} has no shadow; export it with --precision int8, or say "
+            "--without-shadow and measure what it loses"
+        )
+    without = left_out(subject, precision, without_shadow=plan.without_shadow)
+    subject = dataclasses.replace(only_level(subject, level), tiny_lm=None)
     if out.exists():
         raise ConfigError(f"{out} exists already; remove it or name another output")
     plan = plan.resolved(subject.cfg)
@@ -63,7 +75,6 @@ def export_litertlm(
         model_path.write_bytes(model)
         tokenizer_path.write_text(subject.tokenizer.tokenizer_json, encoding="utf-8")
         facts_path.write_bytes(metadata(subject, plan).SerializeToString())
-        without = left_out(subject, precision, without_shadow=plan.without_shadow)
         _build(file, model_path, tokenizer_path, facts_path, without)
     return sharing
 

@@ -13,13 +13,17 @@ import jax
 import numpy as np
 
 from export.subject import Subject
+from export.tiny_lm import tiny_step, tiny_weights
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.program_folder.manifest import Kind, Signature, level_signatures
 from jaxllm.program_folder.shapes import input_shapes
+from jaxllm.steps.exported_blocks import step_of
 from serving.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
 
 _MAX_TREE, _MAX_BLOCK = 256, 64
+# Programs that take a mask where a plan says so.
+MASKED_KINDS: tuple[Kind, ...] = ("prefill", "decode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,7 @@ class ExportPlan:
         of an encoder-decoder. Its decoder begins with few tokens, so that the shortest chunk is enough there.
       levels: of an elastic bundle, in percent, besides the whole model.
       without_shadow: whether a calibrated bundle becomes w8a8 without its calibration.
+      masked: whether prefill and decode take an attention mask, for runtimes that make it themselves.
       static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
     """
 
@@ -48,6 +53,7 @@ class ExportPlan:
     levels: tuple[int, ...] = ()
     without_shadow: bool = False
     static_verify: bool = False
+    masked: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_tokens", 2), ("verify_tokens", 2), ("cache_tokens", 2), ("levels", 1)):
@@ -129,9 +135,31 @@ def step_shapes(
 ) -> tuple[Any, ...]:
     """The shapes of a signature's arguments, in order."""
     level = subject.levels[signature.level]
+    if signature.kind == "tiny_lm":
+        assert subject.tiny_lm is not None
+        arrays = tiny_weights(subject.tiny_lm)
+        tiny = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in arrays.items()}
+        return (tiny, *input_shapes(signature, level.cfg, 0, cache_dtype))
     weights = {
         name: jax.ShapeDtypeStruct(each.shape, subject.arrays[each.stored].dtype)
         for name, each in level.weights.items()
     }
     sources = max(plan.encode_tokens, default=0)
-    return (weights, *input_shapes(signature, level.cfg, plan.room(signature), cache_dtype, sources))
+    adapter = 0 if subject.adapters is None else subject.adapters.inputs.size(signature.level)
+    room = plan.room(signature)
+    shapes = (weights, *input_shapes(signature, level.cfg, room, cache_dtype, sources, adapter))
+    if plan.masked and signature.kind in MASKED_KINDS:
+        shapes = (*shapes, jax.ShapeDtypeStruct((1, 1, signature.tokens, room), np.bool_))
+    return shapes
+
+
+def subject_step(
+    signature: Signature, subject: Subject, dtype: np.dtype, *, loops: bool = True
+) -> Callable[..., dict[str, jax.Array]]:
+    """The function of a signature (see `step_of`), or of a program of the subject's tiny LM."""
+    if signature.kind == "tiny_lm":
+        assert subject.tiny_lm is not None
+        return tiny_step(subject.tiny_lm)
+    cfg = subject.levels[signature.level].cfg
+    inputs = None if subject.adapters is None else subject.adapters.inputs
+    return step_of(signature, cfg, dtype, loops=loops, adapters=inputs)

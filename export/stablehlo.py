@@ -4,6 +4,7 @@ Weights are arguments, so that all programs share one copy, and a level uses pre
 are those of `jax.export`, each for all requested platforms. The caller of a program donates its caches.
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,14 +16,16 @@ import numpy as np
 from export.contents import require_family
 from export.extras import require_format
 from export.folder import ProgramKind, finish, new_folder
-from export.signatures import ExportPlan, step_shapes
+from export.signatures import ExportPlan, step_shapes, subject_step
 from export.subject import Subject
+from export.tiny_lm import tiny_signatures, tiny_weights
 from export.trial import require_alike, trial
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.program_folder.manifest import WEIGHTS, Manifest, Signature
+from jaxllm.program_folder.tiny_lm import TINY_WEIGHTS
 from jaxllm.program_folder.weights import read_weights, write_weights
-from jaxllm.steps.exported_blocks import step_of
+from jaxllm.steps.exported import ParamsOf
 from serving.host.progress import Progress
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -66,8 +69,11 @@ def export_stablehlo(
     signatures = [
         each for level in subject.levels for each in plan.signatures(level, lambda name: f"{name}{SUFFIX}")
     ]
+    signatures += tiny_signatures(subject.tiny_lm, lambda name: f"{name}{SUFFIX}")
     with new_folder(out) as folder:
         write_weights(folder / WEIGHTS, subject.arrays, model=subject.model)
+        if subject.tiny_lm is not None:
+            write_weights(folder / TINY_WEIGHTS, tiny_weights(subject.tiny_lm), model=subject.model)
         for done, signature in enumerate(signatures):
             exported = traced(signature, subject, plan, precision=precision, platforms=platforms)
             (folder / signature.file).write_bytes(exported.serialize())
@@ -91,11 +97,19 @@ def export_stablehlo(
 
 
 def traced(
-    signature: Signature, subject: Subject, plan: ExportPlan, *, precision: str, platforms: Sequence[str]
+    signature: Signature,
+    subject: Subject,
+    plan: ExportPlan,
+    *,
+    precision: str,
+    platforms: Sequence[str],
+    params_of: ParamsOf | None = None,
 ) -> jax.export.Exported:
-    """A signature's program. Unused weights stay arguments, so that all programs take the same ones."""
+    """A signature's program. Unused weights stay arguments, so that all programs take the same ones;
+    `params_of` makes parameters of weights that are stored in another form."""
     dtype = DTYPES[precision]
-    step = step_of(signature, subject.levels[signature.level].cfg, dtype)
+    step = subject_step(signature, subject, dtype)
+    step = step if params_of is None else functools.partial(step, params_of=params_of)
     shapes = step_shapes(signature, subject, plan, dtype)
     with without_native_kernels():
         return jax.export.export(jax.jit(step, keep_unused=True), platforms=tuple(platforms))(*shapes)
@@ -109,8 +123,11 @@ def verify(folder: Path, signature: Signature, subject: Subject, plan: ExportPla
       ProgramError: the results differ.
     """
     caches, inputs, wanted = trial(signature, subject, plan, DTYPES[precision])
-    stored = read_weights(folder / WEIGHTS, model=subject.model)
-    weights = subject.levels[signature.level].views(stored)
+    if signature.kind == "tiny_lm":
+        weights = read_weights(folder / TINY_WEIGHTS, model=subject.model)
+    else:
+        stored = read_weights(folder / WEIGHTS, model=subject.model)
+        weights = subject.levels[signature.level].views(stored)
     program = jax.export.deserialize(bytearray((folder / signature.file).read_bytes()))
     got = jax.jit(program.call)(weights, caches, *inputs)
     require_alike(got, wanted, name=signature.name, tolerance=_TOLERANCE[precision])

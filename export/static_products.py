@@ -28,7 +28,7 @@ from jaxllm.int8_prefill.products import PRODUCTS, product_names
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.decoder import forward
 from jaxllm.models.parameters import param_specs
-from jaxllm.program_folder.manifest import Argument, ProgramLevel
+from jaxllm.program_folder.levels import Argument, ProgramLevel
 from jaxllm.quant import OwnProduct, Weight
 from jaxllm.steps.exported import with_adapters
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from export.input_adapters import AdapterOptions, InputAdapters, read_adapters
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import Recovery, read_order, read_recovery, require_level
 from jaxllm.bundle.prefill import read_prefill
+from jaxllm.bundle.tiny_lm import TinyLm, read_tiny_lm
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import CheckpointError, ConfigError
@@ -20,7 +22,8 @@ from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.lora import adapter_digest, merge, parameters_of
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.rooms import require_room
-from jaxllm.program_folder.manifest import LEFT, RIGHT, Argument, ProgramLevel
+from jaxllm.program_folder.levels import Argument, ProgramLevel
+from jaxllm.program_folder.manifest import LEFT, RIGHT
 from jaxllm.quant import dequantize
 from jaxllm.text.tokenizer import TokenizerFiles
 
@@ -41,6 +44,8 @@ class Subject:
       tokenizer: the model's.
       calibration: of integer prefill; None if the bundle has none.
       merged: whether an adapter was merged into the weights.
+      tiny_lm: that plans requests; None if the bundle has none, or none that chooses between these levels.
+      adapters: that programs take as an input; None for none.
     """
 
     name: str
@@ -50,6 +55,8 @@ class Subject:
     tokenizer: TokenizerFiles
     calibration: PrefillCalibration | None = None
     merged: bool = False
+    tiny_lm: TinyLm | None = None
+    adapters: InputAdapters | None = None
 
     @property
     def cfg(self) -> ModelConfig:
@@ -65,12 +72,29 @@ class Subject:
         return self.levels[level].views(self.arrays)
 
 
+def only_level(subject: Subject, level: int) -> Subject:
+    """A level as a model of its own, its arrays cut to its units; the whole model as it is."""
+    if level == WHOLE:
+        return dataclasses.replace(subject, levels={WHOLE: subject.levels[WHOLE]})
+    entry = subject.levels[level]
+    arrays = {name: np.ascontiguousarray(each) for name, each in subject.weights(level).items()}
+    weights = {name: Argument(stored=name, shape=each.shape) for name, each in arrays.items()}
+    return dataclasses.replace(
+        subject,
+        name=f"{subject.name} at level {level}",
+        arrays=arrays,
+        levels={WHOLE: ProgramLevel(cfg=entry.cfg, weights=weights)},
+        calibration=None,
+    )
+
+
 def read_subject(
     path: Path,
     *,
     levels: Sequence[int] = (),
     adapter: Path | None = None,
     dtype: np.dtype | None = None,
+    inputs: AdapterOptions | None = None,
 ) -> Subject:
     """Reads a bundle.
 
@@ -79,6 +103,7 @@ def read_subject(
       levels: to export besides the whole model, in percent.
       adapter: a low-rank adapter of the model in PEFT's layout, to merge into the weights.
       dtype: of the dense weights; None is float32.
+      inputs: low-rank adapters that programs take as an input; None for none.
 
     Raises:
       CheckpointError: the bundle or the adapter cannot be read.
@@ -130,7 +155,17 @@ def read_subject(
             tokenizer=bundle.tokenizer_files(),
             calibration=_calibration(bundle),
             merged=adapter is not None,
+            tiny_lm=_tiny_lm(bundle, tuple(entries)),
+            adapters=None if inputs is None else read_adapters(bundle, cfgs, inputs),
         )
+
+
+def _tiny_lm(bundle: Bundle, levels: tuple[int, ...]) -> TinyLm | None:
+    """The tiny LM, in arrays of its own, if it chooses between some of the levels."""
+    tiny = read_tiny_lm(bundle)
+    if tiny is None or not set(tiny.levels) & set(levels):
+        return None
+    return dataclasses.replace(tiny, params={name: np.array(each) for name, each in tiny.params.items()})
 
 
 def _calibration(bundle: Bundle) -> PrefillCalibration | None:

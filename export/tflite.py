@@ -25,20 +25,23 @@ from export.flatbuffer import Sharing, share_buffers
 from export.folder import ProgramKind, finish, new_folder
 from export.mlir import Traced, convert
 from export.quantized import LEVELS, SCALE, annotated, left_out, quantized_subject
-from export.signatures import ExportPlan, step_shapes
+from export.signatures import MASKED_KINDS, ExportPlan, step_shapes, subject_step
 from export.static_products import Ranges, StaticProduct, static_level, with_shadow
 from export.subject import Subject
+from export.tiny_lm import tiny_signatures, tiny_weights
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.models.rooms import require_room
+from jaxllm.program_folder.adapters import ADAPTER
 from jaxllm.program_folder.arrays import SOURCE_TOKENS, source_shapes
 from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS, control_shapes
-from jaxllm.program_folder.manifest import Argument, Manifest, Precision, ProgramLevel, Signature
+from jaxllm.program_folder.levels import Argument, ProgramLevel
+from jaxllm.program_folder.manifest import Manifest, Precision, Signature
+from jaxllm.program_folder.tiny_lm import KEEP, MASK, MODEL, PROMPT
 from jaxllm.quant import FirstUnits, Weight
-from jaxllm.steps.exported import ParamsOf, with_adapters
-from jaxllm.steps.exported_blocks import step_of
+from jaxllm.steps.exported import ATTENTION_MASK, ParamsOf, run_masked_step, with_adapters
 from serving.host.progress import Progress
 
 FILE = "model.tflite"
@@ -78,6 +81,7 @@ def export_tflite(
     require_format("tflite")
     plan = plan.resolved(subject.cfg)
     signatures = [each for level in subject.levels for each in plan.signatures(level, lambda _: FILE)]
+    signatures += tiny_signatures(subject.tiny_lm, lambda _: FILE)
     with new_folder(out) as folder:
         model, sharing = tflite_model(
             subject, plan, signatures, precision=precision, ranges=ranges, progress=progress
@@ -195,10 +199,14 @@ def _traced(
     level = subject.levels[signature.level]
     cfg = level.cfg
     # Adapters are stored under names of their level.
+    if signature.kind == "tiny_lm":
+        return _traced_tiny_lm(signature, subject, plan)
     own = {name: scales[each.stored] for name, each in level.weights.items() if each.stored in scales}
+    masked = plan.masked and signature.kind in MASKED_KINDS
     step = functools.partial(
-        step_of(signature, cfg, _FLOAT, loops=False), params_of=_params_of(scales=own, static=static)
+        subject_step(signature, subject, _FLOAT, loops=False), params_of=_params_of(scales=own, static=static)
     )
+    step = functools.partial(run_masked_step, step) if masked else step
     shapes = step_shapes(signature, subject, plan, _FLOAT)
     with without_native_kernels():
         exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
@@ -209,7 +217,9 @@ def _traced(
         inputs = ["tokens", SOURCE_TOKENS]
     else:
         more = {"verify": ["mask"], "block": sorted(control_shapes(cfg.vocab_size))}.get(signature.kind, [])
-        inputs = [*caches, "tokens", "input_pos", *more, *sorted(source_shapes(cfg, 0))]
+        more = [ATTENTION_MASK] if masked else more
+        given = [] if subject.adapters is None else [ADAPTER]
+        inputs = [*caches, "tokens", "input_pos", *more, *given, *sorted(source_shapes(cfg, 0))]
     return Traced(
         signature.name,
         exported.mlir_module_serialized,
@@ -217,4 +227,20 @@ def _traced(
         inputs,
         # As JAX flattens them.
         sorted(results),
+    )
+
+
+def _traced_tiny_lm(signature: Signature, subject: Subject, plan: ExportPlan) -> Traced:
+    """A program of the tiny LM, whose weights are the same at all precisions."""
+    assert subject.tiny_lm is not None
+    step, shapes = subject_step(signature, subject, _FLOAT), step_shapes(signature, subject, plan, _FLOAT)
+    with without_native_kernels():
+        exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
+    weights = tiny_weights(subject.tiny_lm)
+    return Traced(
+        signature.name,
+        exported.mlir_module_serialized,
+        [weights[name] for name in sorted(weights)],
+        ["tokens", MASK],
+        sorted((KEEP, MODEL, PROMPT)),
     )

@@ -1,13 +1,15 @@
 """Compares a program with its step, once on the same inputs, before it is shipped."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from export.signatures import ExportPlan
+from export.signatures import ExportPlan, subject_step
 from export.subject import Subject
+from export.tiny_lm import tiny_weights
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ProgramError
 from jaxllm.kernels.native import without_native_kernels
@@ -15,7 +17,7 @@ from jaxllm.program_folder.arrays import SOURCE_TOKENS, cache_shapes, source_sha
 from jaxllm.program_folder.controls import STOP_IDS, controls
 from jaxllm.program_folder.manifest import Signature
 from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
-from jaxllm.steps.exported_blocks import step_of
+from jaxllm.steps.exported import ParamsOf
 
 
 class Trial(NamedTuple):
@@ -33,8 +35,17 @@ class Trial(NamedTuple):
     wanted: dict[str, jax.Array]
 
 
-def trial(signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dtype) -> Trial:
-    """Runs the step of a signature with activations and caches of `dtype`."""
+def trial(
+    signature: Signature,
+    subject: Subject,
+    plan: ExportPlan,
+    dtype: np.dtype,
+    params_of: ParamsOf | None = None,
+) -> Trial:
+    """Runs the step of a signature with activations and caches of `dtype`; for `params_of` see
+    `stablehlo.traced`."""
+    if signature.kind == "tiny_lm":
+        return _tiny_trial(signature, subject, dtype)
     cfg, room = subject.levels[signature.level].cfg, plan.room(signature)
     inputs, draw = example_inputs(signature, cfg, room), np.random.default_rng(0)
     if signature.kind == "encode":
@@ -43,14 +54,32 @@ def trial(signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dt
         caches = {
             name: draw.standard_normal(shape).astype(dtype) for name, shape in cache_shapes(cfg, room).items()
         }
+        if subject.adapters is not None:
+            size = subject.adapters.inputs.size(signature.level)
+            inputs = (*inputs, (0.1 * draw.standard_normal(size)).astype(np.float32))
         if cfg.encoder is not None:
             shapes = source_shapes(cfg, max(plan.encode_tokens))
             source = {name: draw.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
             source[SOURCE_TOKENS] = np.array([max(1, max(plan.encode_tokens) - 1)], np.int32)
             inputs = (*inputs, source)
     with without_native_kernels():
-        wanted = jax.jit(step_of(signature, cfg, dtype))(subject.weights(signature.level), caches, *inputs)
+        step = subject_step(signature, subject, dtype)
+        step = jax.jit(step if params_of is None else functools.partial(step, params_of=params_of))
+        wanted = step(subject.weights(signature.level), caches, *inputs)
     return Trial(caches, inputs, wanted)
+
+
+def _tiny_trial(signature: Signature, subject: Subject, dtype: np.dtype) -> Trial:
+    tiny = subject.tiny_lm
+    assert tiny is not None
+    draw, shape = np.random.default_rng(signature.tokens), (1, signature.tokens)
+    row = draw.integers(0, tiny.cfg.encoder.vocab_size, shape)
+    mask = np.ones(row.shape, np.bool_)
+    mask[:, -1] = False
+    inputs = row.astype(np.int32), mask
+    with without_native_kernels():
+        wanted = jax.jit(subject_step(signature, subject, dtype))(tiny_weights(tiny), {}, *inputs)
+    return Trial({}, inputs, wanted)
 
 
 def example_inputs(signature: Signature, cfg: ModelConfig, cache_tokens: int) -> tuple[Any, ...]:

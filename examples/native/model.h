@@ -227,9 +227,10 @@ class Model {
     program->level = Taken(name, "level_", kWhole);
     program->cache = Taken(name, "cache_", 0);
     program->kind = name.substr(0, name.find('_'));
+    // Trees and blocks have further inputs, and are not run here; neither is the tiny LM.
+    if (program->kind != "prefill" && program->kind != "decode") return;
     program->tokens = Taken(name, program->kind + "_", 1);
-    // Trees and blocks have further inputs, and are not run here.
-    if (program->kind == "prefill" || program->kind == "decode") programs_.push_back(std::move(program));
+    programs_.push_back(std::move(program));
   }
 
   Program& Find(const std::string& kind, int level, int cache, int tokens) const {
@@ -270,7 +271,11 @@ class Model {
             "name a tensor");
       bool cache = std::strncmp(name, "kv_cache_", 9) == 0;
       auto& buffer = (cache ? caches : input ? program.inputs : program.outputs)[name];
-      if (!buffer) buffer = Made(program, input, index);
+      if (!buffer) {
+        buffer = Made(program, input, index);
+        // Zeros are no adapter, for programs that take one.
+        buffer->Clear();
+      }
       found.push_back(buffer->handle());
     }
     return found;

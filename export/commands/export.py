@@ -11,6 +11,7 @@ from serving.commands.console import progress_bars, read_text
 from serving.commands.shared_options import context_option
 
 if TYPE_CHECKING:
+    from export.input_adapters import AdapterOptions
     from export.signatures import ExportPlan
     from export.static_products import Ranges
     from export.subject import Subject
@@ -54,7 +55,8 @@ _CALIBRATION_CHARACTERS = 1 << 20
     default="f32",
     show_default=True,
     help="Width of weights and activations: stablehlo takes f32 and bf16; tflite, device and litertlm f32, "
-    "int8 (weights alone) and w8a8 (both); iree f32; hf f32, bf16 and f16; gguf these and int8 (Q8_0).",
+    "int8 (weights alone) and w8a8 (both); iree f32 and int8; hf f32, bf16 and f16; gguf these and int8 "
+    "(Q8_0).",
 )
 @click.option(
     "--calibration-text",
@@ -115,11 +117,19 @@ _CALIBRATION_CHARACTERS = 1 << 20
     "none.  [default: 16 for stablehlo; else none]",
 )
 @click.option(
+    "--attention-mask",
+    "masked",
+    is_flag=True,
+    help="For litertlm, make prefill and decode programs that take the mask of attention as an input, which "
+    "the runtime fills.",
+)
+@click.option(
     "--level",
     "levels",
     multiple=True,
     type=Level(),
-    help="Export this level of an elastic bundle. Repeatable, but for hf and gguf.  [default: the whole "
+    help="Export this level of an elastic bundle. Repeatable, but for hf, gguf and litertlm, "
+    "whose file has that level alone.  [default: the whole "
     "model alone]",
 )
 @click.option(
@@ -127,6 +137,22 @@ _CALIBRATION_CHARACTERS = 1 << 20
     type=click.Path(path_type=Path),
     metavar="DIR",
     help="A low-rank adapter in PEFT's layout, to be folded into the weights.",
+)
+@click.option(
+    "--adapter-input",
+    "inputs",
+    multiple=True,
+    metavar="NAME=DIR",
+    help="Put this low-rank adapter beside the programs, which take it as an input: calls name it, or none. "
+    "Repeatable.  [default: none]",
+)
+@click.option(
+    "--adapter-rank",
+    "input_rank",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="RANK",
+    help="The highest rank of adapters that programs take as an input.  [default: that of --adapter-input]",
 )
 def export_command(
     bundle: Path,
@@ -158,17 +184,22 @@ def export_command(
 
     bundle = find_model(bundle)
     if kind in PLAIN:
+        if shapes["inputs"] or shapes["input_rank"]:
+            raise click.UsageError(f"--adapter-input goes with programs; --format {kind} takes --adapter")
         _export_plain(bundle, output, kind, precision, shapes["levels"], adapter)
         return
     from export import extras, quantized
     from export.stablehlo import DTYPES, export_stablehlo
     from export.subject import read_subject
 
+    inputs = _adapter_inputs(shapes.pop("inputs"), shapes.pop("input_rank"))
     plan = _plan(kind, shapes)
-    require_contents(kind, plan, levels=bool(plan.levels))
+    require_contents(kind, plan, levels=len(plan.levels), adapters=inputs is not None)
     # Before anything is read, and for what is not imported yet.
     extras.require_format(kind)
-    subject = read_subject(bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision))
+    subject = read_subject(
+        bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision), inputs=inputs
+    )
     require_family(kind, precision, subject.cfg, levels=len(subject.levels) > 1)
     # Before a text is read with it.
     without = quantized.left_out(subject, precision, without_shadow=plan.without_shadow)  # pyright: ignore
@@ -186,7 +217,14 @@ def export_command(
         elif kind == "iree":
             from export.iree import export_iree
 
-            said = [_facts(output, export_iree(subject, output, plan, progress=progress))]
+            manifest = export_iree(
+                subject,
+                output,
+                plan,
+                precision=precision,  # pyright: ignore[reportArgumentType]: of CONTENTS
+                progress=progress,
+            )
+            said = [_facts(output, manifest)]
         else:
             said = _export_tflite(subject, output, plan, kind, precision, calibration_text, progress)
     for line in [*said, *(f"without {each}" for each in without)]:
@@ -246,6 +284,23 @@ def _export_plain(
     click.echo(f"{output}: {model.name}, {written / 1e6:.1f} M parameters, {size_mb:.1f} MB{padded}")
 
 
+def _adapter_inputs(given: tuple[str, ...], rank: int) -> "AdapterOptions | None":
+    """The adapters that programs take as an input; None for none."""
+    from export.input_adapters import AdapterOptions
+
+    if not given and not rank:
+        return None
+    named = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise click.UsageError(f"--adapter-input takes NAME=DIR, got {text!r:.80}")
+        if name in named:
+            raise click.UsageError(f"--adapter-input names {name!r:.80} twice")
+        named[name] = Path(folder)
+    return AdapterOptions(given=named, rank=rank)
+
+
 def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
     """Which programs to make in a format, by the options of their shapes."""
     from export.signatures import ExportPlan
@@ -265,6 +320,7 @@ def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
         levels=ascending("levels"),
         without_shadow=shapes["without_shadow"],
         static_verify=shapes["static_verify"],
+        masked=shapes["masked"],
     )
 
 

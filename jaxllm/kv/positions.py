@@ -39,12 +39,15 @@ class TokenPositions:
       tree: rows and mask of a token tree; None: rows are positions, and a token attends to all positions
         before it.
       consecutive: whether the rows are consecutive, from the first position on.
+      mask: `[T, S]` bool, the rows that each token attends to besides its own, where the caller says so;
+        without a tree.
     """
 
     positions: jax.Array
     valid: jax.Array
     tree: TreePositions | None = None
     consecutive: bool = dataclasses.field(metadata={"static": True}, default=False)
+    mask: jax.Array | None = None
 
     @classmethod
     def after(cls, length: jax.Array, count: int, valid: jax.Array) -> "TokenPositions":
@@ -55,6 +58,7 @@ class TokenPositions:
         """Asserts the shapes above, where a step that takes the positions is traced."""
         axes.check(jnp.int32, "T", positions=self.positions)
         axes.check(jnp.int32, "", valid=self.valid)
+        axes.check(jnp.bool_, "T *", mask=self.mask)
         if self.tree is not None:
             axes.check(jnp.int32, "", base=self.tree.base)
             axes.check(jnp.int32, "T", rows=self.tree.rows)
@@ -77,7 +81,10 @@ class TokenPositions:
         node attends to its path, so that its k-th visible node is at position base + k.
         """
         row = jnp.arange(keys, dtype=jnp.int32)[None, :]
-        if self.tree is None:
+        if self.mask is not None:
+            # Its own row, so that padding, which may attend to nothing, stays finite.
+            before = self.mask[:, :keys] | (row == self.rows[:, None])
+        elif self.tree is None:
             before = row <= self.rows[:, None]
         else:
             node, at = self._nodes(self.tree, keys)

@@ -6,8 +6,8 @@
 
 A signature names one program, an exported bucket: `prefill_16`, `decode`, `block_8`, `verify_8`; of a level
 `level_30_decode`; over caches shorter than the context `cache_512_decode`. `encode_64` reads a source of an
-encoder-decoder. The manifest has all facts that a loop over programs needs, so that running them takes
-neither model code nor the bundle.
+encoder-decoder, and `tiny_lm_64` a row of a prompt to plan a request. The manifest has all facts that a loop
+over programs needs, so that running them takes neither model code nor the bundle.
 """
 
 import collections
@@ -17,20 +17,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
 import xxhash
 
-from jaxllm.config import MAX_DIMENSION, WHOLE, ModelConfig
-from jaxllm.errors import CheckpointError, ConfigError, ProgramError
+from jaxllm.config import MAX_DIMENSION, WHOLE
+from jaxllm.errors import ConfigError, ProgramError
 from jaxllm.files.input_files import read_bytes
+from jaxllm.program_folder.adapters import AdapterInputs, adapter_file
 from jaxllm.program_folder.arrays import cache_shapes, source_shapes
 from jaxllm.program_folder.files import StoredFile, require_ints, require_text
-from jaxllm.text.tokenizer import TokenizerFiles
+from jaxllm.program_folder.levels import ProgramLevel, read_level
+from jaxllm.program_folder.tiny_lm import TINY_TOKENIZER, TinyLmFacts
 
 # "live" programs are in no folder: a process traces them for itself.
 ProgramFormat = Literal["stablehlo", "tflite", "iree", "live"]
 FORMATS: tuple[ProgramFormat, ...] = ("stablehlo", "tflite", "iree")
-Kind = Literal["prefill", "decode", "block", "verify", "encode"]
+Kind = Literal["prefill", "decode", "block", "verify", "encode", "tiny_lm"]
 Precision = Literal["f32", "bf16", "int8", "w8a8"]
 CACHE_DTYPES = ("float32", "bfloat16")
 
@@ -38,7 +39,7 @@ MANIFEST, TOKENIZER, WEIGHTS = "program.json", "tokenizer.json", "weights.safete
 VERSION = 2
 # Suffixes of the names of an adapter's factors, after the parameter's name.
 LEFT, RIGHT = ".left", ".right"
-_MAX_MANIFEST_BYTES, _MAX_TOKENIZER_BYTES = 16 << 20, 64 << 20
+_MAX_MANIFEST_BYTES = 16 << 20
 _MAX_SIGNATURES = 1 << 12
 
 
@@ -47,9 +48,10 @@ class Signature:
     """One program.
 
     Attributes:
-      kind: prefill, decode, block (decodes several tokens), verify or encode (reads a source).
+      kind: prefill, decode, block (decodes several tokens), verify, encode (reads a source) or tiny_lm (reads
+        a row of a prompt, to plan).
       tokens: T, number of new tokens; of a block, the most; of an encode program the longest source.
-      level: the sub-model, in percent.
+      level: the sub-model, in percent; 100 of a tiny LM's, which all levels share.
       cache_tokens: S, length of its caches; 0 for the whole context.
       file: name of its file.
     """
@@ -114,44 +116,6 @@ def level_signatures(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Argument:
-    """A weight argument of a level's programs: a stored array, and the shape of its leading units."""
-
-    stored: str
-    shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        require_text("a weight", self.stored)
-        require_ints(f"the shape of {self.stored!r:.80}", self.shape or (None,), 1, MAX_DIMENSION)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProgramLevel:
-    """A level: the sub-model, and by name the weight arguments of its programs (none if weights are constants
-    in them)."""
-
-    cfg: ModelConfig
-    weights: Mapping[str, Argument]
-
-    def views(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The weight arguments of the level's programs by name, as views of the stored arrays.
-
-        Raises:
-          ProgramError: an array is missing, or has another shape.
-        """
-        found = {}
-        for name, each in self.weights.items():
-            whole = arrays.get(each.stored, np.zeros(0))
-            if whole.shape[1:] != each.shape[1:] or len(whole) < each.shape[0]:
-                raise ProgramError(
-                    f"{name} must be the beginning {list(each.shape)} of {each.stored}, which is missing or "
-                    f"another ({list(whole.shape)}); export the model again"
-                )
-            found[name] = whole[: each.shape[0]]
-        return found
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A folder of programs.
 
@@ -168,6 +132,8 @@ class Manifest:
       files: all files but the manifest, by name.
       made_with: versions of the packages that wrote it, for people.
       left_out: features of the bundle that the programs do not have, for people.
+      tiny_lm: that plans requests; None for none.
+      adapters: that programs take as an input; None where they take none.
     """
 
     format: ProgramFormat
@@ -182,6 +148,8 @@ class Manifest:
     files: Mapping[str, StoredFile]
     made_with: Mapping[str, str]
     left_out: tuple[str, ...] = ()
+    tiny_lm: TinyLmFacts | None = None
+    adapters: AdapterInputs | None = None
 
     def __post_init__(self) -> None:
         for what in (self.name, self.model, *self.platforms, *self.made_with.values(), *self.left_out):
@@ -196,7 +164,9 @@ class Manifest:
             raise ValueError(f"cache_dtype {self.cache_dtype!r:.40}")
         for each in self.signatures:
             room = self.room(each)
-            if each.level not in self.levels or each.tokens > room or room > self.context_tokens:
+            # A row of the tiny LM is in no cache.
+            tokens = 0 if each.kind == "tiny_lm" else each.tokens
+            if each.level not in self.levels or tokens > room or room > self.context_tokens:
                 raise ValueError(f"{each.name} is of no level, or does not fit its caches")
         kinds = collections.defaultdict(list)
         for each in self.signatures:
@@ -211,6 +181,17 @@ class Manifest:
                 raise ValueError(f"level {level} has an encoder, or programs that encode, but not both")
             if encoder is not None and sources[-1] > encoder.window_tokens:
                 raise ValueError(f"level {level} encodes more tokens than its encoder's window")
+
+        if (self.tiny_lm is None) != (not self.tiny_lm_tokens()):
+            raise ValueError("there is a tiny LM, or programs of one, but not both")
+        if self.tiny_lm is not None:
+            self.tiny_lm.require_programs(self.tiny_lm_tokens())
+        if self.adapters is not None and self.adapters.shapes.keys() != self.levels.keys():
+            raise ValueError("adapters are of other levels")
+
+    def tiny_lm_tokens(self) -> tuple[int, ...]:
+        """Lengths of rows that the tiny LM has programs for, ascending."""
+        return self._sizes("tiny_lm", WHOLE, self.context_tokens)
 
     def room(self, signature: Signature) -> int:
         """Positions of a program's caches (S)."""
@@ -319,11 +300,17 @@ class Manifest:
         fields["left_out"] = tuple(fields.get("left_out", ()))
         fields["signatures"] = tuple(Signature(**each) for each in fields["signatures"])
         fields["files"] = {name: StoredFile(**each) for name, each in fields["files"].items()}
-        fields["levels"] = {int(level): _level(each) for level, each in fields["levels"].items()}
+        fields["tiny_lm"] = TinyLmFacts.from_json(fields.get("tiny_lm"))
+        fields["adapters"] = AdapterInputs.from_json(fields.get("adapters"))
+        fields["levels"] = {int(level): read_level(each) for level, each in fields["levels"].items()}
         manifest = cls(**fields)
-        unknown = [each.file for each in manifest.signatures if each.file not in manifest.files]
-        if unknown or TOKENIZER not in manifest.files:
-            raise ValueError(f"there is no file {', '.join(unknown) or TOKENIZER}")
+        wanted = [TOKENIZER, *(each.file for each in manifest.signatures)]
+        if manifest.tiny_lm is not None and manifest.tiny_lm.own_tokenizer:
+            wanted.append(TINY_TOKENIZER)
+        if manifest.adapters is not None:
+            wanted += map(adapter_file, manifest.adapters.names)
+        if unknown := [each for each in wanted if each not in manifest.files]:
+            raise ValueError(f"there is no file {', '.join(unknown)}")
         return manifest
 
     def read_intact(self, folder: Path, name: str, *, most_bytes: int) -> bytes:
@@ -361,30 +348,3 @@ class Manifest:
         if found != stored:
             raise ProgramError(f"{path}: the checksum is wrong; copy the folder again or export it again")
         return path
-
-
-def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
-    """Writes the tokenizer beside the programs."""
-    (folder / TOKENIZER).write_text(json.dumps(files.to_json()), encoding="utf-8")
-
-
-def read_tokenizer(manifest: Manifest, folder: Path) -> TokenizerFiles:
-    """The tokenizer beside the programs.
-
-    Raises:
-      ProgramError: it is malformed.
-    """
-    path = folder / TOKENIZER
-    text = manifest.read_intact(folder, TOKENIZER, most_bytes=_MAX_TOKENIZER_BYTES)
-    try:
-        return TokenizerFiles.from_json(json.loads(text))
-    except (OSError, ValueError, RecursionError, CheckpointError) as error:
-        raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
-
-
-def _level(data: dict[str, Any]) -> ProgramLevel:
-    weights = {
-        name: Argument(stored=each["stored"], shape=tuple(each["shape"]))
-        for name, each in data["weights"].items()
-    }
-    return ProgramLevel(cfg=ModelConfig.from_json(data["cfg"]), weights=weights)

@@ -17,10 +17,12 @@ def input_shapes(
     cache_tokens: int,
     cache_dtype: np.dtype,
     source_tokens: int = 0,
+    adapter_size: int = 0,
 ) -> tuple[Any, ...]:
     """Caches by name, `tokens`, `input_pos`; for a tree, its mask (see `jaxllm.steps.exported`), for a block
     its controls by name (see `controls`); for an encoder-decoder its source by name. A program that encodes
-    takes no caches, and the number of tokens in place of positions.
+    takes no caches, and the number of tokens in place of positions; one of the tiny LM a row, and its mask.
+    With adapters, the last argument is `adapter` `[N]` (see `adapters`).
 
     Args:
       signature: of the program.
@@ -28,7 +30,11 @@ def input_shapes(
       cache_tokens: length of its caches (S).
       cache_dtype: of keys and values.
       source_tokens: of an encoder-decoder, rows of the source's keys and values (R).
+      adapter_size: numbers of an adapter (N); 0 where programs take none.
     """
+    if signature.kind == "tiny_lm":
+        row = (1, signature.tokens)
+        return {}, jax.ShapeDtypeStruct(row, np.int32), jax.ShapeDtypeStruct(row, np.bool_)
     if signature.kind == "encode":
         tokens = jax.ShapeDtypeStruct((1, signature.tokens), np.int32)
         return {}, tokens, jax.ShapeDtypeStruct((1,), np.int32)
@@ -44,6 +50,8 @@ def input_shapes(
         shapes = (*shapes, {name: jax.ShapeDtypeStruct(*each) for name, each in wanted.items()})
     elif signature.kind == "verify":
         shapes = (*shapes, jax.ShapeDtypeStruct((count, count), np.bool_))
+    if adapter_size:
+        shapes = (*shapes, jax.ShapeDtypeStruct((adapter_size,), np.float32))
     if cfg.encoder is None:
         return shapes
     source = {

@@ -12,7 +12,9 @@ are real, and gives `source_k_i` and `source_v_i` `[1, K, T, H]` of each layer o
 take these, with zeros up to R rows, and `source_tokens`, and leave them as they are.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +27,14 @@ from jaxllm.kv.source import SourceLayers
 from jaxllm.models.decoder import forward_at, logits
 from jaxllm.models.encoder_decoder import encode, encoder_params, with_source
 from jaxllm.models.parameters import Params, param_specs
+from jaxllm.program_folder.adapters import INPUT_LEFT, INPUT_RIGHT
 from jaxllm.program_folder.arrays import KEYS, SOURCE_KEYS, SOURCE_TOKENS, SOURCE_VALUES, VALUES
 from jaxllm.program_folder.manifest import LEFT, RIGHT
 from jaxllm.quant import Adapted, Weight
 
 Arrays = Mapping[str, jax.Array]
+# The name of a mask of attention among a step's arrays.
+ATTENTION_MASK = "mask"
 ParamsOf = Callable[[Mapping[str, Weight], ModelConfig], Params]
 
 
@@ -48,7 +53,7 @@ def run_step(
 
     Args:
       weights: parameters by name, and the two factors of each adapter; of an encoder-decoder also the
-        source's arrays, which a step only reads, too.
+        source's arrays, which a step only reads, too; of `run_masked_step` the mask.
       caches: `kv_cache_k_i`, `kv_cache_v_i` `[1, K, S, H]`.
       tokens: `[1, T]` int32.
       input_pos: `[T]` int32, their positions (see the module).
@@ -67,8 +72,24 @@ def run_step(
     start = input_pos[0]
     real = input_pos == start + jnp.arange(count, dtype=jnp.int32)
     at = TokenPositions.after(start, count, jnp.sum(real, dtype=jnp.int32))
+    if ATTENTION_MASK in weights:
+        at = dataclasses.replace(at, mask=weights[ATTENTION_MASK][0, 0])
     params = (params_of or with_adapters)(weights, cfg)
     return _step(params, caches, tokens, at, cfg, dtype, with_logits, _source(weights, cfg))
+
+
+def run_masked_step(
+    step: Callable[..., dict[str, jax.Array]],
+    weights: Arrays,
+    caches: Arrays,
+    tokens: jax.Array,
+    input_pos: jax.Array,
+    mask: jax.Array,
+    **options: Any,
+) -> dict[str, jax.Array]:
+    """`run_step`, given as `step`, for runtimes that make the mask of attention themselves: `[1, 1, T, S]`
+    bool, the positions that each token attends to, instead of all up to its own."""
+    return step({**weights, ATTENTION_MASK: mask}, caches, tokens, input_pos, **options)
 
 
 def run_tree(
@@ -176,13 +197,13 @@ def _step(
 
 
 def with_adapters(weights: Mapping[str, Weight], cfg: ModelConfig) -> dict[str, Weight]:
-    """The model's parameters: weights with an adapter become `Adapted`."""
+    """The model's parameters: weights with an adapter become `Adapted`, and those with an adapter that is an
+    input besides (see `jaxllm.program_folder.adapters`) once more."""
     params: dict[str, Weight] = {}
     for name in param_specs(cfg):
-        weight = weights[name]
-        if f"{name}{LEFT}" in weights:
-            left, right = weights[f"{name}{LEFT}"], weights[f"{name}{RIGHT}"]
-            params[name] = Adapted(weight, left, right)  # pyright: ignore[reportArgumentType]: arrays
-        else:
-            params[name] = weight
+        params[name] = weights[name]
+        for sides in ((LEFT, RIGHT), (INPUT_LEFT, INPUT_RIGHT)):
+            left, right = (weights.get(f"{name}{side}") for side in sides)
+            if left is not None:
+                params[name] = Adapted(params[name], left, right)  # pyright: ignore[reportArgumentType]: arrays
     return params

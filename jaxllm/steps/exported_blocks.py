@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
+from jaxllm.program_folder.adapters import AdapterInputs
 from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS
 from jaxllm.program_folder.manifest import Signature
 from jaxllm.sampling_state import NO_TOKEN
@@ -33,11 +34,17 @@ class BlockOptions:
 
 
 def step_of(
-    signature: Signature, cfg: ModelConfig, dtype: jnp.dtype, *, loops: bool = True
+    signature: Signature,
+    cfg: ModelConfig,
+    dtype: jnp.dtype,
+    *,
+    loops: bool = True,
+    adapters: AdapterInputs | None = None,
 ) -> Callable[..., dict[str, jax.Array]]:
-    """The function `(weights, caches, tokens, input_pos[, mask or controls][, source])` of a signature, for a
-    level's model; without `loops` for a runtime that has none. An encode step takes `source_tokens` in place
-    of `input_pos`, and no source."""
+    """The function `(weights, caches, tokens, input_pos[, mask or controls][, adapter][, source])` of a
+    signature, for a level's model; without `loops` for a runtime that has none, with `adapters` for programs
+    that take them as an input. An encode step takes `source_tokens` in place of `input_pos`, and no source.
+    """
     if signature.kind == "encode":
         return functools.partial(run_encode, cfg=cfg, dtype=dtype)
     if signature.kind == "verify":
@@ -47,7 +54,22 @@ def step_of(
         step = functools.partial(block, options=BlockOptions(cfg, dtype, signature.tokens))
     else:
         step = functools.partial(run_step, cfg=cfg, dtype=dtype, with_logits=signature.kind == "decode")
+    if adapters is not None:
+        step = functools.partial(_with_adapter, step, adapters, signature.level)
     return step if cfg.encoder is None else functools.partial(_with_source, step)
+
+
+def _with_adapter(
+    step: Callable[..., dict[str, jax.Array]],
+    adapters: AdapterInputs,
+    level: int,
+    weights: Arrays,
+    caches: Arrays,
+    *inputs: Any,
+    **options: Any,
+) -> dict[str, jax.Array]:
+    """A step whose last input is an adapter, whose factors it takes among the weights."""
+    return step({**weights, **adapters.split(level, inputs[-1])}, caches, *inputs[:-1], **options)
 
 
 def _with_source(

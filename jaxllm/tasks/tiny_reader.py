@@ -5,14 +5,25 @@ same text, in rows of the same length, with the same droppable words.
 """
 
 import dataclasses
+from typing import Protocol
 
 import numpy as np
 
-from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.elastic.compression import spread, word_count, word_scores
 from jaxllm.elastic.tiny_lm_input import input_rows, read_scores
 from jaxllm.text.droppable import PromptTokens
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
+
+
+class ReadTokens(Protocol):
+    """What is known of a tiny LM's tokens (see `jaxllm.bundle.tiny_lm.TinyLm`)."""
+
+    @property
+    def mark_ids(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def row_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def tokenizer(self) -> TokenizerFiles | None: ...  # noqa: D102
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +41,7 @@ class TinyReader:
     row_tokens: int
 
     @classmethod
-    def of(cls, tiny: TinyLm) -> "TinyReader":
+    def of(cls, tiny: ReadTokens) -> "TinyReader":
         """The reader of a tiny LM."""
         own = None if tiny.tokenizer is None else Tokenizer(tiny.tokenizer)
         return cls(own, tiny.mark_ids, tiny.row_tokens)

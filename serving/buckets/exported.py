@@ -28,12 +28,14 @@ class ProgramShapes:
       weights: of the level, or their shapes.
       step: the function `(weights, caches, tokens, input_pos[, mask])` of a signature.
       path: of a signature's program, for messages.
+      tiny_lm: weights of the tiny LM, or their shapes.
     """
 
     manifest: Manifest
     weights: Mapping[str, Any]
     step: Callable[[Signature], Callable[..., dict[str, jax.Array]]]
     path: Callable[[Signature], str]
+    tiny_lm: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,10 +56,12 @@ class ProgramBucket(Bucket):
         manifest, signature = model.manifest, self.signature
         cfg, dtype = manifest.levels[signature.level].cfg, jnp.dtype(manifest.cache_dtype)
         sources = max(manifest.encode_tokens(signature.level), default=0)
-        shapes = input_shapes(signature, cfg, manifest.room(signature), dtype, sources)
+        adapter = 0 if manifest.adapters is None else manifest.adapters.size(signature.level)
+        shapes = input_shapes(signature, cfg, manifest.room(signature), dtype, sources, adapter)
+        weights = model.tiny_lm if signature.kind == "tiny_lm" else model.weights
         # Exported functions do not donate: without donation here every step would copy the caches.
         step = jax.jit(model.step(signature), donate_argnums=(1,), keep_unused=True)
-        return step.lower(model.weights, *shapes)
+        return step.lower(weights, *shapes)
 
     def compile(self, model: ProgramShapes, /) -> jax.stages.Compiled:
         """See `Bucket`.

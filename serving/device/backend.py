@@ -44,13 +44,14 @@ class DeviceBackend:
     def __init__(self, service: DeviceService, *, queued: int = 64) -> None:
         self._service, self._queued = service, queued
         engine = service.engine
+        self._manifest = engine.model.executor.manifest
         self._facts = ModelFacts(
             name=engine.name,
             window_tokens=engine.options.context_tokens,
             vocab_size=engine.cfg.vocab_size,
             levels=engine.levels,
             has_chat_template=engine.tokenizer.has_chat_template,
-            adapters=(),
+            adapters=engine.model.adapters,
             opened_s=time.time(),
             chat_template=engine.tokenizer.chat_template,
         )
@@ -81,8 +82,7 @@ class DeviceBackend:
 
     def submit(self, call: Call) -> EngineTicket:
         """See `Backend`; what is wrong with a turn in a context is told by the ticket's events."""
-        if call.adapter:
-            raise AdapterGone(f"there is no adapter {call.adapter!r:.80}: export the model with it")
+        self._require_adapter(call.adapter)
         call = guided(self._bindings.applied(call))
         if call.context:
             self._contexts()
@@ -124,16 +124,26 @@ class DeviceBackend:
         raise ConfigError("exported programs embed no texts; use `jaxllm serve` with a bundle")
 
     def adapters(self) -> Sequence[AdapterFacts]:
-        """None: they are exported with the model."""
-        return ()
+        """Those that were exported with the model."""
+        adapters, inputs = self._service.engine.model.executor.adapters, self._manifest.adapters
+        size = 0 if inputs is None else inputs.file_bytes
+        return [
+            AdapterFacts(
+                name=each, digest=adapters.digest(each), size_bytes=size, loaded_s=self._facts.opened_s
+            )
+            for each in adapters.names
+        ]
 
     async def load_adapter(self, app: str, name: str, folder: str) -> AdapterFacts:
         """Refuses: adapters are exported with the model."""
-        raise ConfigError("programs take no adapters while they run; export the model with its adapter")
+        raise ConfigError(
+            "programs take the adapters that they were exported with; export the model with --adapter-input"
+        )
 
     async def unload_adapter(self, app: str, name: str) -> None:
-        """Refuses: there are none."""
-        raise AdapterGone(f"there is no adapter {name!r:.80}")
+        """Refuses: they are the folder's."""
+        self._require_adapter(name)
+        raise ConfigError(f"the adapter {name!r:.80} was exported with the programs, and stays")
 
     def binding(self, app: str) -> tuple[Binding | None, bool]:
         """See `Backend`."""
@@ -153,10 +163,13 @@ class DeviceBackend:
         self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
     ) -> ContextFacts:
         """See `Backend`."""
-        if adapter:
-            raise AdapterGone(f"there is no adapter {adapter!r:.80}: export the model with it")
+        self._require_adapter(adapter)
         contexts = self._contexts()
-        return await self._soon(lambda: contexts.facts(contexts.create(app, level=level, pinned=pinned)))
+
+        def create() -> ContextFacts:
+            return contexts.facts(contexts.create(app, level=level, pinned=pinned, adapter=adapter))
+
+        return await self._soon(create)
 
     async def contexts(self, app: str) -> Sequence[ContextFacts]:
         """See `Backend`."""
@@ -207,6 +220,14 @@ class DeviceBackend:
         if self._service.contexts is None:
             raise ConfigError("this service keeps no contexts; start it with a folder for them (--contexts)")
         return self._service.contexts
+
+    def _require_adapter(self, name: str) -> None:
+        if name and name not in self._facts.adapters:
+            known = ", ".join(map(repr, self._facts.adapters)) or "none"
+            raise AdapterGone(
+                f"the programs have no adapter {name!r:.80}, but {known}; export the model with "
+                "--adapter-input NAME=DIR"
+            )
 
     def _notify(self) -> None:
         with self._wake:

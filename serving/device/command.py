@@ -42,6 +42,7 @@ class _Choice:
     Attributes:
       folder: of programs.
       threads, memory_bytes, drafts: see `open_device`.
+      adapter: name of the adapter that answers; None for none.
       imported_ms: age of the process when everything was imported; None where the system does not tell.
     """
 
@@ -49,22 +50,25 @@ class _Choice:
     threads: int
     memory_bytes: int
     drafts: SpeculationOptions | None
+    adapter: str | None
     imported_ms: float | None
 
     def open(self, level: int = WHOLE) -> Engine[ProgramModel]:
         """The engine at a level."""
-        return open_device(
+        engine = open_device(
             self.folder,
             level=level,
             threads=self.threads,
             memory_bytes=self.memory_bytes,
             drafts=self.drafts,
         )
+        engine.set_adapter(self.adapter)
+        return engine
 
     def serve(self, contexts: Path | None, budget_bytes: int) -> DeviceService:
         """The service, with contexts where there is a folder for them."""
         with progress_bars() as progress:
-            return DeviceService.open(
+            service = DeviceService.open(
                 self.folder,
                 threads=self.threads,
                 memory_bytes=self.memory_bytes,
@@ -73,6 +77,8 @@ class _Choice:
                 budget_bytes=budget_bytes,
                 progress=progress,
             )
+        service.set_adapter(self.adapter)
+        return service
 
 
 def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,10 +122,22 @@ def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Draft tokens for the programs to verify: ngram, level:PERCENT, or another folder of programs.  "
     "[default: none]",
 )
+@click.option(
+    "--adapter",
+    metavar="NAME",
+    help="Answer with this adapter, which was exported with the model (--adapter-input); `serve` takes it by "
+    "call instead.  [default: none]",
+)
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.pass_context
 def device(
-    context: click.Context, debug: bool, threads: int, memory_bytes: int, draft: str, folder: Path
+    context: click.Context,
+    debug: bool,
+    threads: int,
+    memory_bytes: int,
+    draft: str,
+    adapter: str | None,
+    folder: Path,
 ) -> None:
     """Run the programs in FOLDER, which `jaxllm export --format device` wrote.
 
@@ -130,7 +148,7 @@ def device(
       python -m serving.device programs generate --prompt "Once upon a time"
     """
     del debug
-    context.obj = _Choice(folder, threads, memory_bytes, speculation(draft), process_age_ms())
+    context.obj = _Choice(folder, threads, memory_bytes, speculation(draft), adapter, process_age_ms())
     if context.invoked_subcommand is None:
         context.invoke(chat_command)
 
@@ -206,7 +224,10 @@ def call_command(
                 stop=config.stop, sampling=config.sampling,
             )  # fmt: skip
         else:
-            context = service.new_context(app) if name == "new" else service.context(app, name)
+            adapter = choice.adapter or ""
+            context = (
+                service.new_context(app, adapter=adapter) if name == "new" else service.context(app, name)
+            )
             answer, name = context.generate(text, instruction=instruction, config=config), context.name
         facts = _shown(answer, as_json=as_json)
     finally:

@@ -39,6 +39,11 @@ class DeviceContext:
         """All tokens of the context."""
         return self.record.tokens
 
+    @property
+    def adapter(self) -> str:
+        """The name of the low-rank adapter that answers in it; empty for none."""
+        return self._contexts.adapter_of(self.record)
+
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -98,7 +103,7 @@ class _ContextCall(Lifecycle):
     """Restores a context before an answer, and stores it afterwards."""
 
     def __init__(self, contexts: DeviceContexts, record: Record, *, most_tokens: int) -> None:
-        self.restored, self._began = Restored(), False
+        self.restored, self._began, self._before = Restored(), False, ""
         self._contexts, self._record, self._most_tokens = contexts, record, most_tokens
 
     def begin(self, run: Run) -> None:
@@ -106,6 +111,9 @@ class _ContextCall(Lifecycle):
         record = self._record
         if self._contexts.record(record.app, record.name).tokens != record.tokens:
             raise ConfigError(f"the context {record.name} went on since this answer was asked for; ask again")
+        adapters = self._contexts.engine.model.executor.adapters
+        self._before = adapters.used
+        adapters.use(self._contexts.adapter_of(record))
         self.restored = self._contexts.begin(record, run.session, most_tokens=self._most_tokens)
         self._began = True
 
@@ -115,6 +123,7 @@ class _ContextCall(Lifecycle):
             return
         # First: a later interrupt leaves the call ended.
         self._began = False
+        self._contexts.engine.model.executor.adapters.use(self._before)
         if run.tokens:
             self._contexts.finish(self._record, run.session, run.sequence)
         else:

@@ -92,19 +92,25 @@ class DeviceContexts:
         """Releases the store for other processes."""
         self.store.close()
 
-    def create(self, app: str, *, level: int | None = None, pinned: bool = False) -> Record:
+    def create(
+        self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
+    ) -> Record:
         """Creates an empty context.
 
         Args:
           app: that owns it; no other app can open it.
           level: the sub-model that answers in it, in percent; None for the engine's own.
           pinned: whether its chunks never leave memory for those of another context.
+          adapter: the name of the low-rank adapter that answers in it; empty for none.
 
         Raises:
-          ConfigError: the level was not exported, or the app's name is not valid.
+          ConfigError: the level or the adapter was not exported, or the app's name is not valid.
           BudgetExceeded: there is no room on storage.
         """
+        adapters = self.engine.model.executor.adapters
+        adapters.require(adapter)
         origin = self._origins[int(self.engine.runner_at(level).level)]
+        origin = dataclasses.replace(origin, adapter=adapters.digest(adapter))
         return self.store.create(app, origin, pinned=pinned)
 
     def record(self, app: str, name: str) -> Record:
@@ -117,7 +123,10 @@ class DeviceContexts:
         level = record.origin.level
         if level not in self._origins:
             raise ContextGone(f"the context {name} is of level {level}, which was not exported; delete it")
-        if differing := record.origin.differing(self._origins[level]):
+        here = self._origins[level]
+        if self.engine.model.executor.adapters.name_of(record.origin.adapter) is not None:
+            here = dataclasses.replace(here, adapter=record.origin.adapter)
+        if differing := record.origin.differing(here):
             raise ContextGone(
                 f"the context {name} is of other programs ({', '.join(differing)} differ); run those, or "
                 "delete it"
@@ -138,6 +147,10 @@ class DeviceContexts:
         self.memory.pin(name, pinned)
         return record
 
+    def adapter_of(self, record: Record) -> str:
+        """The name of the adapter that answers in a context; empty for none."""
+        return self.engine.model.executor.adapters.name_of(record.origin.adapter) or ""
+
     def facts(self, record: Record) -> ContextFacts:
         """What apps are told of a context."""
         return ContextFacts(
@@ -147,6 +160,7 @@ class DeviceContexts:
             pinned=record.pinned,
             stored_bytes=sum(bits == RAW for bits in record.bits) * sum(record.origin.layer_bytes[RAW]),
             created_s=record.created_s,
+            adapter=self.adapter_of(record),
         )
 
     def delete(self, name: str) -> None:

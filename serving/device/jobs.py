@@ -121,6 +121,7 @@ def begin(ticket: EngineTicket, service: DeviceService, tokenizer: Tokenizer) ->
     call, engine = ticket.call, service.engine
     if call.context:
         return _turn(ticket, service, tokenizer)
+    service.set_adapter(call.adapter or None)
     prompt, count = prompt_of(tokenizer, call), call.config.max_tokens
     whole = whole_cost(service.profile, len(prompt.ids), count)
     ids, level, tpot_ms, lifecycle, source = prompt.ids, None, None, Lifecycle(), "unplanned"
@@ -148,6 +149,12 @@ def _turn(ticket: EngineTicket, service: DeviceService, tokenizer: Tokenizer) ->
     call = ticket.call
     context = service.context(call.app, call.context)
     before = context.tokens
+    if call.adapter not in ("", own := context.adapter):
+        made = f"the adapter {own!r}" if own else "no adapter"
+        raise ConfigError(
+            f"the context {context.name} was made with {made}, and its cache is of no use to "
+            f"{call.adapter!r:.80}; leave the adapter out, or make another context"
+        )
     if call.context_tokens not in (None, len(before)):
         raise ConfigError(
             f"the context {context.name} has {len(before)} tokens, and the call continues the first "

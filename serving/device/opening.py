@@ -112,9 +112,13 @@ def needed_bytes(manifest: Manifest) -> int:
     shapes = manifest.cache_shapes(WHOLE, manifest.context_tokens).values()
     caches = _CACHE_SETS.get(manifest.format, 1) * itemsize * sum(math.prod(each) for each in shapes)
     caches += itemsize * sum(math.prod(each) for each in manifest.source_shapes(WHOLE).values())
-    kinds = [(each.kind, each.tokens) for each in manifest.signatures if each.kind != "encode"]
+    without_logits = ("encode", "tiny_lm")
+    kinds = [(each.kind, each.tokens) for each in manifest.signatures if each.kind not in without_logits]
     # A block takes a bias, the prompt's tokens and their counts in place of giving logits.
     rows = sum(3 if kind == "block" else tokens for kind, tokens in kinds if kind != "prefill")
+    if (inputs := manifest.adapters) is not None:
+        # None, and each of the folder, at every level.
+        caches += _FLOAT_BYTES * (1 + len(inputs.names)) * sum(map(inputs.size, manifest.levels))
     return weights_bytes(manifest) + caches + _FLOAT_BYTES * rows * manifest.levels[WHOLE].cfg.vocab_size
 
 

@@ -20,7 +20,9 @@ from serving.planned_service import PlannedService
 from serving.planning.planner import Planner
 from serving.planning.profile import DeviceProfile
 from serving.planning.safety_margin import CONFIDENCE, SafetyMargin
+from serving.planning.tiny_proposer import TinyProposer
 from serving.programs.model import ProgramModel
+from serving.programs.tiny_lm import TinyLmPrograms
 from serving.speculation.options import SpeculationOptions
 
 
@@ -39,8 +41,10 @@ class DeviceService(PlannedService):
         confidence: float = CONFIDENCE,
         contexts: DeviceContexts | None = None,
     ) -> None:
-        """See `open`; levels are planned by the profile, and prompts stay whole: no program has a tiny LM."""
-        planner = Planner(profile, engine.levels, safety_margin=SafetyMargin(confidence))
+        """See `open`; calls are planned by the profile and by the folder's tiny LM. Without one, prompts
+        stay whole."""
+        proposer = _proposer(engine)
+        planner = Planner(profile, engine.levels, proposer, safety_margin=SafetyMargin(confidence))
         super().__init__(engine, profile, planner)
         self.contexts = contexts
 
@@ -85,10 +89,21 @@ class DeviceService(PlannedService):
             self.contexts.close()
         self.engine.close()
 
-    def new_context(self, app: str, *, level: int | None = None, pinned: bool = False) -> DeviceContext:
+    def set_adapter(self, name: str | None) -> None:
+        """Puts an adapter of the folder on all levels for calls without a context; None for none. Takes no
+        time, and compiles nothing.
+
+        Raises:
+          ConfigError: it was not exported with the model.
+        """
+        self.engine.set_adapter(name)
+
+    def new_context(
+        self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
+    ) -> DeviceContext:
         """Creates a context of an app (see `DeviceContexts.create`)."""
         contexts = self._kept()
-        return DeviceContext(contexts, contexts.create(app, level=level, pinned=pinned))
+        return DeviceContext(contexts, contexts.create(app, level=level, pinned=pinned, adapter=adapter))
 
     def context(self, app: str, name: str) -> DeviceContext:
         """Opens a context that an app created before, perhaps in another process (see
@@ -100,3 +115,13 @@ class DeviceService(PlannedService):
         if self.contexts is None:
             raise ConfigError("this service keeps no contexts; open it with a folder for them")
         return self.contexts
+
+
+def _proposer(engine: Engine[ProgramModel]) -> TinyProposer | None:
+    """Proposes levels and prompt ratios by the folder's tiny LM; None where it has none."""
+    tiny, executor = engine.model.tiny_lm, engine.model.executor
+    if tiny is None:
+        return None
+    # Ready before they are timed.
+    executor.prepare([each for each in executor.manifest.signatures if each.kind == "tiny_lm"])
+    return TinyProposer(tiny, TinyLmPrograms(executor), engine.levels)

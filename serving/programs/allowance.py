@@ -12,6 +12,7 @@ from jaxllm.program_folder.arrays import SOURCE_TOKENS, source_shapes
 from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS
 from jaxllm.program_folder.manifest import Manifest, Signature
 from jaxllm.program_folder.shapes import input_shapes
+from jaxllm.program_folder.tiny_lm import KEEP, MODEL, PROMPT
 
 # Shape and the dtype's name.
 Array = tuple[tuple[int, ...], str]
@@ -47,12 +48,21 @@ def arguments(signature: Signature, manifest: Manifest, weights: Mapping[str, An
     cfg, dtype = manifest.levels[signature.level].cfg, jax.numpy.dtype(manifest.cache_dtype)
     shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in weights.items()}
     sources = max(manifest.encode_tokens(signature.level), default=0)
-    return (shapes, *input_shapes(signature, cfg, manifest.room(signature), dtype, sources))
+    adapter = 0 if manifest.adapters is None else manifest.adapters.size(signature.level)
+    return (shapes, *input_shapes(signature, cfg, manifest.room(signature), dtype, sources, adapter))
 
 
 def results(signature: Signature, manifest: Manifest) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a program's results."""
     dtype = jax.numpy.dtype(manifest.cache_dtype)
+    if signature.kind == "tiny_lm":
+        assert manifest.tiny_lm is not None
+        sizes = {
+            KEEP: signature.tokens,
+            MODEL: len(manifest.tiny_lm.levels),
+            PROMPT: len(manifest.tiny_lm.prompt_ratios),
+        }
+        return {name: jax.ShapeDtypeStruct((1, size), np.float32) for name, size in sizes.items()}
     if signature.kind == "encode":
         shapes = source_shapes(manifest.levels[signature.level].cfg, signature.tokens)
         return {

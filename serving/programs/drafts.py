@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.program_folder.manifest import read_tokenizer
+from jaxllm.program_folder.tokenizer import read_tokenizer
 from jaxllm.speculative.token_tree import TokenTree
 from jaxllm.text.tokenizer import Tokenizer
 from serving.host.progress import Progress
@@ -105,6 +105,7 @@ class ProgramDrafter:
         # The tokens in the cache.
         self._cached: list[int] = []
         self._cache: ProgramCache | None = None
+        self._version = runner.weights_version
         self._source: tuple[int, ...] = ()
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
@@ -166,6 +167,9 @@ class ProgramDrafter:
 
     def _behind(self, text: Sequence[int], room: int) -> np.ndarray:
         """Logits `[V]` after a text, whose last token is always fed, in a cache of `room` positions."""
+        if self._version != self._runner.weights_version:
+            # Rows of another adapter.
+            self._cached, self._version = [], self._runner.weights_version
         common = min(common_prefix(self._cached, text), len(text) - 1)
         cache, self._cache = self._cache, None
         if cache is None:

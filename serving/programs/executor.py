@@ -16,6 +16,7 @@ from jaxllm.program_folder.manifest import Manifest, Signature
 from serving.host.machine import memory_bytes
 from serving.host.progress import Progress
 from serving.host.user_cache import buckets_bytes
+from serving.programs.adapters import FolderAdapters
 
 if TYPE_CHECKING:
     from serving.buckets.compiled_folder import CompiledBucketFolder
@@ -29,12 +30,14 @@ class Executor(Protocol):
       lock: taken by the caller: one call at a time.
       moves_rows: whether `keep` is implemented; else trees must be lines, whose accepted nodes are at their
         positions already.
+      adapters: the low-rank adapters that its programs may be given, and the one that they are given now.
       stops_early: whether a block of tokens ends behind a stop token or its limit; else it takes as long as a
         whole one.
     """
 
     lock: threading.RLock
     moves_rows: bool
+    adapters: FolderAdapters
     stops_early: bool
 
     @property
@@ -124,6 +127,21 @@ class Executor(Protocol):
 
         Returns:
           The next tokens `[n]` int32, and the caches.
+        """
+        ...
+
+    def run_tiny_lm(
+        self, signature: Signature, tokens: np.ndarray, mask: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Reads a row of a prompt to plan.
+
+        Args:
+          signature: of a program of the tiny LM.
+          tokens: `[1, T]` int32.
+          mask: `[1, T]` bool.
+
+        Returns:
+          Logits by name (see `jaxllm.program_folder.tiny_lm`).
         """
         ...
 

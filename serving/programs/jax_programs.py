@@ -24,6 +24,7 @@ from serving.buckets.exported import (
 )
 from serving.buckets.store import BucketStore
 from serving.host.progress import Progress
+from serving.programs.adapters import FolderAdapters
 
 
 class JaxPrograms:
@@ -35,6 +36,8 @@ class JaxPrograms:
       step: the function `(weights, caches, tokens, input_pos[, mask])` of a signature.
       contents: a key of the contents of a signature's program.
       folder: keeps compiled buckets; None keeps none.
+      tiny_lm: weights of the tiny LM; empty for none.
+      adapters: that programs may be given; None for none.
     """
 
     moves_rows = stops_early = True
@@ -46,13 +49,19 @@ class JaxPrograms:
         step: Callable[[Signature], Callable[..., dict[str, jax.Array]]],
         contents: Callable[[Signature], str],
         folder: CompiledBucketFolder | None,
+        *,
+        tiny_lm: Mapping[str, Any] | None = None,
+        adapters: FolderAdapters | None = None,
     ) -> None:
         self.manifest, self.lock = manifest, threading.RLock()
+        self.adapters, self._tiny_lm = adapters or FolderAdapters(manifest), dict(tiny_lm or {})
+        self._placed: dict[tuple[str, int], jax.Array] = {}
         self._weights, self._contents = weights, contents
         self._programs: dict[str, ProgramBucket] = {}
         self._buckets, store = BucketTable(), None if folder is None else BucketStore.of_programs(folder)
         for level, each in weights.items():
-            self._buckets.add_level(level, ProgramShapes(manifest, each, step, self._path), store)
+            shapes = ProgramShapes(manifest, each, step, self._path, self._tiny_lm)
+            self._buckets.add_level(level, shapes, store)
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
         """See `Executor`; several at a time, from disk where an earlier process left them."""
@@ -125,7 +134,8 @@ class JaxPrograms:
         """See `Executor`."""
         if not self.is_ready(signature):
             self.prepare([signature])
-        inputs = [each for each in (tokens, input_pos, mask, source) if each is not None]
+        adapter = self._adapter(signature.level)
+        inputs = [each for each in (tokens, input_pos, mask, adapter, source) if each is not None]
         program = self._buckets.get(self._program_bucket(signature))
         out = program(self._weights[signature.level], caches, *inputs)
         return out.pop("logits", None), out
@@ -144,10 +154,29 @@ class JaxPrograms:
             self.prepare([signature])
         program = self._buckets.get(self._program_bucket(signature))
         last, position = np.array([[token]], np.int32), np.array([at], np.int32)
-        inputs = [last, position, dict(controls), *([] if source is None else [source])]
-        out = program(self._weights[signature.level], caches, *inputs)
+        further = [each for each in (self._adapter(signature.level), source) if each is not None]
+        out = program(self._weights[signature.level], caches, last, position, dict(controls), *further)
         tokens, count = np.asarray(out.pop(NEXT_TOKENS)), np.asarray(out.pop(COUNT))
         return tokens[0, : count[0]], out
+
+    def run_tiny_lm(
+        self, signature: Signature, tokens: np.ndarray, mask: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """See `Executor`."""
+        if not self.is_ready(signature):
+            self.prepare([signature])
+        out = self._buckets.get(self._program_bucket(signature))(self._tiny_lm, {}, tokens, mask)
+        return {name: np.asarray(each) for name, each in out.items()}
+
+    def _adapter(self, level: int) -> jax.Array | None:
+        """The adapter in use as a level's programs take it, on the device; None where they take none."""
+        name = self.adapters.used
+        if (name, level) not in self._placed:
+            array = self.adapters.array(level, name)
+            if array is None:
+                return None
+            self._placed[name, level] = jax.device_put(array)
+        return self._placed[name, level]
 
     def keep(self, signature: Signature, caches: Caches, at: int, path: np.ndarray) -> Caches:
         """See `Executor`."""

@@ -19,12 +19,15 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError, ProgramError, one_line
+from jaxllm.program_folder.adapters import ADAPTER
 from jaxllm.program_folder.arrays import SOURCE_TOKENS, lengthened
 from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS, PENALIZED, PENALTIES, control_shapes
 from jaxllm.program_folder.manifest import MANIFEST, Manifest, Signature
+from jaxllm.program_folder.tiny_lm import KEEP, MASK, MODEL, PROMPT
 from serving.host.machine import usable_cores
 from serving.host.progress import Progress
 from serving.host.user_cache import buckets_bytes, cache_folder
+from serving.programs.adapters import FolderAdapters
 from serving.programs.messages import runtime_messages_kept
 from serving.programs.packed import PackedFolder
 
@@ -93,6 +96,8 @@ class LiteRtExecutor:
         opened = (
             contextlib.nullcontext() if packed is None else packed.opened(folder, manifest.precision, made_of)
         )
+        self.adapters = FolderAdapters(manifest, folder)
+        self._adapters: dict[tuple[str, int], Any] = {}
         self._buffers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
         with opened as kept, runtime_messages_kept() as said:
             cpu = CpuOptions(num_threads=self.threads, xnnpack_weight_cache_path=str(kept or ""))
@@ -112,7 +117,7 @@ class LiteRtExecutor:
             self._inputs_and_outputs(manifest.signatures[0])[0]["tokens"].write(
                 np.zeros((1, manifest.signatures[0].tokens), np.int32)
             )
-        weakref.finalize(self, _close, self._model, self._buffers)
+        weakref.finalize(self, _close, self._model, self._buffers, self._adapters)
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
         """See `Executor`; LiteRT has all signatures ready, only their buffers are made."""
@@ -196,7 +201,8 @@ class LiteRtExecutor:
         inputs["input_pos"].write(input_pos)
         if mask is not None:
             inputs["mask"].write(mask)
-        self._run(signature, {**inputs, **caches.filled, **(source or {})}, {**outputs, **caches.spare})
+        further = {**(source or {}), **self._adapter(signature.level)}
+        self._run(signature, {**inputs, **caches.filled, **further}, {**outputs, **caches.spare})
         logits = None
         if _LOGITS in outputs:
             shape = (1, signature.tokens, self.manifest.levels[signature.level].cfg.vocab_size)
@@ -221,10 +227,35 @@ class LiteRtExecutor:
         for name, each in controls.items():
             if name not in skipped:
                 inputs[name].write(each)
-        self._run(signature, {**inputs, **caches.filled, **(source or {})}, {**outputs, **caches.spare})
+        further = {**(source or {}), **self._adapter(signature.level)}
+        self._run(signature, {**inputs, **caches.filled, **further}, {**outputs, **caches.spare})
         count = outputs[COUNT].read(1, np.int32)[0]
         tokens = outputs[NEXT_TOKENS].read(signature.tokens, np.int32)
         return np.array(tokens[:count]), Buffers(caches.cache_tokens, caches.spare, caches.filled)
+
+    def run_tiny_lm(
+        self, signature: Signature, tokens: np.ndarray, mask: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """See `Executor`."""
+        inputs, outputs = self._inputs_and_outputs(signature)
+        inputs["tokens"].write(tokens)
+        inputs[MASK].write(mask)
+        self._run(signature, inputs, outputs)
+        facts = self.manifest.tiny_lm
+        assert facts is not None
+        sizes = {KEEP: signature.tokens, MODEL: len(facts.levels), PROMPT: len(facts.prompt_ratios)}
+        return {name: np.array(outputs[name].read(size, np.float32))[None] for name, size in sizes.items()}
+
+    def _adapter(self, level: int) -> dict[str, Any]:
+        """The buffer of the adapter in use, which a level's programs take; empty where they take none."""
+        key = self.adapters.used, level
+        if key not in self._adapters:
+            array = self.adapters.array(level, self.adapters.used)
+            if array is None:
+                return {}
+            self._adapters[key] = self._model.create_input_buffer_by_name(self._decode(level), ADAPTER)
+            self._adapters[key].write(array)
+        return {ADAPTER: self._adapters[key]}
 
     def keep(self, signature: Signature, caches: Buffers, at: int, path: np.ndarray) -> Buffers:
         """Refuses (see `moves_rows`)."""
@@ -252,12 +283,13 @@ class LiteRtExecutor:
         if name not in self._buffers:
             shapes = control_shapes(self.manifest.levels[signature.level].cfg.vocab_size)
             more = {"verify": ["mask"], "block": list(shapes)}.get(signature.kind, [])
-            wanted = ["tokens", SOURCE_TOKENS if signature.kind == "encode" else "input_pos", *more]
+            second = {"encode": SOURCE_TOKENS, "tiny_lm": MASK}.get(signature.kind, "input_pos")
+            wanted = ["tokens", second, *more]
             inputs = {each: self._model.create_input_buffer_by_name(name, each) for each in wanted}
             read = [each for each in self.manifest.source_shapes(signature.level) if each != SOURCE_TOKENS]
-            results = {"prefill": [], "block": [NEXT_TOKENS, COUNT], "encode": read}.get(
-                signature.kind, [_LOGITS]
-            )
+            results = {
+                "prefill": [], "block": [NEXT_TOKENS, COUNT], "encode": read, "tiny_lm": [KEEP, MODEL, PROMPT]
+            }.get(signature.kind, [_LOGITS])  # fmt: skip
             outputs = {each: self._model.create_output_buffer_by_name(name, each) for each in results}
             if signature.kind == "block":
                 for each, (shape, dtype) in shapes.items():
@@ -272,9 +304,10 @@ def _missing(manifest: Manifest, model: Any) -> list[str]:
     return [each.name for each in manifest.signatures if each.name not in there]
 
 
-def _close(model: Any, buffers: dict[str, Any]) -> None:
+def _close(model: Any, buffers: dict[str, Any], adapters: dict[Any, Any]) -> None:
     # The runtime's environment, which model and buffers hold, tells of its end.
     with runtime_messages_kept():
         buffers.clear()
+        adapters.clear()
         model.close()
         vars(model).clear()

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.parameters import Params
-from jaxllm.program_folder.manifest import Manifest, ProgramLevel, Signature, level_signatures
+from jaxllm.program_folder.levels import ProgramLevel
+from jaxllm.program_folder.manifest import Manifest, Signature, level_signatures
 from jaxllm.steps.exported_blocks import step_of
 from serving.programs.jax_programs import JaxPrograms
 

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import WHOLE
-from jaxllm.errors import ConfigError
-from jaxllm.program_folder.manifest import read_tokenizer
+from jaxllm.program_folder.tokenizer import read_tokenizer
 from jaxllm.text.tokenizer import Tokenizer
 from serving.host.forked import require_not_forked, watch_for_forks
 from serving.host.progress import Progress
 from serving.programs.drafts import make_drafts
 from serving.programs.executor import Executor, kept_buckets, open_executor
 from serving.programs.runner import ProgramRunner
+from serving.programs.tiny_lm import ProgramTinyLm, read_tiny_lm
 from serving.programs.token_chooser import TokenChooser, bucket_chooser
 from serving.speculation.options import SpeculationOptions
 from serving.speculation.speculation import Speculation
@@ -24,16 +24,22 @@ class ProgramModel:
     Attributes:
       executor: runs the programs.
       tokenizer: the model's.
+      tiny_lm: that plans requests; None for none.
       load_ms: time to open the folder and place its weights.
       build_ms: time spent getting programs ready.
     """
 
     def __init__(
-        self, executor: Executor, tokenizer: Tokenizer, token_chooser: TokenChooser | None = None
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        token_chooser: TokenChooser | None = None,
+        *,
+        tiny_lm: ProgramTinyLm | None = None,
     ) -> None:
         """See `open_program`; `token_chooser` draws tokens, None makes one."""
         watch_for_forks()
-        self.executor, self.tokenizer = executor, tokenizer
+        self.executor, self.tokenizer, self.tiny_lm = executor, tokenizer, tiny_lm
         self._token_chooser = token_chooser or bucket_chooser(executor.manifest.levels[WHOLE].cfg.vocab_size)
         self._runners: dict[int, ProgramRunner] = {}
         self.load_ms = self.build_ms = 0.0
@@ -91,12 +97,19 @@ class ProgramModel:
         return {}
 
     def set_adapter(self, folder: str | Path | None) -> None:
-        """Refuses an adapter: it must be exported with the model.
+        """Puts an adapter of the folder on all levels, by the name that it was exported under; None for
+        none.
 
         Raises:
-          ConfigError: always.
+          ConfigError: it was not exported with the model.
         """
-        raise ConfigError("programs take no adapters while they run; export the model with its adapter")
+        with self.executor.lock:
+            self.executor.adapters.use("" if folder is None else str(folder))
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters in the folder."""
+        return self.executor.adapters.names
 
     def close(self) -> None:
         """Does nothing."""
@@ -125,6 +138,6 @@ def open_program(
         from serving.programs.bucket_chooser import BucketChooser
 
         token_chooser = BucketChooser(executor.manifest.levels[WHOLE].cfg.vocab_size, kept_buckets())
-    model = ProgramModel(executor, tokenizer, token_chooser)
+    model = ProgramModel(executor, tokenizer, token_chooser, tiny_lm=read_tiny_lm(executor.manifest, folder))
     model.load_ms = 1000 * (time.perf_counter() - began)
     return model

@@ -52,8 +52,7 @@ class ProgramOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCache:
-    """An executor's caches of `capacity_tokens` positions, of which `length` are in use; and the source, if
-    an encoder read one."""
+    """An executor's caches of `capacity_tokens` positions, `length` of them in use; and any source."""
 
     caches: Any
     capacity_tokens: int
@@ -76,7 +75,6 @@ class ProgramRunner:
       cfg: of the model, or of the level's sub-model.
       options: see `ProgramOptions`.
       token_chooser: draws tokens that are not the likeliest.
-      weights_version: of the weights that computed a cache.
       idle_read_s: 0: all weights are in memory.
       batch: None: programs have one sequence.
     """
@@ -100,10 +98,8 @@ class ProgramRunner:
             )
         self.executor, self.level = executor, level
         self.cfg: ModelConfig = manifest.levels[level].cfg
-        self.options = ProgramOptions(
-            manifest.context_tokens, manifest.chunk_tokens(level, manifest.context_tokens)
-        )
-        self.weights_version = (level, 0)
+        context = manifest.context_tokens
+        self.options = ProgramOptions(context, manifest.chunk_tokens(level, context))
         # Cached, because every token needs them.
         self._lengths = manifest.cache_tokens(level)
         self.token_chooser = token_chooser or bucket_chooser(self.cfg.vocab_size)
@@ -113,6 +109,11 @@ class ProgramRunner:
     def lock(self) -> threading.RLock:
         """The executor's lock, which all levels share."""
         return self.executor.lock
+
+    @property
+    def weights_version(self) -> tuple[int, int]:
+        """Of the weights and the adapter that compute a cache now."""
+        return self.level, self.executor.adapters.version
 
     @property
     def signatures(self) -> list[Signature]:
@@ -180,7 +181,7 @@ class ProgramRunner:
         return self._program("encode", length, self.options.context_tokens)
 
     def rows(self, cache: ProgramCache, tokens: int) -> dict[str, np.ndarray]:
-        """Copies of the first `tokens` rows of each of a cache's arrays, by name, `[1, K, tokens, H]`."""
+        """Copies of the first `tokens` rows of a cache's arrays, by name, `[1, K, tokens, H]`."""
         return self.executor.rows(self.level, cache.caches, tokens)
 
     def restored(self, rows: Mapping[str, np.ndarray], tokens: int) -> ProgramCache:

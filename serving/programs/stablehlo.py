@@ -6,17 +6,20 @@ They may come from anywhere: none is compiled before `screening.py` has checked 
 import hashlib
 import importlib.util
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from jaxllm.errors import ConfigError, ProgramError
-from jaxllm.program_folder.manifest import WEIGHTS, Manifest, ProgramLevel, Signature
+from jaxllm.program_folder.levels import ProgramLevel
+from jaxllm.program_folder.manifest import WEIGHTS, Manifest, Signature
+from jaxllm.program_folder.tiny_lm import TINY_WEIGHTS
 from jaxllm.program_folder.weights import read_weights
 from serving.buckets.compiled_folder import CompiledBucketFolder
+from serving.programs.adapters import FolderAdapters
 from serving.programs.allowance import Allowance, allowance, arguments, results
 from serving.programs.jax_programs import JaxPrograms
 from serving.programs.screening import screening
@@ -58,6 +61,8 @@ class StableHloExecutor(JaxPrograms):
             self._step_of,
             self._contents_of,
             kept,
+            tiny_lm=_tiny_lm(manifest, folder),
+            adapters=FolderAdapters(manifest, folder),
         )
         self._folder, self._screened, self._screening = folder, False, threading.Lock()
 
@@ -76,7 +81,7 @@ class StableHloExecutor(JaxPrograms):
         # Checked again: these are the bytes that are compiled, even if the file has changed.
         screening.require_harmless({self._path(signature): program})
         exported = jax.export.deserialize(bytearray(program[0]))
-        taken = jax.tree.structure((arguments(signature, self.manifest, self._weights[signature.level]), {}))
+        taken = jax.tree.structure((arguments(signature, self.manifest, self._weights_of(signature)), {}))
         given = jax.tree.structure(results(signature, self.manifest))
         if exported.in_tree != taken or exported.out_tree != given:
             raise ProgramError(
@@ -94,10 +99,21 @@ class StableHloExecutor(JaxPrograms):
     def _program(self, signature: Signature) -> tuple[bytes, Allowance]:
         """The contents of a program's file, and its limits."""
         raw = self.manifest.read_intact(self._folder, signature.file, most_bytes=MAX_PROGRAM_BYTES)
-        return raw, allowance(signature, self.manifest, self._weights[signature.level])
+        return raw, allowance(signature, self.manifest, self._weights_of(signature))
+
+    def _weights_of(self, signature: Signature) -> Mapping[str, Any]:
+        return self._tiny_lm if signature.kind == "tiny_lm" else self._weights[signature.level]
 
     def _path(self, signature: Signature) -> str:
         return str(self._folder / signature.file)
+
+
+def _tiny_lm(manifest: Manifest, folder: Path) -> dict[str, jax.Array]:
+    """The weights of a folder's tiny LM on the device; empty for none."""
+    if manifest.tiny_lm is None:
+        return {}
+    arrays = read_weights(manifest.require_intact(folder, TINY_WEIGHTS), model=manifest.model)
+    return {name: jax.device_put(each) for name, each in arrays.items()}
 
 
 def _in_memory(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

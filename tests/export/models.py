@@ -6,11 +6,16 @@ import jax
 import numpy as np
 
 from jaxllm.bundle.elastic import Recovery, elastic_parts
+from jaxllm.bundle.tiny_lm import tiny_lm_parts
+from jaxllm.checkpoints.peft_folder import write_adapter
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.models.lora import LoraConfig, init_adapter
+from jaxllm.models.tiny_lm import TlmConfig
 from serving.options import EngineOptions
 from serving.request import GenerationConfig
-from tests.tiny import TINY, tiny_params, write_tiny_bundle
+from tests.models.test_lora import random_adapter
+from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
+from tests.tiny_tlm import ENCODER, random_tlm, tiny_lm
 
 # Widths at which the runtimes' weight caches tell matrices apart, and tests stay quick.
 CFG = dataclasses.replace(TINY, heads=8, kv_heads=4)
@@ -40,6 +45,28 @@ def write_elastic(path, scaling=0.5):
     adapter = {name: draw.normal(size=part.shape).astype(np.float32) * 0.3 for name, part in adapter.items()}
     parts = elastic_parts(LADDER, {40: Recovery(adapter, scaling)})
     return write_tiny_bundle(path, cfg=CFG, params=tiny_params(CFG), parts=parts)
+
+
+def write_planned(path):
+    """An elastic bundle with a tiny LM that has a tokenizer of its own, and a matrix that is served at 8
+    bits."""
+    encoder = dataclasses.replace(ENCODER, hidden_size=256, ffn_size=256)
+    ratios = (0.25, 0.5, 1.0)
+    cfg = TlmConfig(encoder=encoder, shared_layers=1, levels=len(LADDER.levels), prompt_levels=len(ratios))
+    tiny = tiny_lm(
+        LADDER.levels, ratios, cfg=cfg, params=random_tlm(cfg), tokenizer=tiny_tokenizer(chat=False)
+    )
+    parts = {**elastic_parts(LADDER), **tiny_lm_parts(tiny)}
+    return write_tiny_bundle(path, cfg=CFG, params=tiny_params(CFG), parts=parts), tiny
+
+
+def write_adapters(folder):
+    """Two adapters of `CFG` by name, of different ranks and targets."""
+    named = {"mail": (4, LoraConfig.targets), "notes": (2, ("attn.q", "ffn.down"))}
+    for seed, (name, (rank, targets)) in enumerate(named.items()):
+        lora = LoraConfig(rank=rank, alpha=16, targets=targets)
+        write_adapter(folder / name, CFG, lora, random_adapter(CFG, lora, seed))
+    return {name: folder / name for name in named}
 
 
 def answers(engine):

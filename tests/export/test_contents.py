@@ -20,8 +20,8 @@ def test_what_a_format_lacks_is_named():
     plan = ExportPlan(verify_tokens=(8,), block_tokens=4, cache_tokens=(16,))
     wanted = "--level, --verify-tokens, --block-tokens, --cache-tokens; leave them out"
     with pytest.raises(ConfigError, match=wanted):
-        require_contents("litertlm", plan, levels=True)
+        require_contents("litertlm", plan, levels=2)
     with pytest.raises(ConfigError, match="iree format holds no programs of --block-tokens; leave it out"):
-        require_contents("iree", plan, levels=True)
+        require_contents("iree", plan, levels=1)
     for kind in set(CONTENTS) - {"litertlm", "iree"}:
-        require_contents(kind, plan, levels=True)
+        require_contents(kind, plan, levels=2)

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.program_folder.manifest import TOKENIZER, Manifest, StoredFile, read_tokenizer, write_tokenizer
+from jaxllm.program_folder.manifest import TOKENIZER, Manifest, StoredFile
+from jaxllm.program_folder.tokenizer import read_tokenizer, write_tokenizer
 from serving.engine import Engine
 from serving.speculation.drafter import Growing
 from serving.speculation.host_tree import accepted_path

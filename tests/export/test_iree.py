@@ -7,7 +7,7 @@ import pytest
 from export.signatures import ExportPlan
 from export.subject import read_subject
 from jaxllm.errors import ConfigError, ProgramError
-from jaxllm.program_folder.manifest import Manifest
+from jaxllm.program_folder.manifest import WEIGHTS, Manifest
 from serving.programs.executor import open_executor
 from tests.export.models import CONTEXT
 
@@ -29,6 +29,16 @@ def folder(whole, tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs") / "iree"
     export_iree(whole, folder, PLAN)
     return folder
+
+
+def test_weights_of_8_bits_are_widened_in_the_modules(subject, folder, tmp_path):
+    """Exporting runs each module once beside its step; level 40 has an adapter."""
+    path = tmp_path / "int8"
+    plan = dataclasses.replace(PLAN, levels=(40,))
+    manifest = export_iree(subject, path, plan, targets=(HOST,), precision="int8")
+    assert (manifest.precision, len(manifest.signatures)) == ("int8", 4)
+    sizes = [(each / WEIGHTS).stat().st_size for each in (path, folder)]
+    assert sizes[0] < 0.4 * sizes[1]
 
 
 def decode(folder):

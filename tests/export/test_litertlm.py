@@ -1,5 +1,7 @@
 """LiteRT-LM bundles, run by Google's own runtime."""
 
+import io
+
 import pytest
 
 from export.litertlm import export_litertlm, metadata
@@ -10,10 +12,11 @@ from jaxllm.text.tokenizer import Tokenizer
 from serving.engine import Engine
 from serving.request import GenerationConfig
 from tests.export.conftest import PLAN
-from tests.export.models import CHUNKS, CONTEXT, OPTIONS
+from tests.export.models import CFG, CHUNKS, CONTEXT, OPTIONS
 
 pytest.importorskip("litert_converter")
 litert_lm = pytest.importorskip("litert_lm")
+compiled_model = pytest.importorskip("ai_edge_litert.compiled_model")
 
 TEXTS = ["the hello", "a longer text, of more than one chunk of sixteen tokens", "x"]
 
@@ -30,8 +33,18 @@ def bundle(whole, tmp_path_factory):
     return path
 
 
-def test_the_runtime_writes_the_live_engines_text(bundle, elastic, tmp_path):
-    live = Engine.open(elastic, options=OPTIONS, warm_up=False)
+@pytest.fixture(scope="module")
+def half(subject, tmp_path_factory):
+    """Level 40, with its adapter, in programs that take a mask."""
+    path = tmp_path_factory.mktemp("programs") / "half.litertlm"
+    export_litertlm(subject, path, ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS, masked=True))
+    return path
+
+
+@pytest.mark.parametrize(("name", "level"), [("bundle", 100), ("half", 40)])
+def test_the_runtime_writes_the_live_engines_text(request, name, level, elastic, tmp_path):
+    bundle = request.getfixturevalue(name)
+    live = Engine.open(elastic, options=OPTIONS, warm_up=False, level=level)
     config = GenerationConfig(max_tokens=8)
     runtime = litert_lm.Engine(
         str(bundle), backend=litert_lm.Backend.CPU(), max_num_tokens=CONTEXT, cache_dir=str(tmp_path)
@@ -44,7 +57,9 @@ def test_the_runtime_writes_the_live_engines_text(bundle, elastic, tmp_path):
             max_output_tokens=8,
         )
         session.run_prefill([text])
-        assert session.run_decode().texts[0] == live.generate(text, config).text
+        # Special tokens have a text there, and none here.
+        found = session.run_decode().texts[0].replace("<|begin|>", "")
+        assert found == live.generate(text, config).text
 
 
 def test_what_the_runtime_is_told(whole):
@@ -56,9 +71,30 @@ def test_what_the_runtime_is_told(whole):
     assert message.jinja_prompt_template == whole.tokenizer.chat_template
 
 
-def test_levels_and_trees_are_refused(subject, whole, bundle, tmp_path):
+@pytest.mark.parametrize(("name", "taken"), [("bundle", []), ("half", ["mask"])])
+def test_signatures_have_the_names_that_the_runtime_looks_for(request, name, taken, tmp_path):
+    model = compiled_model.CompiledModel.from_buffer(model_of(request.getfixturevalue(name), tmp_path))
+    found = model.get_signature_list()
+    assert set(found) == {"prefill_16", "decode"}
+    caches = [f"kv_cache_{side}_{layer}" for side in "kv" for layer in range(CFG.layers)]
+    for signature, facts in found.items():
+        assert sorted(facts["inputs"]) == sorted([*caches, "input_pos", "tokens", *taken])
+        assert sorted(facts["outputs"]) == sorted([*caches, *(["logits"] if signature == "decode" else [])])
+
+
+def model_of(path, folder):
+    """The model in a file."""
+    from litert_lm_builder import litertlm_peek
+
+    litertlm_peek.peek_litertlm_file(str(path), str(folder), io.StringIO())
+    (found,) = folder.glob("*.tflite")
+    return found.read_bytes()
+
+
+def test_levels_and_trees_are_refused(elastic, whole, bundle, tmp_path):
     short = ExportPlan(context_tokens=CONTEXT, cache_tokens=(32,))
-    for of, plan in ((subject, ExportPlan(context_tokens=CONTEXT)), (whole, PLAN), (whole, short)):
+    several = read_subject(elastic, levels=(40, 70))
+    for of, plan in ((several, ExportPlan(context_tokens=CONTEXT)), (whole, PLAN), (whole, short)):
         with pytest.raises(ConfigError, match="litertlm format holds no programs of --"):
             export_litertlm(of, tmp_path / "x.litertlm", plan)
     with pytest.raises(ConfigError, match="exists already"):

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from export.input_adapters import AdapterOptions
+from export.signatures import ExportPlan
+from export.subject import read_subject
 from jaxllm.config import WHOLE
-from tests.export.models import PROMPTS
+from serving.device.opening import open_device
+from tests.export.models import CHUNKS, CONFIG, CONTEXT, PROMPTS, write_planned
 
 pytest.importorskip("litert_converter")
 litert = pytest.importorskip("ai_edge_litert")
@@ -41,6 +45,17 @@ def test_the_answers_are_the_live_engines(program, tflite, live, level):
     for prompt, wanted in zip(PROMPTS, live[level], strict=True):
         rc, tokens, said = run(program, tflite[0], prompt, "--max-tokens", "12", "--level", str(level))
         assert (rc, tokens) == (0, wanted), said
+
+
+def test_programs_of_a_tiny_lm_and_adapters_are_left_alone(program, tmp_path):
+    from export.tflite import export_tflite
+
+    bundle, _ = write_planned(tmp_path / "tiny.jaxllm")
+    subject, folder = read_subject(bundle, inputs=AdapterOptions(rank=2)), tmp_path / "programs"
+    export_tflite(subject, folder, ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS, cache_tokens=()))
+    wanted = open_device(folder, threads=1).generate(PROMPTS[2], CONFIG).tokens
+    rc, tokens, said = run(program, folder, PROMPTS[2], "--max-tokens", "12")
+    assert (rc, tokens) == (0, wanted), said
 
 
 def test_a_level_is_planned_by_a_profile_of_this_device(program, tflite, live, tmp_path):

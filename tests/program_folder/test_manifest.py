@@ -9,18 +9,16 @@ import pytest
 
 from jaxllm.errors import ProgramError
 from jaxllm.program_folder.arrays import cache_shapes
+from jaxllm.program_folder.levels import Argument, ProgramLevel
 from jaxllm.program_folder.manifest import (
     MANIFEST,
     TOKENIZER,
-    Argument,
     Manifest,
-    ProgramLevel,
     Signature,
     StoredFile,
     level_signatures,
-    read_tokenizer,
-    write_tokenizer,
 )
+from jaxllm.program_folder.tokenizer import read_tokenizer, write_tokenizer
 from jaxllm.program_folder.weights import read_weights, write_weights
 from tests.tiny import TINY, tiny_tokenizer
 

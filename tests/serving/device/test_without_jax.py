@@ -12,7 +12,8 @@ SHARED = {
     "plans": (
         "serving.planning.planner", "serving.planning.profile", "serving.planning.profiling",
         "serving.planning.coarse_profile", "serving.planning.objectives", "serving.planning.safety_margin",
-        "serving.planning.reach", "serving.planning.turns", "serving.planned_service", "jaxllm.elastic.slo",
+        "serving.planning.reach", "serving.planning.tiny_proposer", "jaxllm.tasks.tiny_reader",
+        "serving.planning.turns", "serving.planned_service", "jaxllm.elastic.slo",
     ),
     "contexts": (
         "serving.contexts.store", "serving.contexts.segment", "serving.contexts.record",
@@ -35,7 +36,8 @@ SHARED = {
     ),
     "programs": (
         "jaxllm.program_folder.manifest", "serving.programs.model", "serving.programs.runner",
-        "serving.programs.executor", "serving.programs.litert", "serving.programs.packed",
+        "serving.programs.executor", "serving.programs.adapters", "serving.programs.tiny_lm",
+        "serving.programs.litert", "serving.programs.packed",
     ),
     "device": (
         "serving.device.command", "serving.device.context", "serving.device.contexts",

@@ -1,0 +1,113 @@
+"""Adapters as an input of programs: text equal to the live engine's, switched without another program."""
+
+import dataclasses
+
+import pytest
+
+from export.input_adapters import AdapterOptions
+from export.signatures import ExportPlan
+from export.subject import read_subject
+from jaxllm.config import WHOLE
+from jaxllm.errors import ConfigError, ContextGone, ProgramError
+from jaxllm.program_folder.adapters import adapter_file
+from serving.device.contexts import DeviceContexts
+from serving.device.opening import open_device
+from serving.device.service import DeviceService
+from serving.engine import Engine
+from serving.planning.coarse_profile import measure_coarsely
+from tests.export.models import CHUNKS, CONFIG, CONTEXT, OPTIONS, PROMPTS, write_adapters, write_elastic
+
+PLAN = ExportPlan(
+    context_tokens=CONTEXT, chunk_tokens=CHUNKS, cache_tokens=(), verify_tokens=(8,), levels=(40,)
+)
+NAMES = (None, "mail", "notes", "mail", None)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    """Its level 40 has an adapter of its own."""
+    return write_elastic(tmp_path_factory.mktemp("adapted") / "tiny.jaxllm")
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    return write_adapters(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def wanted(bundle, given):
+    """The live engine's answers by adapter and level."""
+    live = Engine.open(bundle, options=dataclasses.replace(OPTIONS, adapter_rank=4))
+    found = {}
+    for name in (None, *given):
+        live.set_adapter(None if name is None else given[name])
+        found[name] = {level: answers(live, level) for level in (40, WHOLE)}
+    assert len({str(found[name][level]) for name in found for level in (40, WHOLE)}) == 6
+    return found
+
+
+@pytest.fixture(scope="module", params=["stablehlo", "tflite"])
+def engine(request, bundle, given, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs") / "adapters"
+    subject = read_subject(bundle, levels=(40,), inputs=AdapterOptions(given=given))
+    if request.param == "stablehlo":
+        pytest.importorskip("flatbuffers")
+        from export.stablehlo import export_stablehlo
+
+        export_stablehlo(subject, folder, PLAN, platforms=("cpu",))
+    else:
+        pytest.importorskip("litert_converter")
+        from export.tflite import export_tflite
+
+        export_tflite(subject, folder, PLAN)
+    return open_device(folder, threads=1)
+
+
+def answers(engine, level):
+    return [engine.stream(each, CONFIG, level=level).result().tokens for each in PROMPTS[:4]]
+
+
+def test_text_is_the_live_engines_with_each_adapter_and_none(engine, wanted, compiles):
+    with compiles() as count:
+        for name in NAMES:
+            engine.set_adapter(name)
+            for level in (40, WHOLE):
+                assert answers(engine, level) == wanted[name][level], (name, level)
+        assert count() == 0
+
+
+def test_adapters_of_other_names_are_refused(engine):
+    with pytest.raises(ConfigError, match="no adapter 'other', but mail, notes; export the model"):
+        engine.set_adapter("other")
+
+
+def test_a_context_keeps_its_adapter(engine, wanted, tmp_path):
+    contexts = DeviceContexts(engine, tmp_path / "store", budget_bytes=1 << 20)
+    service = DeviceService(engine, measure_coarsely(engine), contexts=contexts)
+    context = service.new_context("app", adapter="notes")
+    answer = context.generate(PROMPTS[2], config=CONFIG).result()
+    assert answer.tokens == wanted["notes"][WHOLE][2]
+    # Calls without a context have none.
+    assert answers(engine, WHOLE) == wanted[None][WHOLE]
+    again = service.context("app", context.name)
+    assert again.adapter == "notes"
+    assert again.generate([5], config=CONFIG).result().restored.resident == 16
+    record = dataclasses.replace(again.record.origin, adapter="of another folder")
+    contexts.store.commit(dataclasses.replace(again.record, origin=record))
+    with pytest.raises(ContextGone, match="adapter differ"):
+        service.context("app", context.name)
+    contexts.close()
+
+
+def test_a_rank_bounds_what_is_given(bundle, given):
+    with pytest.raises(ConfigError, match="mail has rank 4, and programs take up to 2"):
+        read_subject(bundle, inputs=AdapterOptions(given=given, rank=2))
+    with pytest.raises(ConfigError, match="name an adapter, or give --adapter-rank"):
+        AdapterOptions()
+    assert read_subject(bundle, inputs=AdapterOptions(rank=2)).adapters.inputs.names == ()
+
+
+def test_an_adapter_of_another_size_is_refused(engine):
+    inputs = engine.model.executor.manifest.adapters
+    with pytest.raises(ProgramError, match=f"{adapter_file('mail')} has 4 bytes, not"):
+        inputs.parsed("mail", bytes(4))
