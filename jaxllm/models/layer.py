@@ -262,8 +262,7 @@ def _experts(
     norm = weights.norm("ffn_norm", cfg)
     routing = chosen_experts(weights, x, cfg, differentiable=differentiable)
     up, down, gate = (weights[f"experts.{part}"] for part in ("up", "down", "gate"))
-    biases = {f"{part}_bias": weights.vector(f"experts.{part}_bias") for part in ("up", "down", "gate")}
-    block = FeedForward(up=up, down=down, gate=gate, activation=cfg.activation, **biases)
+    block = FeedForward(up=up, down=down, gate=gate, activation=cfg.activation, **expert_biases(weights))
     out = mixture(
         x,
         norm,
@@ -276,6 +275,12 @@ def _experts(
     if cfg.shared_expert_size:
         out = out + _shared_expert(weights, x, cfg)
     return out, routing
+
+
+def expert_biases(weights: LayerParams) -> dict[str, jax.Array | None]:
+    """The biases `[E, F]` and `[E, D]` of all experts, None where there are none, as `FeedForward` names
+    them."""
+    return {f"{part}_bias": weights.vector(f"expert_{part}_bias") for part in ("up", "down", "gate")}
 
 
 def _shared_expert(weights: LayerParams, x: jax.Array, cfg: ModelConfig) -> jax.Array:

@@ -10,7 +10,7 @@ A flat dict with stable string keys:
     layers.{i}.attn.gate [K, G·H, D]                                (where attention has an output gate)
     layers.{i}.state_norm.scale [D]  .state.*                       (in place of attn.*, see `state_layer.py`)
     layers.{i}.router [E, D]       .experts.gate [E, F, D]  .up [E, F, D]  .down [E, F, D]   (or these)
-    layers.{i}.router_bias [E]     .experts.gate_bias/up_bias [E, F]  .experts.down_bias [E, D]
+    layers.{i}.router_bias [E]     .expert_gate_bias [E, F]   .expert_up_bias   .expert_down_bias [E, D]
     layers.{i}.attn.sink_logits [K, G]
     layers.{i}.shared.gate/up/down [S, D]        .shared.score [1, D]       (beside experts)
     final_norm.scale/bias [D]      head [V, D]   head_bias [V]
@@ -22,7 +22,8 @@ and of an encoder-decoder
     layers.{i}.cross_norm.scale/bias [D]  .cross.q  .cross.k  .cross.v  .cross.o  (+ q_bias ..., as attn.*)
 
 The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer. Where a layer has
-experts, an expert is one entry of the leading axis.
+experts, an expert is one entry of the leading axis. The experts' biases are no part of `experts.*`: they are
+small, and stay in memory where experts are loaded one by one.
 """
 
 import dataclasses
@@ -224,13 +225,13 @@ def _expert_specs(cfg: ModelConfig, neurons: int) -> dict[str, ParamSpec]:
     shape = (cfg.experts, neurons, cfg.hidden_size)
     # Never quantized: it is small, and rounding it would change which experts run.
     specs = {"router": ParamSpec((cfg.experts, cfg.hidden_size), "vector")}
+    if cfg.expert_bias:
+        specs["router_bias"] = ParamSpec(shape[:1], "vector")
+        specs |= {f"expert_{name}_bias": ParamSpec(shape[:2], "vector") for name in ("gate", "up")}
+        specs["expert_down_bias"] = ParamSpec((cfg.experts, cfg.hidden_size), "vector")
     for name in ("gate", "up") if cfg.gated_ffn else ("up",):
         specs[f"experts.{name}"] = ParamSpec(shape, "to_units")
     specs["experts.down"] = ParamSpec(shape, "from_units")
-    if cfg.expert_bias:
-        specs["router_bias"] = ParamSpec(shape[:1], "vector")
-        specs |= {f"experts.{name}_bias": ParamSpec(shape[:2], "vector") for name in ("gate", "up")}
-        specs["experts.down_bias"] = ParamSpec((cfg.experts, cfg.hidden_size), "vector")
     if cfg.shared_expert_size:
         shared = (cfg.shared_expert_size, cfg.hidden_size)
         specs["shared.score"] = ParamSpec((1, cfg.hidden_size), "vector")
@@ -270,10 +271,14 @@ def parameter_count(cfg: ModelConfig) -> int:
     return sum(int(np.prod(spec.shape)) for spec in param_specs(cfg).values())
 
 
+def _of_experts(name: str) -> bool:
+    return ".experts." in name or (".expert_" in name and name.endswith("_bias"))
+
+
 def active_parameter_count(cfg: ModelConfig) -> int:
     """Number of scalar parameters that one token uses: of each layer's experts only the k that it visits."""
     idle = cfg.experts - cfg.experts_per_token
     return sum(
-        int(np.prod((spec.shape[0] - idle, *spec.shape[1:]) if ".experts." in name else spec.shape))
+        int(np.prod((spec.shape[0] - idle, *spec.shape[1:]) if _of_experts(name) else spec.shape))
         for name, spec in param_specs(cfg).items()
     )

@@ -125,8 +125,6 @@ def _experts_apart(cfg: ModelConfig) -> str | None:
         return "experts of an encoder-decoder are stored apart where both sides have as many of them"
     if cfg.post_norms:
         return "experts of a model with norms behind its blocks cannot be stored apart"
-    if cfg.expert_bias:
-        return "experts with biases cannot be stored apart"
     if cfg.shared_expert_size:
         return "experts beside one that all tokens visit cannot be stored apart"
     return None
