@@ -12,6 +12,9 @@ A flat dict with stable string keys:
     layers.{i}.router [E, D]       .experts.gate [E, F, D]  .up [E, F, D]  .down [E, F, D]   (or these)
     layers.{i}.router_bias [E]     .expert_gate_bias [E, F]   .expert_up_bias   .expert_down_bias [E, D]
     layers.{i}.attn.sink_logits [K, G]
+    layers.{i}.layer_input.gate [P, D]           .layer_input.o [P, D]          .layer_input_norm.scale [D]
+    layers.{i}.output.scale [1]                  (of mixed layers, as all of P)
+    embed.layer_inputs [V, L·P]    layer_inputs.projection [L·P, D]             layer_inputs.norm.scale [P]
     layers.{i}.shared.gate/up/down [S, D]        .shared.score [1, D]       (beside experts)
     final_norm.scale/bias [D]      head [V, D]   head_bias [V]
 
@@ -36,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import ModelConfig
+from jaxllm.mixed_config import MixedLayers, layer_config, shares_kv
 from jaxllm.quant import Weight
 from jaxllm.state_config import StateConfig
 
@@ -75,6 +79,11 @@ def _specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     if cfg.encoder is not None:
         own = _specs(cfg.encoder)
         specs.update({ENCODER + name: spec for name, spec in own.items() if name != "embed.tokens"})
+    if cfg.mixed is not None and cfg.mixed.layer_input_size:
+        size = cfg.mixed.layer_input_size
+        specs["embed.layer_inputs"] = ParamSpec((cfg.vocab_size, cfg.layers * size), "embed")
+        specs["layer_inputs.projection"] = ParamSpec((cfg.layers * size, width), "to_units")
+        specs["layer_inputs.norm.scale"] = ParamSpec((size,), "vector")
     for layer in range(cfg.layers):
         for name, spec in _layer_specs(cfg, layer).items():
             specs[f"layers.{layer}.{name}"] = spec
@@ -131,6 +140,8 @@ def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     kept = cfg.units(layer)
     if cfg.is_state(layer):
         return _state_layer_specs(cfg, layer, kept.neurons)
+    if cfg.mixed is not None:
+        return _mixed_layer_specs(cfg, cfg.mixed, layer)
     units, head = kept.kv_heads, cfg.head_dim
     queries = cfg.group * head
     specs = _products_specs(cfg, "attn", units)
@@ -151,6 +162,25 @@ def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     if cfg.post_norms:
         specs.update(_norm_specs(cfg, "ffn_post_norm"))
     return specs
+
+
+def _mixed_layer_specs(cfg: ModelConfig, mixed: MixedLayers, layer: int) -> dict[str, ParamSpec]:
+    own: ModelConfig = layer_config(cfg, layer)
+    specs = _products_specs(own, "attn", own.kv_heads)
+    if mixed.keys_as_values and not cfg.attention_windows[layer]:
+        del specs["attn.v"]
+    specs["attn.q_norm.scale"] = specs["attn.k_norm.scale"] = ParamSpec((own.head_dim,), "vector")
+    if shares_kv(cfg, layer):
+        for name in ("attn.k", "attn.v", "attn.k_norm.scale"):
+            specs.pop(name, None)
+    specs |= _output_specs(own, "attn", own.kv_heads) | _norm_specs(cfg, "attn_post_norm")
+    specs |= _norm_specs(cfg, "ffn_norm") | _ffn_specs(own, own.ffn_size) | _norm_specs(cfg, "ffn_post_norm")
+    if mixed.layer_input_size:
+        shape = (mixed.layer_input_size, cfg.hidden_size)
+        specs["layer_input.gate"] = ParamSpec(shape, "to_units")
+        specs["layer_input.o"] = ParamSpec(shape, "from_units")
+        specs |= _norm_specs(cfg, "layer_input_norm")
+    return specs | {"output.scale": ParamSpec((1,), "vector")}
 
 
 def _state_layer_specs(cfg: ModelConfig, layer: int, neurons: int) -> dict[str, ParamSpec]:
@@ -250,7 +280,7 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32
 def init_param(cfg: ModelConfig, name: str, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The initial value of one parameter (see `init_params`)."""
     spec = param_specs(cfg)[name]
-    if name.endswith("norm.scale"):
+    if name.endswith(("norm.scale", "output.scale")):
         return jnp.ones(spec.shape, dtype)
     if name.endswith(("bias", ".sink_logits")):
         return jnp.zeros(spec.shape, dtype)

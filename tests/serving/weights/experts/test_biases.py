@@ -21,9 +21,7 @@ MIXED = np.asarray([[8, 4, 8, 2], [4, 8, 2, 8]])
 
 
 def answer(engine):
-    engine.runner.fill(
-        engine.runner.request_buckets(len(engine.tokenizer.encode(PROMPT)), CONFIG.max_tokens)
-    )
+    engine.runner.fill(engine.runner.request_buckets(len(engine.tokenizer.encode(PROMPT)), CONFIG.max_tokens))
     return engine.stream(PROMPT, CONFIG).result().tokens
 
 
