@@ -17,6 +17,10 @@ class MixedLayers:
     its kind, with a window or without, and has `shared_ffn_size` neurons. Values are RMS-normalized, without
     a scale. A layer's output is multiplied by a learned number.
 
+    In a mixture each layer has experts beside its feed-forward block. Both read the layer's input, each by a
+    norm of its own; their outputs are normalized, each by itself and then the sum. A router's input is
+    normalized, and the weight of an expert multiplied by a learned number.
+
     With `layer_input_size` P above 0 each token has an input `[P]` for each layer: an embedding of its own
     plus a product of the token's embedding. A third block of each layer gates it and adds a product of it.
     """
@@ -61,11 +65,14 @@ def require_mixed_layers(cfg: Any) -> None:
     )
     plain = not (cfg.qkv_bias or cfg.o_bias or cfg.qkv_clip or cfg.sink_logits or cfg.joint_qk_norm)
     plain = plain and not (cfg.attention_gate or cfg.parallel_blocks or cfg.learned_positions)
-    plain = plain and cfg.states is None and cfg.encoder is None and not cfg.experts and not cfg.layer_units
+    plain = plain and cfg.states is None and cfg.encoder is None and not cfg.layer_units
+    plain = plain and not (cfg.expert_bias or cfg.shared_expert_size or cfg.expert_capacity)
+    plain = plain and (not cfg.experts or (all(cfg.sparse_layers) and cfg.normalize_expert_weights))
     require(
         plain and cfg.norm == "rms" and cfg.pre_norms and cfg.post_norms and cfg.qk_norm,
-        "mixed layers have RMS norms before and after each block and on queries and keys, and neither "
-        "biases, sink logits, gates of attention, states, experts, an encoder nor sub-models",
+        "mixed layers have RMS norms before and after each block and on queries and keys, plain experts in "
+        "all of them or none, and neither biases, sink logits, gates of attention, states, an encoder nor "
+        "sub-models",
     )
 
 

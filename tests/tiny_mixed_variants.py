@@ -45,6 +45,20 @@ MIXED_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma4_text-experts": (
+        "Gemma4Text",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
 }
 MIXED_ARCHITECTURES = ("gemma4_text",)
 MIXED_WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {

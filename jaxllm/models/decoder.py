@@ -303,10 +303,10 @@ def forward_documents_with_routing(
         weights `[L_sparse, B, T, k]`.
 
     Raises:
-      ConfigError: the model has no experts.
+      ConfigError: the model has no experts, or mixed layers.
     """
-    if not cfg.experts:
-        raise ConfigError("a model without experts has no routing; call forward_documents")
+    if not cfg.experts or cfg.mixed is not None:
+        raise ConfigError("no routing without experts, nor with mixed layers; call forward_documents")
     inputs = tokens, starts, None
     x, run = _begin_documents(params, *inputs, cfg=cfg, dtype=dtype, differentiable=differentiable)
     x, routings = _layer_by_layer(params, x, run, cfg, remat)

@@ -14,6 +14,8 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.experts.mixture import mixture
+from jaxllm.experts.routing import route
 from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.mixed_config import layer_config, shares_kv
@@ -22,6 +24,7 @@ from jaxllm.models.layer import (
     Kept,
     attend_cache,
     attend_documents,
+    dense_block,
     fed_forward,
     live_rows,
     query_growth,
@@ -33,7 +36,7 @@ from jaxllm.models.parameters import Params
 from jaxllm.models.scanned_layers import is_stacked
 from jaxllm.nn.documents import document_positions
 from jaxllm.nn.layers import Heads, activate
-from jaxllm.nn.linear import add_normed, embed, from_units, normed_to_units, to_units
+from jaxllm.nn.linear import FeedForward, add_normed, embed, from_units, normed_to_units, to_units
 from jaxllm.nn.norms import Norm, by_sequence, normalize
 
 Pair = tuple[jax.Array, jax.Array]
@@ -204,9 +207,9 @@ def _layer_inputs(
         return None
     shape = (*tokens.shape, cfg.layers, size)
     own = embed(tokens, params["embed.layer_inputs"], x.dtype, live).reshape(shape)
-    projected = to_units(x, params["layer_inputs.projection"], rowwise=rowwise, live=live).astype(x.dtype)
+    projected = to_units(x, params["embed.input_projection"], rowwise=rowwise, live=live).astype(x.dtype)
     projected = (projected * np.asarray(cfg.hidden_size**-0.5, x.dtype)).reshape(shape)
-    projected = normalize(projected, LayerParams(params, "").norm("layer_inputs.norm", cfg), apart=rowwise)
+    projected = normalize(projected, LayerParams(params, "").norm("embed.input_norm", cfg), apart=rowwise)
     return (projected + own * np.asarray(size**0.5, x.dtype)) * np.asarray(2**-0.5, x.dtype)
 
 
@@ -225,7 +228,10 @@ def _run(
     mixed = from_units(out.reshape(*out.shape[:3], -1), weights["attn.o"], **how)
     x = add_normed(x, mixed, weights.norm("attn_post_norm", cfg), live, rowwise=of.rowwise)
     own: ModelConfig = layer_config(cfg, of.like)
-    x, _ = fed_forward(weights, x, x, own, of.like, valid=of.valid, rowwise=of.rowwise)
+    if cfg.experts:
+        x = add_normed(x, _dense_and_experts(weights, x, own, of), weights.norm("ffn_post_norm", cfg), **how)
+    else:
+        x, _ = fed_forward(weights, x, x, own, of.like, valid=of.valid, rowwise=of.rowwise)
     if handed.inputs is not None:
         given = jax.lax.dynamic_index_in_dim(handed.inputs, of.number, axis=2, keepdims=False)
         gate = to_units(x, weights["layer_input.gate"], **how)
@@ -238,6 +244,31 @@ def _run(
     scale = weights.vector("output.scale")
     assert scale is not None
     return x * scale.astype(x.dtype), handed, kept
+
+
+def _dense_and_experts(weights: LayerParams, x: jax.Array, own: ModelConfig, of: _Layer) -> jax.Array:
+    """The sum of a feed-forward block and of experts of `x` `[B, T, D]`, each normalized."""
+
+    def normed(name: str, out: jax.Array) -> jax.Array:
+        return normalize(out, weights.norm(f"{name}_post_norm", own), apart=of.rowwise)
+
+    scale, factors = weights.vector("router_norm.scale"), weights.vector("router_output.scale")
+    assert scale is not None
+    assert factors is not None
+    routing = route(
+        x,
+        weights["router"],
+        experts_per_token=own.experts_per_token,
+        normalize=True,
+        norm=Norm(scale * np.asarray(own.hidden_size**-0.5, scale.dtype), None, own.norm_eps),
+    )
+    routing = dataclasses.replace(routing, weights=routing.weights * factors[routing.ids])
+    up, down, gate = (weights[f"experts.{part}"] for part in ("up", "down", "gate"))
+    block = FeedForward(up=up, down=down, gate=gate, activation=own.activation)
+    real = None if of.valid is None else jnp.arange(x.shape[1], dtype=jnp.int32) < of.valid
+    out = mixture(x, weights.norm("experts_norm", own), routing, block, live=real)
+    dense = dense_block(weights, x, own, of.rowwise, live_rows(x, of.valid))
+    return normed("dense", dense) + normed("experts", out)
 
 
 def _heads(

@@ -14,7 +14,9 @@ A flat dict with stable string keys:
     layers.{i}.attn.sink_logits [K, G]
     layers.{i}.layer_input.gate [P, D]           .layer_input.o [P, D]          .layer_input_norm.scale [D]
     layers.{i}.output.scale [1]                  (of mixed layers, as all of P)
-    embed.layer_inputs [V, L·P]    layer_inputs.projection [L·P, D]             layer_inputs.norm.scale [P]
+    layers.{i}.router_norm.scale, .experts_norm.scale, .experts_post_norm.scale, .dense_post_norm.scale [D]
+    layers.{i}.router_output.scale [E]           (of mixed layers with experts)
+    embed.layer_inputs [V, L·P]    embed.input_projection [L·P, D]             embed.input_norm.scale [P]
     layers.{i}.shared.gate/up/down [S, D]        .shared.score [1, D]       (beside experts)
     final_norm.scale/bias [D]      head [V, D]   head_bias [V]
 
@@ -82,8 +84,8 @@ def _specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     if cfg.mixed is not None and cfg.mixed.layer_input_size:
         size = cfg.mixed.layer_input_size
         specs["embed.layer_inputs"] = ParamSpec((cfg.vocab_size, cfg.layers * size), "embed")
-        specs["layer_inputs.projection"] = ParamSpec((cfg.layers * size, width), "to_units")
-        specs["layer_inputs.norm.scale"] = ParamSpec((size,), "vector")
+        specs["embed.input_projection"] = ParamSpec((cfg.layers * size, width), "to_units")
+        specs["embed.input_norm.scale"] = ParamSpec((size,), "vector")
     for layer in range(cfg.layers):
         for name, spec in _layer_specs(cfg, layer).items():
             specs[f"layers.{layer}.{name}"] = spec
@@ -166,6 +168,7 @@ def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
 
 def _mixed_layer_specs(cfg: ModelConfig, mixed: MixedLayers, layer: int) -> dict[str, ParamSpec]:
     own: ModelConfig = layer_config(cfg, layer)
+    norm = ParamSpec((cfg.hidden_size,), "vector")
     specs = _products_specs(own, "attn", own.kv_heads)
     if mixed.keys_as_values and not cfg.attention_windows[layer]:
         del specs["attn.v"]
@@ -175,6 +178,12 @@ def _mixed_layer_specs(cfg: ModelConfig, mixed: MixedLayers, layer: int) -> dict
             specs.pop(name, None)
     specs |= _output_specs(own, "attn", own.kv_heads) | _norm_specs(cfg, "attn_post_norm")
     specs |= _norm_specs(cfg, "ffn_norm") | _ffn_specs(own, own.ffn_size) | _norm_specs(cfg, "ffn_post_norm")
+    if cfg.experts:
+        specs |= {f"{name}_norm.scale": norm for name in ("router", "experts", "experts_post", "dense_post")}
+        specs |= {
+            "router_output.scale": ParamSpec((cfg.experts,), "vector"),
+            **_expert_specs(own, own.expert_ffn_size),
+        }
     if mixed.layer_input_size:
         shape = (mixed.layer_input_size, cfg.hidden_size)
         specs["layer_input.gate"] = ParamSpec(shape, "to_units")
@@ -280,7 +289,7 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32
 def init_param(cfg: ModelConfig, name: str, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The initial value of one parameter (see `init_params`)."""
     spec = param_specs(cfg)[name]
-    if name.endswith(("norm.scale", "output.scale")):
+    if name.endswith(".scale"):
         return jnp.ones(spec.shape, dtype)
     if name.endswith(("bias", ".sink_logits")):
         return jnp.zeros(spec.shape, dtype)

@@ -1,5 +1,5 @@
-"""Gemma 4, text only and dense: heads of two sizes, layers that share keys and values, normalized values, and
-inputs of each token for each layer."""
+"""Gemma 4, text only: heads of two sizes, layers that share keys and values, normalized values, and
+inputs of each token for each layer, or experts beside feed-forward blocks."""
 
 from typing import Any
 
@@ -55,6 +55,19 @@ def _read_sizes(reader: ConfigReader, windows: tuple[int, ...], kv_heads: int) -
     return found.pop()
 
 
+def _read_experts(reader: ConfigReader) -> dict[str, Any]:
+    """Fields of experts; none where layers have none."""
+    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    sizes = [reader.optional_integer(key) for key in keys]
+    if not reader.flag("enable_moe_block", False):
+        return {}
+    if None in sizes or min(each or 0 for each in sizes) < 1:
+        raise ConfigError(
+            f"config key 'enable_moe_block' is true, so {', '.join(keys)} must be positive; fix them"
+        )
+    return dict(zip(("experts", "experts_per_token", "expert_ffn_size"), sizes, strict=True))
+
+
 def _read_ropes(
     reader: ConfigReader, fields: dict[str, Any], full_head_dim: int
 ) -> tuple[RopeConfig, RopeConfig]:
@@ -82,13 +95,10 @@ def _read_ropes(
 
 
 def _read(reader: ConfigReader) -> ModelConfig:
-    reader.only("enable_moe_block", (None, False), "experts beside a feed-forward block are not implemented")
     reader.only(
         "use_bidirectional_attention", (None, "vision"), "texts are read from left to right, each by itself"
     )
     reader.only("attention_bias", (None, False), "products of attention have no biases")
-    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        reader.accept(key)
     fields = read_llama_shape(reader, _DEFAULTS, activation_key="hidden_activation")
     layers, size = fields["layers"], reader.integer("hidden_size_per_layer_input", 256)
     rows = reader.integer("vocab_size_per_layer_input", 262144)
@@ -111,6 +121,7 @@ def _read(reader: ConfigReader) -> ModelConfig:
     shared = reader.integer("num_kv_shared_layers", 0)
     wide = reader.flag("use_double_wide_mlp", False)
     rope, local_rope = _read_ropes(reader, fields, full_head_dim)
+    fields |= _read_experts(reader)
     return ModelConfig(
         model_type="gemma4_text",
         **fields,
@@ -152,6 +163,10 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
         "vocab_size_per_layer_input": cfg.vocab_size,
         "sliding_window": max(cfg.attention_windows) or 512,
         "layer_types": write_layer_types(cfg.attention_windows),
+        "enable_moe_block": cfg.experts > 0,
+        "num_experts": cfg.experts or None,
+        "top_k_experts": cfg.experts_per_token or None,
+        "moe_intermediate_size": cfg.expert_ffn_size or None,
         "final_logit_softcapping": cfg.logit_softcap or None,
         "rope_parameters": {
             FULL: full,
@@ -175,8 +190,8 @@ GEMMA4_TEXT = Architecture(
     top_tensors=(
         Tensor("embed_tokens.weight", ("embed.tokens",)),
         Tensor("embed_tokens_per_layer.weight", ("embed.layer_inputs",)),
-        Tensor("per_layer_model_projection.weight", ("layer_inputs.projection",)),
-        Tensor("per_layer_projection_norm.weight", ("layer_inputs.norm.scale",)),
+        Tensor("per_layer_model_projection.weight", ("embed.input_projection",)),
+        Tensor("per_layer_projection_norm.weight", ("embed.input_norm.scale",)),
         Tensor("norm.weight", ("final_norm.scale",)),
         Tensor("lm_head.weight", ("head",), in_body=False),
     ),
@@ -198,6 +213,14 @@ GEMMA4_TEXT = Architecture(
         Tensor("per_layer_projection.weight", ("layer_input.o",), transposed=True),
         Tensor("post_per_layer_input_norm.weight", ("layer_input_norm.scale",)),
         Tensor("layer_scalar", ("output.scale",)),
+        Tensor("router.scale", ("router_norm.scale",)),
+        Tensor("router.proj.weight", ("router",)),
+        Tensor("router.per_expert_scale", ("router_output.scale",)),
+        Tensor("pre_feedforward_layernorm_2.weight", ("experts_norm.scale",)),
+        Tensor("experts.gate_up_proj", ("experts.gate", "experts.up"), stacked=True),
+        Tensor("experts.down_proj", ("experts.down",), stacked=True, transposed=True),
+        Tensor("post_feedforward_layernorm_1.weight", ("dense_post_norm.scale",)),
+        Tensor("post_feedforward_layernorm_2.weight", ("experts_post_norm.scale",)),
     ),
     inert_keys=GEMMA_INERT_KEYS,
     unread=_unread,
