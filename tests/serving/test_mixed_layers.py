@@ -23,6 +23,7 @@ from serving.sliding import Sliding
 from serving.speculation.options import SpeculationOptions, TreeShape
 from serving.weights.footprint import cache_bytes
 from tests import tiny
+from tests.serving.weights.conftest import budget
 
 CFG = dataclasses.replace(
     tiny.TINY, model_type="gemma4_text", layers=6, qk_norm=True, post_norms=True, attention_scale=1.0,
@@ -32,7 +33,10 @@ CFG = dataclasses.replace(
         full_head_dim=32, full_kv_heads=1, shared_kv_layers=2, shared_ffn_size=96, layer_input_size=32
     ),
 )  # fmt: skip
-SMALL = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(32, 64), decode_block=4)
+# Scores are not scaled, so that they are large: halves in the cache would move answers.
+SMALL = EngineOptions(
+    context_tokens=64, chunk_tokens=(16,), cache_tokens=(32, 64), decode_block=4, cache_dtype="float32"
+)
 PROMPT = [5, 9, 2, 44, 17, 3, 3, 8, 61, 20, 7]
 
 
@@ -78,8 +82,8 @@ def test_layers_that_share_have_no_cache_of_their_own():
     assert stack_places(CFG) == ((0, 0), (1, 0), (0, 1), (1, 1), (0, 1), (1, 1))
     cache = new_cache(CFG, batch=1, tokens=8, dtype=jnp.float32, stacked=False)
     assert [rows.shape for rows in cache.keys] == [(2, 1, 2, 8, 16), (2, 1, 1, 8, 32)]
-    # Two layers with 2 heads of 16, and two with one of 32: keys and values in two bytes.
-    assert cache_bytes(CFG, SMALL) == 2 * 4 * 32 * 2 * (32 + 64)
+    # Two layers with 2 heads of 16, and two with one of 32: keys and values in four bytes.
+    assert cache_bytes(CFG, SMALL) == 2 * 4 * 32 * 4 * (32 + 64)
 
 
 def test_a_conversation_goes_on(engine, follows):
@@ -123,7 +127,7 @@ def test_rooms_that_refuse(path, engine):
     with pytest.raises(ConfigError, match="tasks: not for models with layers of two sizes"):
         engine.runner.scorer().score_end([1], [2], engine.runner.empty_cache(32))
     with pytest.raises(ConfigError, match="streamed weights: not for models with layers of two sizes"):
-        Engine.open(path, options=dataclasses.replace(SMALL, memory_bytes=1 << 20))
+        Engine.open(path, options=dataclasses.replace(SMALL, memory_bytes=budget(engine, 0.5)))
 
 
 @pytest.mark.parametrize(
