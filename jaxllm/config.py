@@ -8,8 +8,16 @@ argument of every compiled step. It does not use any checkpoint's key names: eac
 import dataclasses
 from typing import Any, Literal
 
-from jaxllm.config_checks import MAX_DIMENSION, require, require_flags, require_int, require_numbers
+from jaxllm.config_checks import (
+    MAX_DIMENSION,
+    require,
+    require_experts,
+    require_flags,
+    require_int,
+    require_numbers,
+)
 from jaxllm.errors import ConfigError
+from jaxllm.mixed_config import MixedLayers, layer_config, require_mixed_layers
 from jaxllm.rope_config import RopeConfig
 from jaxllm.state_config import StateConfig, require_state_layers
 
@@ -62,7 +70,8 @@ class ModelConfig:
     `head_bias` is added to them.
 
     Layers that `state_layers` marks have no attention, but states (see `StateConfig`). With `attention_gate`
-    the output of attention is multiplied by the sigmoid of a product of its own.
+    the output of attention is multiplied by the sigmoid of a product of its own. With `mixed` layers differ
+    in size, share keys and values, and have inputs of their own (see `MixedLayers`).
 
     With an `encoder` the model is an encoder-decoder: its layers also attend to what the encoder said of the
     source (cross-attention). The encoder is a config of its own, of layers that attend both ways; both share
@@ -122,6 +131,7 @@ class ModelConfig:
     states: StateConfig | None = None
     state_layers: tuple[bool, ...] = ()
     attention_gate: bool = False
+    mixed: MixedLayers | None = None
     layer_units: tuple[LayerUnits, ...] = ()
     encoder: "ModelConfig | None" = None
     relative_buckets: int = 0
@@ -185,14 +195,12 @@ class ModelConfig:
             value = getattr(self, name)
             require(value >= 0, f"{name} must not be negative, got {value}")
         for rope in (self.rope, self.local_rope):
+            widest = self.head_dim if self.mixed is None else max(self.head_dim, self.mixed.full_head_dim)
             if rope is not None:
-                require(
-                    rope.dim <= self.head_dim,
-                    f"rope dim must be at most head_dim {self.head_dim}, got {rope.dim}",
-                )
+                require(rope.dim <= widest, f"rope dim must be at most head_dim {widest}, got {rope.dim}")
         require_int("experts", self.experts, 0, MAX_EXPERTS)
         if self.experts:
-            self._check_experts()
+            require_experts(self)
         else:
             none_of = {
                 "experts_per_token": 0,
@@ -206,6 +214,7 @@ class ModelConfig:
                 require(value == none, f"{name} is {value!r} but the model has no experts; set experts")
             require(self.normalize_expert_weights, "normalize_expert_weights is false without experts")
         require_state_layers(self)
+        require_mixed_layers(self)
         if self.layer_units:
             self._check_units()
         self._check_encoder()
@@ -258,25 +267,6 @@ class ModelConfig:
             "parallel_blocks needs pre_norms, and neither post_norms nor experts",
         )
 
-    def _check_experts(self) -> None:
-        require_int("experts_per_token", self.experts_per_token, 1, self.experts)
-        if not self.expert_ffn_size:
-            object.__setattr__(self, "expert_ffn_size", self.ffn_size)
-        require_int("expert_ffn_size", self.expert_ffn_size, 1, MAX_DIMENSION)
-        require_int("shared_expert_size", self.shared_expert_size, 0, MAX_DIMENSION)
-        require(
-            self.gated_ffn == (not self.expert_capacity) and not self.ffn_bias,
-            "experts have no biases, and are gated but for those with a capacity: set gated_ffn to "
-            f"{not self.expert_capacity} and ffn_bias to false",
-        )
-        if not self.sparse_layers:
-            object.__setattr__(self, "sparse_layers", (True,) * self.layers)
-        require(
-            len(self.sparse_layers) == self.layers and {type(each) for each in self.sparse_layers} == {bool},
-            f"sparse_layers needs {self.layers} times true or false, one per layer, got {self.sparse_layers}",
-        )
-        require(any(self.sparse_layers), "sparse_layers marks no layer; set experts to 0 for a dense model")
-
     def _check_units(self) -> None:
         units = self.layer_units
         require(
@@ -299,7 +289,8 @@ class ModelConfig:
         return self.expert_ffn_size if self.is_sparse(layer) else self.ffn_size
 
     def _whole_layer(self, layer: int) -> LayerUnits:
-        return LayerUnits(kv_heads=self.kv_heads, neurons=self._all_neurons(layer))
+        own = layer_config(self, layer)
+        return LayerUnits(kv_heads=own.kv_heads, neurons=own._all_neurons(layer))
 
     def units(self, layer: int) -> LayerUnits:
         """The numbers of kv groups and neurons (of each expert, in a mixture) of layer `layer`."""
@@ -340,8 +331,11 @@ class ModelConfig:
             name: value
             for name, value in dataclasses.asdict(self).items()
             # Bundles of other models stay readable by versions that do not know these fields.
-            if name not in _STATE_FIELDS or value
+            if name not in _LATE_FIELDS or value
         }
+        for rope in (data["rope"], data["local_rope"]):
+            if rope is not None and not rope["rotated_dim"]:
+                del rope["rotated_dim"]
         if self.encoder is not None:
             return data
         # Bundles of decoders alone say nothing of what only encoder-decoders have.
@@ -375,6 +369,8 @@ class ModelConfig:
                     fields[name] = RopeConfig(**fields[name])
             if fields.get("states") is not None:
                 fields["states"] = StateConfig(**fields["states"])
+            if fields.get("mixed") is not None:
+                fields["mixed"] = MixedLayers(**fields["mixed"])
             for name in ("attention_windows", "rope_layers", "sparse_layers", "state_layers"):
                 if name in fields:
                     fields[name] = tuple(fields[name])
@@ -385,7 +381,7 @@ class ModelConfig:
             raise ConfigError(f"malformed model config: {error}") from error
 
 
-_STATE_FIELDS = ("states", "state_layers", "attention_gate")
+_LATE_FIELDS = ("states", "state_layers", "attention_gate", "mixed")
 # Fields of encoder-decoders alone, and their values in other models.
 _ENCODER_DECODER_DEFAULTS: dict[str, Any] = {
     field.name: field.default

@@ -39,3 +39,28 @@ def require_flags(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(isinstance(value, bool), f"{name} must be true or false, got {value!r}")
+
+
+def require_experts(cfg: Any) -> None:
+    """Checks the fields of a mixture's config that are about its experts, and fills in defaults.
+
+    Raises:
+      ConfigError: they do not fit each other or the layers.
+    """
+    require_int("experts_per_token", cfg.experts_per_token, 1, cfg.experts)
+    if not cfg.expert_ffn_size:
+        object.__setattr__(cfg, "expert_ffn_size", cfg.ffn_size)
+    require_int("expert_ffn_size", cfg.expert_ffn_size, 1, MAX_DIMENSION)
+    require_int("shared_expert_size", cfg.shared_expert_size, 0, MAX_DIMENSION)
+    require(
+        cfg.gated_ffn == (not cfg.expert_capacity) and not cfg.ffn_bias,
+        "experts have no biases, and are gated but for those with a capacity: set gated_ffn to "
+        f"{not cfg.expert_capacity} and ffn_bias to false",
+    )
+    if not cfg.sparse_layers:
+        object.__setattr__(cfg, "sparse_layers", (True,) * cfg.layers)
+    require(
+        len(cfg.sparse_layers) == cfg.layers and {type(each) for each in cfg.sparse_layers} == {bool},
+        f"sparse_layers needs {cfg.layers} times true or false, one per layer, got {cfg.sparse_layers}",
+    )
+    require(any(cfg.sparse_layers), "sparse_layers marks no layer; set experts to 0 for a dense model")

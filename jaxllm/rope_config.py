@@ -1,11 +1,11 @@
 """The configuration of rotary position embeddings."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxllm.config_checks import MAX_DIMENSION, require, require_flags, require_int, require_numbers
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,9 +14,10 @@ class RopeConfig:
 
     `dim` is the number of leading head dimensions that are rotated: even, at most the head size. `kind` is
     the `rope_type` of Hugging Face configs: linear (position interpolation), llama3 (Llama 3.1, piecewise by
-    wavelength) or yarn (arXiv 2309.00071). The other fields are the parameters of these scalings, under the
-    names that Hugging Face configs give them. With `query_growth` b above 0 the query at position p is
-    multiplied by 1 + b·ln(1 + floor(p / `original_window_tokens`)) (Llama 4, Ministral 3).
+    wavelength), yarn (arXiv 2309.00071) or proportional (Gemma 4: only the pairs of the first `rotated_dim`
+    dimensions turn, the others have a frequency of zero). The other fields are the parameters of these
+    scalings, under the names that Hugging Face configs give them. With `query_growth` b above 0 the query at
+    position p is multiplied by 1 + b·ln(1 + floor(p / `original_window_tokens`)) (Llama 4, Ministral 3).
     `factors`, one per pair of dimensions, divide the frequencies, as GGUF files store a scaling.
     """
 
@@ -33,6 +34,7 @@ class RopeConfig:
     truncate: bool = True
     query_growth: float = 0.0
     factors: tuple[float, ...] = ()
+    rotated_dim: int = 0
 
     def __post_init__(self) -> None:
         require_int("rope dim", self.dim, 2, MAX_DIMENSION)
@@ -46,9 +48,12 @@ class RopeConfig:
         require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
         require(self.factor >= 1, f"rope scaling factor must be at least 1, got {self.factor}")
         require(
-            self.kind in ("default", "linear", "llama3", "yarn"),
-            f"rope scaling {self.kind!r} is not supported; use default, linear, llama3 or yarn",
+            self.kind in get_args(RopeKind),
+            f"rope scaling {self.kind!r} is not supported; use one of {', '.join(get_args(RopeKind))}",
         )
+        turned = (2, self.dim) if self.kind == "proportional" else (0, 0)
+        require_int("rotated_dim", self.rotated_dim, *turned)
+        require(self.rotated_dim % 2 == 0, f"rotated_dim must be even, got {self.rotated_dim}")
         shortest = 1 if self.kind in ("llama3", "yarn") or self.query_growth else 0
         require_int("rope original window", self.original_window_tokens, shortest, MAX_DIMENSION)
         require_flags(self, "truncate")

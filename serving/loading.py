@@ -341,7 +341,7 @@ def _require_served(bundle: Bundle, options: EngineOptions) -> None:
         "experts apart": bundle.layout.experts_apart,
     }
     for room, wanted in rooms.items():
-        if wanted and (bundle.cfg.encoder is not None or bundle.cfg.states is not None):
+        if wanted:
             require_room(bundle.cfg, room)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm.config import MAX_DIMENSION, MAX_EXPERTS, MAX_LAYERS, LayerUnits, ModelConfig, RopeConfig
 from jaxllm.errors import ConfigError
+from jaxllm.mixed_config import MixedLayers
 from jaxllm.state_config import StateConfig
 
 SHAPE = {
@@ -213,6 +214,14 @@ CONFIGS = {
             kind="delta_rule", taps=3, key_heads=1, value_heads=2, key_dim=4, value_dim=8
         ),
         state_layers=(True, False, True), attention_gate=True,
+    ),
+    "mixed": model(
+        qk_norm=True, post_norms=True, attention_windows=(4, 0, 0), local_rope=RopeConfig(dim=4),
+        rope=RopeConfig(dim=12, kind="proportional", rotated_dim=6),
+        mixed=MixedLayers(
+            full_head_dim=12, full_kv_heads=1, keys_as_values=True, shared_kv_layers=1, shared_ffn_size=6,
+            layer_input_size=4,
+        ),
     ),
     "encoder-decoder": model(
         encoder=model(

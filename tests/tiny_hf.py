@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests import tiny_variants
+from tests.tiny_mixed_variants import MIXED_ARCHITECTURES, MIXED_VARIANTS, MIXED_WRAPPERS
 from tests.tiny_state_variants import STATE_ARCHITECTURES, STATE_VARIANTS, STATE_WRAPPERS
 from tests.tiny_variants import ENCODER_DECODERS, FIRST_IMAGE_ID, VOCAB
 
@@ -21,9 +22,9 @@ __all__ = [
     "load_encoder_decoder", "logits", "quiet", "save", "save_encoder_decoder", "save_wrapper",
 ]  # fmt: skip
 
-VARIANTS = tiny_variants.VARIANTS | STATE_VARIANTS
-ARCHITECTURE_VARIANTS = tiny_variants.ARCHITECTURE_VARIANTS + STATE_ARCHITECTURES
-WRAPPERS = tiny_variants.WRAPPERS | STATE_WRAPPERS
+VARIANTS = tiny_variants.VARIANTS | STATE_VARIANTS | MIXED_VARIANTS
+ARCHITECTURE_VARIANTS = tiny_variants.ARCHITECTURE_VARIANTS + STATE_ARCHITECTURES + MIXED_ARCHITECTURES
+WRAPPERS = tiny_variants.WRAPPERS | STATE_WRAPPERS | MIXED_WRAPPERS
 
 
 @contextlib.contextmanager
@@ -139,6 +140,10 @@ def _randomize(model: Any, seed: int) -> None:
                 weights += 0.3 * noise
             else:
                 weights.copy_(noise * 1.5 * weights.shape[-1] ** -0.5)
+        for name, weights in model.named_buffers():
+            # Stored with the parameters, though it is none.
+            if name.endswith("layer_scalar"):
+                weights += 0.3 * torch.randn(weights.shape, generator=generator)
 
 
 def load(folder: Path, *, wrapper: bool = False) -> Any:

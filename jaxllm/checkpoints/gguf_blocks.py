@@ -1,22 +1,23 @@
-"""Converts blocks of GGUF files to our weights: Q8_0, Q4_0 and Q4_1 bit for bit, floats exactly.
+"""Converts blocks of GGUF files to our weights: Q8_0, Q4_0, Q4_1 and MXFP4 bit for bit, floats exactly.
 
 A block of 32 values has one float16 scale, as a group of our 8- and 4-bit weights does, and that of Q4_1 a
-minimum. Q4_K has these as products of a float16 and 6 bits, which are rounded to float16. Other blocks (5
-and 6 bits) become 8-bit groups of 32. Those of 2 and 3 bits are widened, and quantized again where the caller
-asks for it.
+minimum. A scale of MXFP4 is a power of two, and its numbers are halves of whole ones, which have 8 bits. Q4_K
+has scales and minima as products of a float16 and 6 bits, which are rounded to float16. Other blocks (5 and 6
+bits) become 8-bit groups of 32. Those of 2 and 3 bits are widened, and quantized again where the caller asks
+for it.
 """
 
 import numpy as np
 
 from jaxllm.checkpoints.gguf_file import GgufTensor, import_gguf
-from jaxllm.checkpoints.packed_weights import GROUP, Levels
+from jaxllm.checkpoints.packed_weights import GROUP, Levels, e2m1_levels
 from jaxllm.errors import CheckpointError
 from jaxllm.quant.formats import QArray, quantize
 
 # Types whose numbers fit 8-bit groups of 32 with little error.
 INTO_INT8 = ("Q6_K", "Q5_0", "Q5_1", "Q5_K")
 FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8")}
-EXACT = {"Q8_0": 8, "Q4_0": 4}
+EXACT = {"Q8_0": 8, "MXFP4": 8, "Q4_0": 4}
 MINIMA = ("Q4_1", "Q4_K")
 
 
@@ -45,13 +46,17 @@ def floats(tensor: GgufTensor) -> np.ndarray:
 
 
 def levels(tensor: GgufTensor) -> Levels:
-    """A tensor of Q8_0 or Q4_0 as it is.
+    """A tensor of Q8_0, MXFP4 or Q4_0 as it is.
 
     Raises:
-      CheckpointError: a scale is not finite, or a level is -128, which no quantizer writes.
+      CheckpointError: a scale is not finite, or above what float16 holds, or a level is -128, which no
+        quantizer writes.
     """
     bits = EXACT[tensor.kind]
     blocks = tensor.data.reshape(*tensor.shape[:-1], tensor.shape[-1] // GROUP, -1)
+    if tensor.kind == "MXFP4":
+        nibbles = blocks[..., 1:]
+        return e2m1_levels(np.concatenate([nibbles & 15, nibbles >> 4], axis=-1), blocks[..., 0])
     scale = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0]
     if bits == 8:
         found = np.ascontiguousarray(blocks[..., 2:]).view(np.int8)

@@ -198,7 +198,12 @@ def _rope(m: Metadata, head_dim: int) -> dict[str, Any]:
                 f"{m.file.path}: rope.scaling.attn_factor is {attention}; jaxllm supports only 1: take the "
                 "model's Hugging Face folder"
             )
-        keys["rope_scaling"] = {"rope_type": "yarn", "factor": factor}
+        keys["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "beta_fast": m.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": m.number("rope.scaling.yarn_beta_slow", 1.0),
+        }
         if original:
             keys["rope_scaling"]["original_max_position_embeddings"] = original
     elif kind not in ("none", "linear"):
@@ -266,6 +271,22 @@ def _qwen2_moe(m: Metadata) -> dict[str, Any]:
 
 def _olmoe(m: Metadata) -> dict[str, Any]:
     return {**_experts(m, normalized=False), "clip_qkv": m.number("attention.clamp_kqv", 0.0) or None}
+
+
+def _gpt_oss(m: Metadata) -> dict[str, Any]:
+    shape = _rope(m, m.integer("attention.key_length"))
+    size = m.integer("expert_feed_forward_length", m.integer("feed_forward_length"))
+    # As the model was trained, whose bounds between kinds of frequencies are no whole dimensions.
+    scaling = {**shape.get("rope_scaling", {"rope_type": "default"}), "truncate": False}
+    return {
+        **_rms(m),
+        "rope_scaling": scaling,
+        "intermediate_size": size,
+        "num_local_experts": m.integer("expert_count"),
+        "num_experts_per_tok": m.integer("expert_used_count"),
+        "sliding_window": m.integer("attention.sliding_window"),
+        "attention_bias": _biased(m, "attn_q"),
+    }
 
 
 def _gemma(m: Metadata) -> dict[str, Any]:
@@ -337,6 +358,7 @@ FAMILIES: dict[str, GgufFamily] = {
     "qwen3moe": GgufFamily(_named("qwen3_moe"), _qwen3_moe),
     "olmo2": GgufFamily(_named("olmo2"), _rms),
     "olmoe": GgufFamily(_named("olmoe"), _olmoe),
+    "gpt-oss": GgufFamily(_named("gpt_oss"), _gpt_oss),
     "gemma": GgufFamily(_named("gemma"), _gemma),
     "gemma2": GgufFamily(_named("gemma2"), _gemma2),
     "gemma3": GgufFamily(_named("gemma3_text"), _gemma3),

@@ -2,10 +2,12 @@
 
 Names of tensors are those of Hugging Face's folders, translated as the `gguf` package maps them. Three
 things differ: norms of Gemma are stored as 1 + w, rows of queries and keys may be in pairs, and a layer's
-experts are one tensor. Rows are put into our order as packed bytes, so that no number changes.
+experts are one tensor for each of their matrices. Rows are put into our order as packed bytes, so that no
+number changes.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,7 +30,14 @@ from jaxllm.quant import QArray
 
 # Numbers that are unpacked at once.
 _MOST_AT_ONCE = 1 << 24
-_EXPERTS = {"experts.gate": "ffn_gate_exps", "experts.up": "ffn_up_exps", "experts.down": "ffn_down_exps"}
+_EXPERTS = {
+    "experts.gate": "ffn_gate_exps.weight",
+    "experts.up": "ffn_up_exps.weight",
+    "experts.down": "ffn_down_exps.weight",
+    "expert_gate_bias": "ffn_gate_exps.bias",
+    "expert_up_bias": "ffn_up_exps.bias",
+    "expert_down_bias": "ffn_down_exps.bias",
+}
 # Read with the config, or computed here.
 _NO_PARAMETERS = frozenset({"rope_freqs.weight"})
 
@@ -53,7 +62,7 @@ def own_format(file: GgufFile) -> WeightFormat:
         own: WeightFormat = "int4-min"
     elif "Q4_0" in kinds:
         own = "int4"
-    elif kinds & {"Q8_0", *gguf_blocks.INTO_INT8}:
+    elif kinds & {"Q8_0", "MXFP4", *gguf_blocks.INTO_INT8}:
         own = "int8"
     else:
         own = "bf16" if "BF16" in kinds and not kinds & {"F32", "F16", "F64"} else "f32"
@@ -116,7 +125,7 @@ def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) ->
     family, interleaved = architecture(cfg.model_type), family_of(name).interleaved
     sources: dict[str, _Source] = {}
     used = set(_NO_PARAMETERS)
-    for tensor in family.tensors(cfg):
+    for tensor in itertools.chain.from_iterable(map(apart, family.tensors(cfg))):
         if tensor.expert:
             # The first expert's entry stands for the tensor of all.
             continue
@@ -146,6 +155,15 @@ def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) ->
     return sources
 
 
+def apart(tensor: Tensor) -> list[Tensor]:
+    """A tensor of a folder as llama.cpp's tensors of its parameters: those of all experts have one each,
+    `[E, out, in]`."""
+    if not tensor.stacked:
+        return [tensor]
+    how = {"alternating": False, "transposed": tensor.params[0].endswith(".down")}
+    return [dataclasses.replace(tensor, params=(each,), **how) for each in tensor.params]
+
+
 def turned(tensor: Tensor, interleaved: bool) -> Tensor:
     """A tensor of a folder as llama.cpp has it: norms as they are multiplied with, and with `interleaved`
     rows of queries and keys in pairs."""
@@ -166,14 +184,16 @@ def stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
     """
     param, name = tensor.params[0], tensor.name
     layer, part = param.split(".", 2)[1:] if param.startswith("layers.") else ("", param)
-    if tensor.expert is not None:
-        return f"blk.{layer}.{_EXPERTS[part]}.weight"
+    if part in _EXPERTS:
+        return f"blk.{layer}.{_EXPERTS[part]}"
     if layer:
         name = family.layer_prefix.format(0) + name.removeprefix(family.layer_prefix.format(layer))
     full = (family.prefixes[0] if tensor.in_body else "") + name
     found = names.get_name(full, (".weight", ".bias"))
     if found is None:
         raise CheckpointError(f"the package gguf does not know the tensor {full}; update it")
+    # The one name of a folder that does not end so.
+    found += ".weight" if name.endswith(".sinks") else ""
     return found.replace("blk.0.", f"blk.{layer}.", 1) if layer else found
 
 

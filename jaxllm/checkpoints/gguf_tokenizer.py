@@ -22,6 +22,13 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_GAPS}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_GAPS}"
+# Words end where small letters are followed by capitals.
+_SMALL, _CAPITAL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITAL}*{_SMALL}+{_CONTRACTIONS}?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITAL}+{_SMALL}*{_CONTRACTIONS}?|"
+    rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_GAPS}"
+)
 # By llama.cpp's name: whether each digit is split off first, and the expression.
 _SPLITS: dict[str, tuple[bool, str]] = {
     "gpt-2": (False, _GPT2),
@@ -39,6 +46,7 @@ _SPLITS: dict[str, tuple[bool, str]] = {
     "qwen2": (False, _QWEN2),
     "deepseek-r1-qwen": (False, _QWEN2),
     "stablelm2": (False, _QWEN2),
+    "gpt-4o": (False, _GPT4O),
 }
 # Those of which llama.cpp adds the first token of a text unless the file says otherwise.
 _BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")

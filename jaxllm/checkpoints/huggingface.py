@@ -195,9 +195,10 @@ def _locate(
         if "head" in tensor.params and cfg.tied_head
     }
     skipped = () if wrapper is None else wrapper.skipped
+    unread = {prefix + name for name in family.unread(cfg)}
     extra = {
         name
-        for name in names - located.keys() - tied - set().union(*packed.values())
+        for name in names - located.keys() - tied - unread - set().union(*packed.values())
         if not name.endswith(family.buffers) and not name.startswith(skipped)
     }
     if extra:

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxllm.errors import CheckpointError
 from jaxllm.models.parameters import ParamSpec
 from jaxllm.models.translate import Tensor, heads_of, swap_pairs
 from jaxllm.quant.formats import QArray, pack_int4
 
 GROUP = 32
+# Twice the numbers of MXFP4 (e2m1), by their 4 bits.
+_TWICE_E2M1 = np.asarray((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,31 @@ class Levels:
             columns=self.levels.shape[-1],
             minimum=None if self.minimum is None else np.ascontiguousarray(self.minimum),  # pyright: ignore
         )
+
+
+def e2m1_levels(codes: np.ndarray, exponents: np.ndarray) -> Levels:
+    """A tensor of MXFP4 as 8-bit levels, bit for bit.
+
+    Args:
+      codes: `[..., groups, 32]` integers below 16.
+      exponents: `[..., groups]` uint8, of powers of two, 127 above the power; 255 is no number.
+
+    Raises:
+      CheckpointError: a scale is not finite, or above what float16 holds.
+    """
+    levels, exponents = _TWICE_E2M1[codes], exponents.astype(np.int32)
+    empty = ~levels.any(-1)
+    if (exponents == 255).any():
+        raise CheckpointError("a scale is not finite; take another copy of the weights")
+    # Of levels that are twice the numbers. Powers of two from 2**-24 to 2**15 are float16.
+    power = np.where(empty, 0, exponents - 128)
+    if power.max(initial=0) > 15:
+        raise CheckpointError("a scale is above what float16 holds; take the float weights")
+    # Levels of smaller scales are rounded to multiples of the least.
+    if (below := np.minimum(power + 24, 0)).any():
+        levels = np.rint(np.ldexp(levels.astype(np.float32), below[..., None])).astype(np.int8)
+    scale = np.ldexp(np.float32(1), np.maximum(power, -24)).astype(np.float16)
+    return Levels(levels.reshape(*codes.shape[:-2], -1), scale, 8)
 
 
 def packed_parameter(of: Levels, tensor: Tensor, param: str, specs: Mapping[str, ParamSpec]) -> QArray | None:

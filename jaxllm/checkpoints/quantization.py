@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoints.packed_weights import GROUP, Levels
+from jaxllm.checkpoints.packed_weights import GROUP, Levels, e2m1_levels
 from jaxllm.checkpoints.safetensors_folder import SafetensorsFolder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.formats import WeightFormat
@@ -21,8 +21,6 @@ from jaxllm.models.config_reader import ConfigReader
 KEY = "quantization_config"
 # Column of each 4-bit number of a word of AWQ, lowest bits first.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-# Twice the numbers of MXFP4 (e2m1), by their 4 bits.
-_TWICE_E2M1 = np.asarray((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
 # Keys that say how a checkpoint was made.
 _INERT = frozenset(
     {
@@ -251,23 +249,12 @@ def _mxfp4(reader: ConfigReader) -> Quantization:
             )
         groups = (*shape[:-1], shape[-1] // GROUP)
         blocks = folder.integers(f"{stem}blocks", (*groups, GROUP // 2), "U8")
-        exponents = folder.integers(f"{stem}scales", groups, "U8").astype(np.int32)
-        levels = np.empty((*groups, GROUP), np.int8)
-        levels[..., ::2], levels[..., 1::2] = _TWICE_E2M1[blocks & 15], _TWICE_E2M1[blocks >> 4]
-        empty = ~levels.any(-1)
-        if (exponents == 255).any():
-            raise CheckpointError(f"{stem}scales: a scale is not finite; take another copy of the weights")
-        # Of levels that are twice the numbers. Powers of two from 2**-24 to 2**15 are float16.
-        power = np.where(empty, 0, exponents - 128)
-        if power.max(initial=0) > 15:
-            raise CheckpointError(
-                f"{stem}scales: a scale is above what float16 holds; take the float weights"
-            )
-        # Levels of smaller scales are rounded to multiples of the least.
-        if (below := np.minimum(power + 24, 0)).any():
-            levels = np.rint(np.ldexp(levels.astype(np.float32), below[..., None])).astype(np.int8)
-        scale = np.ldexp(np.float32(1), np.maximum(power, -24)).astype(np.float16)
-        return Levels(levels.reshape(shape), scale, 8)
+        exponents = folder.integers(f"{stem}scales", groups, "U8")
+        codes = np.stack([blocks & 15, blocks >> 4], -1).reshape(*groups, GROUP)
+        try:
+            return e2m1_levels(codes, exponents)
+        except CheckpointError as error:
+            raise CheckpointError(f"{stem}scales: {error}") from error
 
     return Quantization("mxfp4", "int8", ("blocks", "scales"), read, experts=True)
 

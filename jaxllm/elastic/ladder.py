@@ -168,7 +168,7 @@ def is_unit_parameter(name: str) -> bool:
     """Whether a parameter consists of units: those of layers do, but norms, output biases and routers."""
     name = name.removeprefix(ENCODER)
     part = name.split(".", 2)[2] if name.startswith("layers.") else ""
-    outputs = ("attn.o_bias", "cross.o_bias", "ffn.down_bias", "experts.down_bias")
+    outputs = ("attn.o_bias", "cross.o_bias", "ffn.down_bias")
     ours = part.startswith(("attn.", "cross.", "ffn.", "experts."))
     return ours and "norm" not in part and part not in outputs
 

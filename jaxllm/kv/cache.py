@@ -22,6 +22,7 @@ from jaxllm.kv.coded import CodedChunks
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.kv.source import Source, SourceKV, no_source
 from jaxllm.kv.states import STATES, LayerState, States, no_states
+from jaxllm.mixed_config import kv_layer, layer_config, shares_kv
 
 # Rows that `fork` copies at once.
 _FORK_BLOCK = 64
@@ -156,7 +157,7 @@ class KVCache:
         assert self.places is not None
         if isinstance(number, int) or number is None:
             return np.int32(self.places[layer if number is None else number][1])
-        if len(self.keys) == 1 and self.states is None:
+        if all(place == (0, own) for own, place in enumerate(self.places)):
             return number
         return jnp.asarray([each for _, each in self.places], jnp.int32)[number]
 
@@ -175,8 +176,10 @@ class KVCache:
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above, where a step that takes the cache is traced."""
         lead = "" if self.places is None else "* "
+        widths = {rows.shape[-1] for rows in self.keys}
         for stack, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            axes.check(jnp.floating, f"{lead}B K{stack} S H", keys=keys, values=values)
+            head = "H" if len(widths) == 1 else f"H{stack}"
+            axes.check(jnp.floating, f"{lead}B K{stack} S {head}", keys=keys, values=values)
         by_node = self.mass is not None and self.mass.ndim == 3
         axes.check(jnp.float32, "B * S" if by_node else "B S", mass=self.mass)
         axes.check(jnp.int32, "", length=self.length)
@@ -222,15 +225,19 @@ class KVCache:
 
 
 def stack_places(cfg: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """Per layer, the stack of its keys and values and its slot in it: layers with the same number of kv heads
-    are a stack. State layers are the stack `STATES`."""
-    sizes: dict[int, int] = {}
-    places = []
+    """Per layer, the stack of its keys and values and its slot in it: layers with the same number and size of
+    kv heads are a stack. State layers are the stack `STATES`; a layer that shares those of another has its
+    place."""
+    sizes: dict[tuple[int, int], int] = {}
+    places: list[tuple[int, int]] = []
     for layer in range(cfg.layers):
         if cfg.is_state(layer):
             places.append((STATES, sum(cfg.state_layers[:layer])))
             continue
-        heads = cfg.units(layer).kv_heads
+        if shares_kv(cfg, layer):
+            places.append(places[kv_layer(cfg, layer)])
+            continue
+        heads = cfg.units(layer).kv_heads, layer_config(cfg, layer).head_dim
         slot = sizes.get(heads, 0)
         sizes[heads] = slot + 1
         places.append((list(sizes).index(heads), slot))
@@ -251,13 +258,13 @@ def new_cache(
     """An empty cache for `tokens` positions, with or without their attention mass, behind coded chunks, if
     any, and with equal layers in stacks, or each by itself. XLA copies a stack for each layer that a step
     writes outside of a loop. The cache of an encoder-decoder has room for a source of `source_tokens`, that
-    of a model with state layers is always in stacks."""
+    of a model with state layers, or with mixed ones, is always in stacks."""
     places, shapes = stack_places(cfg), {}
-    stacked = stacked or cfg.states is not None
+    stacked = stacked or cfg.states is not None or cfg.mixed is not None
     for layer, (stack, slot) in enumerate(places):
-        if stack == STATES:
+        if stack == STATES or shares_kv(cfg, layer):
             continue
-        own = (batch, cfg.units(layer).kv_heads, tokens, cfg.head_dim)
+        own = (batch, cfg.units(layer).kv_heads, tokens, layer_config(cfg, layer).head_dim)
         shapes[stack if stacked else layer] = (slot + 1, *own) if stacked else own
     rows = _zeros([*shapes.values()] * 2, dtype)
     return KVCache(

@@ -18,7 +18,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
 from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.positions import TokenPositions
-from jaxllm.models import encoder_decoder
+from jaxllm.models import encoder_decoder, mixed_layers
 from jaxllm.models.encoder_decoder_positions import embedded
 from jaxllm.models.input_rows import InputRows
 from jaxllm.models.layer import (
@@ -138,6 +138,7 @@ def forward_at(
     if inputs is not None:
         inputs.check(axes)
         require_decoder_alone(cfg, "rows in place of tokens")
+        mixed_layers.require_tokens_alone(cfg)
     if cfg.encoder is not None:
         return encoder_decoder.forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, row=row)
     live = at.valid if at.padded and tokens.shape[0] == 1 else None
@@ -156,7 +157,10 @@ def forward_at(
         x, past, mass = forward_layer(weights, x, at, past, cache.mass, cfg=cfg, layer=like, rotary=rotary)
         return x, dataclasses.replace(cache.with_past(like, past), mass=mass)
 
-    x, cache = over_layers(params, cfg, layer, (x, cache))
+    if cfg.mixed is not None:
+        x, cache = mixed_layers.over_cache(params, tokens, x, cache, at, cfg=cfg)
+    else:
+        x, cache = over_layers(params, cfg, layer, (x, cache))
     if row is not None:
         x = jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1)
     return normalize(x, LayerParams(params, "").norm("final_norm", cfg)), cache
@@ -201,8 +205,7 @@ def forward_layer(
 
     The positions need not be consecutive. Keys and values of the new tokens are written first; then each
     token attends to every position up to its own, all of which must be filled by then. Outputs of padding are
-    undefined. Nodes of a tree give
-    what each would give alone, bit for bit where native kernels compute them.
+    undefined. Nodes of a tree give what each would give alone, bit for bit where native kernels compute them.
 
     Args:
       weights: the layer's parameters.
@@ -274,7 +277,9 @@ def forward_documents(
     """
     inputs = tokens, starts, branches
     x, run = _begin_documents(params, *inputs, cfg=cfg, dtype=dtype, differentiable=differentiable)
-    if STACK in params and remat == "none":
+    if cfg.mixed is not None:
+        x = mixed_layers.over_documents(params, tokens, x, starts, cfg=cfg)
+    elif STACK in params and remat == "none":
         x = over_layers(params, cfg, lambda x, own, like, _: run(own, x, like=like)[0], x)
     else:
         x, _ = _layer_by_layer(params, x, run, cfg, remat)
@@ -298,10 +303,10 @@ def forward_documents_with_routing(
         weights `[L_sparse, B, T, k]`.
 
     Raises:
-      ConfigError: the model has no experts.
+      ConfigError: the model has no experts, or mixed layers.
     """
-    if not cfg.experts:
-        raise ConfigError("a model without experts has no routing; call forward_documents")
+    if not cfg.experts or cfg.mixed is not None:
+        raise ConfigError("no routing without experts, nor with mixed layers; call forward_documents")
     inputs = tokens, starts, None
     x, run = _begin_documents(params, *inputs, cfg=cfg, dtype=dtype, differentiable=differentiable)
     x, routings = _layer_by_layer(params, x, run, cfg, remat)

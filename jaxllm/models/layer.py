@@ -70,9 +70,9 @@ def fed_forward(
         real = None if valid is None else jnp.arange(x.shape[1], dtype=jnp.int32) < valid
         mixed, routing = _experts(weights, x, cfg, live=real, differentiable=differentiable)
     elif cfg.parallel_blocks:
-        mixed = x + _ffn(weights, before, cfg, rowwise, live)
+        mixed = x + dense_block(weights, before, cfg, rowwise, live)
     else:
-        mixed = _ffn(weights, x, cfg, rowwise, live)
+        mixed = dense_block(weights, x, cfg, rowwise, live)
     if cfg.post_norms:
         mixed = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg), live, rowwise=rowwise)
     return mixed, routing
@@ -229,7 +229,7 @@ def rotary_by_rope(positions: jax.Array, cfg: ModelConfig) -> dict[RopeConfig | 
     return {rope: rotary_cos_sin(positions, rope) for rope in (cfg.rope, cfg.local_rope) if rope is not None}
 
 
-def _ffn(
+def dense_block(
     weights: LayerParams, x: jax.Array, cfg: ModelConfig, rowwise: bool, live: jax.Array | None
 ) -> jax.Array:
     """Feed-forward block of `x` `[B, T, D]`, gated or plain; x is added here unless a norm comes between, or
@@ -262,8 +262,7 @@ def _experts(
     norm = weights.norm("ffn_norm", cfg)
     routing = chosen_experts(weights, x, cfg, differentiable=differentiable)
     up, down, gate = (weights[f"experts.{part}"] for part in ("up", "down", "gate"))
-    biases = {f"{part}_bias": weights.vector(f"experts.{part}_bias") for part in ("up", "down", "gate")}
-    block = FeedForward(up=up, down=down, gate=gate, activation=cfg.activation, **biases)
+    block = FeedForward(up=up, down=down, gate=gate, activation=cfg.activation, **expert_biases(weights))
     out = mixture(
         x,
         norm,
@@ -276,6 +275,12 @@ def _experts(
     if cfg.shared_expert_size:
         out = out + _shared_expert(weights, x, cfg)
     return out, routing
+
+
+def expert_biases(weights: LayerParams) -> dict[str, jax.Array | None]:
+    """The biases `[E, F]` and `[E, D]` of all experts, None where there are none, as `FeedForward` names
+    them."""
+    return {f"{part}_bias": weights.vector(f"expert_{part}_bias") for part in ("up", "down", "gate")}
 
 
 def _shared_expert(weights: LayerParams, x: jax.Array, cfg: ModelConfig) -> jax.Array:

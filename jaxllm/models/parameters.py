@@ -10,8 +10,13 @@ A flat dict with stable string keys:
     layers.{i}.attn.gate [K, G·H, D]                                (where attention has an output gate)
     layers.{i}.state_norm.scale [D]  .state.*                       (in place of attn.*, see `state_layer.py`)
     layers.{i}.router [E, D]       .experts.gate [E, F, D]  .up [E, F, D]  .down [E, F, D]   (or these)
-    layers.{i}.router_bias [E]     .experts.gate_bias/up_bias [E, F]  .experts.down_bias [E, D]
+    layers.{i}.router_bias [E]     .expert_gate_bias [E, F]   .expert_up_bias   .expert_down_bias [E, D]
     layers.{i}.attn.sink_logits [K, G]
+    layers.{i}.layer_input.gate [P, D]           .layer_input.o [P, D]          .layer_input_norm.scale [D]
+    layers.{i}.output.scale [1]                  (of mixed layers, as all of P)
+    layers.{i}.router_norm.scale, .experts_norm.scale, .experts_post_norm.scale, .dense_post_norm.scale [D]
+    layers.{i}.router_output.scale [E]           (of mixed layers with experts)
+    embed.layer_inputs [V, L·P]    embed.input_projection [L·P, D]             embed.input_norm.scale [P]
     layers.{i}.shared.gate/up/down [S, D]        .shared.score [1, D]       (beside experts)
     final_norm.scale/bias [D]      head [V, D]   head_bias [V]
 
@@ -22,7 +27,8 @@ and of an encoder-decoder
     layers.{i}.cross_norm.scale/bias [D]  .cross.q  .cross.k  .cross.v  .cross.o  (+ q_bias ..., as attn.*)
 
 The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer. Where a layer has
-experts, an expert is one entry of the leading axis.
+experts, an expert is one entry of the leading axis. The experts' biases are no part of `experts.*`: they are
+small, and stay in memory where experts are loaded one by one.
 """
 
 import dataclasses
@@ -35,6 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import ModelConfig
+from jaxllm.mixed_config import MixedLayers, layer_config, shares_kv
 from jaxllm.quant import Weight
 from jaxllm.state_config import StateConfig
 
@@ -74,6 +81,11 @@ def _specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     if cfg.encoder is not None:
         own = _specs(cfg.encoder)
         specs.update({ENCODER + name: spec for name, spec in own.items() if name != "embed.tokens"})
+    if cfg.mixed is not None and cfg.mixed.layer_input_size:
+        size = cfg.mixed.layer_input_size
+        specs["embed.layer_inputs"] = ParamSpec((cfg.vocab_size, cfg.layers * size), "embed")
+        specs["embed.input_projection"] = ParamSpec((cfg.layers * size, width), "to_units")
+        specs["embed.input_norm.scale"] = ParamSpec((size,), "vector")
     for layer in range(cfg.layers):
         for name, spec in _layer_specs(cfg, layer).items():
             specs[f"layers.{layer}.{name}"] = spec
@@ -130,6 +142,8 @@ def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     kept = cfg.units(layer)
     if cfg.is_state(layer):
         return _state_layer_specs(cfg, layer, kept.neurons)
+    if cfg.mixed is not None:
+        return _mixed_layer_specs(cfg, cfg.mixed, layer)
     units, head = kept.kv_heads, cfg.head_dim
     queries = cfg.group * head
     specs = _products_specs(cfg, "attn", units)
@@ -150,6 +164,32 @@ def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     if cfg.post_norms:
         specs.update(_norm_specs(cfg, "ffn_post_norm"))
     return specs
+
+
+def _mixed_layer_specs(cfg: ModelConfig, mixed: MixedLayers, layer: int) -> dict[str, ParamSpec]:
+    own: ModelConfig = layer_config(cfg, layer)
+    norm = ParamSpec((cfg.hidden_size,), "vector")
+    specs = _products_specs(own, "attn", own.kv_heads)
+    if mixed.keys_as_values and not cfg.attention_windows[layer]:
+        del specs["attn.v"]
+    specs["attn.q_norm.scale"] = specs["attn.k_norm.scale"] = ParamSpec((own.head_dim,), "vector")
+    if shares_kv(cfg, layer):
+        for name in ("attn.k", "attn.v", "attn.k_norm.scale"):
+            specs.pop(name, None)
+    specs |= _output_specs(own, "attn", own.kv_heads) | _norm_specs(cfg, "attn_post_norm")
+    specs |= _norm_specs(cfg, "ffn_norm") | _ffn_specs(own, own.ffn_size) | _norm_specs(cfg, "ffn_post_norm")
+    if cfg.experts:
+        specs |= {f"{name}_norm.scale": norm for name in ("router", "experts", "experts_post", "dense_post")}
+        specs |= {
+            "router_output.scale": ParamSpec((cfg.experts,), "vector"),
+            **_expert_specs(own, own.expert_ffn_size),
+        }
+    if mixed.layer_input_size:
+        shape = (mixed.layer_input_size, cfg.hidden_size)
+        specs["layer_input.gate"] = ParamSpec(shape, "to_units")
+        specs["layer_input.o"] = ParamSpec(shape, "from_units")
+        specs |= _norm_specs(cfg, "layer_input_norm")
+    return specs | {"output.scale": ParamSpec((1,), "vector")}
 
 
 def _state_layer_specs(cfg: ModelConfig, layer: int, neurons: int) -> dict[str, ParamSpec]:
@@ -224,13 +264,13 @@ def _expert_specs(cfg: ModelConfig, neurons: int) -> dict[str, ParamSpec]:
     shape = (cfg.experts, neurons, cfg.hidden_size)
     # Never quantized: it is small, and rounding it would change which experts run.
     specs = {"router": ParamSpec((cfg.experts, cfg.hidden_size), "vector")}
+    if cfg.expert_bias:
+        specs["router_bias"] = ParamSpec(shape[:1], "vector")
+        specs |= {f"expert_{name}_bias": ParamSpec(shape[:2], "vector") for name in ("gate", "up")}
+        specs["expert_down_bias"] = ParamSpec((cfg.experts, cfg.hidden_size), "vector")
     for name in ("gate", "up") if cfg.gated_ffn else ("up",):
         specs[f"experts.{name}"] = ParamSpec(shape, "to_units")
     specs["experts.down"] = ParamSpec(shape, "from_units")
-    if cfg.expert_bias:
-        specs["router_bias"] = ParamSpec(shape[:1], "vector")
-        specs |= {f"experts.{name}_bias": ParamSpec(shape[:2], "vector") for name in ("gate", "up")}
-        specs["experts.down_bias"] = ParamSpec((cfg.experts, cfg.hidden_size), "vector")
     if cfg.shared_expert_size:
         shared = (cfg.shared_expert_size, cfg.hidden_size)
         specs["shared.score"] = ParamSpec((1, cfg.hidden_size), "vector")
@@ -249,7 +289,7 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32
 def init_param(cfg: ModelConfig, name: str, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The initial value of one parameter (see `init_params`)."""
     spec = param_specs(cfg)[name]
-    if name.endswith("norm.scale"):
+    if name.endswith(".scale"):
         return jnp.ones(spec.shape, dtype)
     if name.endswith(("bias", ".sink_logits")):
         return jnp.zeros(spec.shape, dtype)
@@ -270,10 +310,14 @@ def parameter_count(cfg: ModelConfig) -> int:
     return sum(int(np.prod(spec.shape)) for spec in param_specs(cfg).values())
 
 
+def _of_experts(name: str) -> bool:
+    return ".experts." in name or (".expert_" in name and name.endswith("_bias"))
+
+
 def active_parameter_count(cfg: ModelConfig) -> int:
     """Number of scalar parameters that one token uses: of each layer's experts only the k that it visits."""
     idle = cfg.experts - cfg.experts_per_token
     return sum(
-        int(np.prod((spec.shape[0] - idle, *spec.shape[1:]) if ".experts." in name else spec.shape))
+        int(np.prod((spec.shape[0] - idle, *spec.shape[1:]) if _of_experts(name) else spec.shape))
         for name, spec in param_specs(cfg).items()
     )

@@ -50,6 +50,19 @@ _STATE_REFUSALS: dict[Room, tuple[str, str]] = {
 }
 
 
+# Why models with mixed layers cannot have a room, and what to do.
+_MIXED_REFUSALS: dict[Room, tuple[str, str]] = {
+    "streamed weights": ("which run together", _STATE_REFUSALS["streamed weights"][1]),
+    "levels": ("which have no units to leave out", "use the whole model"),
+    "integer prefill": ("which are computed in floats", "prefill in floats"),
+    "contexts": ("whose chunks have no one shape", "send the conversation with each call"),
+    "adapters": ("some of which have nothing to adapt", "merge the adapter into the folder"),
+    "tasks": ("which read documents without branches", "judge the model by --text"),
+    "programs": ("whose caches have no one shape", "run the model by jaxllm itself"),
+    "tflite": ("whose caches have no one shape", "run the model by jaxllm itself"),
+}
+
+
 def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
     """Why a room cannot take a model; None if it can."""
     if cfg.encoder is not None and room in _ENCODER_DECODER_REFUSALS:
@@ -57,6 +70,12 @@ def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
     if cfg.states is not None and room in _STATE_REFUSALS:
         why, instead = _STATE_REFUSALS[room]
         return f"{room}: not for models with state layers, as {cfg.model_type} is, {why}; {instead}"
+    if cfg.mixed is not None and room in _MIXED_REFUSALS:
+        why, instead = _MIXED_REFUSALS[room]
+        return (
+            f"{room}: not for models with layers of two sizes that share keys and values, as "
+            f"{cfg.model_type} is, {why}; {instead}"
+        )
     asks = {
         "levels": _levels,
         "integer prefill": _integer_prefill,
@@ -124,8 +143,6 @@ def _experts_apart(cfg: ModelConfig) -> str | None:
         return "experts of an encoder-decoder are stored apart where both sides have as many of them"
     if cfg.post_norms:
         return "experts of a model with norms behind its blocks cannot be stored apart"
-    if cfg.expert_bias:
-        return "experts with biases cannot be stored apart"
     if cfg.shared_expert_size:
         return "experts beside one that all tokens visit cannot be stored apart"
     return None

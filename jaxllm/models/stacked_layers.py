@@ -115,7 +115,7 @@ def _form_of(params: Mapping[str, Weight]) -> Any:
 def _entry(name: str, weight: Weight, row: jax.Array) -> Any:
     found = sliced(jax.tree.map(lambda stack: StackedArray(stack, row), weight))
     # Floats are multiplied as they are; a mixture takes one expert at a time.
-    by_expert = name.startswith("experts.") and not name.endswith("_bias")
+    by_expert = name.startswith("experts.")
     return taken(found) if isinstance(found, StackedArray) and not by_expert else found
 
 

@@ -177,6 +177,8 @@ class Architecture:
       encoder_tensors: `layer_tensors` of the encoder of an encoder-decoder, its names relative to the layer.
       encoder_prefix: `layer_prefix` of the encoder.
       head_or_embedding: whether the head is the embedding where a checkpoint has no head of its own.
+      unread: names, without the checkpoint's prefix, of tensors that checkpoints of a model may have and it
+        does not read.
     """
 
     model_type: str
@@ -192,6 +194,7 @@ class Architecture:
     encoder_tensors: tuple[Tensor, ...] = ()
     encoder_prefix: str = ""
     head_or_embedding: bool = False
+    unread: Callable[[ModelConfig], Collection[str]] = lambda cfg: ()
 
     def config_from_hf(
         self, config: Mapping[str, Any], *, ignore_keys: Collection[str] = (), path: str = ""

@@ -1,7 +1,7 @@
 """Multimodal folders whose text model is an architecture of its own: their text model alone is read.
 
 Such a wrapper's config.json has the text model's config as the section `text_config`; its tensors have
-longer prefixes, and stand beside those of the encoder of images, which are skipped by name.
+longer prefixes, and stand beside those of the encoders of images and sound, which are skipped by name.
 """
 
 import dataclasses
@@ -56,6 +56,20 @@ WRAPPERS: dict[str, Wrapper] = {
             {
                 "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id",
                 "image_token_index", "mm_tokens_per_image",
+            }
+        ),
+    ),
+    "gemma4": Wrapper(
+        text_types={"gemma4_text": "gemma4_text"},
+        layouts=_LAYOUTS[:1],
+        skipped=(
+            "model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.",
+        ),
+        keys=frozenset(
+            {
+                "audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id",
+                "eoa_token_index", "eoi_token_id", "image_token_id", "video_token_id",
+                "vision_soft_tokens_per_image",
             }
         ),
     ),

@@ -50,8 +50,10 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
     """
     exponent = np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim
     frequencies = rope.theta**-exponent
-    if rope.kind == "linear":
+    if rope.kind in ("linear", "proportional"):
         frequencies = frequencies / rope.factor
+    if rope.kind == "proportional":
+        frequencies[rope.rotated_dim // 2 :] = 0
     elif rope.kind == "llama3":
         frequencies = _llama3(frequencies, rope)
     elif rope.kind == "yarn":

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
@@ -30,7 +31,7 @@ from jaxllm.kv.positions import TokenPositions
 from jaxllm.models import encoder_decoder
 from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
 from jaxllm.models.encoder_decoder import final_normed
-from jaxllm.models.layer import chosen_experts
+from jaxllm.models.layer import chosen_experts, expert_biases
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of
 from jaxllm.models.parameters import Params
@@ -207,7 +208,7 @@ def expert_tile(
 
     Args:
       expert: "gate", "up" and "down" `[F, D]`.
-      norm: "ffn_norm" of the layer.
+      norm: "ffn_norm" of the layer, and the biases of all its experts if they have any.
       tokens: before the experts.
       number: of the tile, int32 scalar.
       out: the outputs of all tiles so far; donated.
@@ -216,12 +217,15 @@ def expert_tile(
     axes = Axes("expert_tile", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)
     axes.check(jnp.int32, "", number=number)
+    # An expert's number plus E stands for its high plane alone.
+    chosen = tokens.tiles.expert[number] % np.int32(cfg.experts)
+    beside = LayerParams(norm, "")
+    biases = {name: None if each is None else each[chosen] for name, each in expert_biases(beside).items()}
     block = FeedForward(
-        up=expert["up"], down=expert["down"], gate=expert.get("gate"), activation=cfg.activation
+        up=expert["up"], down=expert["down"], gate=expert.get("gate"), activation=cfg.activation, **biases
     )
     rows = tokens.x.reshape(-1, tokens.x.shape[-1])
-    scale = LayerParams(norm, "").norm("ffn_norm", cfg)
-    return run_tile(rows, scale, tokens.tiles, number, out, block)
+    return run_tile(rows, beside.norm("ffn_norm", cfg), tokens.tiles, number, out, block)
 
 
 def stored_tiles(

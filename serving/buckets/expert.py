@@ -131,7 +131,7 @@ class ExpertBucket(Bucket):
         """(expert, norm, tokens at experts, number of the tile, out) -> out."""
         weights, (before, out) = model.weights, _at_experts(model, self.tokens, self.loss, self.ahead)
         expert = {name: weights[f"{any_expert(self.form)}.{name}"] for name in expert_parts(model.cfg)}
-        norm = expert_norm(router_params(weights, _first_sparse(model)))
+        norm = expert_norm(weights, _first_sparse(model))
         step = jax.jit(functools.partial(expert_tile, cfg=model.cfg), donate_argnums=(4,))
         return step.lower(expert, norm, before, SCALAR, out)
 
@@ -158,7 +158,7 @@ class StoredExpertsBucket(Bucket):
         shape: Any = jax.ShapeDtypeStruct
         handle = shape((2,), jnp.uint32)
         weights = StoredExperts(handle, shape((), jnp.int32), cfg.experts, cfg.expert_ffn_size)
-        norm = expert_norm(router_params(model.weights, _first_sparse(model)))
+        norm = expert_norm(model.weights, _first_sparse(model))
         (tiles,) = before.tiles.expert.shape
         kept = begun_shape(tiles, cfg.expert_ffn_size, cfg.hidden_size) if self.early else (0,)
         step = jax.jit(functools.partial(stored_tiles, cfg=cfg), donate_argnums=(4, 5))

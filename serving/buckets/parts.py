@@ -64,9 +64,15 @@ def router_params(params: Params, layer: int) -> dict[str, Any]:
     }
 
 
-def expert_norm(router: dict[str, Any]) -> dict[str, Any]:
-    """The norm of `router_params`, an argument of experts."""
-    return {name: each for name, each in router.items() if name != "router"}
+def expert_norm(params: Params, layer: int) -> dict[str, Any]:
+    """The norm before the experts of a sparse layer, and their biases if they have any, an argument of
+    experts."""
+    prefix = f"layers.{layer}."
+    return {
+        name.removeprefix(prefix): each
+        for name, each in params.items()
+        if name.startswith((f"{prefix}ffn_norm.", f"{prefix}expert_"))
+    }
 
 
 def used_heads(cfg: ModelConfig) -> np.ndarray:

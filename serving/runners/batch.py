@@ -36,9 +36,10 @@ class Batch:
     @classmethod
     def of(cls, runner: LevelRunner) -> "Batch | None":
         """That of a runner; None where options ask for none, where answers decoded together would not be to
-        the bit what they are alone (see `can_decode_rows`), and for models with state layers."""
-        options, params = runner.options, runner.params
-        exact = can_decode_rows(params, jnp.dtype(options.cache_dtype)) and runner.cfg.states is None
+        the bit what they are alone (see `can_decode_rows`), and for models with state or mixed layers."""
+        options, params, cfg = runner.options, runner.params, runner.cfg
+        exact = can_decode_rows(params, jnp.dtype(options.cache_dtype))
+        exact = exact and cfg.states is None and cfg.mixed is None
         return cls(runner) if options.batch_rows and exact else None
 
     @property

@@ -47,7 +47,7 @@ class _Parts:
     Attributes:
       layers: per layer, all parameters but experts, under the names of the layer whose buckets it shares.
       routers: per sparse layer, the router and the norm before it.
-      norms: per layer, the norm before its experts.
+      norms: per layer, the norm before its experts, and their biases.
     """
 
     layers: list[Any]
@@ -235,7 +235,7 @@ class ExpertLayers:
             params = model.weights
             layers = [layer_params(model.params, layer, like) for layer, like in enumerate(model.alike)]
             routers = [router_params(params, layer) for layer in range(model.cfg.layers)]
-            norms = [expert_norm(each) for each in routers]
+            norms = [expert_norm(params, layer) for layer in range(model.cfg.layers)]
             sparse = [routers[layer] for layer in self.experts.store.sparse]
             self._known = model.weights_version, _Parts(layers, sparse, norms)
         return self._known[1]

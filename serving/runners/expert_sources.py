@@ -19,7 +19,7 @@ from jaxllm.quant import Weight
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.expert import CombineBucket
-from serving.buckets.parts import expert_norm, layer_params, router_params
+from serving.buckets.parts import expert_norm, layer_params
 from serving.buckets.source import AttendEncoderBucket
 from serving.runners.expert_visits import Visit, Visits
 from serving.weights.experts.weights import ExpertWeights
@@ -63,7 +63,7 @@ class SparseEncoderLayers:
         self._sparse = [
             layer for layer in range(model.cfg.encoder.layers) if model.cfg.encoder.is_sparse(layer)
         ]
-        self._norms = [expert_norm(router_params(own, layer)) for layer in self._sparse]
+        self._norms = [expert_norm(own, layer) for layer in self._sparse]
         self._total = model.cfg.experts
 
     def buckets(self, tokens: int, layer: int) -> list[Bucket]:

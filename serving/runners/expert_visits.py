@@ -26,7 +26,7 @@ class Visit:
 
     Attributes:
       layer: index among the sparse layers.
-      norm: the norm before the experts.
+      norm: the norm before the experts, and their biases.
       before: per chunk, the tokens.
       tiles: per chunk, the experts of its tiles; E is added to those of high planes alone.
       begun: the experts that were begun and not finished.

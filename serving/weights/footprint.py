@@ -12,6 +12,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.experts.mixture import visit_rows
 from jaxllm.kernels.native_experts import begun_shape
 from jaxllm.kv.states import states_bytes
+from jaxllm.mixed_config import layer_config, shares_kv
 from jaxllm.models.rooms import require_room
 from jaxllm.nn.source_self_attention import BLOCK_TOKENS
 from serving.buckets.source import source_lengths
@@ -171,10 +172,14 @@ def cache_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
     keys and values of a source, in an encoder-decoder."""
     # Not from NumPy, which has no bfloat16.
     width = {"float32": 4}.get(options.cache_dtype, 2)
-    heads = sum(cfg.units(layer).kv_heads for layer in range(cfg.layers) if not cfg.is_state(layer))
+    widths = sum(
+        cfg.units(layer).kv_heads * layer_config(cfg, layer).head_dim
+        for layer in range(cfg.layers)
+        if not cfg.is_state(layer) and not shares_kv(cfg, layer)
+    )
     caches = options.cache_tokens[-2:]
     rows = sum(caches) + len(caches) * options.source_tokens(cfg)
-    return 2 * heads * cfg.head_dim * width * rows + 2 * states_bytes(cfg)
+    return 2 * widths * width * rows + 2 * states_bytes(cfg)
 
 
 def outputs_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
@@ -212,7 +217,10 @@ def source_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
 def _layer_rows(cfg: ModelConfig) -> int:
     """Numbers that a layer computes of each token, in all."""
     neurons = max(cfg.units(layer).neurons for layer in range(cfg.layers))
-    return 4 * cfg.hidden_size + 3 * neurons + 2 * (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+    sizes = [layer_config(cfg, layer) for layer in range(cfg.layers)]
+    heads = max((each.heads + 2 * each.kv_heads) * each.head_dim for each in sizes)
+    inputs = 0 if cfg.mixed is None else cfg.layers * cfg.mixed.layer_input_size
+    return 4 * cfg.hidden_size + 3 * neurons + 2 * heads + 3 * inputs
 
 
 def activation_bytes(cfg: ModelConfig, options: EngineOptions, *, drafts: bool = False) -> int:

@@ -1,6 +1,7 @@
 """Writes GGUF files of small models by the `gguf` package, as llama.cpp's converter does."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ import gguf
 import numpy as np
 from gguf.quants import quantize
 
+from jaxllm.checkpoints.gguf_model import apart
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.config import ModelConfig
 from jaxllm.models.architectures import architecture
@@ -20,7 +22,7 @@ _ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "olmo2": "olmo2", "olmoe": "olmoe", "gemma": "gemma", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "phi": "phi2", "phi3": "phi3", "smollm3": "smollm3", "granite": "granite",
-    "stablelm": "stablelm", "ernie4_5": "ernie4_5",
+    "stablelm": "stablelm", "ernie4_5": "ernie4_5", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 _PAIRED = ("llama", "smollm3", "granite")
 _EXPERTS = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
@@ -83,7 +85,7 @@ def gguf_tensors(cfg: ModelConfig, params: Mapping[str, np.ndarray]) -> dict[str
     number = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}[name]
     names, specs = gguf.get_tensor_name_map(number, cfg.layers), param_specs(cfg)
     found: dict[str, Any] = {}
-    for tensor in architecture(cfg.model_type).tensors(cfg):
+    for tensor in itertools.chain.from_iterable(map(apart, architecture(cfg.model_type).tensors(cfg))):
         # As Hugging Face stores it, but norms, which llama.cpp multiplies by as they are.
         value = dataclasses.replace(tensor, plus_one=False).write(params, specs).astype(np.float32)
         param = tensor.params[0]
@@ -91,9 +93,16 @@ def gguf_tensors(cfg: ModelConfig, params: Mapping[str, np.ndarray]) -> dict[str
             layer, part = param.split(".")[1], param.rsplit(".", 1)[1]
             found.setdefault(f"blk.{layer}.{_EXPERTS[part]}.weight", []).append(value)
             continue
+        if tensor.stacked:
+            layer, part = param.split(".")[1], param.rsplit(".", 1)[1]
+            kind = "bias" if part.endswith("_bias") else "weight"
+            part = part.removeprefix("expert_").removesuffix("_bias")
+            found[f"blk.{layer}.{_EXPERTS[part]}.{kind}"] = value
+            continue
         if name in _PAIRED and param.rsplit(".", 1)[-1] in ("q", "k", "q_bias", "k_bias"):
             value = swap_pairs(value, cfg.head_dim, cfg.head_dim // 2)
         stored = names.get_name(("model." if tensor.in_body else "") + tensor.name, (".weight", ".bias"))
+        stored += ".weight" if tensor.name.endswith(".sinks") else ""
         found[stored] = value.reshape(-1) if param.endswith("shared.score") else value
     return {each: np.stack(value) if isinstance(value, list) else value for each, value in found.items()}
 

@@ -182,7 +182,7 @@ def test_sentence_pieces_are_rebuilt(stories, tmp_path):
         assert ours.decode(ids) == theirs.decode(ids)
 
 
-@pytest.mark.parametrize("split", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
+@pytest.mark.parametrize("split", ["gpt-2", "llama-bpe", "qwen2", "smollm", "gpt-4o"])
 def test_byte_pairs_are_rebuilt(tmp_path, split):
     """As `tokenizers` has them with the split of that name."""
     import tokenizers
@@ -233,7 +233,7 @@ def test_byte_pairs_are_rebuilt(tmp_path, split):
 FAMILY_VARIANTS = (
     "llama", "llama-linear-rope", "llama-yarn", "mixtral", "qwen2", "qwen2_moe", "qwen3_moe", "olmoe",
     "gemma2", "gemma3", "phi", "phi3-partial", "smollm3", "granite", "stablelm",
-    "ernie4_5",
+    "ernie4_5", "gpt_oss",
 )  # fmt: skip
 # What llama.cpp fixes by architecture, or the file has as float32, and the tiny variants have otherwise.
 _FIXED = {
@@ -259,13 +259,14 @@ def test_every_family_gives_the_folders_model(tmp_path, variant):
         np.testing.assert_array_equal(values(params[name]), value, err_msg=name)
 
 
-def test_experts_keep_their_blocks(tmp_path):
+@pytest.mark.parametrize("variant", ["mixtral", "gpt_oss"])
+def test_experts_keep_their_blocks(tmp_path, variant):
     pytest.importorskip("transformers")
     from tests import tiny_hf
 
-    wide = {**tiny_hf.VARIANTS["mixtral"][1], "intermediate_size": 64}
-    folder = tiny_hf.save("mixtral", tmp_path / "hf", keys=wide)
-    for kind, bits in (("Q8_0", 8), ("Q4_0", 4)):
+    wide = {**tiny_hf.VARIANTS[variant][1], "intermediate_size": 64}
+    folder = tiny_hf.save(variant, tmp_path / "hf", keys=wide)
+    for kind, bits in (("Q8_0", 8), ("Q4_0", 4), ("MXFP4", 8)):
         path = write_model(tmp_path / f"{kind}.gguf", folder, kind)
         cfg, params = read(path)
         tensor = next(

@@ -241,7 +241,7 @@ def test_units_may_be_reordered(cfg):
             moved[name] = value[groups]
         if short.startswith("ffn.") and short != "ffn.down_bias":
             moved[name] = value[neurons]
-        if short.startswith("experts.") and short != "experts.down_bias":
+        if short.startswith(("experts.", "expert_")) and short != "expert_down_bias":
             moved[name] = value[:, ::-1]
     assert not np.array_equal(moved["layers.0.attn.k"], params["layers.0.attn.k"])
     got, expected = (whole_of(cfg)(each, TOKENS) for each in (moved, params))

@@ -21,6 +21,7 @@ from tests.quick_jit import jit
 TOLERANCE = 1e-3
 TEXT_TYPES = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_vl": "qwen3",

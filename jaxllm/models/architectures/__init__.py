@@ -7,6 +7,7 @@ from jaxllm.models.architectures.exaone4 import EXAONE4
 from jaxllm.models.architectures.gemma import GEMMA
 from jaxllm.models.architectures.gemma2 import GEMMA2
 from jaxllm.models.architectures.gemma3_text import GEMMA3_TEXT
+from jaxllm.models.architectures.gemma4_text import GEMMA4_TEXT
 from jaxllm.models.architectures.gpt2 import GPT2
 from jaxllm.models.architectures.gpt_oss import GPT_OSS
 from jaxllm.models.architectures.granite import GRANITE
@@ -43,6 +44,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3_TEXT,
+    "gemma4_text": GEMMA4_TEXT,
     "gpt2": GPT2,
     "gpt_oss": GPT_OSS,
     "granite": GRANITE,

@@ -94,7 +94,7 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
 
 
 _BOTH = ("experts.gate", "experts.up")
-_BIASES = ("experts.gate_bias", "experts.up_bias")
+_BIASES = ("expert_gate_bias", "expert_up_bias")
 GPT_OSS = Architecture(
     model_type="gpt_oss",
     read_config=_read,
@@ -110,6 +110,6 @@ GPT_OSS = Architecture(
         Tensor("mlp.experts.gate_up_proj", _BOTH, stacked=True, alternating=True, transposed=True),
         Tensor("mlp.experts.gate_up_proj_bias", _BIASES, stacked=True, alternating=True),
         Tensor("mlp.experts.down_proj", ("experts.down",), stacked=True),
-        Tensor("mlp.experts.down_proj_bias", ("experts.down_bias",), stacked=True),
+        Tensor("mlp.experts.down_proj_bias", ("expert_down_bias",), stacked=True),
     ),
 )

@@ -50,9 +50,9 @@ class Regions:
         self._regions: dict[PlaneKey, Region] = {}
         self._weights: dict[tuple[Key, int], dict[str, Weight]] = {}
         self.weight_table: WeightTable | None = None
-        # The kernel that finds experts by address takes gated ones.
-        gated = store.bundle.cfg.gated_ffn
-        if gated and store.in_blocks and hasattr(mmap, "MADV_DONTNEED"):
+        # The kernel that finds experts by address takes gated ones without biases.
+        gated, biased = store.bundle.cfg.gated_ffn, store.bundle.cfg.expert_bias
+        if gated and not biased and store.in_blocks and hasattr(mmap, "MADV_DONTNEED"):
             self.weight_table = WeightTable([self._row(layer) for layer in range(len(store.sparse))])
 
     def memory(self, key: PlaneKey) -> np.ndarray:

@@ -1,0 +1,227 @@
+"""Gemma 4, text only: heads of two sizes, layers that share keys and values, normalized values, and
+inputs of each token for each layer, or experts beside feed-forward blocks."""
+
+from typing import Any
+
+from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.errors import ConfigError
+from jaxllm.mixed_config import MixedLayers, shares_kv
+from jaxllm.models.architectures.gemma2 import GEMMA_INERT_KEYS
+from jaxllm.models.architectures.llama import read_llama_shape, write_llama_shape
+from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.layer_windows import FULL, SLIDING, read_windows, write_layer_types
+from jaxllm.models.rope_translation import read_rope_section, refuse_partial
+from jaxllm.models.translate import Architecture, Tensor
+
+_DEFAULTS = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+_PROPORTIONAL = "proportional"
+
+
+def _read_sizes(reader: ConfigReader, windows: tuple[int, ...], kv_heads: int) -> tuple[int, int]:
+    """Head size and kv heads of layers without a window: under keys of their own, or by layer."""
+    keys_as_values = reader.flag("attention_k_eq_v", False)
+    head_dim = reader.integer("global_head_dim", 512)
+    # Transformers reads them only there.
+    other = reader.optional_integer("num_global_key_value_heads")
+    sizes = {(head_dim, (other if keys_as_values else None) or kv_heads)}
+    section = reader.section("per_layer_config")
+    if section is None:
+        return sizes.pop()
+    full = {str(layer) for layer, window in enumerate(windows) if not window}
+    keys = section.keys()
+    if set(keys) not in (full, {FULL}):
+        raise ConfigError(
+            f"config key 'per_layer_config' is about the layers {', '.join(keys)[:80]}; jaxllm reads "
+            f"sizes of all layers of the type {FULL}, and of no other"
+        )
+    found = set[tuple[int, int]]()
+    for key in keys:
+        of = section.section(key) or ConfigReader({})
+        found.add((of.integer("head_dim", head_dim), of.integer("num_key_value_heads", kv_heads)))
+    if len(found) != 1:
+        raise ConfigError(f"config key 'per_layer_config' has layers of different sizes: {sorted(found)}")
+    return found.pop()
+
+
+def _read_experts(reader: ConfigReader) -> dict[str, Any]:
+    """Fields of experts; none where layers have none."""
+    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    sizes = [reader.optional_integer(key) for key in keys]
+    if not reader.flag("enable_moe_block", False):
+        return {}
+    if None in sizes or min(each or 0 for each in sizes) < 1:
+        raise ConfigError(
+            f"config key 'enable_moe_block' is true, so {', '.join(keys)} must be positive; fix them"
+        )
+    return dict(zip(("experts", "experts_per_token", "expert_ffn_size"), sizes, strict=True))
+
+
+def _read_ropes(
+    reader: ConfigReader, fields: dict[str, Any], full_head_dim: int
+) -> tuple[RopeConfig, RopeConfig]:
+    """The rotary embeddings of full and of sliding layers."""
+    nested = reader.section("rope_parameters") or ConfigReader({})
+    full, sliding = (nested.section(kind) or ConfigReader({}) for kind in (FULL, SLIDING))
+    local = read_rope_section(
+        sliding, theta=1e4, head_dim=fields["head_dim"], window_tokens=fields["window_tokens"]
+    )
+    refuse_partial(local, fields["head_dim"])
+    if full.text("rope_type", _PROPORTIONAL) != _PROPORTIONAL:
+        where = {"head_dim": full_head_dim, "window_tokens": fields["window_tokens"]}
+        rope = read_rope_section(full, theta=1e6, **where)
+        refuse_partial(rope, full_head_dim)
+        return rope, local
+    share = full.number("partial_rotary_factor", 1.0 if full.keys() else 0.25)
+    rope = RopeConfig(
+        dim=full_head_dim,
+        kind=_PROPORTIONAL,
+        theta=full.number("rope_theta", 1e6),
+        factor=full.number("factor", 1.0),
+        rotated_dim=2 * int(share * full_head_dim // 2),
+    )
+    return rope, local
+
+
+def _read(reader: ConfigReader) -> ModelConfig:
+    reader.only(
+        "use_bidirectional_attention", (None, "vision"), "texts are read from left to right, each by itself"
+    )
+    reader.only("attention_bias", (None, False), "products of attention have no biases")
+    fields = read_llama_shape(reader, _DEFAULTS, activation_key="hidden_activation")
+    layers, size = fields["layers"], reader.integer("hidden_size_per_layer_input", 256)
+    rows = reader.integer("vocab_size_per_layer_input", 262144)
+    if size and rows != fields["vocab_size"]:
+        raise ConfigError(
+            f"config key 'vocab_size_per_layer_input' is {rows}; jaxllm supports only the vocab_size, "
+            f"{fields['vocab_size']}"
+        )
+    windows = read_windows(
+        reader,
+        layers=layers,
+        window=reader.optional_integer("sliding_window", 512),
+        slides=[(layer + 1) % 6 > 0 and layer + 1 < layers for layer in range(max(layers, 0))],
+    )
+    if windows and windows[-1]:
+        raise ConfigError(
+            f"config key 'layer_types' ends with {SLIDING}, which transformers reads as {FULL}; name it so"
+        )
+    full_head_dim, full_kv_heads = _read_sizes(reader, windows, fields["kv_heads"])
+    shared = reader.integer("num_kv_shared_layers", 0)
+    wide = reader.flag("use_double_wide_mlp", False)
+    rope, local_rope = _read_ropes(reader, fields, full_head_dim)
+    fields |= _read_experts(reader)
+    return ModelConfig(
+        model_type="gemma4_text",
+        **fields,
+        rope=rope,
+        local_rope=local_rope,
+        attention_windows=windows,
+        attention_scale=1.0,
+        logit_softcap=reader.optional_number("final_logit_softcapping") or 0.0,
+        embed_scale=fields["hidden_size"] ** 0.5,
+        qk_norm=True,
+        post_norms=True,
+        mixed=MixedLayers(
+            full_head_dim=full_head_dim,
+            full_kv_heads=full_kv_heads,
+            keys_as_values=reader.flag("attention_k_eq_v", False),
+            shared_kv_layers=shared,
+            shared_ffn_size=fields["ffn_size"] * (1 + wide) if shared else 0,
+            layer_input_size=size,
+        ),
+    )
+
+
+def _write(cfg: ModelConfig) -> dict[str, Any]:
+    mixed, rope, local = cfg.mixed, cfg.rope, cfg.local_rope
+    assert mixed is not None
+    assert rope is not None
+    assert local is not None
+    full: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.kind == _PROPORTIONAL:
+        full |= {"partial_rotary_factor": rope.rotated_dim / rope.dim, "factor": rope.factor}
+    return {
+        **write_llama_shape(cfg, activation_key="hidden_activation"),
+        "global_head_dim": mixed.full_head_dim,
+        "num_global_key_value_heads": mixed.full_kv_heads if mixed.keys_as_values else None,
+        "attention_k_eq_v": mixed.keys_as_values,
+        "num_kv_shared_layers": mixed.shared_kv_layers,
+        "use_double_wide_mlp": mixed.shared_ffn_size > cfg.ffn_size,
+        "hidden_size_per_layer_input": mixed.layer_input_size,
+        "vocab_size_per_layer_input": cfg.vocab_size,
+        "sliding_window": max(cfg.attention_windows) or 512,
+        "layer_types": write_layer_types(cfg.attention_windows),
+        "enable_moe_block": cfg.experts > 0,
+        "num_experts": cfg.experts or None,
+        "top_k_experts": cfg.experts_per_token or None,
+        "moe_intermediate_size": cfg.expert_ffn_size or None,
+        "final_logit_softcapping": cfg.logit_softcap or None,
+        "rope_parameters": {
+            FULL: full,
+            SLIDING: {"rope_type": "default", "rope_theta": local.theta},
+        },
+    }
+
+
+def _unread(cfg: ModelConfig) -> set[str]:
+    """Keys and values that checkpoints have of layers that share those of others."""
+    parts = ("k_proj", "v_proj", "k_norm", "v_norm")
+    shared = [layer for layer in range(cfg.layers) if shares_kv(cfg, layer)]
+    return {f"layers.{layer}.self_attn.{part}.weight" for layer in shared for part in parts}
+
+
+GEMMA4_TEXT = Architecture(
+    model_type="gemma4_text",
+    read_config=_read,
+    write_config=_write,
+    class_name="Gemma4ForCausalLM",
+    top_tensors=(
+        Tensor("embed_tokens.weight", ("embed.tokens",)),
+        Tensor("embed_tokens_per_layer.weight", ("embed.layer_inputs",)),
+        Tensor("per_layer_model_projection.weight", ("embed.input_projection",)),
+        Tensor("per_layer_projection_norm.weight", ("embed.input_norm.scale",)),
+        Tensor("norm.weight", ("final_norm.scale",)),
+        Tensor("lm_head.weight", ("head",), in_body=False),
+    ),
+    layer_tensors=(
+        Tensor("input_layernorm.weight", ("attn_norm.scale",)),
+        Tensor("self_attn.q_proj.weight", ("attn.q",)),
+        Tensor("self_attn.k_proj.weight", ("attn.k",)),
+        Tensor("self_attn.v_proj.weight", ("attn.v",)),
+        Tensor("self_attn.q_norm.weight", ("attn.q_norm.scale",)),
+        Tensor("self_attn.k_norm.weight", ("attn.k_norm.scale",)),
+        Tensor("self_attn.o_proj.weight", ("attn.o",), transposed=True),
+        Tensor("post_attention_layernorm.weight", ("attn_post_norm.scale",)),
+        Tensor("pre_feedforward_layernorm.weight", ("ffn_norm.scale",)),
+        Tensor("mlp.gate_proj.weight", ("ffn.gate",)),
+        Tensor("mlp.up_proj.weight", ("ffn.up",)),
+        Tensor("mlp.down_proj.weight", ("ffn.down",), transposed=True),
+        Tensor("post_feedforward_layernorm.weight", ("ffn_post_norm.scale",)),
+        Tensor("per_layer_input_gate.weight", ("layer_input.gate",)),
+        Tensor("per_layer_projection.weight", ("layer_input.o",), transposed=True),
+        Tensor("post_per_layer_input_norm.weight", ("layer_input_norm.scale",)),
+        Tensor("layer_scalar", ("output.scale",)),
+        Tensor("router.scale", ("router_norm.scale",)),
+        Tensor("router.proj.weight", ("router",)),
+        Tensor("router.per_expert_scale", ("router_output.scale",)),
+        Tensor("pre_feedforward_layernorm_2.weight", ("experts_norm.scale",)),
+        Tensor("experts.gate_up_proj", ("experts.gate", "experts.up"), stacked=True),
+        Tensor("experts.down_proj", ("experts.down",), stacked=True, transposed=True),
+        Tensor("post_feedforward_layernorm_1.weight", ("dense_post_norm.scale",)),
+        Tensor("post_feedforward_layernorm_2.weight", ("experts_post_norm.scale",)),
+    ),
+    inert_keys=GEMMA_INERT_KEYS,
+    unread=_unread,
+)
