@@ -25,6 +25,7 @@ from serving.host.forked import require_not_forked, watch_for_forks
 from serving.host.machine import give_back_memory
 from serving.host.progress import Progress, loading
 from serving.host.tokenizer_verdicts import open_tokenizer
+from serving.images.encoder import ImageEncoder
 from serving.options import EngineOptions
 from serving.runners.level_runner import LevelRunner
 from serving.runners.make import make_runners
@@ -132,6 +133,15 @@ class LoadedModel:
     def levels(self) -> tuple[int, ...]:
         """Levels that have runners, in percent, ascending."""
         return self.runners.levels
+
+    @property
+    def images(self) -> ImageEncoder | None:
+        """Encodes images; None where the bundle has no encoder of them."""
+        return self._images
+
+    @functools.cached_property
+    def _images(self) -> ImageEncoder | None:
+        return ImageEncoder.of(self.bundle, self.runners.buckets.store())
 
     def runner(self, level: int) -> LevelRunner:
         """The runner of a level.

@@ -4,9 +4,9 @@
                        record as JSON; one of them is enough
     record.previous    the record before, used where `record` is lost
 
-In an encrypted record (version 7) the text is encrypted (`encryption`), with its key's id and its salt. Older
-ones are read, too: those of versions 4 and 5 (encrypted) lack the tokenizer, those of versions 2 and 3
-(encrypted) also the time at which the context was made.
+In an encrypted record (version 9) the text is encrypted (`encryption`), with its key's id and its salt. Older
+ones are read, too: those of versions 6 and 7 (encrypted) lack rows, those of versions 4 and 5 (encrypted)
+also the tokenizer, those of versions 2 and 3 (encrypted) also the time at which the context was made.
 
 Files that storage refuses or that a newer version wrote raise `Unreadable` and stay in place. Anything else
 that is not a record of this folder's context is damaged.
@@ -42,15 +42,17 @@ from serving.contexts.root import (
     read_bytes,
 )
 
-VERSION, SEALED_VERSION = 6, 7
+VERSION, SEALED_VERSION = 8, 9
 # What records of older versions lack.
 _LACKING: Mapping[int, Mapping[str, Any]] = {
-    2: {"created_s": 0, "tokenizer": ""},
-    3: {"created_s": 0, "tokenizer": ""},
-    4: {"tokenizer": ""},
-    5: {"tokenizer": ""},
+    2: {"created_s": 0, "tokenizer": "", "rows": ""},
+    3: {"created_s": 0, "tokenizer": "", "rows": ""},
+    4: {"tokenizer": "", "rows": ""},
+    5: {"tokenizer": "", "rows": ""},
+    6: {"rows": ""},
+    7: {"rows": ""},
 }
-_SEALED_VERSIONS = (3, 5, SEALED_VERSION)
+_SEALED_VERSIONS = (3, 5, 7, SEALED_VERSION)
 MOST_USED = 1 << 53
 _COPIES = 2
 _MOST_BYTES = 1 << 26
@@ -297,8 +299,9 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
     files = _row(facts, "files", lambda each: each == "" or _is_segment(each), count)
     _require("files", all((width == LOST) == (not file) for width, file in zip(bits, files, strict=True)))
     key = _FILE_NAMES["checksums"]
-    checksums = facts[key]
-    _require(key, isinstance(checksums, dict) and checksums.keys() == set(files) - {""})
+    checksums, rows = facts[key], facts["rows"]
+    _require("rows", rows == "" or (_is_segment(rows) and rows not in files))
+    _require(key, isinstance(checksums, dict) and checksums.keys() == {*files, rows} - {""})
     _require(key, all(_is_text(each) for each in checksums.values()))
     _require("tokenizer", _is_text(facts["tokenizer"]))
     _require("pinned", type(facts["pinned"]) is bool)
@@ -306,7 +309,7 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
         _require(key, type(facts[key]) is int and 0 <= facts[key] <= MOST_USED)
     return Record(
         name=name, app=facts["app"], origin=origin, tokens=tokens, bits=bits, mass=mass, seen=seen,
-        files=files, checksums=checksums, pinned=facts["pinned"],
+        files=files, checksums=checksums, rows=rows, pinned=facts["pinned"],
         tokenizer=facts["tokenizer"], used=facts["used"],
         created_s=facts["created_s"],
     )  # fmt: skip

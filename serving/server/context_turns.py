@@ -14,16 +14,19 @@ from datetime import datetime
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, ContextGone, JaxllmError
 from jaxllm.kv.codecs import RAW
+from jaxllm.text.droppable import PromptTokens
 from serving.contexts.answer import ContextCall
 from serving.contexts.forking import fork
 from serving.contexts.manager import Contexts
 from serving.contexts.record import Record
 from serving.contexts.turn_ids import conversation_turn_ids, turn_ids
+from serving.images.prompt import with_images
 from serving.planning.objectives import Cost, EnergyBudget
 from serving.planning.planner import Load
 from serving.planning.profile import DeviceProfile
 from serving.planning.safety_margin import SafetyMargin
 from serving.planning.turns import level_of_turn
+from serving.prompt_rows import PromptRows
 from serving.request import Request
 from serving.run import Run
 from serving.server.adapters import Adapters
@@ -47,6 +50,7 @@ class ContextTurn:
       most_bytes: that chunks of the context will take in memory; at least 1.
       adapter: that the context was made with, by name; empty for none.
       forks: whether it is answered in a new context, with the tokens that the turn follows.
+      rows: that stand in place of tokens of the prompt; None for none.
     """
 
     record: Record
@@ -58,6 +62,7 @@ class ContextTurn:
     most_bytes: int
     adapter: str = ""
     forks: bool = False
+    rows: PromptRows | None = None
 
 
 class ContextTurns:
@@ -164,8 +169,12 @@ class ContextTurns:
         if not forks:
             contexts.ready(record.name)
         config, level = call.config, record.origin.level
-        prompt = (*before, *self._turn_ids(call, before))
-        engine.request(prompt, config, level=level).require_served_by(engine.runner_at(level))
+        new, rows = self._turn_ids(call, before)
+        rows = PromptRows.joined((0, contexts.rows_before(record, len(before))), (len(before), rows))
+        request = engine.request((*before, *new), config, level=level, rows=rows)
+        request.require_served_by(engine.runner_at(level))
+        # With ids of rows in their places.
+        prompt = request.prompt
         computed = _computed(record, len(before), len(prompt))
 
         def cost(level: int, tokens: int) -> Cost:
@@ -189,6 +198,7 @@ class ContextTurns:
             most_bytes=max(1, *(contexts.chunk_bytes(record, most, each) for each in costs)),
             adapter=adapter,
             forks=forks,
+            rows=rows,
         )
 
     def begin(self, turn: ContextTurn, call: Call, load: Load) -> tuple[Request, ContextCall]:
@@ -208,7 +218,7 @@ class ContextTurns:
                 load=load,
                 strict=bool(call.strict),
             )
-        request = self._contexts.engine.request(turn.prompt, call.config, level=level)
+        request = self._contexts.engine.request(turn.prompt, call.config, level=level, rows=turn.rows)
         most = len(turn.prompt) + call.config.max_tokens
         return request, _TurnCall(self, turn, most_tokens=most)
 
@@ -247,16 +257,21 @@ class ContextTurns:
         pinned = [each for each in self._known.values() if each.pinned]
         self._pinned_bytes = sum(map(self._contexts.chunk_bytes, pinned))
 
-    def _turn_ids(self, call: Call, before: Sequence[int]) -> Sequence[int]:
+    def _turn_ids(self, call: Call, before: Sequence[int]) -> tuple[Sequence[int], PromptRows | None]:
+        """The tokens that a call adds, and the rows that stand in place of some."""
         engine, prompt, now = self._contexts.engine, call.prompt, datetime.now()
         tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
         if isinstance(prompt, Conversation):
-            return conversation_turn_ids(tokenizer, before, prompt.messages, tools=prompt.tools, now=now)
+            ids = conversation_turn_ids(tokenizer, before, prompt.messages, tools=prompt.tools, now=now)
+            if not prompt.images:
+                return ids, None
+            whole, rows = with_images(tokenizer, PromptTokens.of_ids(ids), prompt.images)
+            return whole.ids.tolist(), rows
         if isinstance(prompt, str):
-            return turn_ids(tokenizer, before, prompt, now=now)
+            return turn_ids(tokenizer, before, prompt, now=now), None
         if not prompt:
             raise ConfigError("the prompt is empty; give it at least one token")
-        return prompt
+        return prompt, None
 
     # -- contexts ---------------------------------------------------------------------------------
 
