@@ -38,7 +38,6 @@ from serving.weights.levels import Levels
 if TYPE_CHECKING:
     from serving.speculation.speculation import Speculation
 
-
 _log = logging.getLogger("jaxllm")
 
 # Smaller weights in memory are read from the processor's caches, where half of their bytes saves nothing.
@@ -136,12 +135,10 @@ class LoadedModel:
 
     @property
     def images(self) -> ImageEncoder | None:
-        """Encodes images; None where the bundle has no encoder of them."""
+        """Encodes images, from the first use on; None where the bundle has no encoder of them."""
+        if not hasattr(self, "_images"):
+            self._images = ImageEncoder.of(self.bundle, self.runners.buckets.store())
         return self._images
-
-    @functools.cached_property
-    def _images(self) -> ImageEncoder | None:
-        return ImageEncoder.of(self.bundle, self.runners.buckets.store())
 
     def runner(self, level: int) -> LevelRunner:
         """The runner of a level.

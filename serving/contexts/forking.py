@@ -40,8 +40,7 @@ def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
         chunks = _stored(contexts, record, count, linked)
         widths = {n: wanted[n] for n in linked} | {n: bits for n, (bits, _) in chunks.items()}
         first = dataclasses.replace(first, bits=tuple(widths.get(n, LOST) for n in range(count)))
-        rows = contexts.store.rows(record.name)
-        rows = rows and rows.before(tokens)
+        rows = contexts.rows_before(record, tokens)
         return contexts.store.commit(first, chunks, linked=linked, rows=rows)
     except BaseException:
         with contextlib.suppress(JaxllmError):

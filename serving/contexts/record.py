@@ -142,8 +142,8 @@ class Record:
         return dataclasses.replace(self, **first)
 
     def before_lost_rows(self, vocab_size: int) -> "Record":
-        """This record up to the first lost chunk that has rows in place of tokens: such a chunk is not computed
-        by itself, and all from there on are computed as a prompt is, with their rows."""
+        """This record up to the first lost chunk that has rows in place of tokens: it is not computed by
+        itself, and all from there on are computed as a prompt is, with their rows."""
         size = self.origin.chunk_tokens
         for place, bits in enumerate(self.bits):
             own = self.tokens[place * size : (place + 1) * size]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import ConfigError
+from jaxllm.models.encoder.image_input import IMAGE
 from serving.images.files import IMAGE_BYTES
 
 
@@ -24,6 +25,11 @@ def read_image_file(path: Path) -> bytes:
             return file.read(IMAGE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: the image cannot be read ({error.strerror}); check the path") from error
+
+
+def with_places(text: str, images: int) -> str:
+    """A text to continue with a place for each of some images: before it, unless it has places itself."""
+    return text if IMAGE in text else IMAGE * images + text
 
 
 def taken_apart(
