@@ -139,7 +139,11 @@ def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, c
 
 
 def text_of(
-    content: str | Sequence[Mapping[str, Any]] | None, at: str, kinds: Sequence[str] = ("text",)
+    content: str | Sequence[Mapping[str, Any]] | None,
+    at: str,
+    kinds: Sequence[str] = ("text",),
+    *,
+    first: int = 0,
 ) -> str:
     """The text of a message's content, its parts joined.
 
@@ -147,6 +151,7 @@ def text_of(
       content: a text or parts.
       at: the path of the content in the body.
       kinds: types of parts that are texts.
+      first: place of the first part, where there are others before it.
 
     Raises:
       ApiError: a part is of another kind.
@@ -154,7 +159,7 @@ def text_of(
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for index, part in enumerate(content):
+    for index, part in enumerate(content, first):
         kind, text = part.get("type"), part.get("text")
         if kind not in kinds or not isinstance(text, str):
             raise ApiError(
@@ -189,7 +194,7 @@ def content_of(
             url = part.get("image_url")
             parts.append(image_of(url.get("url") if isinstance(url, Mapping) else url, f"{at}[{index}]"))
         else:
-            parts.append({"type": "text", "text": text_of([part], f"{at}[{index}]")})
+            parts.append({"type": "text", "text": text_of([part], at, first=index)})
     return parts
 
 

@@ -157,7 +157,7 @@ def _parts(parts: Sequence[Any], at: str, *, images: bool = False) -> list[dict[
             image_of(part.get("image_url"), f"{at}[{index}]")
             told.append({"type": "input_image", "image_url": part["image_url"], "detail": "auto"})
         else:
-            told.append({"type": "input_text", "text": text_of([part], f"{at}[{index}]", _TEXTS)})
+            told.append({"type": "input_text", "text": text_of([part], at, _TEXTS, first=index)})
     return told
 
 
