@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.bundle import Bundle, Part, WeightFormat, lay_experts_apart, write_bundle
+from jaxllm.bundle.images import StoredImageEncoder, image_encoder_parts
 from jaxllm.bundle.writer import Kept
 from jaxllm.checkpoints.gguf_file import is_gguf
 from jaxllm.checkpoints.huggingface import quantization_of, read_config, read_params, read_stored_params
+from jaxllm.checkpoints.smolvlm_folder import has_images, read_image_encoder, read_image_input
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
@@ -41,7 +43,8 @@ def prepare(
     parts: Mapping[str, Part] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Writes the model in `folder` as the bundle `out`, one tensor in memory at a time.
+    """Writes the model in `folder` as the bundle `out`, one tensor in memory at a time; of a SmolVLM folder
+    with a `preprocessor_config.json` also its encoder of images.
 
     Args:
       folder: with config.json, safetensors and a tokenizer; or the path of a GGUF file; or, with
@@ -74,6 +77,7 @@ def prepare(
         raise CheckpointError(f"{out} is the model itself; name another file")
     source = _read_gguf if folder.is_file() else _read_folder
     cfg, tokenizer, params, weights = source(folder, weights, ignore_keys)
+    parts = {**_image_parts(folder, tokenizer), **(parts or {})}
     total, done = parameter_count(cfg), 0
 
     def counted():
@@ -107,6 +111,18 @@ def prepare(
         )
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from error
+
+
+def _image_parts(folder: Path, tokenizer: TokenizerFiles) -> dict[str, Part]:
+    """The encoder of images of a folder that has one and says how images are cut; else nothing."""
+    if not folder.is_dir() or not has_images(folder):
+        return {}
+    cfg, params = read_image_encoder(folder, widened=False)
+    try:
+        found = StoredImageEncoder(cfg=cfg, input=read_image_input(folder, tokenizer), params=params)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    return image_encoder_parts(found)
 
 
 def _read_folder(folder: Path, weights: WeightFormat | None, ignore_keys: Collection[str]) -> _Source:

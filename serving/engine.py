@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.formats import WeightFormat
+from jaxllm.text.droppable import PromptTokens
 from jaxllm.text.prompts import prompt_ids, source_prompt
 from jaxllm.text.tokenizer import Tokenizer
 from serving.answer import Answer
@@ -16,6 +17,8 @@ from serving.decoding import Decoding, PlainDecoding
 from serving.guided.compiler import GrammarCompiler
 from serving.guided.decoding import GuidedDecoding
 from serving.host.progress import Progress
+from serving.images.messages import taken_apart
+from serving.images.prompt import require_encoder, with_images
 from serving.open_model import Model
 from serving.prompt_rows import PromptRows
 from serving.request import GenerationConfig, Request, Session, start_ids
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 
 AnyModel = TypeVar("AnyModel", bound=Model)
+ImagePrompt = tuple[list[int], PromptRows | None]
 
 
 class Engine(Generic[AnyModel]):
@@ -286,20 +290,37 @@ class Engine(Generic[AnyModel]):
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         config: GenerationConfig | None = None,
         *,
         session: Session | None = None,
     ) -> Answer:
         """Answers a conversation of {"role", "content"} messages through the model's chat template; an
-        encoder-decoder one message (see `jaxllm.text.prompts.source_prompt`)."""
-        tokenizer = self.tokenizer.limited(self.options.context_tokens)
+        encoder-decoder one message (see `jaxllm.text.prompts.source_prompt`). Contents may be lists of texts
+        and images (see `serving.images.messages.taken_apart`)."""
+        tokenizer, rows = self.tokenizer.limited(self.options.context_tokens), None
         if self.cfg.encoder is not None:
             task = "" if config is None else config.task
             prompt = prompt_ids(tokenizer, source_prompt(messages, task=task))
         else:
-            prompt = tokenizer.encode_chat(list(messages), now=datetime.now())
-        return self.stream(prompt, config, session=session)
+            plain, files = taken_apart(messages)
+            prompt, rows = self.image_rows(tokenizer.encode_chat(plain, now=datetime.now()), files)
+        return self.stream(prompt, config, session=session, rows=rows)
+
+    def image_rows(self, prompt: Sequence[int], files: Sequence[bytes]) -> ImagePrompt:
+        """For `stream`: a prompt's ids, of which one `<image>` stands for each image's file, and their rows.
+
+        Raises:
+          ConfigError, ContextOverflow: the model reads no images, or these cannot be read, or do not fit.
+        """
+        if not files:
+            return list(prompt), None
+        encoder, window = require_encoder(self.model.images, self.name), self.options.context_tokens
+        tiles = encoder.cut_all(files, window)
+        with self.runner.lock:
+            images = encoder.encode(tiles)
+        whole, rows = with_images(self.tokenizer, PromptTokens.of_ids(prompt), images)
+        return whole.ids.tolist(), rows
 
     def request(
         self,

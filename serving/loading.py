@@ -25,6 +25,7 @@ from serving.host.forked import require_not_forked, watch_for_forks
 from serving.host.machine import give_back_memory
 from serving.host.progress import Progress, loading
 from serving.host.tokenizer_verdicts import open_tokenizer
+from serving.images.encoder import ImageEncoder
 from serving.options import EngineOptions
 from serving.runners.level_runner import LevelRunner
 from serving.runners.make import make_runners
@@ -36,7 +37,6 @@ from serving.weights.levels import Levels
 
 if TYPE_CHECKING:
     from serving.speculation.speculation import Speculation
-
 
 _log = logging.getLogger("jaxllm")
 
@@ -132,6 +132,13 @@ class LoadedModel:
     def levels(self) -> tuple[int, ...]:
         """Levels that have runners, in percent, ascending."""
         return self.runners.levels
+
+    @property
+    def images(self) -> ImageEncoder | None:
+        """Encodes images, from the first use on; None where the bundle has no encoder of them."""
+        if not hasattr(self, "_images"):
+            self._images = ImageEncoder.of(self.bundle, self.runners.buckets.store())
+        return self._images
 
     def runner(self, level: int) -> LevelRunner:
         """The runner of a level.

@@ -8,6 +8,7 @@ from serving.host.progress import Progress
 from serving.runners.runner import Runner
 
 if TYPE_CHECKING:
+    from serving.images.encoder import ImageEncoder
     from serving.speculation.speculation import Speculation
 
 
@@ -22,6 +23,9 @@ class Model(Protocol):
 
     @property
     def levels(self) -> tuple[int, ...]: ...  # noqa: D102
+
+    @property
+    def images(self) -> "ImageEncoder | None": ...  # noqa: D102
 
     def runner(self, level: int, /) -> Runner: ...  # noqa: D102
 

@@ -64,6 +64,35 @@ class PromptRows:
             placed[at] = cfg.vocab_size + int.from_bytes(digest, "little") % _IDS
         return tuple(placed)
 
+    @classmethod
+    def joined(cls, *parts: "tuple[int, PromptRows | None]") -> "PromptRows | None":
+        """Rows of several prompts that follow each other, each with the place at which it begins; None where
+        none has any."""
+        found = [(first, rows) for first, rows in parts if rows is not None]
+        if not found:
+            return None
+        at = np.concatenate([first + rows.at for first, rows in found])
+        return cls(at, np.concatenate([rows.rows for _, rows in found]))
+
+    def before(self, tokens: int) -> "PromptRows | None":
+        """Those of the first `tokens` tokens; None where there are none."""
+        count = int(np.searchsorted(self.at, tokens))
+        return PromptRows(self.at[:count], self.rows[:count]) if count else None
+
+    def kept(self, kept: np.ndarray) -> "PromptRows":
+        """The rows where other tokens of the prompt are dropped.
+
+        Args:
+          kept: `[n]` int, places of the tokens that stay, ascending; those of all rows among them.
+
+        Raises:
+          ConfigError: a row is dropped.
+        """
+        at = np.searchsorted(kept, self.at)
+        if (at >= len(kept)).any() or (np.asarray(kept)[at] != self.at).any():
+            raise ConfigError("a plan drops rows of an image, which must all stay; ask without `shorten`")
+        return PromptRows(at, self.rows)
+
     def of_chunk(self, first: int, length: int) -> "InputRows":
         """Those of the `length` tokens from `first` on."""
         # Here, because devices that run programs alone have no JAX.

@@ -1,6 +1,9 @@
-"""Reads the encoder of images of a SmolVLM folder; its text model is read by `huggingface.py`."""
+"""Reads the encoder of images of a SmolVLM folder, and how images are cut for it; its text model is read by
+`huggingface.py`."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -9,9 +12,11 @@ from jaxllm.checkpoints.safetensors_folder import SafetensorsFolder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.input_files import read_json
 from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.encoder.image_input import AROUND, IMAGE, MAX_SIDE, WHOLE_IMAGE, ImageInput
 from jaxllm.models.encoder.siglip import ImageEncoderConfig, image_encoder_shapes
 from jaxllm.models.translate import read_activation
 from jaxllm.models.wrappers import read_text_config
+from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 _LEAD = "model.vision_model."
 # Our name -> the folder's, without `weight` and `bias`.
@@ -32,8 +37,99 @@ _WITHIN = {
 }
 
 
-def read_image_encoder(folder: Path) -> tuple[ImageEncoderConfig, dict[str, np.ndarray]]:
-    """The encoder of a SmolVLM folder: its config, and its parameters in float32.
+# Where folders say how images are cut: of transformers 4, and of 5.
+PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+# transformers' SmolVLMImageProcessor, where a file leaves a key out.
+_DEFAULT_LONGEST, _DEFAULT_TILE, _LANCZOS = 4 * 364, 364, 1
+_IMAGENET_HALF = (0.5, 0.5, 0.5)
+
+
+def has_images(folder: Path) -> bool:
+    """Whether a folder is SmolVLM's, with the file that says how images are cut."""
+    path = Path(folder) / CONFIG_FILE
+    if not path.is_file() or read_json(path, "give the path of a folder").get("model_type") != "smolvlm":
+        return False
+    return any(_section(Path(folder) / name) is not None for name in PREPROCESSOR_FILES)
+
+
+def read_image_input(folder: Path, tokenizer: TokenizerFiles) -> ImageInput:
+    """How a SmolVLM folder cuts images.
+
+    Args:
+      folder: with a `preprocessor_config.json`, or a `processor_config.json` of transformers 5.
+      tokenizer: the folder's.
+
+    Raises:
+      CheckpointError: there is no such file, or the tokenizer lacks the tokens of images.
+      ConfigError: a key is malformed, or asks for what is not done here.
+    """
+    folder = Path(folder)
+    config = read_json(folder / CONFIG_FILE, "give the path of a SmolVLM folder")
+    found = next((each for each in (_section(folder / name) for name in PREPROCESSOR_FILES) if each), None)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} does not say how images are cut; copy the model's {PREPROCESSOR_FILES[0]} into it"
+        )
+    reader = ConfigReader(found, f"{PREPROCESSOR_FILES[0]}: ")
+    for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        reader.only(name, (True, None), "images are always resized, rescaled and normalized")
+    image_id = ConfigReader(config).integer("image_token_id", 128257)
+    _require_tokens(folder, tokenizer, image_id)
+    return ImageInput(
+        tile=_edge(found, "max_image_size", _DEFAULT_TILE),
+        longest=min(MAX_SIDE, _edge(found, "size", _DEFAULT_LONGEST)),
+        splits=bool(reader.flag("do_image_splitting", True)),
+        mean=_channels(found, "image_mean"),
+        std=_channels(found, "image_std"),
+        scale=reader.number("rescale_factor", 1 / 255),
+        resample=reader.integer("resample", _LANCZOS),
+        image_id=image_id,
+    )
+
+
+def _section(path: Path) -> dict[str, Any] | None:
+    """The JSON object that says how images are cut; None where the file is missing or has none."""
+    if not path.is_file():
+        return None
+    whole = read_json(path, "take it as its authors published it")
+    found = whole.get("image_processor", whole)
+    return found if isinstance(found, dict) and "max_image_size" in found else None
+
+
+def _edge(found: Mapping[str, Any], name: str, default: int) -> int:
+    size = found.get(name, {"longest_edge": default})
+    edge = size.get("longest_edge") if isinstance(size, dict) else None
+    if type(edge) is not int:
+        raise ConfigError(
+            f"{PREPROCESSOR_FILES[0]}: {name} must be an object with a longest_edge, got {size!r:.80}"
+        )
+    return edge
+
+
+def _channels(found: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+    value = found.get(name, _IMAGENET_HALF)
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise ConfigError(f"{PREPROCESSOR_FILES[0]}: {name} must be three numbers, got {value!r:.80}")
+    return tuple(value)
+
+
+def _require_tokens(folder: Path, files: TokenizerFiles, image_id: int) -> None:
+    tokenizer = Tokenizer(files)
+    for text in (IMAGE, AROUND, WHOLE_IMAGE):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1 or (text == IMAGE and ids != [image_id]):
+            raise CheckpointError(
+                f"{folder}: the tokenizer has no token {text}"
+                + (f" of the id {image_id}" if text == IMAGE else "")
+                + "; take its files as their authors published them"
+            )
+
+
+def read_image_encoder(
+    folder: Path, *, widened: bool = True
+) -> tuple[ImageEncoderConfig, dict[str, np.ndarray]]:
+    """The encoder of a SmolVLM folder: its config, and its parameters, in float32 or (without `widened`) as
+    they are stored.
 
     Raises:
       CheckpointError: the folder is of another model, or its tensors disagree with its config.
@@ -73,7 +169,7 @@ def read_image_encoder(folder: Path) -> tuple[ImageEncoderConfig, dict[str, np.n
         own = (cfg.hidden_size, *square) if name == "patches" else shape
         weights.check(stored, own)
         read = weights.read(stored, lambda each: each[:])
-        params[name] = read.astype(np.float32).reshape(shape)
+        params[name] = (read.astype(np.float32) if widened else read).reshape(shape)
     return cfg, params
 
 

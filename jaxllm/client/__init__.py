@@ -21,7 +21,7 @@ except ImportError as error:
 from jaxllm.client.answer import Answer, AsyncAnswer, Cost, Plan
 from jaxllm.client.async_client import AsyncClient, AsyncContext
 from jaxllm.client.client import Client, Context
-from jaxllm.client.requests import Sampling
+from jaxllm.client.requests import Sampling, user_message
 from jaxllm.client.responses import Busy, ContextFacts, ServiceError, Unauthorized, Unreachable
 
 __all__ = [
@@ -39,4 +39,5 @@ __all__ = [
     "ServiceError",
     "Unauthorized",
     "Unreachable",
+    "user_message",
 ]

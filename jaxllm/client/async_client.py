@@ -11,6 +11,7 @@ from jaxllm.client.requests import (
     LIMITS,
     MAX_TOKENS,
     answer_body,
+    asked_in,
     bind_body,
     connection,
     context_body,
@@ -94,8 +95,8 @@ class AsyncClient:
         sampling: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> AsyncAnswer:
-        """Answers a conversation: messages with a `role` and a `content`, oldest first. For the rest see
-        `call`."""
+        """Answers a conversation: messages with a `role` and a `content`, oldest first; with images as
+        `user_message` has them. For the rest see `call`."""
         body = answer_body(
             self._adapter, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop, sampling=sampling,
             extra=extra,
@@ -207,7 +208,7 @@ class AsyncContext:
 
     async def generate(
         self,
-        prompt: str,
+        prompt: str | Sequence[Mapping[str, Any]],
         *,
         slo: Any = None,
         strict: bool | None = None,
@@ -217,12 +218,11 @@ class AsyncContext:
         extra: Mapping[str, Any] | None = None,
     ) -> AsyncAnswer:
         """See `Context.generate`."""
-        require_prompt(prompt)
         body = answer_body(
             self._client._adapter, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop,
             sampling=sampling, extra=extra,
         )  # fmt: skip
-        return await self._client._answer(context_path(self.name, "generate"), {"prompt": prompt, **body})
+        return await self._client._answer(context_path(self.name, "generate"), {**asked_in(prompt), **body})
 
     async def pin(self, pinned: bool = True) -> None:
         """Keeps its chunks in memory once they are there, or lets them be evicted again.

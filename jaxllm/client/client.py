@@ -11,6 +11,7 @@ from jaxllm.client.requests import (
     LIMITS,
     MAX_TOKENS,
     answer_body,
+    asked_in,
     bind_body,
     connection,
     context_body,
@@ -138,8 +139,8 @@ class Client:
         sampling: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """Answers a conversation: messages with a `role` and a `content`, oldest first. For the rest see
-        `call`."""
+        """Answers a conversation: messages with a `role` and a `content`, oldest first; with images as
+        `user_message` has them. For the rest see `call`."""
         body = answer_body(
             self._adapter, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop, sampling=sampling,
             extra=extra,
@@ -255,7 +256,7 @@ class Context:
 
     def generate(
         self,
-        prompt: str,
+        prompt: str | Sequence[Mapping[str, Any]],
         *,
         slo: Any = None,
         strict: bool | None = None,
@@ -264,19 +265,19 @@ class Context:
         sampling: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """Answers a prompt that follows the context's tokens. For the arguments see `Client.call`.
+        """Answers a prompt, or messages such as `user_message` makes, that follow the context's tokens. For
+        the other arguments see `Client.call`.
 
         Raises:
           ContextGone: it was deleted, or is of another model, level, codec or adapter.
           ContextOverflow: the context and the prompt are longer than the model's window.
           Busy: it is answering.
         """
-        require_prompt(prompt)
         body = answer_body(
             self._client._adapter, slo=slo, strict=strict, max_tokens=max_tokens, stop=stop,
             sampling=sampling, extra=extra,
         )  # fmt: skip
-        return self._client._answer(context_path(self.name, "generate"), {"prompt": prompt, **body})
+        return self._client._answer(context_path(self.name, "generate"), {**asked_in(prompt), **body})
 
     def pin(self, pinned: bool = True) -> None:
         """Keeps its chunks in memory once they are there, or lets them be evicted again.

@@ -1,5 +1,6 @@
 """Makes the bodies of requests, and the connection's settings."""
 
+import base64
 import dataclasses
 import urllib.parse
 from collections.abc import Mapping, Sequence
@@ -126,15 +127,54 @@ def answer_body(
     return body | dict(extra or {})
 
 
-def conversation(prompt: str, instruction: str) -> list[dict[str, str]]:
+def conversation(prompt: str, instruction: str) -> list[dict[str, Any]]:
     """The messages of a prompt and an instruction before it.
 
     Raises:
       ConfigError: the prompt is empty.
     """
-    require_prompt(prompt)
     before = [{"role": "system", "content": instruction}] if instruction else []
-    return [*before, {"role": "user", "content": prompt}]
+    return [*before, user_message(prompt)]
+
+
+def user_message(prompt: str, *images: bytes) -> dict[str, Any]:
+    """A user's message, for `Client.chat` and `Context.generate`.
+
+    Args:
+      prompt: the user's text.
+      images: contents of images' files, such as `Path("photo.jpg").read_bytes()`, of a model that reads them.
+
+    Raises:
+      ConfigError: the prompt is empty, or an image is no bytes.
+    """
+    require_prompt(prompt)
+    content = [*map(image_part, images), {"type": "text", "text": prompt}] if images else prompt
+    return {"role": "user", "content": content}
+
+
+def asked_in(prompt: str | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields of a request in a context: a prompt, or messages.
+
+    Raises:
+      ConfigError: the prompt is empty.
+    """
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        require_prompt(prompt)
+        return {"prompt": prompt}
+    return {"messages": [dict(each) for each in prompt]}
+
+
+def image_part(content: bytes) -> dict[str, Any]:
+    """The part of a message that is an image, of its file's content: the service never opens other URLs.
+
+    Raises:
+      ConfigError: it is no bytes, or none.
+    """
+    if not isinstance(content, bytes) or not content:
+        raise ConfigError(f"an image is the bytes of its file, got {content!r:.40}; read the file first")
+    # The service looks at the bytes, not at the type.
+    url = f"data:image/*;base64,{base64.b64encode(content).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def require_prompt(prompt: object) -> None:

@@ -62,6 +62,8 @@ class ChatTemplate:
         self._knows_tools = any(each.name == "tools" for each in tree.find_all(jinja2.nodes.Name))
         # Texts that the template may look for in messages, without special tokens, which it writes.
         self._looked_for = [name for name in names if name and not any(word in name for word in spelled)]
+        # Templates of models with images loop over the parts of a content; some know no plain texts.
+        self._parts_alone = {"image", "text"} <= names and not _tells_texts(tree)
         bounded = is_bounded(tree, special)
         self._program = TemplateProgram(source) if bounded else ConfinedTemplate(source)
 
@@ -75,6 +77,8 @@ class ChatTemplate:
     ) -> MarkedText:
         """The prompt (see `Tokenizer.chat_text`)."""
         messages = _plain_messages(messages)
+        if self._parts_alone:
+            messages = [_in_parts(each) for each in messages]
         self._check_roles(messages)
         if tools and not self._knows_tools:
             raise ConfigError("the model's chat template knows no tools; ask without tools")
@@ -254,6 +258,19 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConfigError(f"message {index} must be an object with a 'role', got {message!r:.80}")
     return plain
+
+
+def _tells_texts(tree: jinja2.nodes.Template) -> bool:
+    """Whether a template asks whether a value is a text."""
+    return any(each.name == "string" for each in tree.find_all(jinja2.nodes.Test))
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content, if it is a text, is a list of one part."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

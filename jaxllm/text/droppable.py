@@ -153,10 +153,10 @@ def conversation_tokens(
 
     def spans() -> np.ndarray:
         last = messages[-1] if messages else {}
-        user = last.get("content")
-        if last.get("role") != "user" or not isinstance(user, str):
+        user, around = _only_text(last.get("content"))
+        if last.get("role") != "user" or user is None:
             return np.zeros((0, 2), np.int64)
-        blank = tokenizer.chat_text([*messages[:-1], {**last, "content": _PLACE}], tools=tools, now=now)
+        blank = tokenizer.chat_text([*messages[:-1], {**last, "content": around}], tools=tools, now=now)
         return _user_spans(text.text, blank.text, user)
 
     return PromptTokens(marked=text, ids=np.asarray(ids, np.int32), offsets=offsets, find_spans=spans)
@@ -234,6 +234,17 @@ def _user_spans(text: str, blank: str, user: str, *, goes_on: bool = False) -> n
     if inner.strip() != user.strip():
         return np.zeros((0, 2), np.int64)
     return len(before) + free_spans(inner, goes_on=goes_on)
+
+
+def _only_text(content: Any) -> tuple[str | None, Any]:
+    """The text of a message's content, None where that is not one text, and the content with `_PLACE` in its
+    place."""
+    if isinstance(content, str):
+        return content, _PLACE
+    texts = [each for each in content or () if isinstance(each, Mapping) and each.get("type") == "text"]
+    if len(texts) != 1:
+        return None, content
+    return texts[0]["text"], [{**each, "text": _PLACE} if each is texts[0] else each for each in content]
 
 
 def _head(line: str) -> int:

@@ -28,6 +28,7 @@ from serving.buckets.compiled_folder import CompiledBucketFolder
 from serving.host.machine import cpu_features, usable_cores
 
 if TYPE_CHECKING:
+    from jaxllm.models.encoder.siglip import ImageEncoderConfig
     from jaxllm.models.tiny_lm import TlmConfig
     from serving.options import EngineOptions
 
@@ -86,7 +87,10 @@ class BucketStore:
         return cls(folder, {"environment": digest_of(environment_facts())})
 
     def of(
-        self, cfg: "ModelConfig | TlmConfig", params: Any, options: "EngineOptions | None" = None
+        self,
+        cfg: "ModelConfig | TlmConfig | ImageEncoderConfig",
+        params: Any,
+        options: "EngineOptions | None" = None,
     ) -> "BucketStore":
         """The store of another model, such as a sub-model, in the same folder; `options` are those of its
         engine if it has another."""

@@ -1,6 +1,8 @@
 """`jaxllm chat`: holds a conversation in the terminal."""
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +13,7 @@ from serving.commands.lazy import EngineCommand
 from serving.commands.model_choice import ModelChoice
 from serving.commands.shared_options import (
     generation_config,
+    image_option,
     model_options,
     running_options,
     sampling_options,
@@ -25,41 +28,48 @@ _HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 @click.command("chat", cls=EngineCommand)
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
+@image_option
 @model_options
 @running_options
 @sampling_options
 def chat_command(
     choice: ModelChoice,
     system: str | None,
+    images: tuple[Path, ...],
     **options: Any,
 ) -> None:
     """Talk with a model in the terminal.
 
     Reads one turn a line from standard input and writes answers to standard output. Each turn computes only
-    new tokens; a context that is full loses its oldest turn.
+    new tokens; a context that is full loses its oldest turn. Images come with the first turn.
 
     \b
     Example:
       jaxllm chat --system "You are brief."
+      jaxllm chat --model smolvlm.jaxllm --image photo.jpg
     """
     config = generation_config(options)
     with progress_bars() as progress:
-        engine = choice.open(progress)
-    converse(engine, config, system)
+        engine = choice.open(progress, images=bool(images))
+    converse(engine, config, system, images)
 
 
-def converse(engine: "Engine", config: "GenerationConfig", system: str | None) -> None:
+def converse(
+    engine: "Engine", config: "GenerationConfig", system: str | None, images: Sequence[Path] = ()
+) -> None:
     """Answers turns of standard input until it ends.
 
     Args:
       engine: of a model with a chat template.
       config: of each answer.
       system: stands before the conversation; None for nothing.
+      images: files of images that come with the first turn.
 
     Raises:
-      ConfigError: the model has no chat template.
+      ConfigError: the model has no chat template, or an image cannot be read.
     """
     # Here, so that --help does not wait for its imports.
+    from serving.images.messages import image_part, read_image_file
     from serving.request import Session
 
     if not engine.tokenizer.has_chat_template:
@@ -67,26 +77,29 @@ def converse(engine: "Engine", config: "GenerationConfig", system: str | None) -
     click.echo(f"{engine.name}. {_HELP}", err=True)
     opening = [{"role": "system", "content": system}] if system else []
     messages, session = list(opening), Session()
+    new = parts = [image_part(read_image_file(each)) for each in images]
     while True:
         text = _read_turn()
         if text is None or text == "/exit":
             return
         if text == "/reset":
-            messages, session = list(opening), Session()
+            messages, session, new = list(opening), Session(), parts
         elif text.startswith("/"):
             click.echo(_HELP, err=True)
         elif text:
-            messages.append({"role": "user", "content": text})
+            content = [*new, {"type": "text", "text": text}] if new else text
+            messages.append({"role": "user", "content": content})
+            new = []
             messages = _answer(engine, messages, len(opening), config, session)
 
 
 def _answer(
     engine: "Engine",
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     kept: int,
     config: "GenerationConfig",
     session: "Session",
-) -> list[dict[str, str]]:
+) -> list[dict[str, Any]]:
     """Answers the last message; returns the conversation with the answer, without dropped old turns."""
     while True:
         try:

@@ -11,6 +11,7 @@ from serving.commands.lazy import EngineCommand
 from serving.commands.model_choice import ModelChoice
 from serving.commands.shared_options import (
     generation_config,
+    image_option,
     json_option,
     model_options,
     running_options,
@@ -24,6 +25,7 @@ from serving.commands.shared_options import (
 @click.option(
     "--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="Read the prompt from a file."
 )
+@image_option
 @model_options
 @running_options
 @task_option
@@ -33,29 +35,37 @@ def generate_command(
     choice: ModelChoice,
     prompt: str | None,
     prompt_file: Path | None,
+    images: tuple[Path, ...],
     as_json: bool,
     **options: Any,
 ) -> None:
     """Continue a prompt with a model, streaming the text.
 
     Reads the prompt from --prompt, from a file or from standard input, and writes the answer to standard
-    output as it comes; with --json, one object with the text, counts and times when it is done.
+    output as it comes; with --json, one object with the text, counts and times when it is done. Images stand
+    before the prompt, or where it says <image>.
 
     \b
     Example:
       jaxllm generate --prompt "Once upon a time" --max-tokens 50
       jaxllm generate --model model.jaxllm --memory 300MB --draft ngram --prompt-file prompt.txt --json
+      jaxllm generate --model smolvlm.jaxllm --image photo.jpg --prompt "User: What is this? Assistant:"
       jaxllm generate --model t5-small --task translation_en_to_de --prompt "Good morning."
     """
     from serving.host.machine import process_age_ms
+    from serving.images.messages import read_image_file, with_places
 
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give --prompt or --prompt-file, not both")
     config = generation_config(options)
-    text = read_text(prompt_file) if prompt is None else prompt
+    asked = read_text(prompt_file) if prompt is None else prompt
+    files, rows = [read_image_file(each) for each in images], None
     with progress_bars() as progress:
-        engine = choice.open(progress, warm_up=False)
-        generation = engine.stream(text, config)
+        engine = choice.open(progress, warm_up=False, images=bool(files))
+        text: str | list[int] = asked
+        if files:
+            text, rows = engine.image_rows(engine.tokenizer.encode(with_places(asked, len(files))), files)
+        generation = engine.stream(text, config, rows=rows)
         # One request needs few buckets; compiling all of them would only delay its answer.
         engine.warm_up(
             prompt_tokens=generation.prompt_tokens, max_tokens=config.max_tokens, progress=progress

@@ -54,6 +54,7 @@ def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool)
     import jax
 
     from jaxllm.bundle import Bundle
+    from jaxllm.bundle.images import image_encoder_facts
     from jaxllm.errors import CheckpointError
     from jaxllm.kernels import native
     from jaxllm.models.parameters import parameter_count
@@ -79,6 +80,7 @@ def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool)
             "verified": verify,
             **_levels(opened),
             **_tasks(opened),
+            **image_encoder_facts(opened),
             **_experts(opened),
             "config": opened.cfg.to_json(),
             "jaxllm": jaxllm.__version__,

@@ -57,13 +57,15 @@ class ModelChoice:
     most_loss: float | None = None
     expert_loss: float = 0.0
 
-    def open(self, progress: Progress, *, warm_up: bool = True) -> "Engine":
-        """Opens the engine of the choice.
+    def open(self, progress: Progress, *, warm_up: bool = True, images: bool = False) -> "Engine":
+        """Opens the engine of the choice; for prompts with images, if these are asked for.
 
         Raises:
           ConfigError: it is an exported program, with options that only a bundle has.
         """
         if self.program is not None:
+            if images:
+                raise ConfigError("--image cannot be given with --program: no encoder of images is exported")
             return self._open_program(self.program, progress, warm_up=warm_up)
         if self.processors > 1:
             # Imported here, because it must run before JAX is used.
@@ -78,6 +80,7 @@ class ModelChoice:
             memory_bytes=self.memory,
             prefill=self._prefill_options(),
             experts=ExpertOptions(loss=self.expert_loss),
+            prompt_rows=images,
         )
         engine = self._open(
             self.model,

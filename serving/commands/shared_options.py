@@ -33,6 +33,14 @@ task_option = click.option(
     metavar="NAME",
     help="Of an encoder-decoder, the task whose prefix stands before the prompt.  [default: the model's own]",
 )
+image_option = click.option(
+    "--image",
+    "images",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="An image that the prompt begins with, of a model with an encoder of images. Repeatable.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 model_option = click.option(

@@ -58,6 +58,7 @@ class ContextCall(Lifecycle):
             most_tokens=self._most_tokens,
             base=base,
             prompt=run.sequence,
+            rows=run.request.rows,
         )
         self._turn.stop = _stop(weakref.ref(run), record.name)
         self.restoration = self._turn.restoration

@@ -180,7 +180,7 @@ class Catalog:
             self.damage[folder] = Damage(app=found.record.app, name=name, reason=found.damage)
         with written(folder):
             names = os.listdir(folder)
-        for each in {*filter(SEGMENT.fullmatch, names)} - set(found.record.segments):
+        for each in {*filter(SEGMENT.fullmatch, names)} - found.record.own_files:
             self.discard(folder / each)
 
     def mend(self, folder: Path) -> Damage:

@@ -15,6 +15,7 @@ from serving.contexts.growth import slid_record
 from serving.contexts.manager import Contexts
 from serving.contexts.record import Record
 from serving.contexts.turn_ids import TurnTokens, turn_ids
+from serving.prompt_rows import PromptRows
 from serving.request import DEFAULT_MAX_TOKENS, GenerationConfig
 from serving.sliding import Sliding, kept_tokens
 
@@ -65,6 +66,7 @@ class Context:
         ignore_eos: bool = False,
         slide: bool = False,
         sampling: Sampling | None = None,
+        rows: PromptRows | None = None,
     ) -> ContextAnswer:
         """Answers a prompt that follows the context's tokens.
 
@@ -80,6 +82,8 @@ class Context:
           slide: where context, prompt and answer outgrow the model's window, drop the middle of the context
             (see `serving.sliding`). The stored context changes only when the answer has ended.
           sampling: how tokens are chosen; greedy by default.
+          rows: that stand in place of some tokens of a prompt of ids, at places counted from its first. They
+            are stored with the context, which then does not slide, nor move to another model.
 
         Returns:
           The answer. Its first piece raises BudgetExceeded where the context would not fit into memory, its
@@ -109,8 +113,9 @@ class Context:
         config = GenerationConfig(
             max_tokens=max_tokens, stop=tuple(stop), ignore_eos=ignore_eos, sampling=sampling or Sampling()
         )
+        rows = PromptRows.joined((0, contexts.rows_before(record)), (len(base.tokens), rows))
         request = engine.request(
-            asked.prompt, config, level=record.origin.level, sliding=sliding, source=asked.source
+            asked.prompt, config, level=record.origin.level, sliding=sliding, rows=rows, source=asked.source
         )
         call = ContextCall(contexts, record, base, most_tokens=len(request.prompt) + max_tokens)
         return ContextAnswer(engine.decoding(request), engine.tokenizer, request, call=call)

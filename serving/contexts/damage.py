@@ -6,6 +6,7 @@ from pathlib import Path
 from jaxllm.errors import CheckpointError, Unreadable
 from serving.contexts.encryption import Vault
 from serving.contexts.record import Record
+from serving.contexts.row_file import read_rows
 from serving.contexts.segment import Segment
 from serving.contexts.stored import mismatched_chunks
 from serving.host.direct_io import Storage
@@ -65,3 +66,13 @@ def chunk_damage(folder: Path, record: Record, storage: Storage, vault: Vault | 
         except CheckpointError:
             corrupt |= own
     return ChunkDamage(frozenset(corrupt), frozenset(unread - corrupt), reason)
+
+
+def row_damage(folder: Path, record: Record, storage: Storage, vault: Vault | None = None) -> Damage | None:
+    """Damage of a context's rows, which nothing can make again; None for none."""
+    try:
+        read_rows(folder, record, storage, vault)
+    except CheckpointError as error:
+        proved = not isinstance(error, Unreadable)
+        return Damage(app=record.app, name=record.name, reason=str(error), proved=proved)
+    return None

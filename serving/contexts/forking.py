@@ -13,8 +13,8 @@ from serving.contexts.store import Linked
 
 def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
     """A new context of the same app and level, with a context's first tokens and their whole chunks, which
-    both have on storage (see `ContextStore.link`), or copies of them. Chunks that cannot be read are computed
-    again.
+    both have on storage (see `ContextStore.link`), or copies of them, and a copy of their rows. Chunks that
+    cannot be read are computed again.
 
     Args:
       contexts: of all apps.
@@ -44,7 +44,8 @@ def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
         chunks = _stored(contexts, record, count, linked)
         widths = {n: wanted[n] for n in linked} | {n: bits for n, (bits, _) in chunks.items()}
         first = dataclasses.replace(first, bits=tuple(widths.get(n, LOST) for n in range(count)))
-        return contexts.store.commit(first, chunks, linked=linked)
+        rows = contexts.rows_before(record, tokens)
+        return contexts.store.commit(first, chunks, linked=linked, rows=rows)
     except BaseException:
         with contextlib.suppress(JaxllmError):
             contexts.delete(made.name)

@@ -95,8 +95,9 @@ class ChunkLoader:
         source = turn.source or name
         if chunk_io.coded:
             cache = chunk_io.behind(cache, None, 0)
+        vocab = runner.cfg.vocab_size
         for attempt in range(2):
-            base = turn.base
+            base = turn.base = turn.base.before_lost_rows(vocab)
             if attempt:
                 cache = runner.start(tokens)
             if base.source:
@@ -117,7 +118,8 @@ class ChunkLoader:
                     bits=base.bits,
                     resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
                     reader=Reader(self._store.open(source, wanted).read if wanted else _nothing, self._pool),
-                    delays=self._delays[runner.level] if self._recompute else None,
+                    # Chunks with rows are read: rows are no tokens, to be computed from.
+                    delays=self._delays[runner.level] if self._recompute and not base.rows else None,
                     new=self._new_tokens(turn, chunk_io),
                 )
             except CheckpointError:
@@ -160,6 +162,9 @@ class ChunkLoader:
         if not self._overlap or len(sequence) <= count or tuple(sequence[:count]) != base.tokens[:count]:
             return None
         new = sequence[count:]
+        if base.rows or max(new) >= chunk_io.runner.cfg.vocab_size:
+            # Rows in place of tokens are fed by the prefill alone.
+            return None
         chunks = chunk_io.runner.prefill_chunks(len(new))
         return NewTokens(tokens=new, chunks=chunks) if chunk_io.feeds(chunks[0]) else None
 

@@ -30,6 +30,7 @@ from serving.contexts.sharing import alike, shared_beginning
 from serving.contexts.store import Linked
 from serving.contexts.turn import Turn
 from serving.engine import Engine
+from serving.prompt_rows import PromptRows
 from serving.request import Session
 
 
@@ -79,6 +80,7 @@ class Contexts(ContextRegistry):
         most_tokens: int,
         base: Record | None = None,
         prompt: Sequence[int] = (),
+        rows: PromptRows | None = None,
     ) -> Turn:
         """Restores a context for a call, and locks it.
 
@@ -90,6 +92,8 @@ class Contexts(ContextRegistry):
           base: the record after sliding, where the context slides before the call; None for all of it.
           prompt: tokens of the context and the prompt: what is not in the context may be computed while it is
             restored, and a context's first may begin as another context does.
+          rows: all that stand in place of tokens of the context and the prompt; new ones are on storage
+            before the call begins.
 
         Returns:
           The call, which ends with `finish` or `abandon`, or when its last strong reference is gone.
@@ -106,6 +110,12 @@ class Contexts(ContextRegistry):
             moved = stored.origin.differing(record.origin)
             record = self.at_level(app, name, record.origin.level)
             base = base and base.moved(record.origin)
+        if rows is not None and rows.at[-1] >= len(record.tokens):
+            # The context does not run, so that nobody else changes its record.
+            self.store.wait(name)
+            stored = self.store.commit(self.store.record(name), rows=rows)
+            record = dataclasses.replace(record, rows=stored.rows, checksums=stored.checksums)
+            base = base and dataclasses.replace(base, rows=stored.rows)
         size = self.chunk_bytes(record, most_tokens)
         if prompt:
             self._idle.called(name)
@@ -186,7 +196,7 @@ class Contexts(ContextRegistry):
         stores them at these. Evicts nothing.
 
         Args:
-          record: of the context, which does not run and is of this model.
+          record: of the context, which does not run and is of this model; with rows nothing is widened.
           most: chunks.
 
         Returns:
@@ -196,6 +206,8 @@ class Contexts(ContextRegistry):
           BudgetExceeded, CheckpointError: see `begin` and `finish`.
         """
         name, chunk_io, written = record.name, self._chunk_io[record.origin.level], self.options.writing
+        if record.rows:
+            return 0
         wanted = widened_bits(record, chunk_io, self.options, most)
         own = sum(each.size_bytes for each in self.memory.chunks(name).values())
         more = self.chunk_bytes(record) - own

@@ -81,7 +81,9 @@ class Record:
       mass: attention that the tokens of each chunk got so far.
       seen: the most attention they could have got (see `jaxllm.kv.tolerance`).
       files: name of each chunk's segment; empty where the chunk is lost.
-      checksums: checksum of the index of each segment in `files`, by name.
+      checksums: checksum of the index of each segment in `files`, and of `rows`, by name.
+      rows: name of the file with the rows that stand in place of tokens, such as those of images (see
+        `row_file`); empty for none. In `tokens` they have ids behind the vocabulary.
       pinned: whether its chunks are never evicted to make room for another context's.
       tokenizer: digest of the tokenizer whose ids `tokens` are; empty where that is not known, as of records
         of versions before 6.
@@ -100,6 +102,7 @@ class Record:
     seen: tuple[float, ...] = ()
     files: tuple[str, ...] = ()
     checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rows: str = ""
     pinned: bool = False
     tokenizer: str = ""
     used: int = 0
@@ -109,6 +112,11 @@ class Record:
     def segments(self) -> tuple[str, ...]:
         """Names of the segments in `files`, sorted."""
         return tuple(sorted(set(self.files) - {""}))
+
+    @property
+    def own_files(self) -> set[str]:
+        """Names of the files beside the record: segments and rows."""
+        return {*self.files, self.rows} - {""}
 
     @functools.cached_property
     def sources(self) -> tuple[str, ...]:
@@ -132,15 +140,33 @@ class Record:
         )
 
     def moved(self, origin: Origin) -> "Record":
-        """This record with another origin: its tokens alone, whose chunks are computed again."""
-        return dataclasses.replace(self, origin=origin, bits=(), mass=(), seen=(), files=(), checksums={})
+        """This record with another origin: its tokens and rows alone, whose chunks are computed again."""
+        return dataclasses.replace(self.cut(0), origin=origin, checksums=self._checksums_of({self.rows}))
+
+    def cut(self, chunks: int) -> "Record":
+        """This record with its first chunks; the tokens behind them are computed again."""
+        first = {field: getattr(self, field)[:chunks] for field in ("bits", "mass", "seen", "files")}
+        return dataclasses.replace(self, **first)
+
+    def before_lost_rows(self, vocab_size: int) -> "Record":
+        """This record up to the first lost chunk that has rows in place of tokens: it is not computed by
+        itself, and all from there on are computed as a prompt is, with their rows."""
+        size = self.origin.chunk_tokens
+        for place, bits in enumerate(self.bits):
+            own = self.tokens[place * size : (place + 1) * size]
+            if bits == LOST and max(own) >= vocab_size:
+                return self.cut(place)
+        return self
 
     def lose(self, chunks: Set[int]) -> "Record":
         """This record with some chunks marked as lost, to be computed again."""
         bits = tuple(LOST if place in chunks else each for place, each in enumerate(self.bits))
         files = tuple("" if place in chunks else each for place, each in enumerate(self.files))
-        checksums = {name: each for name, each in self.checksums.items() if name in files}
+        checksums = self._checksums_of({*files, self.rows})
         return dataclasses.replace(self, bits=bits, files=files, checksums=checksums)
+
+    def _checksums_of(self, names: Set[str]) -> dict[str, str]:
+        return {name: each for name, each in self.checksums.items() if name in names}
 
     def beside(self, resident: Mapping[int, int]) -> "Record":
         """This record with the widths of chunks that are in memory only, by number."""

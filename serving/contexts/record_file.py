@@ -5,7 +5,7 @@
     record.previous    the record before, used where `record` is lost
 
 In an encrypted record (version 9) the text is encrypted (`encryption`), with its key's id and its salt. Older
-ones are read, too: those of versions 6 and 7 (encrypted) lack the source, those of versions 4 and 5
+ones are read, too: those of versions 6 and 7 (encrypted) lack source and rows, those of versions 4 and 5
 (encrypted) also the tokenizer, those of versions 2 and 3 (encrypted) also the time at which the context was
 made.
 
@@ -46,12 +46,12 @@ from serving.contexts.root import (
 VERSION, SEALED_VERSION = 8, 9
 # What records of older versions lack.
 _LACKING: Mapping[int, Mapping[str, Any]] = {
-    2: {"created_s": 0, "tokenizer": "", "source": []},
-    3: {"created_s": 0, "tokenizer": "", "source": []},
-    4: {"tokenizer": "", "source": []},
-    5: {"tokenizer": "", "source": []},
-    6: {"source": []},
-    7: {"source": []},
+    2: {"created_s": 0, "tokenizer": "", "source": [], "rows": ""},
+    3: {"created_s": 0, "tokenizer": "", "source": [], "rows": ""},
+    4: {"tokenizer": "", "source": [], "rows": ""},
+    5: {"tokenizer": "", "source": [], "rows": ""},
+    6: {"source": [], "rows": ""},
+    7: {"source": [], "rows": ""},
 }
 _SEALED_VERSIONS = (3, 5, 7, SEALED_VERSION)
 MOST_USED = 1 << 53
@@ -300,8 +300,9 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
     files = _row(facts, "files", lambda each: each == "" or _is_segment(each), count)
     _require("files", all((width == LOST) == (not file) for width, file in zip(bits, files, strict=True)))
     key = _FILE_NAMES["checksums"]
-    checksums = facts[key]
-    _require(key, isinstance(checksums, dict) and checksums.keys() == set(files) - {""})
+    checksums, rows = facts[key], facts["rows"]
+    _require("rows", rows == "" or (_is_segment(rows) and rows not in files))
+    _require(key, isinstance(checksums, dict) and checksums.keys() == {*files, rows} - {""})
     _require(key, all(_is_text(each) for each in checksums.values()))
     _require("tokenizer", _is_text(facts["tokenizer"]))
     _require("pinned", type(facts["pinned"]) is bool)
@@ -309,7 +310,7 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
         _require(key, type(facts[key]) is int and 0 <= facts[key] <= MOST_USED)
     return Record(
         name=name, app=facts["app"], origin=origin, tokens=tokens, source=source, bits=bits, mass=mass,
-        seen=seen, files=files, checksums=checksums, pinned=facts["pinned"],
+        seen=seen, files=files, checksums=checksums, rows=rows, pinned=facts["pinned"],
         tokenizer=facts["tokenizer"], used=facts["used"],
         created_s=facts["created_s"],
     )  # fmt: skip

@@ -21,6 +21,7 @@ from serving.contexts.record import Record
 from serving.contexts.store import ContextStore
 from serving.contexts.writing import ChunkWriter
 from serving.engine import Engine
+from serving.prompt_rows import PromptRows
 from serving.request import Session
 
 
@@ -172,7 +173,8 @@ class ContextRegistry:
         adapter, as it moves to this engine's with its next call: its tokens alone.
 
         Raises:
-          ContextGone: the app has no context of this name, or its tokens are of another tokenizer.
+          ContextGone: the app has no context of this name, or its tokens are of another tokenizer, or its
+            rows of another model.
         """
         record = self.store.record(name, app)
         level = record.origin.level if record.origin.level in self._chunk_io else self.engine.runner.level
@@ -184,9 +186,23 @@ class ContextRegistry:
                 f"the context {name} is of another model, and its tokens are of {whose}: open it with the "
                 "model that it was made with, or delete it"
             )
+        if not same and record.rows:
+            raise ContextGone(
+                f"the context {name} has images, whose rows are of another model: open it with the model "
+                "that it was made with, or send the images in a new context"
+            )
         if record.tokenizer != self._tokenizer:
             record = dataclasses.replace(record, tokenizer=self._tokenizer)
         return record if record.origin == origin else record.moved(origin)
+
+    def rows_before(self, record: Record, tokens: int | None = None) -> PromptRows | None:
+        """The stored rows of a context's first tokens, or of all; None for none.
+
+        Raises:
+          CheckpointError: they are damaged.
+        """
+        rows = self.store.rows(record.name) if record.rows else None
+        return rows and rows.before(len(record.tokens) if tokens is None else tokens)
 
     def moving(self, app: str, name: str, level: int | None = None) -> tuple[str, ...]:
         """What of a context's origin another takes the place of in its next call, by its names in `Origin`;

@@ -41,8 +41,10 @@ from serving.contexts.root import (
     remove_own,
     written,
 )
+from serving.contexts.row_file import read_rows, row_chunks, write_rows
 from serving.contexts.segment import Chunks, file_bytes, write_segment
 from serving.contexts.verification import verify
+from serving.prompt_rows import PromptRows
 
 # Chunk -> its segment, and the checksum of that.
 Linked = Mapping[int, tuple[str, str]]
@@ -130,7 +132,7 @@ class ContextStore(OpenStore):
                 if not same or file not in theirs.checksums:
                     continue
                 if file not in links:
-                    fresh = next_segment([*os.listdir(own), *self.record(record.name).segments])
+                    fresh = next_segment([*os.listdir(own), *self.record(record.name).own_files])
                     os.link(self._catalog.folder(theirs) / file, own / fresh, follow_symlinks=False)
                     links[file] = fresh
                 found[n] = (links[file], theirs.checksums[file])
@@ -143,16 +145,18 @@ class ContextStore(OpenStore):
         *,
         flush: bool = True,
         linked: Linked = MappingProxyType({}),
+        rows: PromptRows | None = None,
     ) -> Record:
         """Stores a context's new state: first its new chunks, then the record that names them.
 
         Args:
-          record: the new record; its `files` and `checksums` are ignored and made here. Chunks that are
-            `LOST` in it are removed.
+          record: the new record; its `files`, `checksums` and `rows` are ignored and made here. Chunks that
+            are `LOST` in it are removed.
           chunks: bits and each layer's blob of those chunks that are new or have another width.
           flush: wait until the device has everything. Otherwise chunks can be read, but a power cut or a kill
             leaves the state before, until the context's next commit or `close`.
           linked: chunks that are in segments of another context, too (see `link`).
+          rows: all rows of the context from here on; None for those that it has.
 
         Returns:
           The stored record.
@@ -169,15 +173,17 @@ class ContextStore(OpenStore):
         with written(folder):
             names = os.listdir(folder)
         before = _with_links(before, linked)
-        fresh = next_segment([*names, *before.segments])
+        taken = [*names, *before.own_files]
+        fresh = next_segment(taken)
+        of_rows = before.rows if rows is None else next_segment([*taken, fresh])
         files = [fresh if chunk in chunks else file for chunk, file in enumerate(_kept_files(before, record))]
-        record = dataclasses.replace(
-            record, files=tuple(files), checksums=before.checksums, used=self._catalog.next_use()
-        )
+        named = {"files": tuple(files), "rows": of_rows, "checksums": before.checksums}
+        record = dataclasses.replace(record, used=self._catalog.next_use(), **named)
         record = record.lose({chunk for chunk, file in enumerate(files) if not file})
-        there = {*filter(SEGMENT.fullmatch, names), *before.segments, fresh}
+        there = {*filter(SEGMENT.fullmatch, names), *before.own_files, fresh}
         with written(folder):
-            more = self._more_bytes(record, chunks, there - set(record.segments))
+            more = self._more_bytes(record, chunks, there - record.own_files)
+            more += 0 if rows is None else file_bytes(row_chunks(rows), encrypted=self.vault is not None)
             self._quotas.require(record.app, more, self.used_bytes)
         self._unsettled.begin(name, folder)
         try:
@@ -187,8 +193,11 @@ class ContextStore(OpenStore):
                         folder / fresh, chunks, record.sources, self._storage, flush=flush, vault=self.vault
                     )
                     record = dataclasses.replace(record, checksums={**record.checksums, fresh: checksum})
+                if rows is not None:
+                    checksum = write_rows(folder / of_rows, rows, self._storage, self.vault, flush=flush)
+                    record = dataclasses.replace(record, checksums={**record.checksums, of_rows: checksum})
                 if flush:
-                    for each in self._unflushed.get(name, set()) & set(record.segments):
+                    for each in self._unflushed.get(name, set()) & record.own_files:
                         sync(folder / each)
                     # Another process may have replaced the folder while chunks were written.
                     self._lock.require()
@@ -201,12 +210,22 @@ class ContextStore(OpenStore):
         self._catalog.records[name] = record
         if flush:
             self._unflushed.pop(name, None)
-            for each in there - set(record.segments):
+            for each in there - record.own_files:
                 self._catalog.discard(folder / each)
         else:
-            self._unflushed[name] = there
+            self._unflushed[name] = {*there, of_rows} - {""}
         self._unsettled.end(name)
         return record
+
+    def rows(self, name: str) -> PromptRows | None:
+        """The rows of a context that stand in place of its tokens; None where it has none.
+
+        Raises:
+          ContextGone, CheckpointError, Unreadable: see `record` and `read_rows`.
+        """
+        self.wait(name)
+        record = self.record(name)
+        return read_rows(self._catalog.folder(record), record, self._storage, self.vault)
 
     def write_later(self) -> None:
         """Starts the thread that writes what `commit_later` takes."""
@@ -225,7 +244,7 @@ class ContextStore(OpenStore):
         before, folder, name = self.record(record.name), self._catalog.folder(record), record.name
         files = tuple(_kept_files(before, record))
         record = dataclasses.replace(
-            record, files=files, checksums=before.checksums, used=self._catalog.next_use()
+            record, files=files, rows=before.rows, checksums=before.checksums, used=self._catalog.next_use()
         ).lose({chunk for chunk, file in enumerate(files) if not file})
         self._unsettled.begin(name, folder)
         try:
@@ -301,7 +320,7 @@ class ContextStore(OpenStore):
                     if not (folder / RECORD).exists():
                         # A kill left the one before, and what tells of it is about to go.
                         record = self.commit(record)
-                    remove_own(folder, keep={RECORD, PREVIOUS, *record.segments})
+                    remove_own(folder, keep={RECORD, PREVIOUS, *record.own_files})
         with contextlib.suppress(JaxllmError):
             self._catalog.sweep()
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from serving.contexts.catalog import Catalog
-from serving.contexts.damage import Damage, chunk_damage
+from serving.contexts.damage import Damage, chunk_damage, row_damage
 from serving.contexts.encryption import Vault
 from serving.contexts.record import Record
 from serving.contexts.root import written
@@ -39,6 +39,8 @@ def verify(
         record = catalog.records.get(each.name)
         if record is None or each.path != catalog.folder(record):
             continue
+        if (of_rows := row_damage(each.path, record, storage, vault)) is not None:
+            found.append(of_rows)
         chunks = chunk_damage(each.path, record, storage, vault)
         if chunks.corrupt:
             lost = tuple(sorted(chunks.corrupt))

@@ -20,6 +20,7 @@ from jaxllm.errors import ConfigError, JaxllmError
 from serving.device.contexts import DeviceContexts
 from serving.device.jobs import Job, begin
 from serving.device.service import DeviceService
+from serving.images.encoded import EncodedImage
 from serving.planning.objectives import Binding
 from serving.server.calls import AdapterGone, Call, ContextBusy, Conversation, Refused
 from serving.server.facts import AdapterFacts, ContextFacts, ModelFacts
@@ -122,6 +123,10 @@ class DeviceBackend:
     async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
         """Refuses: programs give logits, and no hidden states."""
         raise ConfigError("exported programs embed no texts; use `jaxllm serve` with a bundle")
+
+    async def encode_images(self, app: str, files: Sequence[bytes]) -> tuple[EncodedImage, ...]:
+        """Refuses: no encoder of images is exported."""
+        raise ConfigError("exported programs read no images; use `jaxllm serve` with a bundle")
 
     def adapters(self) -> Sequence[AdapterFacts]:
         """Those that were exported with the model."""

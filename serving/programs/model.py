@@ -54,6 +54,10 @@ class ProgramModel:
         """Exported levels, in percent, ascending."""
         return tuple(sorted(self.executor.manifest.levels))
 
+    @property
+    def images(self) -> None:
+        """Exported programs have no encoder of images."""
+
     def runner(self, level: int) -> ProgramRunner:
         """The runner of a level.
 

@@ -141,7 +141,10 @@ class LayerwiseRunner(LevelRunner):
         """See the class and `LevelRunner`."""
         super().__init__(model, buckets)
         if model.options.prompt_rows:
-            raise ConfigError("prompt_rows take all weights in memory; give more --memory")
+            raise ConfigError(
+                "images and other rows in place of tokens (prompt_rows) take all weights in memory; give "
+                "more --memory, or go without (for a service: images = false)"
+            )
         self.layers = layers
         # All levels and adapters share them.
         self._norm = norm_params(model.params)

@@ -12,7 +12,7 @@ from serving.server.limits import Admission, AppLimits, Limiter, Limits
 from serving.server.logs import CallRecord, current_request
 from serving.server.metrics import Metrics
 from serving.server.objectives import Bindings
-from serving.server.prompts import prompt_ids_of
+from serving.server.prompts import images_of, whole_prompt_ids
 
 
 class AccountedBackend(EngineBackend):
@@ -69,8 +69,9 @@ class AccountedBackend(EngineBackend):
         tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
         if call.context:
             return call, _content_tokens(tokenizer, call.prompt)
-        prompt = prompt_ids_of(tokenizer, call.prompt, call.config.task)
-        return dataclasses.replace(call, prompt=prompt), len(prompt)
+        prompt = whole_prompt_ids(tokenizer, call.prompt, call.config.task)
+        # Ids alone would lose the rows of images.
+        return (call if images_of(call.prompt) else dataclasses.replace(call, prompt=prompt)), len(prompt)
 
 
 class AccountedTicket:
@@ -135,4 +136,5 @@ def _content_tokens(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int
     if isinstance(prompt, tuple):
         return len(prompt)
     texts = [prompt] if isinstance(prompt, str) else [str(each.get("content")) for each in prompt.messages]
-    return sum(len(tokenizer.encode(text, add_special_tokens=False, special=False)) for text in texts)
+    count = sum(len(tokenizer.encode(text, add_special_tokens=False, special=False)) for text in texts)
+    return count + sum(len(each.rows) for each in images_of(prompt))

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any, TypeVar
 
+from serving.images.encoded import EncodedImage
+from serving.images.prompt import require_encoder
 from serving.planning.objectives import Binding
 from serving.server.calls import Call, Conversation, Refused
 from serving.server.changes import add_adapter, delete_context, remove_adapter
@@ -17,7 +20,7 @@ from serving.server.engine_figures import storage_figures
 from serving.server.executor import Executor
 from serving.server.facts import AdapterFacts, ContextFacts, ModelFacts
 from serving.server.objectives import Bindings
-from serving.server.prompts import prompt_ids_of
+from serving.server.prompts import whole_prompt_ids
 from serving.server.ticket import EngineTicket
 from serving.weights.adapters import LoadedAdapter
 
@@ -41,6 +44,8 @@ class EngineBackend:
         self._why = "loading"
         self._profile: Callable[[], Mapping[str, Any]] | None = None
         self._pool = ThreadPoolExecutor(2, "tokenizer")
+        # One at a time: a decoded image takes tens of megabytes.
+        self._images = ThreadPoolExecutor(1, "images")
 
     def opened(
         self,
@@ -67,6 +72,7 @@ class EngineBackend:
             adapters=(),
             opened_s=time.time(),
             chat_template=engine.tokenizer.chat_template,
+            images=engine.options.prompt_rows and engine.model.images is not None,
         )
         self.executor, self._why = executor, ""
 
@@ -92,7 +98,7 @@ class EngineBackend:
             return await self._work(
                 lambda: tokenizer.encode(prompt, add_special_tokens=special, special=special)
             )
-        return await self._work(lambda: prompt_ids_of(tokenizer, prompt))
+        return await self._work(lambda: whole_prompt_ids(tokenizer, prompt))
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """See `Backend`."""
@@ -117,6 +123,23 @@ class EngineBackend:
             assert embedding.vector is not None
             found.append(embedding.vector.tolist())
         return found
+
+    async def encode_images(self, app: str, files: Sequence[bytes]) -> tuple[EncodedImage, ...]:
+        """See `Backend`."""
+        executor, loop = self._ready(), asyncio.get_running_loop()
+        engine = executor.service.engine
+        served = engine.options.prompt_rows
+        encoder = require_encoder(engine.model.images, engine.name, served=served)
+        window = engine.options.context_tokens
+        images = await loop.run_in_executor(self._images, lambda: encoder.cut_all(files, window))
+        found = []
+        for image in images:
+            rows = []
+            for tile in image.pixels:
+                work = executor.work(app, functools.partial(encoder.encode_tile, tile, app))
+                rows.append(await asyncio.wrap_future(work))
+            found.append(encoder.joined(image, rows))
+        return tuple(found)
 
     def adapters(self) -> Sequence[AdapterFacts]:
         """See `Backend`."""
@@ -212,8 +235,9 @@ class EngineBackend:
         }
 
     def close(self) -> None:
-        """Ends the threads that encode prompts."""
+        """Ends the threads that encode prompts and cut images."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._images.shutdown(wait=False, cancel_futures=True)
 
     def _ready(self) -> Executor:
         if self.executor is None:

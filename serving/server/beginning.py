@@ -37,19 +37,23 @@ def begin(job: Job, service: LLMService, sessions: PrefixSessions, load: Load) -
     """
     engine, call = service.engine, job.call
     plan, lifecycle = None, None
-    ids, level, tpot_ms = job.prompt, None, None
+    ids, rows, level, tpot_ms = job.prompt, job.rows, None, None
+    if rows is not None:
+        # As caches have them.
+        ids = rows.placed(ids, engine.cfg)
     if call.objective is not None:
-        there = sessions.reusable(call.app, job.prompt)
+        there = sessions.reusable(call.app, ids)
         reused = {
             level: there[version]
             for level in engine.levels
             if (version := engine.runner_at(level).weights_version) in there
         }
         plan = _planned(job, service, load, reused)
-        ids = tuple(np.asarray(job.prompt)[plan.kept].tolist())
+        ids = tuple(np.asarray(ids)[plan.kept].tolist())
+        rows = rows and rows.kept(plan.kept)
         level, tpot_ms = plan.level, plan.expected.tpot_ms
         lifecycle = PlannedCall(plan, call.objective, service.profile, margin=service.planner.safety_margin)
-    request = engine.request(ids, call.config, level=level, tpot_ms=tpot_ms)
+    request = engine.request(ids, call.config, level=level, tpot_ms=tpot_ms, rows=rows)
     decoding = engine.decoding(request)
     session = None
     if request.source is None:

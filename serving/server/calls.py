@@ -2,7 +2,8 @@
 the backend that takes the one and gives the other.
 
 The front knows wire formats, apps and connections, and never touches JAX; the backend knows the engine, and
-no wire format. All values here are frozen and free of arrays, so that threads may share them.
+no wire format. All values here are frozen, and arrays in them (rows of images) are never changed, so that
+threads may share them.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from jaxllm.errors import ConfigError, JaxllmError
 from serving.guided.grammar import Grammar as Grammar
 from serving.guided.grammar import GrammarKind as GrammarKind
 from serving.guided.logprobs import TokenLogprob as TokenLogprob
+from serving.images.encoded import EncodedImage
 from serving.planning.objectives import Binding, Objective
 from serving.request import GenerationConfig
 from serving.server.facts import AdapterFacts, ContextFacts, ModelFacts
@@ -53,10 +55,12 @@ class Conversation:
     Attributes:
       messages: JSON objects with a `role` and a `content`, oldest first.
       tools: JSON objects as OpenAI has them, for templates that know tools.
+      images: those of the messages' parts `{"type": "image"}`, in their order; see `Backend.encode_images`.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    images: tuple[EncodedImage, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,6 +250,15 @@ class Backend(Protocol):
 
     async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
         """The mean of the last layer's hidden states over each prompt's tokens, of length 1."""
+        ...
+
+    async def encode_images(self, app: str, files: Sequence[bytes]) -> tuple[EncodedImage, ...]:
+        """Reads and encodes images for a conversation, a tile at a time between two dispatches.
+
+        Raises:
+          ConfigError: the model has no encoder of images, or one of them cannot be read.
+          ContextOverflow: they do not fit the window.
+        """
         ...
 
     def adapters(self) -> Sequence[AdapterFacts]:

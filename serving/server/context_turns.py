@@ -14,16 +14,19 @@ from datetime import datetime
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, ContextGone, JaxllmError
 from jaxllm.kv.codecs import RAW
+from jaxllm.text.droppable import PromptTokens
 from serving.contexts.answer import ContextCall
 from serving.contexts.forking import fork
 from serving.contexts.manager import Contexts
 from serving.contexts.record import Record
 from serving.contexts.turn_ids import TurnTokens, conversation_turn_ids, turn_ids
+from serving.images.prompt import with_images
 from serving.planning.objectives import Cost, EnergyBudget
 from serving.planning.planner import Load
 from serving.planning.profile import DeviceProfile
 from serving.planning.safety_margin import SafetyMargin
 from serving.planning.turns import level_of_turn
+from serving.prompt_rows import PromptRows
 from serving.request import Request
 from serving.run import Run
 from serving.server.adapters import Adapters
@@ -48,6 +51,7 @@ class ContextTurn:
       most_bytes: that chunks of the context will take in memory; at least 1.
       adapter: that the context was made with, by name; empty for none.
       forks: whether it is answered in a new context, with the tokens that the turn follows.
+      rows: that stand in place of tokens of the prompt; None for none.
     """
 
     record: Record
@@ -60,6 +64,7 @@ class ContextTurn:
     most_bytes: int
     adapter: str = ""
     forks: bool = False
+    rows: PromptRows | None = None
 
 
 class ContextTurns:
@@ -166,10 +171,14 @@ class ContextTurns:
         if not forks:
             contexts.ready(record.name)
         config, level = call.config, record.origin.level
-        turn = self._turn_ids(call, before)
-        asked = TurnTokens.after(record, before, turn, engine.tokenizer, engine.cfg)
-        request = engine.request(asked.prompt, config, level=level, source=asked.source)
+        new, rows = self._turn_ids(call, before)
+        asked = TurnTokens.after(record, before, new, engine.tokenizer, engine.cfg)
+        rows = PromptRows.joined((0, contexts.rows_before(record, len(before))), (len(before), rows))
+        request = engine.request(asked.prompt, config, level=level, rows=rows, source=asked.source)
         request.require_served_by(engine.runner_at(level))
+        if rows is not None:
+            # With ids of rows in their places.
+            asked = dataclasses.replace(asked, prompt=request.prompt)
         # A source is read again, unless its context ran last.
         prompt = asked.told
         computed = _computed(record, len(before), len(prompt))
@@ -196,6 +205,7 @@ class ContextTurns:
             most_bytes=max(1, *(contexts.chunk_bytes(record, most, each) for each in costs)),
             adapter=adapter,
             forks=forks,
+            rows=rows,
         )
 
     def begin(self, turn: ContextTurn, call: Call, load: Load) -> tuple[Request, ContextCall]:
@@ -215,8 +225,9 @@ class ContextTurns:
                 load=load,
                 strict=bool(call.strict),
             )
-        asked = turn.asked
-        request = self._contexts.engine.request(asked.prompt, call.config, level=level, source=asked.source)
+        request = self._contexts.engine.request(
+            turn.asked.prompt, call.config, level=level, rows=turn.rows, source=turn.asked.source
+        )
         return request, _TurnCall(self, turn, most_tokens=turn.most_tokens)
 
     def ended(self, app: str, name: str) -> None:
@@ -254,16 +265,21 @@ class ContextTurns:
         pinned = [each for each in self._known.values() if each.pinned]
         self._pinned_bytes = sum(map(self._contexts.chunk_bytes, pinned))
 
-    def _turn_ids(self, call: Call, before: Sequence[int]) -> Sequence[int]:
+    def _turn_ids(self, call: Call, before: Sequence[int]) -> tuple[Sequence[int], PromptRows | None]:
+        """The tokens that a call adds, and the rows that stand in place of some."""
         engine, prompt, now = self._contexts.engine, call.prompt, datetime.now()
         tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
         if isinstance(prompt, Conversation):
-            return conversation_turn_ids(tokenizer, before, prompt.messages, tools=prompt.tools, now=now)
+            ids = conversation_turn_ids(tokenizer, before, prompt.messages, tools=prompt.tools, now=now)
+            if not prompt.images:
+                return ids, None
+            whole, rows = with_images(tokenizer, PromptTokens.of_ids(ids), prompt.images)
+            return whole.ids.tolist(), rows
         if isinstance(prompt, str):
-            return turn_ids(tokenizer, before, prompt, now=now)
+            return turn_ids(tokenizer, before, prompt, now=now), None
         if not prompt:
             raise ConfigError("the prompt is empty; give it at least one token")
-        return prompt
+        return prompt, None
 
     # -- contexts ---------------------------------------------------------------------------------
 

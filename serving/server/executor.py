@@ -28,7 +28,7 @@ from serving.server.engine_work import EngineWork
 from serving.server.job import Job, require_free
 from serving.server.logs import named
 from serving.server.memory import ServiceMemory
-from serving.server.prompts import guided, prompt_of
+from serving.server.prompts import guided, prompt_with_rows
 from serving.server.scheduler import (
     Queue,
     SchedulerOptions,
@@ -125,17 +125,17 @@ class Executor:
         self.adapters.require(call.adapter)
         call = guided(call)
         self._require_room(call.app)
-        prompt, whole = PromptTokens.of_ids(()), _UNKNOWN
+        prompt, rows, whole = PromptTokens.of_ids(()), None, _UNKNOWN
         if call.context:
             self.kept().require(call.app, call.context)
         else:
             engine = self.service.engine
             tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
-            prompt = prompt_of(tokenizer, call)
-            engine.request(prompt.ids.tolist(), call.config).require_served_by(engine.runner)
+            prompt, rows = prompt_with_rows(tokenizer, call)
+            engine.request(prompt.ids.tolist(), call.config, rows=rows).require_served_by(engine.runner)
             whole = whole_cost(self.service.profile, len(prompt.ids), call.config.max_tokens)
         ticket = EngineTicket(call, loop, self._notify)
-        job = Job(next(self._numbers), ticket, prompt, whole, options=self.options)
+        job = Job(next(self._numbers), ticket, prompt, whole, options=self.options, rows=rows)
         with self._wake:
             self._require_room(call.app)
             if call.context and call.context_tokens is None:

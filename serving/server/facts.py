@@ -16,6 +16,7 @@ class ModelFacts:
       adapters: names of the low-rank adapters that calls may name.
       opened_s: when it was opened, in seconds since 1970.
       chat_template: its source, in Jinja, which tells how the model writes calls of tools; empty for none.
+      images: whether conversations may have images.
     """
 
     name: str
@@ -26,6 +27,7 @@ class ModelFacts:
     adapters: tuple[str, ...]
     opened_s: float
     chat_template: str = ""
+    images: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

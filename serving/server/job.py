@@ -8,6 +8,7 @@ from jaxllm.text.droppable import PromptTokens
 from serving.contexts.answer import ContextCall
 from serving.planning.objectives import Cost
 from serving.planning.planner import Plan
+from serving.prompt_rows import PromptRows
 from serving.run import Run
 from serving.server.calls import Call, ContextBusy, Ended, Piece, Started
 from serving.server.context_turns import ContextTurn
@@ -23,6 +24,7 @@ class Job:
       id: unique in the executor.
       ticket: of the call.
       prompt: its token ids.
+      rows: that stand in place of some of them; None for none, and in a context.
       marked: the prompt with what a plan may drop of it; of none in a context.
       whole: cost of the whole model's answer on an idle device.
       limits: of its objective.
@@ -43,7 +45,9 @@ class Job:
         whole: Cost,
         *,
         options: SchedulerOptions,
+        rows: PromptRows | None = None,
     ) -> None:
+        self.rows = rows
         self.id, self.ticket, self._options = number, ticket, options
         self.run: Run | None = None
         self.plan: Plan | None = None

@@ -5,9 +5,12 @@ import dataclasses
 import logging
 from typing import NamedTuple
 
+from jaxllm.bundle.images import has_image_encoder
 from jaxllm.errors import BudgetExceeded, ConfigError
 from serving.buckets.bucket import Bucket
+from serving.bundles import open_model
 from serving.engine import Engine
+from serving.images.encoder import ImageEncoder
 from serving.loading import LoadedModel
 from serving.options import EngineOptions
 from serving.planning.known_profile import known_profile
@@ -43,9 +46,16 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
             f"a memory budget of {options.memory:,} bytes leaves no room for a model beside its adapters; "
             "give more"
         )
+    image_bytes = _image_bytes(model) if options.images else 0
+    if memory and adapters.given_bytes + image_bytes >= memory:
+        raise BudgetExceeded(
+            f"a memory budget of {options.memory:,} bytes leaves no room for a model beside its encoder of "
+            "images; give more, or serve without images (images = false)"
+        )
     asked = EngineOptions(
         context_tokens=options.context_tokens,
-        memory_bytes=memory - adapters.given_bytes if memory else 0,
+        memory_bytes=memory - adapters.given_bytes - image_bytes if memory else 0,
+        prompt_rows=image_bytes > 0,
         batch_rows=options.batch_rows,
         adapter_rank=adapters.rank,
         adapter_targets=adapters.targets,
@@ -66,8 +76,15 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     return found
 
 
+def _image_bytes(model: str | None) -> int:
+    """Bytes of a model's encoder of images in memory; 0 where it has none."""
+    with open_model(model) as bundle:
+        encoder = ImageEncoder.of(bundle) if has_image_encoder(bundle) else None
+        return 0 if encoder is None else encoder.size_bytes
+
+
 def _prepare(engine: Engine[LoadedModel], stages: "_Stages", *, forks: bool) -> None:
-    """Gets ready what answers by themselves do not need: embeddings, and copies of caches."""
+    """Gets ready what answers by themselves do not need: embeddings, copies of caches, images."""
     buckets: list[Bucket] = []
     with contextlib.suppress(ConfigError):
         # Where weights are streamed, texts are not embedded, and who asks is told so.
@@ -75,6 +92,8 @@ def _prepare(engine: Engine[LoadedModel], stages: "_Stages", *, forks: bool) -> 
     if forks:
         buckets += [each for level in engine.levels for each in engine.runner_at(level).fork_buckets()]
     engine.runner.fill(buckets, stages)
+    if engine.options.prompt_rows and (encoder := engine.model.images) is not None:
+        encoder.prepare()
 
 
 class _Stages:

@@ -9,7 +9,10 @@ from jaxllm.errors import ConfigError
 from jaxllm.text.droppable import PromptTokens, conversation_tokens, prompt_tokens
 from jaxllm.text.prompts import Prompt, prompt_ids, reads_sources, source_prompt
 from jaxllm.text.tokenizer import Tokenizer
+from serving.images.encoded import EncodedImage
+from serving.images.prompt import with_images
 from serving.planning.objectives import Cost, EndToEnd, Latency, Objective
+from serving.prompt_rows import PromptRows
 from serving.server.calls import Call, Conversation
 
 
@@ -39,8 +42,35 @@ def time_limits(objective: Objective | None, whole: Cost) -> TimeLimits:
     return TimeLimits()
 
 
+def prompt_with_rows(tokenizer: Tokenizer, call: Call) -> tuple[PromptTokens, PromptRows | None]:
+    """A call's prompt with the tokens of its images, and their rows; None without images. Of these tokens
+    none may be dropped.
+
+    Raises:
+      ConfigError, ContextOverflow: see `prompt_of` and `with_images`.
+    """
+    prompt, images = prompt_of(tokenizer, call), images_of(call.prompt)
+    return with_images(tokenizer, prompt, images) if images else (prompt, None)
+
+
+def images_of(prompt: Conversation | str | tuple[int, ...]) -> tuple[EncodedImage, ...]:
+    """The images of a prompt."""
+    return prompt.images if isinstance(prompt, Conversation) else ()
+
+
+def whole_prompt_ids(
+    tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, ...], task: str = ""
+) -> tuple[int, ...]:
+    """`prompt_ids_of`, with the tokens of images."""
+    ids, images = prompt_ids_of(tokenizer, prompt, task), images_of(prompt)
+    if not images:
+        return ids
+    return tuple(with_images(tokenizer, PromptTokens.of_ids(ids), images)[0].ids.tolist())
+
+
 def prompt_of(tokenizer: Tokenizer, call: Call) -> PromptTokens:
-    """A call's prompt, rendered and encoded. Words may be dropped where the call allows it.
+    """A call's prompt, rendered and encoded, one token for each image. Words may be dropped where the call
+    allows it.
 
     Raises:
       ConfigError: it is empty or malformed, or has tools that the template does not know.

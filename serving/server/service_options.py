@@ -67,6 +67,8 @@ class ServerOptions:
         any case.
       context_keys: folder of keys, one of each app, by which contexts are encrypted on storage; None for no
         encryption.
+      images: answer images, too, where the model has an encoder of them: its weights and all of the model's
+        are in memory then; else texts alone.
       attend_coded: answers in contexts attend to stored chunks where they lie (see `EngineOptions`).
       idle_work: when contexts are worked for while nothing runs (see `ContextOptions.idle_work`); empty for
         its default.
@@ -105,6 +107,7 @@ class ServerOptions:
     idle_work: str = ""
     share_across_apps: bool = False
     attend_coded: bool = False
+    images: bool = True
     batch_rows: tuple[int, ...] = BATCH_ROWS
     adapter: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     adapters: Path | None = None
@@ -130,7 +133,9 @@ class ServerOptions:
             "http": str,
             "draft": str,
             "idle_work": str,
-            **dict.fromkeys(("remote", "follow_pressure", "share_across_apps", "attend_coded"), bool),
+            **dict.fromkeys(
+                ("remote", "follow_pressure", "share_across_apps", "attend_coded", "images"), bool
+            ),
         }.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigError(f"{name} must be {_KINDS[kind]}, got {value!r:.80}")
@@ -256,6 +261,7 @@ class ServerOptions:
         return PeerOptions(apps=self.apps)
 
 
+_FLAGS = ("remote", "follow_pressure", "share_across_apps", "attend_coded", "images")
 _PATHS = ("socket", "keys", "contexts", "context_keys", "adapters")
 _KINDS = {str: "text", bool: "true or false"}
 

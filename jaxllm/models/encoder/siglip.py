@@ -3,6 +3,7 @@ rows of the text model of it."""
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,10 @@ class ImageEncoderConfig:
             self.hidden_size % self.heads == 0,
             f"hidden_size ({self.hidden_size}) must be a multiple of heads ({self.heads})",
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields as JSON values."""
+        return dataclasses.asdict(self)
 
     @property
     def side(self) -> int:

@@ -42,7 +42,7 @@ async def create(front: Front, visit: Visit) -> Response:
     """Answers messages, whole or as events."""
     body = front.body(visit, MessagesBody, NEUTRAL)
     facts, adapter = front.model(body.model)
-    conversation, use = _conversation(front, body)
+    conversation, use = await _conversation(front, visit, body)
     asked = Asked(
         prompts=(conversation,),
         config=config_of(front, body, max_tokens=body.max_tokens, stop=body.stop_sequences),
@@ -72,10 +72,11 @@ async def count_tokens(front: Front, visit: Visit) -> Response:
     """The number of tokens of messages."""
     body = front.body(visit, CountBody, NEUTRAL)
     front.model(body.model)
-    return json_response({"input_tokens": len(await front.backend.tokenize(_conversation(front, body)[0]))})
+    conversation, _ = await _conversation(front, visit, body)
+    return json_response({"input_tokens": len(await front.backend.tokenize(conversation))})
 
 
-def _conversation(front: Front, body: CountBody) -> tuple[Conversation, ToolUse]:
+async def _conversation(front: Front, visit: Visit, body: CountBody) -> tuple[Conversation, ToolUse]:
     messages: list[dict[str, Any]] = []
     if body.system is not None:
         messages.append({"role": "system", "content": text_of(body.system, "system")})
@@ -93,7 +94,7 @@ def _conversation(front: Front, body: CountBody) -> tuple[Conversation, ToolUse]
         parallel,
         front.backend.facts().chat_template,
     )
-    return Conversation(messages=messages_of(messages), tools=use.tools), use
+    return await front.conversation(visit.app, messages_of(messages), use.tools), use
 
 
 def _tool(value: Mapping[str, Any], at: str) -> dict[str, Any]:
@@ -128,14 +129,27 @@ def _messages(value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
                 raise ApiError(f"{at}.content[{place}] has no text", param=at)
             text = text_of(inner, f"{at}.content[{place}].content")
             results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
+        elif kind == "image" and role == "user":
+            texts.append(_image(block.get("source"), f"{at}.content[{place}]"))
         elif isinstance(block, dict):
-            texts.append(text_of([block], f"{at}.content"))
+            texts.append({"type": "text", "text": text_of([block], f"{at}.content")})
         else:
             raise ApiError(f"{at}.content[{place}] is no block", param=at)
     if not texts and not calls:
         return results
-    told: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    told: dict[str, Any] = {"role": role, "content": texts}
     return [*results, told | ({"tool_calls": calls} if calls else {})]
+
+
+def _image(source: Any, at: str) -> dict[str, Any]:
+    """An image's block as OpenAI has it."""
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind != "base64":
+        raise ApiError(
+            f"{at}.source has the type base64, got {kind!r:.40}: nothing is fetched for a caller", param=at
+        )
+    url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _message(model: str, choice: Choice) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def _endpoint(
     async def endpoint(request: Request) -> Response:
         try:
             app = _identified(request.scope, identify)
-            raw = await read_raw(request, front.options)
+            raw = await read_raw(request, front.options, front.body_bytes())
             visit = Visit(
                 app=app,
                 request_id=request.state.request_id,

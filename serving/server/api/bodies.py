@@ -20,22 +20,23 @@ Neutral = Mapping[str, tuple[Any, ...]]
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 
 
-async def read_raw(request: Request, options: ApiOptions) -> bytes:
-    """The bytes of a request's body.
+async def read_raw(request: Request, options: ApiOptions, most: int = 0) -> bytes:
+    """The bytes of a request's body, at most `most`, or what the options say.
 
     Raises:
       ApiError: there are too many (413), or they take too long (408).
     """
-    too_long = ApiError(f"the body has more than {options.body_bytes} bytes; send less", status=413)
+    most = most or options.body_bytes
+    too_long = ApiError(f"the body has more than {most} bytes; send less", status=413)
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and (len(length) > 18 or int(length) > options.body_bytes):
+    if length.isdecimal() and (len(length) > 18 or int(length) > most):
         raise too_long
     raw = bytearray()
     try:
         async with asyncio.timeout(options.body_s):
             async for part in request.stream():
                 raw += part
-                if len(raw) > options.body_bytes:
+                if len(raw) > most:
                     raise too_long
     except TimeoutError:
         message = f"the body did not arrive within {options.body_s:g} s; send it faster"

@@ -22,7 +22,6 @@ from serving.server.api.logprobs import chat_logprobs
 from serving.server.api.messages import messages_of, tools_of
 from serving.server.api.streams import DONE, Streamed, event_frame, json_response
 from serving.server.api.tools.scanner import ToolCall
-from serving.server.calls import Conversation
 
 MAX_TOP_LOGPROBS = 20
 
@@ -82,7 +81,7 @@ async def chat(front: Front, visit: Visit) -> Response:
     if use.tools and (grammar or body.grammar):
         raise ApiError("tools cannot stand beside a response format or grammar", param="tools")
     asked = Asked(
-        prompts=(Conversation(messages=messages_of(body.messages), tools=use.tools),),
+        prompts=(await front.conversation(visit.app, messages_of(body.messages), use.tools),),
         n=body.n,
         config=config_of(
             front,

@@ -1,18 +1,21 @@
 """Holds what all wire formats share: the backend, limits, and a request as the handlers get it."""
 
+import contextlib
 import dataclasses
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from serving.images.files import IMAGES
+from serving.images.messages import taken_apart
 from serving.server.api.bodies import Neutral, read_body
 from serving.server.api.errors import ApiError
 from serving.server.api.options import ApiOptions
 from serving.server.api.response_store import ResponseStore
-from serving.server.calls import Backend
+from serving.server.calls import Backend, Conversation, Refused
 from serving.server.facts import ModelFacts
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -63,6 +66,31 @@ class Front:
     def body(self, visit: Visit, kind: type[Body], neutral: Neutral | None = None) -> Body:
         """The body of a request; raises ApiError."""
         return read_body(visit.raw, kind, self.options, neutral)
+
+    async def conversation(
+        self, app: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Conversation:
+        """Messages as `messages_of` makes them, with their images encoded.
+
+        Raises:
+          ApiError: there are too many images.
+          JaxllmError: see `Backend.encode_images`.
+        """
+        plain, files = taken_apart(messages)
+        if len(files) > IMAGES:
+            raise ApiError(
+                f"the messages have {len(files)} images; at most {IMAGES} are taken, send fewer",
+                param="messages",
+            )
+        images = await self.backend.encode_images(app, files) if files else ()
+        return Conversation(messages=tuple(plain), tools=tuple(tools), images=images)
+
+    def body_bytes(self) -> int:
+        """Most bytes of a request's body now: more where the model reads images."""
+        with contextlib.suppress(Refused):
+            if self.backend.facts().images:
+                return max(self.options.body_bytes, self.options.image_body_bytes)
+        return self.options.body_bytes
 
     def model(self, name: str | None, *, tagged: bool = False) -> tuple[ModelFacts, str]:
         """The model of a request's field `model`, NAME or NAME:ADAPTER, and its adapter.

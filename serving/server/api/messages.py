@@ -1,4 +1,4 @@
-"""Reads OpenAI's messages and tools into a conversation."""
+"""Reads OpenAI's messages and tools into a conversation; nothing that a URL names is ever fetched."""
 
 import dataclasses
 import re
@@ -7,6 +7,9 @@ from typing import Any
 
 import msgspec
 
+from jaxllm.errors import ConfigError
+from serving.images.files import image_bytes
+from serving.images.messages import image_part
 from serving.server.api.bodies import convert
 from serving.server.api.errors import ApiError
 from serving.server.api.tools.forcing import forced
@@ -89,7 +92,8 @@ def messages_of(values: Sequence[Any], param: str = "messages") -> tuple[dict[st
       param: the field of the request that has them.
 
     Raises:
-      ApiError: there are none or too many, a message is malformed, or it has a part that is no text.
+      ApiError: there are none or too many, a message is malformed, or it has a part that is neither a text
+        nor an image.
     """
     require_some(values, param)
     return tuple(_message(value, f"messages[{index}]") for index, value in enumerate(values))
@@ -135,7 +139,11 @@ def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, c
 
 
 def text_of(
-    content: str | Sequence[Mapping[str, Any]] | None, at: str, kinds: Sequence[str] = ("text",)
+    content: str | Sequence[Mapping[str, Any]] | None,
+    at: str,
+    kinds: Sequence[str] = ("text",),
+    *,
+    first: int = 0,
 ) -> str:
     """The text of a message's content, its parts joined.
 
@@ -143,6 +151,7 @@ def text_of(
       content: a text or parts.
       at: the path of the content in the body.
       kinds: types of parts that are texts.
+      first: place of the first part, where there are others before it.
 
     Raises:
       ApiError: a part is of another kind.
@@ -150,16 +159,51 @@ def text_of(
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for index, part in enumerate(content):
+    for index, part in enumerate(content, first):
         kind, text = part.get("type"), part.get("text")
         if kind not in kinds or not isinstance(text, str):
             raise ApiError(
-                f"{at}[{index}] is of the type {kind!r:.40}; the model reads texts alone",
+                f"{at}[{index}] is of the type {kind!r:.40}; only texts and images (image_url) are read",
                 code="unsupported_content",
                 param=at,
             )
         texts.append(text)
     return "".join(texts)
+
+
+def content_of(
+    content: str | Sequence[Mapping[str, Any]] | None, at: str, *, images: bool
+) -> str | list[dict[str, Any]]:
+    """A message's content: its text, or where it has images its parts (see `serving.images.messages`).
+
+    Args:
+      content: a text, or parts as OpenAI has them.
+      at: the path of the content in the body.
+      images: whether the message may have images.
+
+    Raises:
+      ApiError: a part is of another kind, or an image's URL does not hold it.
+    """
+    if isinstance(content, str | None) or not any(each.get("type") == "image_url" for each in content):
+        return text_of(content, at)
+    if not images:
+        raise ApiError(f"{at} has an image; images stand in a user's message", param=at)
+    parts = []
+    for index, part in enumerate(content):
+        if part.get("type") == "image_url":
+            url = part.get("image_url")
+            parts.append(image_of(url.get("url") if isinstance(url, Mapping) else url, f"{at}[{index}]"))
+        else:
+            parts.append({"type": "text", "text": text_of([part], at, first=index)})
+    return parts
+
+
+def image_of(url: Any, at: str) -> dict[str, Any]:
+    """The part of a message that stands for the image in a data: URL; raises ApiError."""
+    try:
+        return image_part(image_bytes(url))
+    except ConfigError as error:
+        raise ApiError(str(error), code="invalid_image", param=at) from None
 
 
 def arguments_of(value: str | Mapping[str, Any], at: str) -> Mapping[str, Any]:
@@ -178,7 +222,7 @@ def _message(value: Any, at: str) -> dict[str, Any]:
     message = convert(value, Message, at)
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": text_of(message.content, f"{at}.content"),
+        "content": content_of(message.content, f"{at}.content", images=message.role == "user"),
     }
     if message.content is None and not message.tool_calls:
         raise ApiError(f"{at} has no content", param=at)

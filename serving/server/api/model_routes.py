@@ -60,7 +60,7 @@ async def props(front: Front, visit: Visit) -> Response:
             "model": facts.name,
             "chat_template": facts.chat_template or None,
             "limits": {
-                "body_bytes": options.body_bytes,
+                "body_bytes": front.body_bytes(),
                 "answers_per_request": options.answers_per_request,
                 "embeddings_per_request": options.embeddings_per_request,
                 "stored_responses": options.stored_responses,
@@ -94,7 +94,7 @@ async def tokenize(front: Front, visit: Visit) -> Response:
     if body.content is not None:
         ids = await front.backend.tokenize(body.content, special=body.add_special)
     else:
-        ids = await front.backend.tokenize(_conversation(front, body))
+        ids = await front.backend.tokenize(await _conversation(front, visit, body))
     return json_response({"tokens": [int(each) for each in ids]})
 
 
@@ -112,7 +112,7 @@ async def apply_template(front: Front, visit: Visit) -> Response:
     body = front.body(visit, TokenizeBody)
     if body.messages is None or body.content is not None:
         raise ApiError("send messages", param="messages")
-    return json_response({"prompt": await front.backend.render(_conversation(front, body))})
+    return json_response({"prompt": await front.backend.render(await _conversation(front, visit, body))})
 
 
 async def embeddings(front: Front, visit: Visit) -> Response:
@@ -145,9 +145,9 @@ async def embeddings(front: Front, visit: Visit) -> Response:
     return json_response({"object": "list", "data": data, "model": body.model or facts.name, "usage": usage})
 
 
-def _conversation(front: Front, body: TokenizeBody) -> Conversation:
+async def _conversation(front: Front, visit: Visit, body: TokenizeBody) -> Conversation:
     use = tools_of(body.tools, None, None, front.backend.facts().chat_template)
-    return Conversation(messages=messages_of(body.messages or ()), tools=use.tools)
+    return await front.conversation(visit.app, messages_of(body.messages or ()), use.tools)
 
 
 def _model(facts: ModelFacts, name: str) -> dict[str, Any]:
@@ -157,6 +157,7 @@ def _model(facts: ModelFacts, name: str) -> dict[str, Any]:
         "levels": facts.levels,
         "has_chat_template": facts.has_chat_template,
         "adapters": facts.adapters,
+        "images": facts.images,
     }
     return {
         "id": name,

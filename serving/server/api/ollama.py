@@ -22,7 +22,7 @@ from serving.server.api.errors import ApiError, api_error, ollama_body
 from serving.server.api.front import Front, Visit
 from serving.server.api.messages import ToolUse, messages_of, tools_of
 from serving.server.api.streams import Streamed, json_response, line_frame
-from serving.server.calls import Conversation, Grammar
+from serving.server.calls import Grammar
 
 # Ollama's own default.
 _TEMPERATURE = 0.8
@@ -67,6 +67,7 @@ class GenerateBody(OllamaBody, kw_only=True):
     prompt: str
     system: str | None = None
     raw: bool = False
+    images: list[str] | None = None
 
 
 class ShowBody(msgspec.Struct, kw_only=True):
@@ -78,7 +79,7 @@ class ShowBody(msgspec.Struct, kw_only=True):
 
 _CHAT_NEUTRAL: Neutral = {"think": (False,), "logprobs": (False,), "top_logprobs": (0,)}
 _GENERATE_NEUTRAL: Neutral = _CHAT_NEUTRAL | {
-    "suffix": ("",), "template": ("",), "context": ([],), "images": ([],),
+    "suffix": ("",), "template": ("",), "context": ([],),
 }  # fmt: skip
 
 
@@ -88,7 +89,7 @@ async def chat(front: Front, visit: Visit) -> Response:
     facts, _ = front.model(body.model, tagged=True)
     use = tools_of(body.tools, None, None, facts.chat_template)
     messages = messages_of([_message(each, f"messages[{index}]") for index, each in enumerate(body.messages)])
-    return await _answer(front, visit, body, Conversation(messages=messages, tools=use.tools), use)
+    return await _answer(front, visit, body, await front.conversation(visit.app, messages, use.tools), use)
 
 
 async def generate(front: Front, visit: Visit) -> Response:
@@ -96,12 +97,16 @@ async def generate(front: Front, visit: Visit) -> Response:
     body = front.body(visit, GenerateBody, _GENERATE_NEUTRAL)
     facts, _ = front.model(body.model, tagged=True)
     if body.raw or not facts.has_chat_template:
-        if body.system:
-            raise ApiError("system needs a chat template, which a raw prompt goes without", param="system")
+        for name in ("system", "images"):
+            if getattr(body, name):
+                raise ApiError(f"{name} needs a chat template, which a raw prompt goes without", param=name)
         return await _answer(front, visit, body, body.prompt, ToolUse())
     turns = [("system", body.system), ("user", body.prompt)]
-    messages = tuple({"role": role, "content": text} for role, text in turns if text is not None)
-    return await _answer(front, visit, body, Conversation(messages=messages), ToolUse())
+    messages = [{"role": role, "content": text} for role, text in turns if text is not None]
+    if body.images:
+        messages[-1]["content"] = _with_images(body.prompt, body.images, "images")
+    conversation = await front.conversation(visit.app, messages_of(messages, "prompt"))
+    return await _answer(front, visit, body, conversation, ToolUse())
 
 
 async def tags(front: Front, visit: Visit) -> Response:
@@ -125,7 +130,8 @@ async def show(front: Front, visit: Visit) -> Response:
     told = {"general.context_length": facts.window_tokens, "general.vocab_size": facts.vocab_size}
     return json_response(
         {"details": {"family": "jaxllm"}, "template": facts.chat_template, "model_info": told,
-         "capabilities": ["completion", "tools"] if "tools" in facts.chat_template else ["completion"]}
+         "capabilities": ["completion", *(["tools"] * ("tools" in facts.chat_template)),
+                          *(["vision"] * facts.images)]}
     )  # fmt: skip
 
 
@@ -219,6 +225,15 @@ def _time(at_s: float | None) -> str:
     return now.isoformat().replace("+00:00", "Z")
 
 
+def _with_images(text: Any, images: Any, at: str) -> list[dict[str, Any]]:
+    """A message's text after its images, which Ollama has in base64, as parts of OpenAI's chats."""
+    if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
+        raise ApiError(f"{at}: images is a list of images in base64", param=at)
+    urls = [f"data:image/any;base64,{each}" for each in images]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": text}] if text else parts
+
+
 def _grammar(form: str | dict[str, Any] | None) -> Grammar | None:
     if form in (None, ""):
         return None
@@ -228,11 +243,11 @@ def _grammar(form: str | dict[str, Any] | None) -> Grammar | None:
 
 
 def _message(value: dict[str, Any], at: str) -> dict[str, Any]:
-    if value.get("images"):
-        raise ApiError(f"{at} has images; the model reads texts alone", code="unsupported_content", param=at)
     plain = {
         name: each for name, each in value.items() if name not in ("images", "thinking") and each is not None
     }
+    if value.get("images"):
+        plain["content"] = _with_images(value.get("content"), value["images"], at)
     if "tool_name" in plain:
         plain["name"] = plain.pop("tool_name")
     return plain

@@ -12,6 +12,7 @@ class ApiOptions:
 
     Attributes:
       body_bytes: most bytes of a request's body.
+      image_body_bytes: the same where the model reads images, which bodies hold in base64.
       body_depth: most levels of nested lists and objects in a body.
       body_s: most seconds until a body has arrived.
       write_s: most seconds that a client may leave a part of an answer unread.
@@ -23,6 +24,7 @@ class ApiOptions:
     """
 
     body_bytes: int = 4 << 20
+    image_body_bytes: int = 16 << 20
     body_depth: int = 64
     body_s: float = 30.0
     write_s: float = 60.0

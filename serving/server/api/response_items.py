@@ -8,7 +8,7 @@ import msgspec
 from serving.server.api.bodies import convert
 from serving.server.api.errors import ApiError
 from serving.server.api.front import new_id
-from serving.server.api.messages import arguments_of, messages_of, require_some, text_of
+from serving.server.api.messages import arguments_of, image_of, messages_of, require_some, text_of
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text")
@@ -52,7 +52,7 @@ def items_of(value: str | Sequence[Any]) -> list[dict[str, Any]]:
 
     Raises:
       ApiError: there are none or too many items, or one is malformed, of a type that is not supported, or has
-        a part that is no text.
+        a part that is neither a text nor an image.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
@@ -75,7 +75,7 @@ def conversation_of(items: Sequence[Mapping[str, Any]], instructions: str = "") 
         messages.append({"role": "system", "content": instructions})
     for item in items:
         if item["type"] == "message":
-            texts = [{"type": "text", "text": part["text"]} for part in item["content"]]
+            texts = [_for_chat(part) for part in item["content"]]
             if item["role"] == "assistant" and messages and "tool_calls" in messages[-1]:
                 messages[-1]["content"] += texts
             else:
@@ -136,11 +136,9 @@ def _message(message: MessageItem, at: str) -> dict[str, Any]:
         )
     _check_status(message.status, at)
     given = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else None
-    texts = [part["text"] for part in _parts(given or message.content, f"{at}.content")]
+    content = _parts(given or message.content, f"{at}.content", images=message.role == "user")
     if message.role == "assistant":
-        content = [output_text(text) for text in texts]
-    else:
-        content = [{"type": "input_text", "text": text} for text in texts]
+        content = [output_text(part["text"]) for part in content]
     told = {"role": message.role, "status": "completed", "content": content}
     return {"id": new_id("msg_"), "type": "message", **told}
 
@@ -150,9 +148,24 @@ def output_text(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _parts(parts: Sequence[Any], at: str) -> list[dict[str, Any]]:
-    text_of(parts, at, _TEXTS)
-    return [{"type": "input_text", "text": part["text"]} for part in parts]
+def _parts(parts: Sequence[Any], at: str, *, images: bool = False) -> list[dict[str, Any]]:
+    told = []
+    for index, part in enumerate(parts):
+        if images and isinstance(part, Mapping) and part.get("type") == "input_image":
+            if part.get("file_id") is not None:
+                raise ApiError(f"{at}[{index}] names a file, and none are kept; send its bytes", param=at)
+            image_of(part.get("image_url"), f"{at}[{index}]")
+            told.append({"type": "input_image", "image_url": part["image_url"], "detail": "auto"})
+        else:
+            told.append({"type": "input_text", "text": text_of([part], at, _TEXTS, first=index)})
+    return told
+
+
+def _for_chat(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of an item as chats have it."""
+    if part["type"] == "input_image":
+        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+    return {"type": "text", "text": part["text"]}
 
 
 def _check_status(status: str | None, at: str) -> None:

@@ -18,7 +18,7 @@ from serving.server.api.response_events import Output, Told
 from serving.server.api.response_items import conversation_of, items_of, require_calls
 from serving.server.api.response_store import StoredResponse
 from serving.server.api.streams import Streamed, event_frame, json_response
-from serving.server.calls import Call, Conversation
+from serving.server.calls import Call
 
 _MAX_LISTED, _LISTED = 100, 20
 
@@ -31,7 +31,7 @@ async def create(front: Front, visit: Visit) -> Response:
     use, grammar = use_of(body, facts.chat_template)
     history = await _history(front, visit, body)
     asked = Asked(
-        prompts=(Conversation(messages=history.messages, tools=use.tools),),
+        prompts=(await front.conversation(visit.app, history.messages, use.tools),),
         config=config_of(front, body, max_tokens=body.max_output_tokens),
         grammar=grammar,
         scanner=use.scanner,

@@ -65,7 +65,7 @@ def test_records_from_before_contexts_had_a_time_are_read(
     folder = tmp_path / "store" / "app-mail" / name
     with ContextStore(tmp_path / "store", keys=keys) as store:
         record = store.record(name)
-        assert (folder / "record").read_bytes().startswith(b'{"version":7')
+        assert (folder / "record").read_bytes().startswith(b'{"version":9')
         body = json.loads(record_file.encoded_body(record))
         del body["created_s"], body["tokenizer"]
         with monkeypatch.context() as patch:

@@ -68,7 +68,7 @@ def test_an_error_in_mid_stream_is_told(served: Served, path: str, body: dict[st
         ({"tool_choice": "required"}, "tool_choice"), ({"slo": {"ttft_ms": 1}}, "slo"), ({"grammar": {}}, "grammar"),  # noqa: E501
         ({"service_tier": "scale"}, "service_tier"), ({"messages": []}, "messages"),
         ({"messages": [0] * 8193}, "messages"), ({"seed": -1}, None),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "tools"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],

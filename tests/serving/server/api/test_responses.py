@@ -251,7 +251,7 @@ def test_one_app_never_has_anothers_response(served: Served) -> None:
         ({"input": [0] * 8193}, "input"), ({"input": [1]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": [{}]}]}, "input[0].output"),
         ({"input": [{"type": "function_call", "call_id": "x", "name": "y", "arguments": "["}]}, "input[0].arguments"),  # noqa: E501

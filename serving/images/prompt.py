@@ -1,0 +1,106 @@
+"""Puts images into prompts: the tokens of a prompt that stand for them, and their rows."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.models.encoder.image_input import IMAGE, image_text
+from jaxllm.text.droppable import PromptTokens
+from jaxllm.text.tokenizer import Tokenizer
+from serving.images.encoded import EncodedImage
+from serving.prompt_rows import PromptRows
+
+if TYPE_CHECKING:
+    from serving.images.encoder import ImageEncoder
+
+
+def with_images(
+    tokenizer: Tokenizer, prompt: PromptTokens, images: Sequence[EncodedImage]
+) -> tuple[PromptTokens, PromptRows]:
+    """A prompt with the tokens of images in place of one token for each, and the rows that stand there. None
+    of these tokens may be dropped.
+
+    Args:
+      tokenizer: the model's.
+      prompt: as the chat template wrote it, with one `<image>` for each image.
+      images: in their order, at least one.
+
+    Raises:
+      ConfigError: the template writes other images than there are.
+    """
+    ids, image_id = np.asarray(prompt.ids), images[0].image_id
+    places = np.flatnonzero(ids == image_id)
+    if len(places) != len(images):
+        raise ConfigError(
+            f"the prompt has {len(places)} places for images ({IMAGE}), and {len(images)} images come with "
+            "it: send them in a user's message, to a model whose chat template knows images"
+        )
+    parts, offsets, at, first, count = [], [], [], 0, 0
+    for place, image in zip(places.tolist(), images, strict=True):
+        own = image_ids(tokenizer, image)
+        parts += [ids[first:place], own]
+        offsets += [
+            prompt.offsets[first:place],
+            np.repeat(prompt.offsets[place : place + 1], len(own), axis=0),
+        ]
+        count += place - first
+        at.append(count + np.flatnonzero(own == image_id))
+        if len(at[-1]) != len(image.rows):
+            raise ConfigError(
+                f"the tokens of an image have {len(at[-1])} places for its {len(image.rows)} rows: the "
+                "tokenizer is of another model; prepare it again"
+            )
+        count, first = count + len(own), place + 1
+    parts.append(ids[first:])
+    offsets.append(prompt.offsets[first:])
+    whole = dataclasses.replace(
+        prompt, ids=np.concatenate(parts).astype(np.int32), offsets=np.concatenate(offsets)
+    )
+    rows = PromptRows(np.concatenate(at), np.concatenate([each.rows for each in images]))
+    return whole, rows
+
+
+def image_ids(tokenizer: Tokenizer, image: EncodedImage) -> np.ndarray:
+    """The tokens of a prompt that stand for an image."""
+    text = image_text(image.grid, image.tile_rows)
+    return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def require_encoder(encoder: "ImageEncoder | None", name: str, *, served: bool = True) -> "ImageEncoder":
+    """The encoder of images of a model.
+
+    Args:
+      encoder: of it; None for none.
+      name: of the model.
+      served: whether the model was opened for rows in place of tokens.
+
+    Raises:
+      ConfigError: there is none, or it is not served.
+    """
+    if encoder is None:
+        raise ConfigError(
+            f"{name} has no encoder of images; send texts alone, or use a bundle that `jaxllm prepare` made "
+            "of a SmolVLM folder"
+        )
+    if not served:
+        raise ConfigError(
+            f"{name} was opened without images: serve it with images = true (the default), or open the "
+            "engine with EngineOptions(prompt_rows=True)"
+        )
+    return encoder
+
+
+def require_room(rows: int, window_tokens: int) -> None:
+    """Checks that rows of images fit a context, before any is computed.
+
+    Raises:
+      ContextOverflow: they do not.
+    """
+    if rows >= window_tokens:
+        raise ContextOverflow(
+            f"the images take {rows} tokens, the context holds {window_tokens} with text and answer; send "
+            "fewer or smaller ones, or ask for a longer --context"
+        )

@@ -1,0 +1,183 @@
+"""Images are cut as transformers cuts them, stand in prompts as its processor has them, and broken or large
+ones are refused by name."""
+
+import base64
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+
+from jaxllm import Engine, EngineOptions, GenerationConfig, Sampling
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.images import image_encoder_facts
+from jaxllm.checkpoints.smolvlm_folder import read_image_input
+from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow
+from jaxllm.models.encoder.image_input import ImageInput, image_text, tiles_of
+from jaxllm.prepare import prepare
+from jaxllm.text.droppable import PromptTokens
+from jaxllm.text.tokenizer import Tokenizer
+from serving.images import files
+from serving.images.encoded import EncodedImage
+from serving.images.files import image_bytes, open_image
+from serving.images.messages import image_part, taken_apart
+from serving.images.prompt import with_images
+from serving.images.tiles import normalized, tiles
+from tests.tiny_images import SIZES, TILE, image_id, image_tokenizer, picture, save_smolvlm
+
+INPUT = ImageInput(
+    tile=TILE, longest=2 * TILE, splits=True, mean=(0.5, 0.4, 0.5), std=(0.5, 0.5, 0.3), scale=1 / 255,
+    resample=1, image_id=image_id(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("longest", [TILE, 2 * TILE, 5 * TILE - 3])
+def test_tiles_are_those_of_transformers(splits, longest):
+    module = pytest.importorskip("transformers.models.smolvlm.image_processing_pil_smolvlm")
+    of = dataclasses.replace(INPUT, longest=longest, splits=splits)
+    theirs = module.SmolVLMImageProcessorPil(
+        size={"longest_edge": longest}, max_image_size={"longest_edge": TILE}, do_image_splitting=splits,
+        image_mean=of.mean, image_std=of.std,
+    )  # fmt: skip
+    from PIL import Image
+
+    for size in (*SIZES, (57, 29), (3, 200), (200, 90)):
+        for mode in ("RGB", "RGBA", "L"):
+            content = picture(size, mode=mode)
+            made = theirs(Image.open(io.BytesIO(content)), return_row_col_info=True, return_tensors="np")
+            ours = tiles(open_image(content), of)
+            assert ours.grid == (made["rows"][0][0], made["cols"][0][0]), size
+            assert len(ours.pixels) == tiles_of(ours.grid)
+            np.testing.assert_allclose(normalized(ours.pixels, of), made["pixel_values"][0], atol=1e-6)
+
+
+def test_the_text_of_an_image_is_that_of_transformers():
+    module = pytest.importorskip("transformers.models.smolvlm.processing_smolvlm")
+    for grid in ((0, 0), (1, 2), (4, 3)):
+        theirs = module.get_image_prompt_string(
+            *grid, 5, "<fake_token_around_image>", "<image>", "<global-img>"
+        )
+        assert image_text(grid, 5) == theirs
+
+
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [
+        ("https://example.org/a.png", "nothing is fetched"),
+        ("HTTP://127.0.0.1/admin", "nothing is fetched"),
+        ("file:///etc/passwd", "'file'.*nothing is fetched"),
+        ("photo.png", "nothing is fetched"),
+        (None, "'NoneType'"),
+        ("data:image/png,abc", "in base64"),
+        ("data:image/png;base64", "in base64"),
+        ("data:image/png;base64,a?b", "not base64"),
+        ("data:image/png;base64," + "A" * (files.IMAGE_BYTES * 4 // 3 + 9), "bytes, more than"),
+    ],
+)
+def test_urls_that_do_not_hold_an_image(url, match):
+    with pytest.raises(ConfigError, match=match) as caught:
+        image_bytes(url)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_images_that_cannot_be_read(monkeypatch):
+    content = picture((64, 64))
+    assert image_bytes("data:image/png;base64," + base64.b64encode(content).decode()) == content
+    for broken, match in (
+        (b"", "or its head is broken"),
+        (b"GIF89a", "broken"),
+        (content[: len(content) // 2], "is broken.*truncated"),
+        (picture((64, 64), form="TIFF"), "none of JPEG, PNG"),
+        (picture((1, 300)), "too narrow"),
+    ):
+        with pytest.raises(ConfigError, match=match) as caught:
+            open_image(broken)
+        assert "\n" not in str(caught.value)
+    # Its head says so: nothing is decoded.
+    bomb = picture((3000, 3000))
+    monkeypatch.setattr(files, "IMAGE_PIXELS", 1_000_000)
+    with pytest.raises(ConfigError, match=r"3000 x 3000 pixels, more than 1,000,000"):
+        open_image(bomb)
+
+
+def test_an_image_takes_the_place_of_one_token():
+    tokenizer = Tokenizer(image_tokenizer())
+    messages = [{"role": "user", "content": [image_part(b"x"), {"type": "text", "text": "a <image> b"}]}]
+    plain, contents = taken_apart(messages)
+    assert contents == [b"x"]
+    text = tokenizer.chat_text(plain)
+    # What the message spells is no token.
+    prompt = PromptTokens.of_ids(tokenizer.encode(text, add_special_tokens=False))
+    image = EncodedImage((1, 2), np.zeros((6, 4), np.float32), image_id())
+    whole, rows = with_images(tokenizer, prompt, [image])
+    assert (whole.ids[rows.at] == image_id()).all()
+    assert len(rows.at) == 6 == (whole.ids == image_id()).sum()
+    expected = text.text.replace("<image>", image_text((1, 2), 2), 1)
+    assert tokenizer.decode(whole.ids, skip_special_tokens=False) == expected
+    for images in ([image] * 2, [EncodedImage((1, 2), np.zeros((6, 4), np.float32), 5)]):
+        with pytest.raises(ConfigError, match="places for images"):
+            with_images(tokenizer, prompt, images)
+    with pytest.raises(ConfigError, match="a part of the type 'audio'"):
+        taken_apart([{"role": "user", "content": [{"type": "audio"}]}])
+    # A plain text is a list of one part for a template that knows lists alone.
+    assert "User: hello<end" in tokenizer.render_chat([{"role": "user", "content": "hello"}])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    pytest.importorskip("torch")
+    return save_smolvlm(tmp_path_factory.mktemp("smolvlm") / "m")
+
+
+@pytest.fixture(scope="module")
+def bundle(folder):
+    prepare(folder, folder.parent / "m.jaxllm")
+    return folder.parent / "m.jaxllm"
+
+
+def test_a_chat_with_images_is_answered_as_by_transformers(folder, bundle, shipped_compilations):
+    import torch
+
+    from tests import tiny_hf
+
+    of = read_image_input(folder, image_tokenizer())
+    contents = [picture(size, seed) for seed, size in enumerate(SIZES)]
+    options = EngineOptions(context_tokens=256, chunk_tokens=(64,), prompt_rows=True, buckets_bytes=0)
+    engine = Engine.open(bundle, options=options, warm_up=False)
+    parts = [image_part(each) for each in contents]
+    message = {"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}
+    # An answer of such a token would take a row of transformers.
+    sampling = Sampling(logit_bias=((of.image_id, -1000.0),))
+    config = GenerationConfig(max_tokens=6, ignore_eos=True, sampling=sampling)
+    answer = engine.chat([message], config)
+    engine.warm_up(prompt_tokens=answer.prompt_tokens, max_tokens=6)
+    tokens = answer.result().tokens
+    pixels = np.concatenate([normalized(tiles(open_image(each), of).pixels, of) for each in contents])
+    prompt = [of.image_id if each >= engine.cfg.vocab_size else each for each in answer.request.prompt]
+    model = tiny_hf.load(folder, wrapper=True)
+    with torch.no_grad():
+        theirs = model(
+            torch.tensor([[*prompt, *tokens]]), pixel_values=torch.from_numpy(pixels[None]), use_cache=False
+        ).logits[0]
+    theirs[:, of.image_id] = -np.inf
+    assert theirs[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+    with pytest.raises(ContextOverflow, match=r"the images take \d+ tokens, the context holds 256"):
+        engine.image_rows([of.image_id], contents * 20)
+    engine.close()
+
+
+def test_a_bundle_has_the_encoder_or_says_why_not(folder, bundle, tmp_path):
+    with Bundle.open(bundle) as opened:
+        facts = image_encoder_facts(opened)["image_encoder"]
+    assert (facts["tile_pixels"], facts["rows_per_tile"]) == (TILE, 1)
+    other = save_smolvlm(tmp_path / "m", processor={"max_image_size": {"longest_edge": 32}})
+    with pytest.raises(CheckpointError, match="tiles of 32 pixels"):
+        prepare(other, tmp_path / "a.jaxllm")
+    (other / "preprocessor_config.json").unlink()
+    prepare(other, tmp_path / "b.jaxllm")
+    engine = Engine.open(tmp_path / "b.jaxllm", warm_up=False)
+    with pytest.raises(ConfigError, match="has no encoder of images; send texts alone"):
+        engine.chat([{"role": "user", "content": [image_part(picture())]}])
+    engine.close()
