@@ -247,6 +247,7 @@ class ContextStore(OpenStore):
         then: Callable[[str], object] = lambda _: None,
         *,
         linked: Linked = MappingProxyType({}),
+        ready: Callable[[], object] = lambda: None,
     ) -> Record:
         """Stores a context's new state as `commit` does, in the thread that writes (see `write_later`). Waits
         only where too much is waiting already.
@@ -255,6 +256,7 @@ class ContextStore(OpenStore):
           record, chunks, linked: see `commit`.
           failed: called in that thread with the context's name and the error; the state is that before.
           then: called in that thread with the name, after the commit.
+          ready: called in that thread before the commit: waits until the chunks are encoded, or raises.
 
         Returns:
           The record that is coming.
@@ -263,6 +265,7 @@ class ContextStore(OpenStore):
 
         def write() -> None:
             try:
+                ready()
                 self.commit(record, chunks, linked=linked)
                 then(name)
             except JaxllmError as error:
