@@ -264,7 +264,7 @@ class Contexts(ContextRegistry):
             before, resident, chunk_io, self.options, session=session, tokens=tokens, first=first
         )
         coded: Mapping[int, Stored] = {}
-        ready: Callable[[], object] = lambda: None
+        ready: Callable[[], object] | None = None
         there = {n: (each.bits, each.blobs) for n, each in self.memory.chunks(name).items()}
         if session.cache is not None:
             # Chunks that were computed again at the same width are on storage already.

@@ -1,5 +1,5 @@
-"""Runs jobs of contexts one after the other in a thread of their own, in the order in which they came: writes,
-and what is encoded to be written.
+"""Runs jobs of contexts one after the other in a thread of their own, in the order in which they came: those
+that write chunks, or encode them.
 
 Nobody holds a lock: an interrupt that comes where one is released would leave it locked, and the thread that
 runs the jobs would wait forever. Jobs lie in a deque, whose operations are whole, and who waits looks again.

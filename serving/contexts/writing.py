@@ -42,7 +42,7 @@ class ChunkWriter:
         changed: Set[int],
         coded: Mapping[int, Stored],
         linked: Linked,
-        ready: Callable[[], object] = lambda: None,
+        ready: Callable[[], object] | None = None,
     ) -> Record:
         """Stores a context as a call leaves it.
 
@@ -51,8 +51,8 @@ class ChunkWriter:
           changed: numbers of its chunks that are new, or of another width than on storage.
           coded: encoded chunks by number, all of `changed` among them.
           linked: chunks that another context has on storage (see `ContextStore.link`).
-          ready: called where chunks are written in the background, before that (see
-            `ContextStore.commit_later`).
+          ready: waits until `coded` has its bytes, where chunks are written in the background; None where
+            it has (see `ContextStore.commit_later`).
 
         Returns:
           The stored record, or the one that is coming (see `ContextStore.commit_later`).
