@@ -158,7 +158,7 @@ def test_a_switch_in_memory_looks_at_no_chunk(kept, monkeypatch):
 
         sys.setprofile(count)
         turn = contexts.begin(
-            record.app, record.name, session, prompt_tokens=len(prompt), most_tokens=110, prompt=prompt
+            record.app, record.name, session, prompt_tokens=110, most_tokens=110, prompt=prompt
         )
         sys.setprofile(None)
         assert turn.restoration.resident == len(record.bits)
