@@ -4,7 +4,7 @@ Traces, lengths, budgets, policies and sizes of chunks are those of `replay`; ch
 switch are counted the bytes that must be read, and those of evicted chunks that must be written first;
 divided by a device's bandwidths they are the least time of a switch (`switch_bound_ms`), whatever the
 processor does. A system that computes lost chunks again is left out. Ours has widths by a density that is
-drawn.
+drawn. A context that fills its window stays as it is, where it would slide.
 """
 
 import dataclasses
