@@ -264,7 +264,8 @@ def start_ids(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """The length of the common prefix of two sequences."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
+    most = min(len(a), len(b))
+    # Mostly one is the beginning of the other, which needs no Python for each token.
+    if list(a[:most]) == list(b[:most]):
+        return most
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

@@ -68,7 +68,7 @@ def contexts_command(
       jaxllm bench contexts
       jaxllm bench contexts --shape 110m --only switching --contexts 8 --device emmc
     """
-    from benchmarks.contexts import density, quality, run
+    from benchmarks.contexts import density, quality, run, traffic
     from benchmarks.contexts.figures import draw
     from benchmarks.measuring.storage import named_devices
     from jaxllm.kernels import native
@@ -91,7 +91,9 @@ def contexts_command(
     sizes = quality.QualityPlan.quick() if report.quick else quality.QualityPlan()
     rows = []
     with progress_bars() as progress:
-        path = subject.path(progress)
+        if "traffic" in parts:
+            rows += traffic.traffic_rows(subject.config(), plan, tell)
+        path = subject.path(progress) if set(parts) - {"traffic"} else Path()
         weights = subject.weights if subject.shape else None
         if plan.timed:
             rows += run.run(path, weights, plan, progress, tell)

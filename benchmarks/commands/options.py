@@ -18,6 +18,7 @@ from serving.commands.shared_options import json_option
 
 if TYPE_CHECKING:
     from benchmarks.measuring.report import Draw, Row
+    from jaxllm.config import ModelConfig
     from serving.host.progress import Progress
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -72,6 +73,16 @@ class ModelOrShape:
             return shape_folder(self.shape, progress)
         assert self.model is not None
         return self.model
+
+    def config(self) -> "ModelConfig":
+        """The model's sizes; a shape's weights are not made for them."""
+        from benchmarks.models.shapes import SHAPES
+        from serving.bundles import open_model
+
+        if self.shape is not None:
+            return SHAPES[self.shape].cfg
+        with open_model(self.model) as bundle:
+            return bundle.cfg
 
 
 def report_options(command: Callable[..., Any]) -> Callable[..., Any]:

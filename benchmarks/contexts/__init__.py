@@ -32,6 +32,7 @@ PARTS = {
     "intervals": "time to switch by the time between calls",
     "resident": "contexts whose chunks are all in memory: attended to where they lie, or decoded first",
     "answering": "speed of answers in a context and without one",
+    "traffic": "bytes that switches read and write, and their least time; counted, no model runs",
     "quality": "perplexity, accuracy and recall of compressed contexts",
     "density": "the same for widths by density, and flat and shuffled ones in equal bytes",
 }

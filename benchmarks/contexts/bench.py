@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.contexts import PARTS
@@ -62,7 +63,7 @@ class Plan:
     @property
     def timed(self) -> bool:
         """Whether anything is timed."""
-        return not set(self.parts) <= {"quality", "density"}
+        return not set(self.parts) <= {"quality", "density", "traffic"}
 
     @classmethod
     def quick(cls) -> "Plan":
@@ -118,19 +119,10 @@ class Bench:
     def trace(self, pattern: str, contexts: int) -> tuple[list[ContextCall], Histories]:
         """Calls, and histories before them that leave room for them in the window, or in half of it where
         contexts slide."""
-        plan, key = self.plan, (pattern, contexts)
+        key = pattern, contexts
         if key not in self._traces:
-            share = self.window_tokens / _WINDOW_TOKENS
-            lengths = [(math.ceil(share * prompt), math.ceil(share * answer)) for prompt, answer in _LENGTHS]
-            trace = make_switching(pattern, lengths, contexts=contexts, calls=plan.calls, seed=plan.seed)
-            room = [self.window_tokens] * contexts
-            for call in trace:
-                room[call.context] -= call.prompt_tokens + call.answer_tokens
-            room = [each if each >= CHUNK_TOKENS else self.window_tokens // 2 for each in room]
-            self._traces[key] = (
-                trace,
-                self._history().first([min(*each) for each in zip(self._lengths(), room, strict=False)]),
-            )
+            trace, lengths = traced(self.plan, self.window_tokens, pattern, contexts)
+            self._traces[key] = trace, self._history().first(lengths)
         return self._traces[key]
 
     def of_length(self, tokens: int) -> "Bench":
@@ -157,23 +149,52 @@ class Bench:
         trace, histories = self.trace(plan.patterns[0], plan.fitting)
         chunk_io = ChunkIO(self.engine(SYSTEMS[0].codec).runner)
         options = SYSTEMS[0].options(Path(), 1, REAL.storage)
-        ends = [len(tokens) for tokens in histories.tokens]
-        for call in trace:
-            ends[call.context] += call.prompt_tokens + call.answer_tokens
-        ends = [min(end, self.window_tokens) for end in ends]
+        ends = lengths_after([len(tokens) for tokens in histories.tokens], trace, self.window_tokens)
         return sum(most_bytes(chunk_io, options, end // chunk_io.chunk_tokens) for end in ends)
-
-    def _lengths(self) -> list[int]:
-        """Tokens of the contexts' histories: from half a window up, evenly, in a fixed shuffled order."""
-        most, count = self.window_tokens, max(self.plan.contexts)
-        order = [(7 * each) % count for each in range(count)] if count % 7 else range(count)
-        return [most // 2 + most // 2 * rank // count for rank in order]
 
     def _history(self) -> Histories:
         if self._histories is None:
             engine = self.engine(SYSTEMS[0].codec)
-            self._histories = Histories.compute(engine, self._lengths(), self.plan.seed, self._progress)
+            lengths = _lengths(self.plan, self.window_tokens)
+            self._histories = Histories.compute(engine, lengths, self.plan.seed, self._progress)
         return self._histories
+
+
+def traced(
+    plan: Plan, window_tokens: int, pattern: str, contexts: int
+) -> tuple[list[ContextCall], list[int]]:
+    """Calls, and tokens of each context before them, which leave room for the calls in the window, or half of
+    it where contexts slide.
+
+    Args:
+      plan: sizes.
+      window_tokens: most tokens of a context.
+      pattern: of the calls.
+      contexts: that are active.
+    """
+    share = window_tokens / _WINDOW_TOKENS
+    lengths = [(math.ceil(share * prompt), math.ceil(share * answer)) for prompt, answer in _LENGTHS]
+    trace = make_switching(pattern, lengths, contexts=contexts, calls=plan.calls, seed=plan.seed)
+    room = [window_tokens] * contexts
+    for call in trace:
+        room[call.context] -= call.prompt_tokens + call.answer_tokens
+    room = [each if each >= CHUNK_TOKENS else window_tokens // 2 for each in room]
+    return trace, [min(each) for each in zip(_lengths(plan, window_tokens), room, strict=False)]
+
+
+def lengths_after(lengths: Sequence[int], trace: Sequence[ContextCall], window_tokens: int) -> list[int]:
+    """Tokens of each context when the calls of a trace have ended."""
+    ends = list(lengths)
+    for call in trace:
+        ends[call.context] += call.prompt_tokens + call.answer_tokens
+    return [min(end, window_tokens) for end in ends]
+
+
+def _lengths(plan: Plan, window_tokens: int) -> list[int]:
+    """Tokens of the contexts' histories: from half a window up, evenly, in a fixed shuffled order."""
+    most, count = window_tokens, max(plan.contexts)
+    order = [(7 * each) % count for each in range(count)] if count % 7 else range(count)
+    return [most // 2 + most // 2 * rank // count for rank in order]
 
 
 def _scratch() -> str | None:

@@ -199,6 +199,17 @@ class KVCache:
 
         return self._with_mass(zeros)
 
+    def behind(self, chunks: np.ndarray, tokens: np.integer) -> "KVCache":
+        """The same rows, of tokens to come behind other coded chunks, and an attention mass of zero.
+
+        Args:
+          chunks: see `CodedChunks.source`.
+          tokens: of these chunks, int32.
+        """
+        assert self.coded is not None
+        coded = dataclasses.replace(self.coded, source=chunks, tokens=tokens)
+        return dataclasses.replace(self, coded=coded, length=tokens).uncounted()  # pyright: ignore
+
     def counted_by_node(self, nodes: int) -> "KVCache":
         """The same cache with its mass by node: which nodes count is known after a verification."""
         if self.mass is None:

@@ -62,6 +62,7 @@ class ChunkIO:
         self.reference_bytes = sum(shape.reference_bytes for shape in stored)
         sizes = [self._form.sizes(shape) for shape in stored]
         self.layer_bytes = {bits: [each[bits] for each in sizes] for bits in self._form.widths}
+        self._chunk_bytes = {bits: sum(each) for bits, each in self.layer_bytes.items()}
 
     @property
     def layers(self) -> int:
@@ -104,14 +105,12 @@ class ChunkIO:
     def behind(self, cache: KVCache, chunks: ChunkTable | None, count: int) -> KVCache:
         """A cache, perhaps another context's, as that of tokens behind the first `count` of these chunks;
         nothing is copied."""
-        assert cache.coded is not None
-        source, tokens = NO_CHUNKS if chunks is None else chunks.operand, np.int32(count * self.chunk_tokens)
-        coded = dataclasses.replace(cache.coded, source=source, tokens=tokens)
-        return dataclasses.replace(cache, coded=coded, length=tokens).uncounted()  # pyright: ignore
+        source = NO_CHUNKS if chunks is None else chunks.operand
+        return cache.behind(source, np.int32(count * self.chunk_tokens))
 
     def chunk_bytes(self, bits: int) -> int:
         """Bytes of one chunk, all layers together."""
-        return sum(self.layer_bytes[bits])
+        return self._chunk_bytes[bits]
 
     def load(self, cache: KVCache, chunks: Mapping[int, Stored]) -> KVCache:
         """Decodes stored chunks into a cache, at their positions, in one dispatch.
@@ -206,36 +205,50 @@ class ChunkIO:
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
         return LayerChunks(self._source(cache, layer, chunks), bits, self._form)
 
+    def room(self, chunks: Mapping[int, int]) -> dict[int, Stored]:
+        """Memory for chunks that are about to be encoded, each blob by itself.
+
+        Args:
+          chunks: the width of each, by number.
+        """
+        return {
+            chunk: (bits, Blobs(np.empty(size, np.uint8) for size in self.layer_bytes[bits]))
+            for chunk, bits in chunks.items()
+        }
+
     def encode(
-        self, cache: KVCache, chunks: Mapping[int, int], stored: Mapping[int, Stored] | None = None
-    ) -> dict[int, Stored]:
+        self,
+        cache: KVCache,
+        chunks: Mapping[int, int],
+        stored: Mapping[int, Stored] | None = None,
+        *,
+        into: Mapping[int, Stored] | None = None,
+    ) -> Mapping[int, Stored]:
         """Encodes chunks of a context.
 
         Args:
           cache: stays as it is.
           chunks: the width of each chunk to encode, by number.
           stored: as they are now, those that the cache attends to where they lie.
+          into: their memory (see `room`); None makes it.
 
         Returns:
           The chunks as they are stored, by number.
         """
-        front = cache.coded_tokens // self.chunk_tokens
-        found = self._encode(cache, {n - front: bits for n, bits in chunks.items() if n >= front})
-        found = {n + front: each for n, each in found.items()}
+        found, front = self.room(chunks) if into is None else into, cache.coded_tokens // self.chunk_tokens
+        self._encode(cache, {n - front: found[n] for n in chunks if n >= front})
         again = [n for n in chunks if n < front]
         room = self.runner.options.cache_tokens[0] // self.chunk_tokens
         for run in (again[i : i + room] for i in range(0, len(again), room)):
             empty = self.runner.start(len(run) * self.chunk_tokens)
             decoded = self.load(empty, {at: (stored or {})[n] for at, n in enumerate(run)})
-            coded = self._encode(decoded, {at: chunks[n] for at, n in enumerate(run)})
-            found |= {run[at]: each for at, each in coded.items()}
+            self._encode(decoded, {at: found[n] for at, n in enumerate(run)})
         return found
 
-    def _encode(self, cache: KVCache, chunks: Mapping[int, int]) -> dict[int, Stored]:
-        """Encodes chunks of the rows of a cache, counted from its first row on."""
-        found: dict[int, tuple[int, list[np.ndarray]]] = {chunk: (bits, []) for chunk, bits in chunks.items()}
-        for bits in sorted(set(chunks.values())):
-            numbers = sorted(chunk for chunk, width in chunks.items() if width == bits)
+    def _encode(self, cache: KVCache, into: Mapping[int, Stored]) -> None:
+        """Encodes chunks of the rows of a cache, counted from its first row on, into their memory."""
+        for bits in sorted({width for width, _ in into.values()}):
+            numbers = sorted(chunk for chunk, (width, _) in into.items() if width == bits)
             for layer in range(self.layers):
                 shape, heads = self._shapes[layer], self.heads[layer]
                 runs = [numbers[i : i + ENCODED_CHUNKS] for i in range(0, len(numbers), ENCODED_CHUNKS)]
@@ -243,16 +256,14 @@ class ChunkIO:
                 for run, out in zip(runs, coded, strict=True):
                     blobs = self._form.first_heads(np.asarray(out)[: len(run)], shape, bits, heads)
                     for chunk, blob in zip(run, blobs, strict=True):
-                        # A copy: the run's memory must not stay as long as one of its chunks.
-                        found[chunk][1].append(blob.copy())
-        return dict(found)
+                        into[chunk][1][layer][:] = blob
 
     def rehearse(self) -> None:
         """Runs every bucket of it once (see `LevelRunner.rehearse`)."""
         options = self.runner.options
         for capacity in options.cache_tokens:
             room = capacity // self.chunk_tokens
-            stored = self._encode(self.runner.start(capacity), dict(enumerate(self.widths[:room])))
+            stored = self.encode(self.runner.start(capacity), dict(enumerate(self.widths[:room])))
             cache = self.load(self.runner.start(capacity), stored)
             for count in options.recomputed_chunks:
                 at = self.positions([0], count)

@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-import numpy as np
 
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.recompute import Restore
-from serving.contexts.blobs import Blobs, Stored
+from serving.contexts.blobs import Stored
 from serving.contexts.chunk_io import ChunkIO, LayerBlobs, require_sizes
 from serving.request import Fed
 from serving.runners.chunks import placed_chunks
@@ -100,10 +99,7 @@ class InPlace:
     """
 
     def __init__(self, chunk_io: ChunkIO, bits: Mapping[int, int]) -> None:
-        self.chunks: dict[int, Stored] = {
-            chunk: (width, Blobs(np.empty(size, np.uint8) for size in chunk_io.layer_bytes[width]))
-            for chunk, width in bits.items()
-        }
+        self.chunks: dict[int, Stored] = chunk_io.room(bits)
 
     def filled(self, arriving: Arriving) -> Arriving:
         """Writes each layer as it arrives; nothing is left to load.

@@ -2,6 +2,7 @@
 tokens."""
 
 import concurrent.futures
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -94,6 +95,12 @@ class ChunkLoader:
         name, runner = turn.record.name, chunk_io.runner
         source = turn.source or name
         if chunk_io.coded:
+            table = None if turn.source else self._memory.made_table(name, len(turn.base.bits))
+            if table is not None:
+                if turn.base.source:
+                    with runner.lock:
+                        cache = runner.read_source(cache, turn.base.source)
+                return _swapped(turn, chunk_io, cache, table)
             cache = chunk_io.behind(cache, None, 0)
         vocab = runner.cfg.vocab_size
         for attempt in range(2):
@@ -190,6 +197,18 @@ class ChunkLoader:
         for chunk, (bits, blobs) in sorted(chunks.items()):
             read_ms = chunk_io.chunk_bytes(bits) * delays.read.per_unit_ms
             self._memory.load(name, chunk, bits, blobs, restore_ms=min(read_ms, compute_ms))
+
+
+def _swapped(turn: Turn, chunk_io: ChunkIO, cache: KVCache, chunks: ChunkTable) -> Restoration:
+    """Gives a call's session a context whose chunks are all in memory and in a chunk table, in place of the
+    one that a cache was behind. Looks at no chunk, and dispatches nothing."""
+    base, session = turn.base, turn.session
+    session.source = base.source or None
+    count = len(base.bits)
+    session.chunks, session.cache = chunks, chunk_io.behind(cache, chunks, count)
+    session.weights_version = chunk_io.runner.weights_version
+    session.tokens = list(itertools.islice(base.tokens, count * chunk_io.chunk_tokens))
+    return Restoration(resident=count)
 
 
 def _behind_tokens(session: Session) -> int:

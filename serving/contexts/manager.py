@@ -2,7 +2,8 @@
 
     begin     Claim, then Fault: reads or computes the chunks that are not in memory (`restore`)
     grow      makes room for the chunks of new tokens
-    finish    compresses new chunks by density, loads them into memory, and has them written ahead of time
+    finish    compresses new chunks by density, loads them into memory, and has them written ahead of time;
+              where they are written in the background, they are encoded there, too (`encoding`)
 
 Calls of different contexts may run in turns, each with its own cache. `ChunkMemory` evicts chunks, which are
 on storage already, of those that do not run. The last one's cache stays until another call begins.
@@ -15,7 +16,7 @@ store's record is the one that memory knows (`_let_go`), which the next call che
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kv.codecs import RAW
@@ -105,7 +106,10 @@ class Contexts(ContextRegistry):
         """
         began = time.perf_counter()
         self._require_idle(name)
-        stored, record, moved = self.store.record(name, app), self.record(app, name), ()
+        # Other contexts' chunks are encoded beside answers that need no cache of theirs.
+        self._encoded(name if self.engine.options.attend_coded else "")
+        stored, moved = self.store.record(name, app), ()
+        record = self.served(stored)
         if stored.origin != record.origin:
             moved = stored.origin.differing(record.origin)
             record = self.at_level(app, name, record.origin.level)
@@ -126,10 +130,13 @@ class Contexts(ContextRegistry):
         turn = Turn(record=record, base=base or record, session=session, most_bytes=size, sequence=prompt)
         self._claims.begin(turn)
         try:
-            self.memory.claim(name, len(turn.base.bits), pinned=record.pinned)
+            self.memory.claim(name, pinned=record.pinned)
             shared = self._begin_shared(turn, prompt) if base is None else 0
             self.grow(turn, prompt_tokens)
             last, self._last = self._last, ("", Session())
+            if self._encoder.busy(last[0]):
+                # It reads this cache; a new one takes its memory as it fills.
+                last = ("", Session())
             how = self._loader.resume(self._chunk_io, turn, last, prompt_tokens)
             # The restore may have marked damaged chunks as lost in the store's record.
             self._claims.changed(turn, turn.record)
@@ -187,9 +194,7 @@ class Contexts(ContextRegistry):
     def take_idle(self, chunk_io: ChunkIO, name: str, chunks: Mapping[int, Stored]) -> None:
         """Takes stored chunks of a context into free memory. Nobody has asked for them: they leave first."""
         self._loader.load(chunk_io, name, chunks)
-        there = self.memory.chunks(name)
-        for n in chunks:
-            there[n].used = 0
+        self.memory.unasked(name, chunks)
 
     def widen(self, record: Record, *, most: int) -> int:
         """Computes chunks of a context again that are stored at fewer bits than they would be given now, and
@@ -209,8 +214,7 @@ class Contexts(ContextRegistry):
         if record.rows:
             return 0
         wanted = widened_bits(record, chunk_io, self.options, most)
-        own = sum(each.size_bytes for each in self.memory.chunks(name).values())
-        more = self.chunk_bytes(record) - own
+        more = self.chunk_bytes(record) - self.memory.own_bytes(name)
         full = self.memory.resident_bytes + more > self.memory.budget_bytes
         if not wanted or full or written not in ("background", "ahead"):
             return 0
@@ -244,6 +248,7 @@ class Contexts(ContextRegistry):
         exact = self._chunk_io[turn.record.origin.level].widths == (RAW,)
         if not exact or not self._shares(turn):
             return 0
+        self._encoded()
         turn.base, turn.source = shared_beginning(
             self.store, self.memory, turn.record, prompt, across_apps=self.options.share_across_apps
         )
@@ -270,12 +275,17 @@ class Contexts(ContextRegistry):
         record = ended_record(
             before, resident, chunk_io, self.options, session=session, tokens=tokens, first=first
         )
-        coded: dict[int, Stored] = {}
+        coded: Mapping[int, Stored] = {}
+        ready: Callable[[], object] | None = None
         there = {n: (each.bits, each.blobs) for n, each in self.memory.chunks(name).items()}
         if session.cache is not None:
             # Chunks that were computed again at the same width are on storage already.
             wanted = {n: bits for n, bits in enumerate(record.bits) if resident.get(n) != bits}
-            coded = chunk_io.encode(session.cache, wanted, there)
+            if wanted and self.options.writing == "background":
+                encoding = self._encoder.later(chunk_io, name, session.cache, wanted, there)
+                coded, ready = encoding.chunks, encoding.require
+            else:
+                coded = chunk_io.encode(session.cache, wanted, there)
         changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)}
         source, linked = turn.source, {}
         if source:
@@ -294,7 +304,7 @@ class Contexts(ContextRegistry):
                 source = best.name
                 linked = self.store.link(record, source, dict(enumerate(record.bits[:count])))
                 changed -= linked.keys()
-        record = self._writer.keep(record, changed, coded, linked)
+        record = self._writer.keep(record, changed, coded, linked, ready)
         self.memory.cut(name, min(len(record.bits), len(before.bits)))
         # Chunks that do not fit are on storage, or computed again.
         with contextlib.suppress(BudgetExceeded):

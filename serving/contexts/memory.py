@@ -52,6 +52,12 @@ class ChunkMemory:
         self._locked: set[str] = set()
         self._pinned: set[str] = set()
         self._chunk_tables: dict[str, ChunkTable] = {}
+        # Bytes of each context's chunks; shared blobs count in each.
+        self._own_bytes: collections.Counter[str] = collections.Counter()
+        # The last use of contexts whose chunks have not been told: a claim looks at no chunk.
+        self._claimed: dict[str, int] = {}
+        # Contexts that may have chunks in memory that one read gave for several.
+        self._borrowed: set[str] = set()
         # Chunks that have the same blobs, by the identity of these.
         self._sharing: collections.Counter[int] = collections.Counter()
         # Counts of uses of contexts, and of loaded chunks.
@@ -86,6 +92,10 @@ class ChunkMemory:
         """The resident chunks of a context, by number."""
         return dict(self._chunks.get(context, {}))
 
+    def own_bytes(self, context: str) -> int:
+        """Bytes of a context's resident chunks, those that it shares with others too."""
+        return self._own_bytes[context]
+
     def contexts(self) -> list[str]:
         """Names of the contexts that have chunks in memory."""
         return list(self._chunks)
@@ -94,32 +104,41 @@ class ChunkMemory:
         """Takes another context's chunk, blobs and all, in place of an earlier one of its number."""
         self._drop(context, resident.chunk)
         self._arrivals += 1
+        if resident.context in self._borrowed:
+            self._borrowed.add(context)
         self._put(dataclasses.replace(resident, context=context, came=self._arrivals, used=self._uses))
 
     def chunk_table(self, context: str, make: "Callable[[list[Resident]], ChunkTable]") -> "ChunkTable":
         """The chunk table of a context whose chunks are all resident: the one made last, as long as none of
         them has changed."""
         if context not in self._chunk_tables:
-            self._chunk_tables[context] = make([each for _, each in sorted(self._chunks[context].items())])
+            there = self._chunks[context]
+            assert set(there) == set(range(len(there))), f"chunks of {context} are missing"
+            self._chunk_tables[context] = make([each for _, each in sorted(there.items())])
         return self._chunk_tables[context]
 
-    def claim(self, context: str, count: int, *, pinned: bool = False) -> list[int]:
+    def made_table(self, context: str, count: int) -> "ChunkTable | None":
+        """The chunk table of a context, if it was made and has its first `count` chunks or more; that looks
+        at no chunk."""
+        found = self._chunk_tables.get(context)
+        return found if found is not None and found.chunks >= count else None
+
+    def claim(self, context: str, count: int = 0, *, pinned: bool = False) -> list[int]:
         """Locks a context that is about to run.
 
         Args:
           context: its name.
-          count: number of its chunks.
+          count: number of its chunks that are looked for.
           pinned: whether its chunks are never evicted for another context, whether it runs or not.
 
         Returns:
-          The numbers of the chunks that are not in memory, ascending.
+          The numbers of those that are not in memory, ascending.
         """
         self._locked.add(context)
         self.pin(context, pinned)
         self._uses += 1
+        self._claimed[context] = self._uses
         there = self._chunks.get(context, {})
-        for each in there.values():
-            each.used = self._uses
         return [chunk for chunk in range(count) if chunk not in there]
 
     def pin(self, context: str, pinned: bool) -> None:
@@ -139,7 +158,11 @@ class ChunkMemory:
         Raises:
           BudgetExceeded: they would not fit beside locked and pinned chunks.
         """
-        others = self._bytes_of((self._locked | self._pinned) - {context})
+        kept = (self._locked | self._pinned) - {context}
+        others = sum(self._own_bytes[name] for name in kept)
+        if others + size_bytes > self.budget_bytes:
+            # Shared blobs count once.
+            others = self._bytes_of(kept)
         if others + size_bytes > self.budget_bytes:
             raise BudgetExceeded(
                 f"chunks may take {self.budget_bytes:,} bytes of memory; the context may come to need "
@@ -169,17 +192,28 @@ class ChunkMemory:
             context=context, chunk=chunk, bits=bits, blobs=Blobs(blobs), size_bytes=size,
             came=self._arrivals, used=self._uses, restore_ms=restore_ms,
         )  # fmt: skip
+        if any(blob.base is not None for blob in blobs):
+            self._borrowed.add(context)
         self._put(resident)
         return resident
+
+    def unasked(self, context: str, chunks: Iterable[int]) -> None:
+        """Marks resident chunks of a context that nobody has asked for: they leave first."""
+        self._tell_use(context)
+        for chunk in chunks:
+            self._chunks[context][chunk].used = 0
 
     def own(self, context: str) -> None:
         """Copies chunks that share the memory of one read: else all of it would stay as long as one of
         them."""
+        if context not in self._borrowed:
+            return
         for each in self.chunks(context).values():
             if any(blob.base is not None for blob in each.blobs):
                 blobs = Blobs(blob if blob.base is None else blob.copy() for blob in each.blobs)
                 self._drop(context, each.chunk)
                 self._put(dataclasses.replace(each, blobs=blobs))
+        self._borrowed.discard(context)
 
     def reserve(self, context: str, size_bytes: int) -> None:
         """Makes room for all of a context that is about to run.
@@ -191,8 +225,7 @@ class ChunkMemory:
         Raises:
           BudgetExceeded: see `reclaim`.
         """
-        there = sum(each.size_bytes for each in self._chunks.get(context, {}).values())
-        self.reclaim(max(0, size_bytes - there))
+        self.reclaim(max(0, size_bytes - self._own_bytes[context]))
 
     def reclaim(self, room_bytes: int) -> list[Resident]:
         """Makes room by evicting chunks.
@@ -209,6 +242,8 @@ class ChunkMemory:
         if self.resident_bytes + room_bytes <= self.budget_bytes:
             return []
         kept = self._locked | self._pinned
+        for name in list(self._claimed):
+            self._tell_use(name)
         free = [each for name, own in self._chunks.items() if name not in kept for each in own.values()]
         needed = self.resident_bytes + room_bytes - self.budget_bytes
         freed = collections.Counter(id(each.blobs) for each in free)
@@ -240,6 +275,9 @@ class ChunkMemory:
         every = [each for chunks in self._chunks.values() for each in chunks.values()]
         self._sharing = collections.Counter(id(each.blobs) for each in every)
         self.resident_bytes = self._bytes_of(self._chunks)
+        self._own_bytes = collections.Counter()
+        for each in every:
+            self._own_bytes[each.context] += each.size_bytes
 
     def cut(self, context: str, count: int) -> None:
         """Drops all chunks of a context except its first `count`."""
@@ -256,6 +294,13 @@ class ChunkMemory:
         self.cut(context, 0)
         self._locked.discard(context)
         self._pinned.discard(context)
+        self._claimed.pop(context, None)
+
+    def _tell_use(self, context: str) -> None:
+        """Tells a context's chunks of its last use."""
+        use = self._claimed.pop(context, 0)
+        for each in self._chunks.get(context, {}).values() if use else ():
+            each.used = max(each.used, use)
 
     def _bytes_of(self, contexts: Iterable[str]) -> int:
         """Bytes of some contexts' chunks; shared blobs count once."""
@@ -269,6 +314,7 @@ class ChunkMemory:
     def _put(self, resident: Resident) -> None:
         self._chunk_tables.pop(resident.context, None)
         self._chunks.setdefault(resident.context, {})[resident.chunk] = resident
+        self._own_bytes[resident.context] += resident.size_bytes
         self._sharing[id(resident.blobs)] += 1
         if self._sharing[id(resident.blobs)] == 1:
             self.resident_bytes += resident.size_bytes
@@ -278,10 +324,11 @@ class ChunkMemory:
         if found is None:
             return None
         self._chunk_tables.pop(context, None)
+        self._own_bytes[context] -= found.size_bytes
         self._sharing[id(found.blobs)] -= 1
         if not self._sharing[id(found.blobs)]:
             del self._sharing[id(found.blobs)]
             self.resident_bytes -= found.size_bytes
         if not self._chunks[context]:
-            del self._chunks[context]
+            del self._chunks[context], self._own_bytes[context]
         return found

@@ -33,8 +33,11 @@ class _Row:
         """Counts one call; returns what was dropped."""
         # The last one counted stands last.
         self.counts[name] = self.counts.pop(name, 0.0) + 1
+        self.total += 1
+        if self.total <= _FULL and len(self.counts) <= self._most:
+            return []
         before = set(self.counts)
-        if sum(self.counts.values()) > _FULL:
+        if self.total > _FULL:
             halved = {each: count / 2 for each, count in self.counts.items()}
             self.counts = {each: count for each, count in halved.items() if count >= _LEAST or each == name}
         if len(self.counts) > self._most:

@@ -11,6 +11,7 @@ from serving.contexts.at_exit import close_at_exit, forget_at_exit
 from serving.contexts.chunk_io import ChunkIO, kept_by, origin_of
 from serving.contexts.claims import Claims
 from serving.contexts.delays import Delays, measure_compute, measure_read
+from serving.contexts.encoding import ChunkEncoder
 from serving.contexts.growth import most_bytes, require_ratio
 from serving.contexts.loading import ChunkLoader
 from serving.contexts.memory import ChunkMemory
@@ -60,6 +61,9 @@ class ContextRegistry:
         try:
             self.pending_errors = PendingErrors()
             self._tokenizer = engine.tokenizer.digest
+            self._encoder = ChunkEncoder()
+            if options.writing == "background":
+                self._encoder.start()
             self._writer = ChunkWriter(self.store, options.writing, self.pending_errors.note_unwritten)
             self.memory = ChunkMemory(options.budget_bytes, find_policy(options.policy), self._writer.left)
             self._claims = Claims(self._let_go)
@@ -105,6 +109,8 @@ class ContextRegistry:
             try:
                 self.store.close()
             finally:
+                # After the store, whose thread waits for it.
+                self._encoder.close()
                 forget_at_exit(self)
                 # The threads belong to the parent of a forked child.
                 self._loader.close(wait=not self.forked)
@@ -135,11 +141,7 @@ class ContextRegistry:
         """
         options = dataclasses.replace(self.options, budget_bytes=budget_bytes)
         running = {each.record.name: each.most_bytes for each in self._claims.running()}
-        pinned = {
-            each.name: sum(chunk.size_bytes for chunk in self.memory.chunks(each.name).values())
-            for each in self.store.records()
-            if each.pinned
-        }
+        pinned = {each.name: self.memory.own_bytes(each.name) for each in self.store.records() if each.pinned}
         if (taken := sum({**pinned, **running}.values())) > budget_bytes:
             raise BudgetExceeded(
                 f"chunks cannot do with {budget_bytes:,} bytes of memory: contexts that run or are pinned "
@@ -176,7 +178,15 @@ class ContextRegistry:
           ContextGone: the app has no context of this name, or its tokens are of another tokenizer, or its
             rows of another model.
         """
-        record = self.store.record(name, app)
+        return self.served(self.store.record(name, app))
+
+    def served(self, record: Record) -> Record:
+        """A stored record as `record` gives it.
+
+        Raises:
+          ContextGone: see `record`.
+        """
+        name = record.name
         level = record.origin.level if record.origin.level in self._chunk_io else self.engine.runner.level
         origin = origin_of(self.engine, self._chunk_io[level])
         same = record.origin.model == origin.model
@@ -312,6 +322,13 @@ class ContextRegistry:
             # Those of another context that the call began with.
             self.memory.cut(name, len(claimed.bits))
         self.memory.release(name)
+
+    def _encoded(self, name: str = "") -> None:
+        """Waits until the chunks of a context's last call are encoded, or those of all contexts."""
+        for each in self._encoder.wait(name):
+            # What it has in memory was not filled. Its next call is told why.
+            self.memory.forget(each)
+            self._forget_cache(each)
 
     def _require_idle(self, name: str) -> None:
         if self._claims.of(name) is not None:

@@ -127,7 +127,7 @@ class ContextStore(OpenStore):
         with contextlib.suppress(JaxllmError, OSError):
             theirs, own = self.record(source), self._catalog.folder(record)
             for n, bits in sorted(chunks.items()):
-                file = (*theirs.files, *[""] * n)[n]
+                file = (*theirs.files, *[""] * (n + 1))[n]
                 same = theirs.bits[n : n + 1] == (bits,) and theirs.sources[n] == record.sources[n]
                 if not same or file not in theirs.checksums:
                     continue
@@ -266,6 +266,7 @@ class ContextStore(OpenStore):
         then: Callable[[str], object] = lambda _: None,
         *,
         linked: Linked = MappingProxyType({}),
+        ready: Callable[[], object] | None = None,
     ) -> Record:
         """Stores a context's new state as `commit` does, in the thread that writes (see `write_later`). Waits
         only where too much is waiting already.
@@ -274,6 +275,8 @@ class ContextStore(OpenStore):
           record, chunks, linked: see `commit`.
           failed: called in that thread with the context's name and the error; the state is that before.
           then: called in that thread with the name, after the commit.
+          ready: called in that thread before the commit: waits until the chunks are encoded, or raises;
+            None where they are.
 
         Returns:
           The record that is coming.
@@ -282,6 +285,8 @@ class ContextStore(OpenStore):
 
         def write() -> None:
             try:
+                if ready is not None:
+                    ready()
                 self.commit(record, chunks, linked=linked)
                 then(name)
             except JaxllmError as error:

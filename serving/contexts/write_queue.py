@@ -1,7 +1,8 @@
-"""Runs writes one after the other in a thread of their own, in the order in which they came.
+"""Runs jobs of contexts one after the other in a thread of their own, in the order in which they came: those
+that write chunks, or encode them.
 
 Nobody holds a lock: an interrupt that comes where one is released would leave it locked, and the thread that
-writes would wait forever. Jobs lie in a deque, whose operations are whole, and who waits looks again.
+runs the jobs would wait forever. Jobs lie in a deque, whose operations are whole, and who waits looks again.
 """
 
 import collections
@@ -21,15 +22,16 @@ Coming = TypeVar("Coming")
 
 
 class WriteQueue(Generic[Coming]):
-    """Jobs by the context that they write, with what the context will be. A forked child has none: they are
+    """Jobs by the context that they are of, with what the context will be. A forked child has none: they are
     its parent's.
 
     Args:
       most: jobs that may wait; who brings more waits until one has ended.
+      thread: its name.
     """
 
-    def __init__(self, most: int = 8) -> None:
-        self._most, self._process = most, os.getpid()
+    def __init__(self, most: int = 8, *, thread: str = "jaxllm-contexts") -> None:
+        self._most, self._thread_name, self._process = most, thread, os.getpid()
         # Those that have not ended; the first one runs.
         self._jobs: collections.deque[tuple[str, Callable[[], None], Coming]] = collections.deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -43,14 +45,14 @@ class WriteQueue(Generic[Coming]):
 
     def start(self) -> None:
         """Starts the thread. It never keeps the interpreter from exiting: `close` waits for its jobs."""
-        self._thread = threading.Thread(target=self._run, name="jaxllm-contexts", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
         self._thread.start()
 
     def put(self, name: str, job: Callable[[], None], coming: Coming) -> None:
         """Takes a job, as soon as there is room for it.
 
         Args:
-          name: of the context that it writes.
+          name: of the context that it is of.
           job: called once.
           coming: what the context will be.
         """
@@ -94,7 +96,7 @@ class WriteQueue(Generic[Coming]):
                 try:
                     job()
                 except Exception as error:
-                    _LOG.error("a write of the context %s failed: %s", name, one_line(error))
+                    _LOG.error("a job of the context %s failed: %s", name, one_line(error))
                 finally:
                     # Else what it wrote would stay in memory until the next one.
                     del job, coming

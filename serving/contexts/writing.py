@@ -36,7 +36,14 @@ class ChunkWriter:
         if writing == "background":
             store.write_later()
 
-    def keep(self, record: Record, changed: Set[int], coded: Mapping[int, Stored], linked: Linked) -> Record:
+    def keep(
+        self,
+        record: Record,
+        changed: Set[int],
+        coded: Mapping[int, Stored],
+        linked: Linked,
+        ready: Callable[[], object] | None = None,
+    ) -> Record:
         """Stores a context as a call leaves it.
 
         Args:
@@ -44,6 +51,8 @@ class ChunkWriter:
           changed: numbers of its chunks that are new, or of another width than on storage.
           coded: encoded chunks by number, all of `changed` among them.
           linked: chunks that another context has on storage (see `ContextStore.link`).
+          ready: waits until `coded` has its bytes, where chunks are written in the background; None where
+            it has (see `ContextStore.commit_later`).
 
         Returns:
           The stored record, or the one that is coming (see `ContextStore.commit_later`).
@@ -58,7 +67,9 @@ class ChunkWriter:
         if self._writing == "background":
             before = self._store.record(record.name)
             self._store.note(agreeing_record(before, record.tokens, record.origin.chunk_tokens))
-            return self._store.commit_later(record, chunks, self._failed, self._compacted, linked=linked)
+            return self._store.commit_later(
+                record, chunks, self._failed, self._compacted, linked=linked, ready=ready
+            )
         return self._compacted(self._store.commit(record, chunks, linked=linked).name)
 
     def _compacted(self, name: str) -> Record:

@@ -18,6 +18,7 @@ from benchmarks.contexts.outliers import write_with_outliers
 from benchmarks.contexts.replay import Switches
 from benchmarks.contexts.rows import most_contexts, switch_rows
 from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS
+from benchmarks.contexts.traffic import traffic_rows
 from benchmarks.measuring.report import Row
 from benchmarks.measuring.storage import DEVICES, REAL, emulated
 from jaxllm.bundle import Bundle
@@ -30,7 +31,7 @@ from serving.contexts.restore import Restoration
 from serving.engine import Engine
 from serving.host.direct_io import PieceReader
 from serving.options import EngineOptions
-from tests.tiny import write_tiny_bundle
+from tests.tiny import TINY, write_tiny_bundle
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 
@@ -38,6 +39,28 @@ DATA = Path(__file__).parents[4] / "shared" / "data"
 def switches(*times_ms, caching="direct"):
     restorations = [Restoration(resident=3, read=(4,), took_ms=each) for each in times_ms]
     return Switches(restorations, [each + 20 for each in times_ms], [5.0, 7.0], [1.0, 4.0], caching)
+
+
+def test_bytes_of_switches_are_counted_without_a_model():
+    plan = run.Plan(
+        patterns=("random",), contexts=(4, 8), fitting=4, calls=40, devices=(REAL, DEVICES["emmc"])
+    )
+    rows = {
+        (row.case.split(" contexts")[0], row.system, row.metric): row.value
+        for row in traffic_rows(TINY, plan)
+        if row.system != OURS or row.baseline == "VLLM-SQ"
+    }
+    four, eight = "traffic: random, 4", "traffic: random, 8"
+    # All chunks of ours fit, and half of twice as many at twice the bytes.
+    assert rows[four, OURS, "switch_read_bytes"] == 0 < rows[four, "VLLM-SQ", "switch_read_bytes"]
+    assert 0 < 2 * rows[eight, OURS, "switch_read_bytes"] < rows[eight, "VLLM-SQ", "switch_read_bytes"]
+    assert rows[eight, "VLLM-SQ", "switch_read_bytes"] < rows[eight, "VLLM-S", "switch_read_bytes"]
+    # Ours has written ahead.
+    assert rows[eight, OURS, "switch_written_bytes"] == 0 < rows[eight, "VLLM-SQ", "switch_written_bytes"]
+    emmc = DEVICES["emmc"].storage
+    assert rows[eight, OURS, "switch_bound_ms"] == pytest.approx(
+        1000 * rows[eight, OURS, "switch_read_bytes"] / emmc.bytes_per_s
+    )
 
 
 def test_a_mean_switch_and_how_it_was_read():

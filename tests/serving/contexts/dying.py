@@ -18,6 +18,7 @@ from pathlib import Path
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kv.chunks import CHUNK_TOKENS
 from jaxllm.kv.recompute import LOST
+from serving.contexts import compacting
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
@@ -28,6 +29,8 @@ from serving.options import EngineOptions
 from serving.request import GenerationConfig
 
 _APPS = ("mail", "calendar")
+# What many contexts begin with.
+_COMMON = tuple(range(40, 40 + 2 * CHUNK_TOKENS))
 _MOST_CONTEXTS = 5
 _PATIENCE_S = 60
 
@@ -153,6 +156,8 @@ def _live(said: Connection, root: Path, bundle: Path, options: EngineOptions, se
     os.environ["JAXLLM_CACHE"] = os.fspath(cache)
     try:
         draw = random.Random(seed)
+        # Contexts of a few chunks are rewritten as one segment, too.
+        compacting._MOST_SEGMENTS = 2
         engine = Engine.open(bundle, options=options)
         contexts = Contexts(engine, ContextOptions(folder=root, budget_bytes=1 << 18, idle_work="always"))
         said.send(("open",))
@@ -196,6 +201,8 @@ def _act(said: Connection, contexts: Contexts, draw: random.Random) -> None:
             context.pin(draw.random() < 0.3)
     else:
         prompt = [draw.randrange(250) for _ in range(draw.randint(1, 30))]
+        if not record.tokens and draw.random() < 0.5:
+            prompt = [*_COMMON, *prompt]
         # One that outgrows the window, or a few words.
         count = contexts.engine.options.context_tokens if deed == "stream" else 4
         _say(contexts, context, prompt, count, check=deed == "check", slide=deed in ("slide", "stream"))

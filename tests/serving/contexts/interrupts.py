@@ -17,10 +17,10 @@ FILES = (
     *(
         f"/serving/contexts/{name}.py"
         for name in (
-            "answer", "catalog", "chunk_io", "claims", "compacting", "context", "growth", "loading", "lock",
-            "manager", "memory", "open_store", "pending_errors", "pins", "quotas", "record", "record_file",
-            "registry", "restore", "segment", "sharing", "store", "stored", "turn", "turn_ids", "unsettled",
-            "write_queue", "writing",
+            "answer", "catalog", "chunk_io", "claims", "compacting", "context", "encoding", "growth",
+            "loading", "lock", "manager", "memory", "open_store", "pending_errors", "pins", "quotas",
+            "record", "record_file", "registry", "restore", "segment", "sharing", "store", "stored", "turn",
+            "turn_ids", "unsettled", "write_queue", "writing",
         )
     ),
     *(

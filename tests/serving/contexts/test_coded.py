@@ -1,5 +1,7 @@
 """Contexts whose answers attend to chunks where they lie: what is answered is what decoding first gives."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kv.codecs import CODECS
 from serving.contexts import loading
 from serving.options import EngineOptions
+from serving.request import Session
 from tests.kernels.switching import needs_native
 from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, found, new, say
 
@@ -136,3 +139,31 @@ def test_what_cannot_is_refused_by_name(kept):
         EngineOptions(attend_coded=True)
     with pytest.raises(ConfigError, match="because its weights are streamed"):
         kept(weights="int8", share=0.9, coded=True)
+
+
+def test_a_switch_in_memory_looks_at_no_chunk(kept, monkeypatch):
+    """It calls as many functions however long contexts are, and dispatches nothing."""
+    contexts, calls = kept("channel", coded=True), []
+    mine = [new(contexts) for _ in range(4)]
+    for context, count in zip(mine, (40, 40, 100, 100), strict=True):
+        say(context, [7] * count, 1)
+    contexts.store.wait()
+    monkeypatch.setattr(contexts.engine.runner.buckets, "get", None)
+    for context in 3 * mine:
+        record, session, events = context.record, Session(), []
+        prompt = [*record.tokens, 5]
+
+        def count(_frame, event, _what, events=events):
+            events.append(event)
+
+        sys.setprofile(count)
+        turn = contexts.begin(
+            record.app, record.name, session, prompt_tokens=110, most_tokens=110, prompt=prompt
+        )
+        sys.setprofile(None)
+        assert turn.restoration.resident == len(record.bits)
+        assert session.cache.coded_tokens == len(record.bits) * C
+        contexts.abandon(turn)
+        contexts._last = (record.name, session)
+        calls.append(sum(event.endswith("call") for event in events))
+    assert len(set(calls[-4:])) == 1

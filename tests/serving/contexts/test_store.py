@@ -103,6 +103,13 @@ def test_many_small_files_become_one(tmp_path):
         assert compact(store, record.name) == store.record(record.name)
 
 
+def test_nothing_is_linked_of_a_context_without_chunks(tmp_path):
+    with ContextStore(tmp_path) as store:
+        empty, record = (store.create("mail", ORIGIN) for _ in range(2))
+        for number in range(3):
+            assert store.link(record, empty.name, {number: 8}) == {}
+
+
 def test_what_is_deleted_is_gone(tmp_path):
     with ContextStore(tmp_path) as store:
         record = store.commit(*grown(store.create("a", ORIGIN), [8]))

@@ -86,7 +86,7 @@ def test_an_error_ends_one_job_alone(queue, caplog):
     queue.wait("a")
     # A job waits for none: it would wait for itself.
     assert done == [None]
-    assert "a write of the context a failed" in caplog.text
+    assert "a job of the context a failed" in caplog.text
 
 
 def test_what_never_started_waits_for_nothing():

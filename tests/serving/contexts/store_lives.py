@@ -1,0 +1,312 @@
+"""A store that grows over many lives, each of which ends by a kill at some moment, and what must be true
+then.
+
+A life has no engine: it imports nothing when it begins, and makes its chunks by rule, so that a thousand
+take minutes and each chunk can be told from all others. It does what calls do: tokens are noted, chunks are
+encoded by one thread and written by another, older ones at fewer bits; contexts begin with chunks of others,
+slide, are pinned, deleted and rewritten as one segment.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import multiprocessing
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.kv.codecs import WIDTHS
+from jaxllm.kv.recompute import LOST
+from serving.contexts import compacting
+from serving.contexts.encoding import ChunkEncoder
+from serving.contexts.growth import agreeing_record
+from serving.contexts.record import Origin, Record
+from serving.contexts.root import PREVIOUS, RECORD
+from serving.contexts.store import ContextStore, Linked
+
+C = 2
+ORIGIN = Origin(
+    model="m", level=100, adapter="", codec="channel", chunk_tokens=C, dtype="float16", heads=(5, 4, 5),
+    head_width=16,
+)  # fmt: skip
+# What a life may be in the middle of, more than one at a time.
+PHASES = ("encoding", "compacting", "storing at fewer bits", "linking", "parting", "deleting", "noting")
+_APPS = ("mail", "calendar")
+_MOST_CONTEXTS, _MOST_CHUNKS, _PATIENCE_S = 5, 8, 120
+
+
+@dataclasses.dataclass
+class Told:
+    """What is known of a store from outside, over all lives.
+
+    Attributes:
+      tokens: of each context, as its last deed left it.
+      deeds: that ended.
+      chunks: that were found to be what they should, after all kills.
+      within: how many kills came within a phase.
+      lives: that were ended.
+    """
+
+    tokens: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    deeds: int = 0
+    chunks: int = 0
+    within: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    lives: int = 0
+
+
+def live(told: Told, root: Path, *, seed: int, after_s: float) -> None:
+    """One life: killed so long after the store has opened; then the store is looked at.
+
+    Args:
+      told: of the store so far.
+      root: of the store.
+      seed: of what is done.
+      after_s: until the kill.
+
+    Raises:
+      AssertionError: something older was lost, or something is left that no record names.
+    """
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([__name__])
+    ours, theirs = server.Pipe(duplex=False)
+    phases = server.RawArray("i", len(PHASES))
+    child = server.Process(target=_live, args=(theirs, phases, root, seed))
+    child.start()
+    theirs.close()
+    try:
+        assert ours.poll(_PATIENCE_S), "the store does not open"
+        assert ours.recv() == ("open",)
+        time.sleep(after_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            if child.pid is not None:
+                os.kill(child.pid, signal.SIGKILL)
+        child.join()
+    assert child.exitcode == -signal.SIGKILL, f"ended by itself: {child.exitcode}, {_last(ours)}"
+    told.within.update(phase for phase, running in zip(PHASES, phases, strict=True) if running)
+    under_way: tuple[str, str, tuple[int, ...] | None] | None = None
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            what, *rest = ours.recv()
+            assert what != "failed", rest
+            if what == "begin":
+                # What it does, the context, and its tokens if that ends.
+                under_way = tuple(rest)
+                continue
+            assert under_way is not None
+            told.deeds += 1
+            told.tokens |= {rest[0]: rest[1]}
+            if rest[1] is None:
+                del told.tokens[rest[0]]
+            under_way = None
+    ours.close()
+    told.lives += 1
+    _look(told, root, under_way)
+
+
+def _last(ours: Any) -> list[Any]:
+    found: list[Any] = []
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            found = ours.recv()
+    return found
+
+
+def _look(told: Told, root: Path, under_way: tuple[str, str, tuple[int, ...] | None] | None) -> None:
+    with ContextStore(root) as store:
+        assert store.damage() == []
+        store.sweep()
+        there = {record.name: record for record in store.records()}
+        # No byte is left that no record names.
+        wanted = {"store.json", "lock"}
+        for record in there.values():
+            own = {RECORD, *record.segments}
+            wanted |= {f"app-{record.app}/{record.name}/{each}" for each in own}
+        left = {str(each.relative_to(root)) for each in root.rglob("*") if each.is_file()}
+        assert {each for each in left if not each.endswith(PREVIOUS)} == wanted
+        for record in there.values():
+            assert LOST not in record.bits
+            opened = store.open(record.name)
+            right = [_blobs(*each) for each in zip(record.sources, record.bits, strict=False)]
+            for layer in range(len(ORIGIN.heads) if right else 0):
+                # Checksums are checked as they are read.
+                for n, found in enumerate(opened.read(layer, range(len(right)))):
+                    assert found.tobytes() == right[n][layer].tobytes(), f"chunk {n} is another"
+            told.chunks += len(right)
+        if told.lives % 16 == 0:
+            assert store.verify() == []
+    deed, name, coming = under_way or ("", "", None)
+    for each, tokens in told.tokens.items():
+        # What was under way may have ended before that was said.
+        if each == name:
+            assert each in there or deed == "delete"
+            assert each not in there or there[each].tokens in (tokens, coming), f"{each} is neither"
+        else:
+            assert there[each].tokens == tokens, f"{each} is not what it was"
+    assert len(set(there) - set(told.tokens)) <= (deed == "new"), "contexts that nobody made"
+    told.tokens = {each: record.tokens for each, record in there.items()}
+
+
+class _Life:
+    """Deeds of one life.
+
+    Args:
+      said: told before and after each.
+      phases: what is being done now, for whoever kills it.
+      store: that has opened.
+      draw: of the deeds.
+    """
+
+    def __init__(self, said: Connection, phases: Any, store: ContextStore, draw: random.Random) -> None:
+        self._said, self._phases, self._store, self._draw = said, phases, store, draw
+        self._encoder = ChunkEncoder()
+        self._encoder.start()
+        store.write_later()
+        # Often, not after eight calls.
+        compacting._MOST_SEGMENTS = 2
+        real = compacting._rewritten
+
+        def rewritten(store: ContextStore, name: str) -> Record:
+            with self._in("compacting"):
+                return real(store, name)
+
+        compacting._rewritten = rewritten
+
+    def act(self) -> None:
+        """Does something."""
+        records, draw = self._store.records(), self._draw
+        if len(records) < 2 or (len(records) < _MOST_CONTEXTS and draw.random() < 0.15):
+            self._said.send(("begin", "new", "", ()))
+            made = self._store.create(draw.choice(_APPS), ORIGIN)
+            self._said.send(("end", made.name, ()))
+            return
+        record = draw.choice(records)
+        deeds = {"say": 10.0, "slide": 1.0, "pin": 1.0, "delete": 0.3 * (len(records) == _MOST_CONTEXTS)}
+        deed = draw.choices(list(deeds), list(deeds.values()))[0]
+        if deed == "delete":
+            self._said.send(("begin", deed, record.name, None))
+            with self._in("deleting"):
+                self._store.delete(record.name)
+            self._said.send(("end", record.name, None))
+        elif deed == "pin":
+            self._said.send(("begin", deed, record.name, record.tokens))
+            self._store.commit(dataclasses.replace(self._store.record(record.name), pinned=not record.pinned))
+            self._said.send(("end", record.name, record.tokens))
+        else:
+            self._call(record.name, slide=deed == "slide")
+
+    def _call(self, name: str, *, slide: bool) -> None:
+        """What `Contexts` does when a call has ended."""
+        store, draw = self._store, self._draw
+        store.wait(name)
+        before = store.record(name)
+        tokens = before.tokens
+        if slide or len(tokens) > C * _MOST_CHUNKS:
+            tokens = tokens[:C]
+        if not tokens:
+            # All begin alike, so far.
+            tokens = tuple(range(C * draw.randint(1, 4)))
+        tokens += tuple(draw.randrange(1000) for _ in range(draw.randint(1, 3 * C)))
+        self._said.send(("begin", "say", name, tokens))
+        agreed = agreeing_record(before, tokens, C)
+        bits = self._widths(agreed.bits, len(tokens) // C)
+        mass = (0.5,) * len(bits)
+        record = dataclasses.replace(before, tokens=tokens, bits=bits, mass=mass, seen=mass)
+        fresh = {n: each for n, each in enumerate(bits) if agreed.bits[n : n + 1] != (each,)}
+        linked = self._linked(record, fresh) if not before.tokens else {}
+        fresh = {n: each for n, each in fresh.items() if n not in linked}
+        chunk_io = _Io(record, functools.partial(self._in, "encoding"))
+        encoding = self._encoder.later(chunk_io, name, None, fresh, {})  # pyright: ignore
+        with self._in("noting"):
+            store.note(agreed)
+        narrowed = {n for n in fresh if n < len(agreed.bits)}
+        own = store.own_segments(before)
+        shared = {n for n in narrowed if before.files[n] not in own}
+        during = [*["storing at fewer bits"] * bool(narrowed), *["parting"] * bool(shared)]
+
+        def ready() -> None:
+            encoding.require()
+            for each in during:
+                self._phases[PHASES.index(each)] = 1
+
+        def written(name: str) -> None:
+            for each in during:
+                self._phases[PHASES.index(each)] = 0
+            compacting.compact(store, name)
+
+        store.commit_later(record, encoding.chunks, _never, written, linked=linked, ready=ready)
+        self._said.send(("end", name, tokens))
+
+    def _widths(self, before: Sequence[int], count: int) -> tuple[int, ...]:
+        """Of all chunks: some of those that are there get fewer bits."""
+        narrower = {bits: [each for each in WIDTHS if each <= bits] for bits in WIDTHS}
+        kept = [self._draw.choice(narrower[bits]) if self._draw.random() < 0.2 else bits for bits in before]
+        return (*kept, *(self._draw.choice(WIDTHS) for _ in range(count - len(kept))))
+
+    def _linked(self, record: Record, fresh: Mapping[int, int]) -> Linked:
+        """Chunks that another context of the app has, at its widths."""
+        for each in self._store.records(record.app):
+            if each.name != record.name and each.tokens:
+                with self._in("linking"):
+                    self._store.wait(each.name)
+                    return self._store.link(record, each.name, dict(fresh))
+        return {}
+
+    @contextlib.contextmanager
+    def _in(self, phase: str) -> Iterator[None]:
+        at = PHASES.index(phase)
+        self._phases[at] = 1
+        try:
+            yield
+        finally:
+            self._phases[at] = 0
+
+
+class _Io:
+    """Encodes chunks by rule (see `ChunkIO`)."""
+
+    def __init__(self, record: Record, within: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._record, self._within = record, within
+
+    def room(self, chunks: Mapping[int, int]) -> dict[int, tuple[int, list[np.ndarray]]]:
+        sizes = ORIGIN.layer_bytes
+        return {n: (bits, [np.zeros(size, np.uint8) for size in sizes[bits]]) for n, bits in chunks.items()}
+
+    def encode(self, _: object, chunks: Mapping[int, int], __: object, *, into: Mapping[int, Any]) -> None:
+        with self._within():
+            for n, bits in chunks.items():
+                for blob, wanted in zip(into[n][1], _blobs(self._record.sources[n], bits), strict=True):
+                    blob[:] = wanted
+                    time.sleep(0)
+
+
+def _blobs(source: str, bits: int) -> list[np.ndarray]:
+    """A chunk of its tokens and width."""
+    pattern = np.frombuffer(bytes.fromhex(source), np.uint8) ^ np.uint8(bits)
+    return [np.resize(pattern, size) + np.uint8(layer) for layer, size in enumerate(ORIGIN.layer_bytes[bits])]
+
+
+def _live(said: Connection, phases: Any, root: Path, seed: int) -> None:
+    """Uses the store for ever."""
+    try:
+        with ContextStore(root) as store:
+            store.sweep()
+            life = _Life(said, phases, store, random.Random(seed))
+            said.send(("open",))
+            while True:
+                life.act()
+    except Exception as error:
+        said.send(("failed", f"{error!r} at {traceback.format_tb(error.__traceback__)[-3:]}"))
+
+
+def _never(name: str, error: Exception) -> None:
+    raise AssertionError(f"{name}: {error}")
