@@ -26,6 +26,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 DENSE_SHAPES = ("15m", "110m", "250m", "0.5b", "1b")
 MIXTURE_SHAPES = ("moe-1b",)
 SEQ2SEQ_SHAPES = ("t5-base", "mt5-large")
+SWITCH_SHAPES = ("switch-base-64",)
 PHONES = ("real", "emmc", "eufs")
 BOARDS = ("real", "tx2-ssd", "hdd", "sd")
 

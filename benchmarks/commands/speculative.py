@@ -170,7 +170,7 @@ def _plan(
     """What was asked for, and for the rest the whole measurement or the quick one."""
     from benchmarks.measuring.storage import named_devices
     from benchmarks.speculative.run import Plan
-    from serving.evaluation.rouge import require_rouge
+    from jaxllm.tasks.rouge import require_rouge
 
     plan, judged = Plan.quick() if report.quick else Plan(), True
     if report.quick and parts == tuple(PARTS):

@@ -1,4 +1,4 @@
-"""Draws times per token by storage and technique, predictors, and eviction policies."""
+"""Draws times per token by storage and technique, predictors, eviction policies, and what a task costs."""
 
 import re
 from collections.abc import Sequence
@@ -11,12 +11,17 @@ _LAYER = re.compile(r"predictor: layer (\d+)$")
 _ROOM = re.compile(r"eviction: (\d+) experts$")
 _BUFFER = re.compile(r"buffer of (\d+) experts: ")
 _LOSS = re.compile(r"tolerable loss (\d+)%$")
+_ENCODER = re.compile(r"encoder layer (\d+): ")
+_DECODER = re.compile(r"decoder layer (\d+): ")
 # Line figures: cases, metric, the axes' names.
 _LINES = {
     "predictors": (_LAYER, "hit_rate", "sparse layer", "visits that were predicted (share)"),
     "evictions": (_ROOM, "hit_rate", "room (experts)", "visits to experts in memory (share)"),
     "buffers": (_BUFFER, "tpot_ms", "room (experts at 4 bits)", "time per token (ms)"),
     "losses": (_LOSS, "tpot_ms", "tolerable loss (%)", "time per token (ms)"),
+    "rouge": (_LOSS, "rouge2", "tolerable loss (%)", "Rouge-2"),
+    "encoder_hits": (_ENCODER, "hit_rate", "layer of the encoder", "visits to experts in memory (share)"),
+    "decoder_hits": (_DECODER, "hit_rate", "layer of the decoder", "visits to experts in memory (share)"),
 }
 
 

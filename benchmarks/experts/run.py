@@ -152,7 +152,7 @@ def _choices(mixed: Sequence[Path]) -> tuple[int, int]:
                 raise ConfigError(
                     f"{path} stores its experts together; make a bundle by `jaxllm quantize-experts`"
                 )
-            require_decoder_alone(bundle.cfg, "bench experts")
+            require_decoder_alone(bundle.cfg, "a text", "measure it by its task: --pairs")
             found.add(bundle.cfg)
     if len(found) != 1:
         raise ConfigError("the bundles are of several models; give those that were made of one folder")

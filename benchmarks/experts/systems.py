@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.bundle import Bundle, Part
-from jaxllm.bundle.experts import expert_facts, expert_parts, read_path_counts, read_token_experts
+from jaxllm.bundle.experts import copied_parts, read_path_counts
 from jaxllm.checkpoints.huggingface import read_config
 from jaxllm.prepare import prepare
 from serving.engine import Engine
@@ -60,12 +60,15 @@ class Setting:
       buffer_experts: room of ours, in experts at 4 bits.
       context_tokens: of every context.
       storage: that experts are read from.
+      equal: whether baselines that load on demand have a buffer of as many bytes as ours, from which those
+        go that were used longest ago; else they have none.
     """
 
     bundles: Bundles
     buffer_experts: int
     context_tokens: int
     storage: Storage
+    equal: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,7 @@ def make_nested(
       progress: see `prepare`.
     """
     with Bundle.open(mixed) as bundle:
-        parts = expert_parts(read_path_counts(bundle), expert_facts(bundle), read_token_experts(bundle))
+        parts = copied_parts(bundle)
         digest = bundle.fingerprint[:16]
     cfg = read_config(folder)
     cache.mkdir(parents=True, exist_ok=True)
@@ -130,7 +133,7 @@ def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress | No
     """
     with Bundle.open(mixed) as bundle:
         # The same statistics for all.
-        parts = expert_parts(read_path_counts(bundle), expert_facts(bundle), read_token_experts(bundle))
+        parts = copied_parts(bundle)
         weights = bundle.layout.weights
         digest = bundle.fingerprint[:16]
     cache.mkdir(parents=True, exist_ok=True)
@@ -171,7 +174,9 @@ def opened(name: str, setting: Setting) -> Engine:
         return Engine.open(bundles.layers, options=_options(setting, memory_bytes=ours))
     if name in ("IO-EXP", "IO-QEXP"):
         path = bundles.floats if name == "IO-EXP" else bundles.four_bit
-        return _with_buffer(path, _options(setting), 0, ExpertOptions(predictor="none"))
+        room = _buffer_bytes(setting) if setting.equal else 0
+        how = ExpertOptions(predictor="none", eviction="lru" if setting.equal else ExpertOptions.eviction)
+        return _with_buffer(path, _options(setting), room, how)
     path = bundles.four_bit if name == f"{OURS}-no-widths" else bundles.mixed
     how = {
         f"{OURS}-no-preloading": ExpertOptions(predictor="none"),
@@ -181,6 +186,18 @@ def opened(name: str, setting: Setting) -> Engine:
     }.get(name, ExpertOptions())
     buffer = 0 if name == f"{OURS}-no-buffer" else _buffer_bytes(setting)
     return _with_buffer(path, _options(setting), buffer, how)
+
+
+def resident(name: str, setting: Setting) -> Engine:
+    """Opens what a system answers with, all in memory: the storage changes no answer."""
+    bundles = setting.bundles
+    path = {
+        OURS: bundles.mixed,
+        "IO-FREE": bundles.together,
+        "IO-QEXP": bundles.four_bit,
+        "STI": bundles.layers,
+    }[name]
+    return Engine.open(path, options=_options(setting))
 
 
 def nested_engine(

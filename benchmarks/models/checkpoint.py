@@ -6,7 +6,9 @@ if it holds floats; a quantized one is dequantized, so that a peer of the same w
 """
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -104,6 +106,17 @@ def _write(bundle: Bundle, folder: Path, progress: Progress) -> None:
     for name, spec in specs.items():
         params[name] = np.asarray(dequantize(loaded[name], jnp.dtype(jnp.float32))).reshape(spec.shape)
         progress("Writing float weights", len(params), len(specs))
-    write_tokenizer(folder, bundle.tokenizer_files())
+    files = bundle.tokenizer_files()
+    write_tokenizer(folder, files)
+    if files.start_ids:
+        # How an encoder-decoder is asked is in no file of the tokenizer.
+        asked: dict[str, Any] = {
+            "decoder_start_token_id": files.start_ids[0],
+            "eos_token_id": list(files.eos_ids),
+            "prefix": files.source_prefix,
+        }
+        if len(files.start_ids) > 1:
+            asked["forced_bos_token_id"] = files.start_ids[1]
+        (folder / "generation_config.json").write_text(json.dumps(asked) + "\n", encoding="utf-8")
     # The config comes last and whole: where it is, the folder is.
     write_folder(folder, bundle.cfg, params)

@@ -6,6 +6,7 @@ denormal or infinite number changes the speed of a system.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,29 @@ ENCODER_DECODERS = {
     # 1.2 billion, of which an embedding and a head of 250,112 words have 512 million.
     "mt5-large": _encoder_decoder(D=1024, L=24, N=16, F=2816, V=250112, gated=True),
 }
+
+
+def _switch(*, D: int, L: int, N: int, F: int, V: int, E: int, capacity: int) -> ModelConfig:
+    """Sizes of Switch Transformers: E experts of F neurons in every other layer of both sides."""
+    dense = _encoder_decoder(D=D, L=L, N=N, F=F, V=V, gated=False)
+    side = dataclasses.replace(
+        dense,
+        encoder=None,
+        model_type="switch_transformers",
+        experts=E,
+        experts_per_token=1,
+        normalize_expert_weights=False,
+        expert_ffn_size=F,
+        expert_capacity=capacity,
+        sparse_layers=(False, True) * (L // 2),
+    )
+    return dataclasses.replace(side, encoder=side)
+
+
+SWITCHES = {
+    # EdgeMoE's switch-base-64: 3.8 billion parameters, of which 3.6 billion are experts.
+    "switch-base-64": _switch(D=768, L=12, N=12, F=3072, V=32128, E=64, capacity=64),
+}
 MIXTURES = tuple(name for name, shape in SHAPES.items() if shape.E)
 
 
@@ -130,14 +154,53 @@ def shape_folder(name: str, progress: Progress) -> Path:
 
 def write_random(folder: Path, cfg: ModelConfig, progress: Progress) -> None:
     """Writes a model of random weights and a tokenizer of as many words as a Hugging Face folder."""
-    import ml_dtypes
-
     from jaxllm.checkpoints.huggingface import write_folder
     from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
+
+    params = dict(drawn_params(cfg, progress))
+    write_tokenizer(folder, _word_tokenizer(cfg.vocab_size))
+    if cfg.encoder is not None:
+        (folder / "generation_config.json").write_text('{"decoder_start_token_id": 0}\n', encoding="utf-8")
+    write_folder(folder, cfg, params)
+
+
+def switch_bundle(name: str, progress: Progress) -> Path:
+    """The bundle of one of `SWITCHES`, drawn unless it is there, a layer's experts in memory at a time. Every
+    other expert has 2 bits, the others 4, for random weights cannot be calibrated; all else has 8.
+
+    Args:
+      name: of `SWITCHES`.
+      progress: called with ("Drawing weights", parameters drawn, parameters in all).
+    """
+    path = cache_folder() / "benchmarks" / "shapes" / f"v{_VERSION}" / f"{name}.jaxllm"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_random_switch(path, SWITCHES[name], progress)
+    return path
+
+
+def write_random_switch(path: Path, cfg: ModelConfig, progress: Progress) -> None:
+    """Writes a bundle of random weights of a mixture with an encoder; see `switch_bundle`."""
+    from jaxllm.bundle import write_bundle
+    from jaxllm.models.parameters import sparse_layers
+
+    layers = len(sparse_layers(cfg))
+    bits = np.where(np.arange(layers * cfg.experts) % 2, 2, 4).reshape(layers, cfg.experts)
+    tokenizer = dataclasses.replace(_word_tokenizer(cfg.vocab_size), start_ids=(0,))
+    params = drawn_params(cfg, progress)
+    write_bundle(
+        path, cfg=cfg, params=params, weights="int8", tokenizer=tokenizer, name=path.stem, expert_bits=bits
+    )
+
+
+def drawn_params(cfg: ModelConfig, progress: Progress) -> Iterator[tuple[str, np.ndarray]]:
+    """Draws a model's parameters in their order, in bfloat16; each name draws the same in any model of its
+    place and size."""
+    import ml_dtypes
+
     from jaxllm.models.parameters import param_specs
 
     specs = param_specs(cfg)
-    params: dict[str, np.ndarray] = {}
     for number, (name, spec) in enumerate(specs.items()):
         if spec.role == "vector" and not name.endswith(("router", "relative_positions")):
             value = np.ones(spec.shape, np.float32)
@@ -149,12 +212,8 @@ def write_random(folder: Path, cfg: ModelConfig, progress: Progress) -> None:
             if cfg.experts and name == "embed.tokens":
                 # Embeddings outweigh what layers add, or all tokens visit the same experts.
                 value *= np.float32(_EMBEDDING_DEVIATION * inputs**0.5)
-        params[name] = value.astype(ml_dtypes.bfloat16)
-        progress("Drawing weights", len(params), len(specs))
-    write_tokenizer(folder, _word_tokenizer(cfg.vocab_size))
-    if cfg.encoder is not None:
-        (folder / "generation_config.json").write_text('{"decoder_start_token_id": 0}\n', encoding="utf-8")
-    write_folder(folder, cfg, params)
+        yield name, value.astype(ml_dtypes.bfloat16)
+        progress("Drawing weights", number + 1, len(specs))
 
 
 def _word_tokenizer(size: int) -> TokenizerFiles:

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxllm.errors import ConfigError
+from jaxllm.tasks.rouge import rouge
 from serving.answer import Answer
 from serving.engine import Engine
-from serving.evaluation.rouge import rouge
 from serving.host.progress import Progress
 from serving.request import GenerationConfig
 

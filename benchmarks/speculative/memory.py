@@ -81,10 +81,12 @@ def _read_once(path: Path, depth: int) -> float:
 
 def _rows(case: str, budget: int, found: dict[str, float], disk: float) -> list[Row]:
     speed = found["read_bytes"] / found["took_s"]
-    plan = (
-        f"{found['resident']:.0f} pieces are resident; reads {found['read_bytes'] / 1e6:,.0f} MB "
-        f"for {found['passes']:.0f} passes"
+    kept = (
+        f"{found['resident']:.0f} pieces are resident"
+        if "resident" in found
+        else f"{found['hit_rate']:.0%} of visits to experts found them resident"
     )
+    plan = f"{kept}; reads {found['read_bytes'] / 1e6:,.0f} MB for {found['passes']:.0f} passes"
 
     def row(metric: str, value: float, unit: str, **more: object) -> Row:
         return Row(case=case, system=OURS, metric=metric, value=value, unit=unit, **more)  # pyright: ignore
@@ -129,13 +131,16 @@ def _measure(model: str, budget: int) -> dict[str, float]:
     engine.generate(prompt, config)
     read, began = counts.read_bytes, time.perf_counter()
     generation = engine.generate(prompt, config)
+    facts = engine.model.streamed.facts()
+    # Of layers, or of experts alone.
+    how = {"hit_rate": facts["hit_rate"]} if "hit_rate" in facts else {"resident": facts["resident_layers"]}
     return {
+        **how,
         "peak_bytes": peak_resident_bytes() - before,
         "runtime_bytes": before,
         "tpot_ms": generation.timings.tpot_ms(len(generation.tokens)),
         "read_bytes": counts.read_bytes - read,
         "took_s": time.perf_counter() - began,
-        "resident": engine.model.streamed.facts()["resident_layers"],
         "passes": _TOKENS,
     }
 

@@ -72,7 +72,13 @@ def routed(
     norm = weights.norm("ffn_norm", cfg)
     routing = route(x, weights["router"], experts_per_token=1, normalize=False, norm=norm)  # pyright: ignore
     real = jnp.arange(x.shape[1], dtype=jnp.int32) < valid
+    return routing, real if rowwise else within_capacity(routing, real, cfg)
+
+
+def within_capacity(routing: Routing, real: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Which tokens visit their expert, `[B, T]` bool: of those that chose the same as many as it takes, the
+    first ones of each row. `real` `[T]` or `[B, T]` bool is False for padding, which takes no place."""
     visits = jax.nn.one_hot(routing.ids[..., 0], cfg.experts, dtype=jnp.int32)
-    visits = jnp.where(real[:, None], visits, 0)
+    visits = jnp.where(real[..., None], visits, 0)
     rank = jnp.take_along_axis(jnp.cumsum(visits, axis=1), routing.ids, axis=-1)[..., 0]
-    return routing, real if rowwise else real & (rank <= cfg.expert_capacity)
+    return real & (rank <= cfg.expert_capacity)

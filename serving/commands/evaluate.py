@@ -198,9 +198,9 @@ def tasks_command(
       jaxllm eval tasks --data DIR --task sentiment --task news --limit 200
     """
     from jaxllm.tasks import find_task
+    from jaxllm.tasks.rouge import require_rouge
     from serving.evaluation.report import as_json as results_json
     from serving.evaluation.report import check_predictions, write_predictions
-    from serving.evaluation.rouge import require_rouge
     from serving.evaluation.tasks import ALL, read_questions, run_task
 
     if predictions is not None:

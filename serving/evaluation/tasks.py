@@ -16,9 +16,9 @@ from jaxllm.tasks import TASKS, Task, find_task
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample, pseudo_random
 from jaxllm.tasks.files import DataMissing
+from jaxllm.tasks.rouge import require_rouge, rouge
 from jaxllm.text.prompts import end_of_turn_id, prompt_ids
 from serving.engine import Engine
-from serving.evaluation.rouge import require_rouge, rouge
 from serving.evaluation.scoring import score_options
 from serving.host.progress import Progress
 from serving.request import GenerationConfig

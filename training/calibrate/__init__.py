@@ -1,1 +1,2 @@
-"""Measures models on a text and writes bundles: `expert_widths` (by `width_losses`) and `prefill`."""
+"""Measures models and writes bundles: `expert_widths` (on a text) and `seq2seq_widths` (on pairs), both by
+`width_losses`; and `prefill`."""

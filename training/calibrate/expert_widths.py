@@ -13,7 +13,7 @@ command resumes, and another tolerable loss measures little anew.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,19 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from jaxllm.bundle import EXPERT_BITS, Bundle, expert_widths
+from jaxllm.bundle import EXPERT_BITS, Bundle, Part, expert_widths
 from jaxllm.bundle.experts import expert_parts
 from jaxllm.checkpoints import huggingface
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.experts.bitwidth import WidthPlan, search_widths
+from jaxllm.models.parameters import sparse_layers
 from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.prepare import prepare
 from jaxllm.quant import dequantize
 from training.bundle_output import BundleOutput
-from training.calibrate.width_losses import WidthLosses, nats_step
+from training.calibrate.text_measure import TextPerplexity, nats_step
+from training.calibrate.width_losses import WidthLosses
 from training.data.corpus import TokenizedDocuments, write_tokens
 from training.data.documents import builtin_texts, documents_digest, read_texts, text_document
 from training.data.encoders import ModelEncoder
@@ -46,7 +48,7 @@ from training.loop.run_files import claimed
 
 # On less text than this, chance decides which experts matter.
 LEAST_TOKENS = 2048
-_LOSSES_FILE = "losses.json"
+LOSSES_FILE = "losses.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,19 +130,15 @@ def quantize_experts(
       CheckpointError: the model cannot be read.
     """
     console, run_dir, model = console or Console(stderr=True), Path(run_dir), Path(model)
-    if not model.exists():
-        raise CheckpointError(f"{model}: no such file or folder; give a Hugging Face folder or a bundle")
+    require_model(model, pairs=False)
     target = target or WidthTarget()
-    uniform, most_loss = target.uniform, target.most_loss
     mesh = make_mesh(mesh_shape or MeshShape(data=1), recipe.batch)
     weights = None if model.is_dir() else out.weights
     if mesh.size > 1:
         frozen = FrozenModel.read_onto(mesh, model, weights, stack=False)
     else:
         frozen = FrozenModel.read(model, weights)
-    if not frozen.cfg.experts:
-        raise ConfigError(f"{model} is no mixture of experts; `jaxllm prepare` makes its bundle")
-    own = _own_widths(model, frozen.cfg, uniform)
+    own = own_widths(model, frozen.cfg, target)
     floats = {name: dequantize(each, jnp.dtype(jnp.float32)) for name, each in frozen.params.items()}
     documents = [text_document(text) for path in texts for text in read_texts(path)]
     documents = documents or [text_document(text) for text in builtin_texts()]
@@ -151,33 +149,21 @@ def quantize_experts(
             write_tokens(run_dir / "tokens", ((0, each) for each in documents), encoder)
     batches, held_out = _split(TokenizedDocuments.read(run_dir / "tokens"), recipe)
 
-    text = WidthLosses(frozen.cfg, floats, batches, run_dir / _LOSSES_FILE, mesh)
-    counts, of_tokens, shares = text.paths()
-    if uniform:
-        bits = np.full(shares.shape, uniform, np.int8)
-        facts: dict[str, Any] = {"uniform": uniform}
-    else:
-        plan = _search(text, shares, most_loss, console)
-        bits = np.minimum(plan.bits, own).astype(np.int8)
-        facts = {
-            "most_loss": most_loss,
-            "lower": plan.lower,
-            "upper": plan.upper,
-            "lowered": plan.lowered,
-        }
-    unseen = WidthLosses(frozen.cfg, floats, held_out, run_dir / f"held_out_{_LOSSES_FILE}", mesh)
+    text = TextPerplexity(frozen.cfg, batches, mesh)
+    losses = WidthLosses(frozen.cfg, floats, text, run_dir / LOSSES_FILE, mesh)
+    visited = text.visited(losses.params)
+    bits, facts = chosen_widths(losses, visited.shares, own, target, console)
+    judge = TextPerplexity(frozen.cfg, held_out, mesh)
+    unseen = WidthLosses(frozen.cfg, floats, judge, run_dir / f"held_out_{LOSSES_FILE}", mesh)
     facts |= {
         "experts": int(bits.size),
-        "loss": round(text.loss_of(bits), 5),
+        "loss": round(losses.loss_of(bits), 5),
         "held_out_loss": round(unseen.loss_of(bits), 5),
-        "perplexity": round(math.exp(text.whole), 4),
+        "perplexity": round(math.exp(losses.whole), 4),
         "held_out_perplexity": round(math.exp(unseen.whole), 4),
         "tokens": text.tokens,
     }
-    parts = expert_parts(counts, facts, of_tokens)
-    prepare(model, out.path, weights=out.weights, name=out.name, expert_bits=bits, parts=parts)
-    widths, number = np.unique(bits, return_counts=True)
-    return {**facts, "widths": {str(width): int(each) for width, each in zip(widths, number, strict=True)}}
+    return write_widths(model, out, bits, facts, expert_parts(visited.paths, facts, visited.tokens))
 
 
 def dry_run_experts(
@@ -194,6 +180,7 @@ def dry_run_experts(
     cfg = huggingface.read_config(model)
     if not cfg.experts:
         raise ConfigError(f"{model} is no mixture of experts; `jaxllm prepare` makes its bundle")
+    require_decoder_alone(cfg, "estimates of measuring experts", "measure without --dry-run")
     mesh = make_mesh(mesh_shape or MeshShape(data=1), recipe.batch)
     require_divisible(cfg, mesh)
     row_tokens = min(recipe.row_tokens, cfg.window_tokens)
@@ -213,19 +200,87 @@ def dry_run_experts(
     return {**dataclasses.asdict(found), "advice": found.advice()}
 
 
-def _own_widths(model: Path, cfg: ModelConfig, uniform: int) -> np.ndarray:
-    """The experts' current widths `[L_sparse, E]`, 32 in a folder."""
+def require_model(model: Path, *, pairs: bool) -> None:
+    """Checks that a model is a mixture whose experts can be measured.
+
+    Args:
+      model: a Hugging Face folder, or a bundle.
+      pairs: whether it is measured on pairs, as encoder-decoders are, or on a text.
+
+    Raises:
+      CheckpointError: there is no such model.
+      ConfigError: it has no experts, or is measured otherwise.
+    """
+    if not model.exists():
+        raise CheckpointError(f"{model}: no such file or folder; give a Hugging Face folder or a bundle")
     if model.is_dir():
-        return np.full((sum(map(cfg.is_sparse, range(cfg.layers))), cfg.experts), 32, np.int8)
-    with Bundle.open(model) as bundle:
-        require_decoder_alone(bundle.cfg, "widths of experts")
-        own = expert_widths(bundle)
-    if np.any(uniform > own):
+        cfg = huggingface.read_config(model)
+    else:
+        with Bundle.open(model) as bundle:
+            cfg = bundle.cfg
+    if cfg.encoder is not None and not pairs and cfg.experts:
         raise ConfigError(
-            f"{model} has experts of {int(own.min())} bits, and {uniform} would be larger, not better; give "
-            "no more, or the Hugging Face folder"
+            f"{model} is an encoder-decoder ({cfg.model_type}): its experts are measured on pairs of sources "
+            "and targets; give them by --pairs"
+        )
+    if cfg.encoder is None and pairs:
+        raise ConfigError(
+            f"{model} is a decoder alone ({cfg.model_type}): its experts are measured on a text; give it by "
+            "--text instead of --pairs"
+        )
+    if not cfg.experts:
+        raise ConfigError(f"{model} is no mixture of experts; `jaxllm prepare` makes its bundle")
+
+
+def own_widths(model: Path, cfg: ModelConfig, target: WidthTarget) -> np.ndarray:
+    """The experts' current widths `[L_sparse, E]`, 32 in a folder.
+
+    Raises:
+      ConfigError: a bundle has narrower experts than are wished.
+    """
+    if model.is_dir():
+        return np.full((len(sparse_layers(cfg)), cfg.experts), 32, np.int8)
+    with Bundle.open(model) as bundle:
+        own = expert_widths(bundle)
+    if np.any(target.uniform > own):
+        raise ConfigError(
+            f"{model} has experts of {int(own.min())} bits, and {target.uniform} would be larger, not "
+            "better; give no more, or the Hugging Face folder"
         )
     return own
+
+
+def chosen_widths(
+    losses: WidthLosses, loads: np.ndarray, own: np.ndarray, target: WidthTarget, console: Console
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """The widths `[L_sparse, E]` that the target asks for, and facts about them.
+
+    Args:
+      losses: measures losses.
+      loads: `[L_sparse, E]`, how often each expert is loaded, in any unit.
+      own: see `own_widths`; none gets wider.
+      target: what is wished of the widths.
+      console: where progress goes.
+    """
+    if target.uniform:
+        return np.full(losses.shape, target.uniform, np.int8), {"uniform": target.uniform}
+    plan = _search(losses, loads, target.most_loss, console)
+    facts = {
+        "most_loss": target.most_loss,
+        "lower": plan.lower,
+        "upper": plan.upper,
+        "lowered": plan.lowered,
+    }
+    return np.minimum(plan.bits, own).astype(np.int8), facts
+
+
+def write_widths(
+    model: Path, out: BundleOutput, bits: np.ndarray, facts: dict[str, Any], parts: Mapping[str, Part]
+) -> dict[str, Any]:
+    """Writes the bundle with experts at their widths; returns the facts with how many have which."""
+    prepare(model, out.path, weights=out.weights, name=out.name, expert_bits=bits, parts=parts)
+    widths, number = np.unique(bits, return_counts=True)
+    return {**facts, "widths": {str(width): int(each) for width, each in zip(widths, number, strict=True)}}
 
 
 def _search(text: WidthLosses, shares: np.ndarray, most_loss: float, console: Console) -> WidthPlan:

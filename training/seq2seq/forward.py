@@ -15,6 +15,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import Routing, route
 from jaxllm.models.encoder_decoder import encoder_params
+from jaxllm.models.encoder_decoder_blocks import within_capacity
 from jaxllm.models.encoder_decoder_positions import relative_buckets
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
@@ -120,7 +121,8 @@ def encode_rows(
         weights, first = LayerParams(own, f"layers.{layer}."), 1 + layer * _PLACES
         normed = normalize(x, weights.norm("attn_norm", side))
         x = x + drop(_attended(weights, "attn", normed, _keys_values(weights, "attn", normed), bias), first)
-        x = x + drop(_fed_forward(weights, x, side, layer, routings, drop, first + 2), first + 3)
+        fed = _fed_forward(weights, x, side, layer, routings, drop, first + 2, valid)
+        x = x + drop(fed, first + 3)
     ended = drop(normalize(x, LayerParams(own, "").norm("final_norm", side)), 1 + side.layers * _PLACES)
     return Encoded(ended, valid), routings
 
@@ -279,8 +281,13 @@ def _fed_forward(
     routings: list[Routing],
     drop: Drop,
     place: int,
+    valid: jax.Array | None = None,
 ) -> jax.Array:
-    """The output `[B, T, D]` of a feed-forward block, or of experts, whose routing is added to `routings`."""
+    """The output `[B, T, D]` of a feed-forward block, or of experts, whose routing is added to `routings`.
+
+    Experts have a capacity where `valid` `[B]` says how many tokens of each row are real: in sources. Tokens
+    of a target come one by one where they are served, and none is too many.
+    """
     norm = weights.norm("ffn_norm", cfg)
     if cfg.is_sparse(layer):
         routing = route(
@@ -288,7 +295,12 @@ def _fed_forward(
         )
         routings.append(routing)
         block = FeedForward(weights["experts.up"], weights["experts.down"], activation=cfg.activation)
-        return mixture(x, norm, routing, block, differentiable=True)
+        mixed = mixture(x, norm, routing, block, differentiable=True)
+        if valid is None or cfg.expert_capacity >= x.shape[1]:
+            return mixed
+        real = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < valid[:, None]
+        taken = within_capacity(routing, real, cfg)
+        return jnp.where(taken[..., None], mixed, jnp.zeros_like(mixed))
     normed = normalize(x, norm)
     hidden = to_units(normed, weights["ffn.gate" if cfg.gated_ffn else "ffn.up"])
     hidden = activate(hidden, cfg.activation)

@@ -61,16 +61,27 @@ def read_pairs(sources: Sequence[PairSource], data: Path | None) -> TextPairs:
     texts: list[tuple[str, str]] = []
     of: list[int] = []
     for number, source in enumerate(sources):
-        read, wanted = (read_lines(Path(data or ".") / each) for each in (source.source, source.target))
-        if len(read) != len(wanted):
-            raise ConfigError(
-                f"{source.source} has {len(read):,} lines and {source.target} {len(wanted):,}: lines of the "
-                "same number must be a pair"
-            )
-        pairs = [pair for pair in zip(read, wanted, strict=True) if all(pair)]
+        folder = Path(data or ".")
+        pairs = read_pair_files(folder / source.source, folder / source.target).texts
         texts += pairs
         of += [number] * len(pairs)
     return TextPairs(texts, of)
+
+
+def read_pair_files(source: Path, target: Path) -> TextPairs:
+    """The pairs of two files, whose lines of the same number are one; one with an empty side is left out.
+
+    Raises:
+      ConfigError: a file cannot be read, or they have not as many lines.
+    """
+    read, wanted = read_lines(source), read_lines(target)
+    if len(read) != len(wanted):
+        raise ConfigError(
+            f"{source} has {len(read):,} lines and {target} {len(wanted):,}: lines of the same number must "
+            "be a pair"
+        )
+    pairs = [pair for pair in zip(read, wanted, strict=True) if all(pair)]
+    return TextPairs(pairs, [0] * len(pairs))
 
 
 def read_lines(path: Path) -> list[str]:

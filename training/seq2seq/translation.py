@@ -5,7 +5,7 @@ The arithmetic is float32 whatever the weights are stored as; what serves a mode
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -26,7 +26,7 @@ from training.seq2seq.job import target_logits
 from training.seq2seq.recipe import FAMILIES
 
 # Lengths of rows: few, because each is compiled.
-_LENGTHS = (32, 64, 128)
+LENGTHS = (32, 64, 128, 256, 512)
 _BATCH_TOKENS = 4096
 # Tokens so far, the last token of each row, whether it has ended, keys and values, and what was said.
 _State = tuple[jax.Array, jax.Array, jax.Array, list[KeysValues], jax.Array]
@@ -80,12 +80,24 @@ class Translator:
         """The tokens of each text, with its end."""
         return [list(self.tokenizer.encode(text)) for text in texts]
 
-    def translate(self, sources: Sequence[Sequence[int]], most_tokens: int = 100) -> list[list[int]]:
-        """The greedy answer to each source, with its end where it comes within `most_tokens`."""
+    def translate(
+        self,
+        sources: Sequence[Sequence[int]],
+        most_tokens: int = 100,
+        *,
+        params: Mapping[str, jax.Array] | None = None,
+    ) -> list[list[int]]:
+        """The greedy answer to each source, with its end where it comes within `most_tokens`.
+
+        Args:
+          sources: token ids.
+          most_tokens: of an answer.
+          params: in place of the model's own, of the same shapes; nothing is compiled for them.
+        """
         answers: list[list[int]] = [[] for _ in sources]
-        ends, greedy = set(self.tokenizer.eos_ids), jax.jit(functools.partial(self._greedy, most_tokens))
+        ends, own = set(self.tokenizer.eos_ids), self.params if params is None else params
         for places, read, read_tokens in _source_rows(sources, self.start_id):
-            tokens = np.asarray(greedy(self.params, read, read_tokens))
+            tokens = np.asarray(self._compiled(most_tokens, own, read, read_tokens))
             for place, row in zip(places, tokens.tolist(), strict=False):
                 stop = next((at for at, token in enumerate(row) if token in ends), most_tokens - 1)
                 answers[place] = row[: stop + 1]
@@ -94,7 +106,7 @@ class Translator:
     def agreement(self, sources: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> float:
         """The share of the tokens of another model's answers that this model says after those before it."""
         rows = PairRows(
-            list(zip(sources, answers, strict=True)), np.zeros(len(sources), np.int32), _LENGTHS,
+            list(zip(sources, answers, strict=True)), np.zeros(len(sources), np.int32), LENGTHS,
             batch_tokens=_BATCH_TOKENS, rows_multiple=1, start_id=self.start_id, seed=0,
         )  # fmt: skip
         logits = jax.jit(lambda params, batch: target_logits(params, batch, cfg=self.cfg)[0].argmax(-1))
@@ -104,6 +116,11 @@ class Translator:
             same += float(((said == batch.targets) * batch.weights).sum())
             count += float(batch.weights.sum())
         return same / count
+
+    @functools.cached_property
+    def _compiled(self) -> Callable[..., jax.Array]:
+        """`_greedy`, compiled once for each shape."""
+        return jax.jit(self._greedy, static_argnums=0)
 
     def _greedy(
         self, most_tokens: int, params: Mapping[str, jax.Array], read: jax.Array, read_tokens: jax.Array
@@ -156,10 +173,10 @@ def _source_rows(
 ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
     """Batches of sources of one length: their places, tokens `[B, S]` and numbers of real tokens `[B]`."""
     lengths = np.array([len(each) for each in sources])
-    if lengths.max() > _LENGTHS[-1]:
-        raise ConfigError(f"a source has {lengths.max()} tokens; at most {_LENGTHS[-1]} are read here")
-    of = np.searchsorted(_LENGTHS, lengths)
-    for number, length in enumerate(_LENGTHS):
+    if lengths.max() > LENGTHS[-1]:
+        raise ConfigError(f"a source has {lengths.max()} tokens; at most {LENGTHS[-1]} are read here")
+    of = np.searchsorted(LENGTHS, lengths)
+    for number, length in enumerate(LENGTHS):
         own, count = np.flatnonzero(of == number), _BATCH_TOKENS // length
         for first in range(0, len(own), count):
             places = own[first : first + count].tolist()

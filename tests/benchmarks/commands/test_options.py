@@ -27,6 +27,7 @@ def test_values_are_those_of_the_modules_that_define_them():
     assert (*options.DENSE_SHAPES, *options.MIXTURE_SHAPES) == tuple(shapes.SHAPES)
     assert options.MIXTURE_SHAPES == shapes.MIXTURES
     assert tuple(shapes.ENCODER_DECODERS) == options.SEQ2SEQ_SHAPES
+    assert tuple(shapes.SWITCHES) == options.SWITCH_SHAPES
     assert {*options.PHONES, *options.BOARDS} == {*storage.DEVICES}
     assert tuple(PATTERNS) == contexts.PATTERNS
     assert tuple(PEERS) == engine.PEERS
@@ -157,7 +158,7 @@ def test_answers_are_judged_where_rouge_is_there(monkeypatch):
         raise ConfigError("no rouge-score")
 
     assert bench_speculative(monkeypatch)[0][1].judged
-    monkeypatch.setattr("serving.evaluation.rouge.require_rouge", missing)
+    monkeypatch.setattr("jaxllm.tasks.rouge.require_rouge", missing)
     (_, plan), got = bench_speculative(monkeypatch)
     assert not plan.judged
     assert "without BLD and STI" in got.stderr

@@ -69,14 +69,17 @@ def test_figures(tmp_path):
         *(row(f"eviction: {room} experts", "hit_rate", room / 10, "LRU") for room in (2, 5)),
         row("buffer of 4 experts: HDD", "tpot_ms", 9.0),
         row("tolerable loss 5%", "tpot_ms", 8.0),
+        row("tolerable loss 5%", "rouge2", 0.4),
+        *(row(f"{side} layer 2: HDD", "hit_rate", 0.5) for side in ("encoder", "decoder")),
         row("HDD", "tpot_ms", 7.0),
         row("ablation: HDD", "tpot_ms", 7.0),
     ]
     draw(rows, tmp_path)
-    assert {each.name for each in tmp_path.iterdir()} == {
-        f"experts_{name}.png"
-        for name in ("predictors", "evictions", "buffers", "losses", "systems", "ablations")
-    }
+    names = (
+        "predictors", "evictions", "buffers", "losses", "rouge", "encoder_hits", "decoder_hits", "systems",
+        "ablations",
+    )  # fmt: skip
+    assert {each.name for each in tmp_path.iterdir()} == {f"experts_{name}.png" for name in names}
 
 
 def test_quick_runs_on_one_storage():

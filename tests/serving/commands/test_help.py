@@ -94,6 +94,7 @@ def test_values_are_those_of_the_modules_that_define_them() -> None:
     from serving.traces.trace import ANSWER_TOKENS
     from training.calibrate.expert_widths import ExpertWidthsRecipe
     from training.calibrate.prefill import WEIGHT_SCALES, PrefillRecipe
+    from training.calibrate.seq2seq_widths import MEASURES, PairWidthsRecipe
     from training.commands import calibrate_prefill, quantize_experts
 
     assert options.PREFILL_MODES == MODES
@@ -107,7 +108,8 @@ def test_values_are_those_of_the_modules_that_define_them() -> None:
     assert calibrate_prefill.MAX_LOSS == MOST_LOSS
     assert PrefillRecipe().tokens == calibrate_prefill.TOKENS
     assert calibrate_prefill.WEIGHT_SCALES == WEIGHT_SCALES
-    assert ExpertWidthsRecipe().tokens == quantize_experts.TOKENS
+    assert ExpertWidthsRecipe().tokens == PairWidthsRecipe().tokens == quantize_experts.TOKENS
+    assert quantize_experts.MEASURES == MEASURES
 
 
 # In processes of their own.

@@ -5,7 +5,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.tasks import Task
 from jaxllm.tasks.example import TaskExample
-from serving.evaluation.rouge import rouge
+from jaxllm.tasks.rouge import rouge
 from serving.evaluation.scoring import score_options
 from serving.evaluation.tasks import is_right, read_questions, run_task
 from tests.tasks.writing import write_lines

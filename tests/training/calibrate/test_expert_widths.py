@@ -22,6 +22,7 @@ from tests.training.tiny_runs import QUIET
 from training.bundle_output import BundleOutput
 from training.calibrate import expert_widths as room
 from training.calibrate.expert_widths import ExpertWidthsRecipe, WidthTarget, quantize_experts
+from training.calibrate.text_measure import TextPerplexity
 from training.calibrate.width_losses import WidthLosses
 from training.loop.frozen_model import FrozenModel
 
@@ -157,7 +158,8 @@ def test_the_loss_of_one_expert(folder, text, run_dir, tmp_path):
     calibrated(folder, text, run_dir, tmp_path / "a.jaxllm", uniform=32)
     frozen = FrozenModel.read(folder)
     batches, _ = room._split(room.TokenizedDocuments.read(run_dir / "tokens"), RECIPE)
-    losses = WidthLosses(frozen.cfg, frozen.params, batches, tmp_path / "losses.json")
+    text = TextPerplexity(frozen.cfg, batches)
+    losses = WidthLosses(frozen.cfg, frozen.params, text, tmp_path / "losses.json")
     assert losses.loss_of(np.full((2, 4), 32)) == 0.0
     alone = np.full((2, 4), 32)
     alone[0, 2] = 2
@@ -234,6 +236,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 import numpy as np
 from tests.tiny import tiny_params
 from tests.training.calibrate.test_expert_widths import CFG
+from training.calibrate.text_measure import TextPerplexity
 from training.calibrate.width_losses import WidthLosses
 from training.data.corpus import TokenizedDocuments
 from training.data.packing import evaluation_batches
@@ -245,9 +248,11 @@ documents = TokenizedDocuments(tokens, np.array([0, 512]), nothing, nothing, 0)
 batches, found = list(evaluation_batches(documents, 32, 4)), []
 for number, mesh in enumerate((MeshShape(data=1), MeshShape(data=1, fsdp=2, tensor=2))):
     path = Path(sys.argv[1]) / f"{number}.json"
-    losses = WidthLosses(CFG, tiny_params(CFG), batches, path, make_mesh(mesh, 4))
-    place = losses._params["layers.0.experts.up"]
-    shares = losses.paths()[2]
+    devices = make_mesh(mesh, 4)
+    text = TextPerplexity(CFG, batches, devices)
+    losses = WidthLosses(CFG, tiny_params(CFG), text, path, devices)
+    place = losses.params["layers.0.experts.up"]
+    shares = text.visited(losses.params).shares
     found.append([place.addressable_shards[0].data.size / place.size, losses.whole,
                   losses.loss_of(np.full((2, 4), 4)), shares.tolist()])
 print(json.dumps(found))

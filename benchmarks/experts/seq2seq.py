@@ -1,0 +1,385 @@
+"""Measures Switch Transformers, EdgeMoE's own models, on a task of pairs: sources that are answered greedily.
+
+The systems are those of `systems`, all with the same bytes for experts: those that load on demand keep the
+experts that were used last. Each expert of an encoder is loaded at most once for a source, in all of them.
+"""
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.experts.systems import (
+    OURS,
+    SYSTEMS,
+    Setting,
+    ablations,
+    make_bundles,
+    opened,
+    planned_bytes,
+    resident,
+)
+from benchmarks.measuring.report import Row, compared, median
+from benchmarks.measuring.storage import REAL, Device
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.experts import expert_facts
+from jaxllm.errors import BudgetExceeded, ConfigError
+from jaxllm.models.parameters import sparse_layers
+from jaxllm.models.rooms import require_room
+from jaxllm.sampling import Sampling
+from jaxllm.tasks.rouge import require_rouge, rouge
+from serving.engine import Engine
+from serving.host.progress import Progress
+from serving.request import GenerationConfig
+
+# Parts of `benchmarks.experts.PARTS` that take a model alone that answers without an encoder.
+LEFT_OUT = ("nested", "predictors")
+WHY = "decoders alone are measured so"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskPairs:
+    """A task.
+
+    Attributes:
+      pairs: of sources and targets.
+      prefix: in front of each source; None for the model's own.
+    """
+
+    pairs: Sequence[tuple[str, str]]
+    prefix: str | None = None
+
+    @classmethod
+    def read(cls, source: Path, target: Path, prefix: str | None = None) -> "TaskPairs":
+        """The pairs of two text files, whose lines of the same number are one; none has an empty side.
+
+        Raises:
+          ConfigError: a file cannot be read, or they have not as many lines, or no pair.
+        """
+        from serving.commands.console import read_text
+
+        sides = [[line.strip() for line in read_text(file).split("\n")] for file in (source, target)]
+        if len(sides[0]) != len(sides[1]):
+            raise ConfigError(
+                f"{source} has {len(sides[0]):,} lines and {target} {len(sides[1]):,}: lines of the same "
+                "number must be a pair"
+            )
+        found = [pair for pair in zip(*sides, strict=True) if all(pair)]
+        if not found:
+            raise ConfigError(f"{source} and {target} have no pair; give texts, one per line")
+        return cls(pairs=found, prefix=prefix)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seq2SeqPlan:
+    """Sizes of one run.
+
+    Attributes:
+      devices: that experts are read from; all but systems are measured on the first alone.
+      task: what is answered.
+      answers: timed, of each system; one more warms up.
+      judged: answers that Rouge-2 judges.
+      tokens: the most of an answer.
+      context_tokens: of every context, and of every source.
+      share: room of ours, as a share of all experts of both sides.
+      buffers: further rooms, as shares.
+      parts: to run.
+      tell: given a line for each system that does not fit into the memory, whose rows are left out.
+    """
+
+    devices: tuple[Device, ...] = (REAL,)
+    task: TaskPairs
+    answers: int = 32
+    judged: int = 200
+    tokens: int = 64
+    context_tokens: int = 128
+    share: float = 0.25
+    buffers: tuple[float, ...] = (0.1, 0.5, 0.75)
+    parts: tuple[str, ...]
+    tell: Callable[[str], None] = lambda _: None
+
+    def quicker(self) -> "Seq2SeqPlan":
+        """The same in about a minute for a small model, once its bundles are made."""
+        return dataclasses.replace(self, answers=6, judged=40, buffers=(0.5,))
+
+
+@dataclasses.dataclass
+class Measured:
+    """Of one system: times of each answer, and counts of all of them.
+
+    Attributes:
+      token_ms: per token after the first, of each answer that has several.
+      encode_ms: until a source has been read.
+      prompts: answers that were counted.
+      visits, hits: by the index of the sparse layer.
+      loads: experts that were read, by the index of the sparse layer.
+    """
+
+    token_ms: list[float] = dataclasses.field(default_factory=list)
+    encode_ms: list[float] = dataclasses.field(default_factory=list)
+    prompts: int = 0
+    visits: Counter[int] = dataclasses.field(default_factory=Counter)
+    hits: Counter[int] = dataclasses.field(default_factory=Counter)
+    loads: Counter[int] = dataclasses.field(default_factory=Counter)
+
+
+def run_seq2seq(
+    folder: Path, mixed: Sequence[Path], cache: Path, plan: Seq2SeqPlan, progress: Progress | None = None
+) -> list[Row]:
+    """Measures all parts.
+
+    Args:
+      folder: the model's Hugging Face folder.
+      mixed: bundles that `jaxllm quantize-experts` made of it; the first is ours, the others are of other
+        losses.
+      cache: a folder for the baselines' bundles.
+      plan: sizes.
+      progress: called with (stage, done, total).
+
+    Raises:
+      ConfigError: a bundle's experts are not stored apart, or bundles are of several models.
+      CheckpointError: a model cannot be opened.
+    """
+    experts = _experts(mixed)
+    if "losses" in plan.parts:
+        require_rouge()
+    fast = Setting(
+        bundles=make_bundles(folder, mixed[0], cache, progress),
+        buffer_experts=max(1, int(plan.share * experts)),
+        context_tokens=plan.context_tokens,
+        storage=REAL.storage,
+        equal=True,
+    )
+    rows: list[Row] = []
+    for number, device in enumerate(plan.devices):
+        setting = dataclasses.replace(fast, storage=device.storage)
+        if "systems" in plan.parts:
+            rows += _system_rows(setting, device, plan)
+        if number == 0:
+            if "ablations" in plan.parts:
+                with Bundle.open(mixed[0]) as bundle:
+                    names = (OURS, *ablations(bundle))
+                rows += _time_rows(_measured(names, setting, plan), f"ablation: {device.name}", device)
+            for share in plan.buffers if "buffers" in plan.parts else ():
+                room = dataclasses.replace(setting, buffer_experts=max(1, int(share * experts)))
+                case = f"buffer of {room.buffer_experts} experts: {device.name}"
+                rows += _time_rows(_measured((OURS, f"{OURS}-lru"), room, plan), case, device)
+            if "losses" in plan.parts:
+                rows += _loss_rows(setting, device, plan, mixed)
+        if progress is not None:
+            progress("Measuring", number + 1, len(plan.devices))
+    return rows
+
+
+def _experts(mixed: Sequence[Path]) -> int:
+    """The experts of both sides of the model that all bundles hold."""
+    found = set()
+    for path in mixed:
+        with Bundle.open(path) as bundle:
+            require_room(bundle.cfg, "experts apart")
+            if not bundle.layout.experts_apart:
+                raise ConfigError(
+                    f"{path} stores its experts together; make a bundle by `jaxllm quantize-experts`"
+                )
+            found.add(bundle.cfg)
+    if len(found) != 1:
+        raise ConfigError("the bundles are of several models; give those that were made of one folder")
+    cfg = found.pop()
+    return cfg.experts * len(sparse_layers(cfg))
+
+
+def _measured(names: Sequence[str], setting: Setting, plan: Seq2SeqPlan) -> dict[str, Measured]:
+    """Times all systems in turns, over the same sources; of those that do not fit into the memory, tells."""
+    engines: dict[str, Engine] = {}
+    for name in names:
+        try:
+            engines[name] = opened(name, setting)
+        except BudgetExceeded as error:
+            if name == OURS:
+                raise
+            plan.tell(f"without {name}: {error}")
+    found = {name: Measured() for name in engines}
+    clocks = {name: _timed_reading(engine) for name, engine in engines.items()}
+    config = _config(plan)
+    for number, (source, _) in enumerate(_tokens(engines[OURS], plan.task)[: plan.answers + 1]):
+        order = list(engines) if number % 2 else list(engines)[::-1]
+        for name in order:
+            engine, each = engines[name], found[name]
+            before = _counts(engine)
+            answer = engine.generate(source, config)
+            encode_ms = clocks[name].pop()
+            # The first answer warms up: code runs for the first time, and expert buffers are empty.
+            if not number:
+                continue
+            each.encode_ms.append(encode_ms)
+            if len(answer.tokens) > 1:
+                each.token_ms.append(answer.timings.tpot_ms(len(answer.tokens)))
+            each.prompts += 1
+            after = _counts(engine)
+            for field, counted in before.items():
+                getattr(each, field).update(after[field] - counted)
+    for engine in engines.values():
+        engine.close()
+    return found
+
+
+def _timed_reading(engine: Engine) -> list[float]:
+    """Has an engine note how long it reads each source, in ms, in the list that is returned."""
+    found: list[float] = []
+    runner: Any = engine.runner
+    read = runner.read_source
+
+    def timed(cache: Any, tokens: Sequence[int]) -> Any:
+        began = time.perf_counter()
+        # What is dispatched shall be done.
+        cache = jax.block_until_ready(read(cache, tokens))
+        found.append(1e3 * (time.perf_counter() - began))
+        return cache
+
+    runner.read_source = timed
+    return found
+
+
+def _counts(engine: Engine) -> dict[str, Counter[int]]:
+    """Visits, hits and loads so far, by the index of the sparse layer; none where layers are read whole."""
+    counts: Any = getattr(engine.model.streamed, "counts", None)
+    layers: Mapping[int, tuple[int, int]] = getattr(counts, "layers", {})
+    loads: Counter[int] = Counter()
+    for key, count in getattr(counts, "loads", {}).items():
+        loads[key[0]] += count
+    return {
+        "visits": Counter({layer: visits for layer, (visits, _) in layers.items()}),
+        "hits": Counter({layer: hits for layer, (_, hits) in layers.items()}),
+        "loads": loads,
+    }
+
+
+def _tokens(engine: Engine, task: TaskPairs) -> list[tuple[list[int], str]]:
+    """The token ids of each source, and its target.
+
+    Raises:
+      ConfigError: a source is too long.
+    """
+    lead = engine.tokenizer.files.source_prefix if task.prefix is None else f"{task.prefix.strip()} "
+    found = [(list(engine.tokenizer.encode(lead + source)), target) for source, target in task.pairs]
+    longest = max(len(source) for source, _ in found)
+    if longest > engine.options.context_tokens:
+        raise ConfigError(
+            f"a source has {longest} tokens, and this bench reads at most {engine.options.context_tokens}; "
+            "give shorter ones"
+        )
+    return found
+
+
+def _config(plan: Seq2SeqPlan) -> GenerationConfig:
+    return GenerationConfig(max_tokens=plan.tokens, sampling=Sampling(temperature=0))
+
+
+def _system_rows(setting: Setting, device: Device, plan: Seq2SeqPlan) -> list[Row]:
+    """Times of every system; of those that load experts hit rates and loads by layer; and memory."""
+    found = _measured(SYSTEMS, setting, plan)
+    rows = _time_rows(found, device.name, device)
+    with Bundle.open(setting.bundles.mixed) as bundle:
+        layers = sparse_layers(bundle.cfg)
+    for index, prefix in enumerate(layers):
+        side, _, layer = prefix.rstrip(".").rpartition("layers.")
+        case = f"{'encoder' if side else 'decoder'} layer {int(layer) + 1}: {device.name}"
+        for metric, unit in (("hit_rate", "share"), ("loads_per_prompt", "loads")):
+            values = {name: _by_layer(each, index, metric) for name, each in found.items() if each.visits}
+            rows += compared(
+                values, ours=OURS, case=case, metric=metric, unit=unit, lower_is_better=unit == "loads"
+            )
+    memory = {name: _planned(name, setting) for name in found}
+    return rows + compared(
+        memory, ours=OURS, case=f"memory: {device.name}", metric="peak_memory_bytes", unit="bytes",
+        lower_is_better=True,
+    )  # fmt: skip
+
+
+def _by_layer(each: Measured, index: int, metric: str) -> float:
+    if metric == "hit_rate":
+        return each.hits[index] / max(1, each.visits[index])
+    return each.loads[index] / max(1, each.prompts)
+
+
+def _planned(name: str, setting: Setting) -> float:
+    engine = opened(name, setting)
+    found = float(planned_bytes(engine))
+    engine.close()
+    return found
+
+
+def _time_rows(found: Mapping[str, Measured], case: str, device: Device) -> list[Row]:
+    """Medians per token and per source."""
+    notes: dict[str, str | None] = {name: _note(each, device) for name, each in found.items()}
+    rows = []
+    for metric in ("tpot_ms", "encode_ms"):
+        of = {name: each.token_ms if metric == "tpot_ms" else each.encode_ms for name, each in found.items()}
+        times = {name: median(values) for name, values in of.items() if values}
+        if OURS in times:
+            rows += compared(
+                times, ours=OURS, case=case, metric=metric, unit="ms", notes=notes, lower_is_better=True
+            )
+    return rows
+
+
+def _note(each: Measured, device: Device) -> str:
+    parts = [device.note] if device.note else []
+    parts.append(f"{each.prompts} answers")
+    if each.visits:
+        hits = each.hits.total() / max(1, each.visits.total())
+        parts.append(f"{hits:.0%} of visits in memory, {each.loads.total() / each.prompts:.1f} loads each")
+    return "; ".join(parts)
+
+
+def _loss_rows(setting: Setting, device: Device, plan: Seq2SeqPlan, mixed: Sequence[Path]) -> list[Row]:
+    """Rouge-2 of every system beside the tolerable loss, and time per token by that loss."""
+    judged = {name: _rouge2(resident(name, setting), plan) for name in SYSTEMS if name != "IO-EXP"}
+    # What it reads on demand has the checkpoint's own widths.
+    judged["IO-EXP"] = judged["IO-FREE"]
+    whole = judged["IO-FREE"]
+    rows = []
+    count = min(plan.judged, len(plan.task.pairs))
+    for path in mixed:
+        with Bundle.open(path) as bundle:
+            facts = expert_facts(bundle)
+        if "most_loss" not in facts:
+            continue
+        tolerable = facts["most_loss"]
+        own = dataclasses.replace(setting, bundles=dataclasses.replace(setting.bundles, mixed=path))
+        values = {**judged, OURS: _rouge2(resident(OURS, own), plan)}
+        case = f"tolerable loss {tolerable:.0%}"
+        by = f"calibrated by {facts.get('measure', 'perplexity')}"
+        notes: dict[str, str | None] = {
+            name: f"{count} answers; {_share_lost(value, whole, tolerable)}" for name, value in values.items()
+        }
+        notes[OURS] = f"{notes[OURS]}; {by}"
+        rows += compared(values, ours=OURS, case=case, metric="rouge2", unit="share", notes=notes)
+        widths = f"{facts['lowered']} of {facts['experts']} at {facts['lower']} bits, others {facts['upper']}"
+        for metric, key in (("loss", "loss"), ("held_out_loss", "held_out_loss")):
+            name = f"{facts.get('measure', 'perplexity')}_{metric}"
+            rows.append(Row(case=case, system=OURS, metric=name, value=facts[key], unit="share", note=widths))
+        rows += _time_rows(_measured((OURS,), own, plan), case, device)
+    return rows
+
+
+def _share_lost(value: float, whole: float, tolerable: float) -> str:
+    """How much of Rouge-2 is lost, and whether that is tolerable."""
+    if not whole:
+        return "the float model has none to lose"
+    lost = 1 - value / whole
+    return f"lost {lost:.1%}, {'within' if lost <= tolerable else 'more than'} {tolerable:.0%}"
+
+
+def _rouge2(engine: Engine, plan: Seq2SeqPlan) -> float:
+    """Mean Rouge-2 of an engine's answers; the engine is closed."""
+    scores = []
+    for source, target in _tokens(engine, plan.task)[-plan.judged :]:
+        answer = engine.generate(source, _config(plan))
+        scores.append(rouge([target], answer.text)["rouge2"])
+    engine.close()
+    return sum(scores) / len(scores)
