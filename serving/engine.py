@@ -383,10 +383,8 @@ class Engine(Generic[AnyModel]):
                 stop_ids = config.stop_ids(self.tokenizer.eos_ids)
                 matcher = self.grammars.matcher(config.grammar, stop_ids)
             return GuidedDecoding(self.runner_at(request.level), matcher, config.top_logprobs)
-        if request.drafted and self.speculation is not None:
-            if request.source is not None:
-                return self.speculation.of(request.source)
-            return self.speculation
+        if (drafts := self.speculation) is not None and request.drafted:
+            return drafts if request.source is None else drafts.of(request.source)
         return PlainDecoding(self.runner_at(request.level))
 
     def submit(self, request: Request, *, session: Session | None = None) -> Answer:
@@ -399,5 +397,4 @@ class Engine(Generic[AnyModel]):
         Raises:
           ConfigError, ContextOverflow: see `Request.require_served_by`.
         """
-        decoding = self.decoding(request)
-        return Answer(decoding, self.tokenizer, request, session=session)
+        return Answer(self.decoding(request), self.tokenizer, request, session=session)

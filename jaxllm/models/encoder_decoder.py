@@ -359,3 +359,10 @@ def _attended(
     o_bias = weights.vector(f"{name}.o_bias")
     mixed = from_units(out, weights[f"{name}.o"], o_bias, residual=x, **shared)
     return (normalize(mixed, norm) if cfg.norm_after else mixed), kept
+
+
+def with_room(cfg: ModelConfig, tokens: int) -> ModelConfig:
+    """The decoder with experts that take so many tokens: those of a context, when they are computed again,
+    had come a few at a time, and no expert had too many."""
+    most = max(cfg.expert_capacity, tokens)
+    return dataclasses.replace(cfg, expert_capacity=most) if cfg.expert_capacity else cfg

@@ -30,7 +30,7 @@ from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.models import encoder_decoder
 from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
-from jaxllm.models.encoder_decoder import final_normed
+from jaxllm.models.encoder_decoder import final_normed, with_room
 from jaxllm.models.layer import chosen_experts, expert_biases
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of
@@ -190,7 +190,7 @@ def attend_restored(
 ) -> tuple[AtExperts, jax.Array, Past]:
     """`restore_layer` of a sparse layer up to its experts; see there and `attend_layer`."""
     past = _loaded_layer(params, past, chunks, of.layer)
-    of = dataclasses.replace(of, cfg=_roomy(of.cfg, x))
+    of = dataclasses.replace(of, cfg=with_room(of.cfg, x.shape[1]))
     tokens, out, past, _ = attend_layer(params, next_routers, x, at, past, None, of=of)
     return tokens, out, past
 
@@ -314,7 +314,7 @@ def restore_layer(
     """
     _check_layer("restore_layer", x, at, past, cfg)
     past = _loaded_layer(params, past, chunks, layer)
-    x, past, _ = one_layer(params, x, at, past, None, cfg=_roomy(cfg, x), layer=layer)
+    x, past, _ = one_layer(params, x, at, past, None, cfg=with_room(cfg, x.shape[1]), layer=layer)
     return x, past
 
 
@@ -378,13 +378,6 @@ def one_layer(
         return encoder_decoder.forward_layer(params, x, at, past, mass, cfg=cfg, layer=layer)
     weights = layer_of(params, layer)
     return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer)
-
-
-def _roomy(cfg: ModelConfig, x: jax.Array) -> ModelConfig:
-    """The model with experts that take all tokens of `x` `[1, T, D]`: when they were computed first they came
-    one by one, or a few, and no expert had too many."""
-    most = max(cfg.expert_capacity, x.shape[1])
-    return dataclasses.replace(cfg, expert_capacity=most) if cfg.expert_capacity else cfg
 
 
 def _check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: ModelConfig) -> None:

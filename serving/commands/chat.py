@@ -75,7 +75,7 @@ def converse(
     if not engine.tokenizer.has_chat_template:
         raise ConfigError(f"{engine.name} has no chat template; use `jaxllm generate` for a base model")
     click.echo(f"{engine.name}. {_HELP}", err=True)
-    opening = [{"role": "system", "content": system}] if system else []
+    opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages, session = list(opening), Session()
     new = parts = [image_part(read_image_file(each)) for each in images]
     while True:

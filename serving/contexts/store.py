@@ -294,11 +294,8 @@ class ContextStore(OpenStore):
             except Exception as error:
                 failed(name, CheckpointError(f"the context {name} cannot be written ({one_line(error)})"))
 
-        there = [*record.files, *[""] * len(record.bits)]
-        files = [
-            _COMING if chunk in chunks or chunk in linked else file
-            for chunk, file in enumerate(there[: len(record.bits)])
-        ]
+        there = [*record.files, *[""] * len(record.bits)][: len(record.bits)]
+        files = (_COMING if n in chunks or n in linked else file for n, file in enumerate(there))
         coming = dataclasses.replace(record, files=tuple(files), used=self.record(name).used)
         self._queue.put(name, write, coming)
         return coming
