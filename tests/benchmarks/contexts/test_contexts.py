@@ -157,12 +157,12 @@ def test_caches_are_restored_from_each_encoding(tiny):
     assert int(stored.restored(OURS).length) == 96
 
 
-def test_cases_are_chosen_by_options(tmp_path, monkeypatch):
+def test_cases_are_chosen_by_options(tiny, monkeypatch):
     seen = []
     monkeypatch.setattr(run, "run", lambda _path, _weights, plan, *_, **__: seen.append(plan) or [])
     monkeypatch.setattr(quality, "quality_rows", lambda *_: [])
     monkeypatch.setattr(density, "density_rows", lambda *_: [])
-    command = ["bench", "contexts", "-m", str(tmp_path), "--json"]
+    command = ["bench", "contexts", "-m", str(tiny), "--json"]
     chosen = ["--contexts", "8", "--contexts", "4", "--pattern", "markov", "--device", "emmc"]
     for options in (["--full"], [*chosen, "--full", "--only", "switching"]):
         assert CliRunner().invoke(cli, [*command, *options], catch_exceptions=False).exit_code == 0
@@ -202,7 +202,7 @@ def test_the_whole_bench(tiny, tmp_path, monkeypatch):
     assert {row.metric for row in rows} == {
         "switch_ms", "ttft_ms", "finish_ms", "finish_unflushed_ms", "switch_and_finish_ms",
         "contexts_within_10_ms", "contexts_within_25_ms", "prefill_tokens_per_s", "decode_tokens_per_s",
-        "context_bytes",
+        "context_bytes", "switch_read_bytes", "switch_written_bytes", "switch_bound_ms",
     }  # fmt: skip
     # All of ours fits where that was planned for, and nothing is left behind.
     begins = {row.case.partition(":")[0] for row in rows}
