@@ -284,7 +284,7 @@ class Contexts(ContextRegistry):
             if wanted and self.options.writing == "background":
                 encoding = self._encoder.later(chunk_io, name, session.cache, wanted, there)
                 coded, ready = encoding.chunks, encoding.require
-            else:
+            elif wanted:
                 coded = chunk_io.encode(session.cache, wanted, there)
         changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)}
         source, linked = turn.source, {}

@@ -243,11 +243,15 @@ def _read(path: Path, vault: Vault | None) -> FoundRecord:
     """
     found: list[Record] = []
     errors: list[CheckpointError] = []
-    for line in read_bytes(path, _MOST_BYTES).split(b"\n", _COPIES)[:_COPIES]:
-        try:
-            found.append(_of_line(line, path, vault))
-        except CheckpointError as error:
-            errors.append(error)
+    content = read_bytes(path, _MOST_BYTES)
+    middle = len(content) // _COPIES
+    # The end of a line may be what is damaged: then its copies are the halves.
+    for lines in (content.split(b"\n", _COPIES)[:_COPIES], (content[: middle - 1], content[middle:-1])):
+        for line in () if found else lines:
+            try:
+                found.append(_of_line(line, path, vault))
+            except CheckpointError as error:
+                errors.append(error)
     if not found:
         raise next((each for each in errors if isinstance(each, Unreadable)), errors[0])
     if found[0] != found[-1]:
