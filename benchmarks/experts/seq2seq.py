@@ -203,7 +203,7 @@ def _measured(names: Sequence[str], setting: Setting, plan: Seq2SeqPlan) -> dict
                 raise
             plan.tell(f"without {name}: {error}")
     found = {name: Measured() for name in engines}
-    clocks = {name: _timed_reading(engine) for name, engine in engines.items()}
+    clocks = {name: _timed_encoding(engine) for name, engine in engines.items()}
     config = _config(plan)
     for number, (source, _) in enumerate(_tokens(engines[OURS], plan.task)[: plan.answers + 1]):
         order = list(engines) if number % 2 else list(engines)[::-1]
@@ -227,7 +227,7 @@ def _measured(names: Sequence[str], setting: Setting, plan: Seq2SeqPlan) -> dict
     return found
 
 
-def _timed_reading(engine: Engine) -> list[float]:
+def _timed_encoding(engine: Engine) -> list[float]:
     """Has an engine note how long it reads each source, in ms, in the list that is returned."""
     found: list[float] = []
     runner: Any = engine.runner

@@ -95,12 +95,12 @@ class ChunkLoader:
         name, runner = turn.record.name, chunk_io.runner
         source = turn.source or name
         if chunk_io.coded:
-            table = None if turn.source else self._memory.made_table(name, len(turn.base.bits))
-            if table is not None:
+            made = None if turn.source else self._memory.made_chunk_table(name, len(turn.base.bits))
+            if made is not None:
                 if turn.base.source:
                     with runner.lock:
                         cache = runner.read_source(cache, turn.base.source)
-                return _swapped(turn, chunk_io, cache, table)
+                return _swapped(turn, chunk_io, cache, made)
             cache = chunk_io.behind(cache, None, 0)
         vocab = runner.cfg.vocab_size
         for attempt in range(2):

@@ -117,7 +117,7 @@ class ChunkMemory:
             self._chunk_tables[context] = make([each for _, each in sorted(there.items())])
         return self._chunk_tables[context]
 
-    def made_table(self, context: str, count: int) -> "ChunkTable | None":
+    def made_chunk_table(self, context: str, count: int) -> "ChunkTable | None":
         """The chunk table of a context, if it was made and has its first `count` chunks or more; that looks
         at no chunk."""
         found = self._chunk_tables.get(context)

@@ -41,7 +41,8 @@ def _read_sizes(reader: ConfigReader, windows: tuple[int, ...], kv_heads: int) -
         return sizes.pop()
     full = {str(layer) for layer, window in enumerate(windows) if not window}
     keys = section.keys()
-    if set(keys) not in (full, {FULL}):
+    # transformers writes all numbers of layers as long as the longest: 05.
+    if {key.lstrip("0") or "0" if key.isdecimal() else key for key in keys} not in (full, {FULL}):
         raise ConfigError(
             f"config key 'per_layer_config' is about the layers {', '.join(keys)[:80]}; jaxllm reads "
             f"sizes of all layers of the type {FULL}, and of no other"
