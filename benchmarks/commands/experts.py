@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from benchmarks.models.checkpoint import Checkpoint
     from serving.host.progress import Progress
 
-_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+_FILE = click.Path(path_type=Path)
 # What the random weights of an encoder-decoder are measured in.
 _MEMORY_BYTES = 300_000_000
 
@@ -41,7 +41,7 @@ _MEMORY_BYTES = 300_000_000
 @model_options("moe", shapes=(*MIXTURE_SHAPES, *SWITCH_SHAPES))
 @click.option(
     "--checkpoint",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=click.Path(path_type=Path),
     metavar="DIR",
     help="The Hugging Face folder that the model was calibrated from; baselines are made of it.  "
     "[default: the model's own weights as floats]",

@@ -29,7 +29,7 @@ TOKENS = 8192
 MEASURES = ("perplexity", "rouge2")
 
 
-_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+_FILE = click.Path(path_type=Path)
 
 
 @click.command("quantize-experts")

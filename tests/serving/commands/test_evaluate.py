@@ -119,7 +119,7 @@ def test_faults(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:
 def test_without_rouge_the_extra_is_named(
     run: Run, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from serving.evaluation import rouge
+    from jaxllm.tasks import rouge
 
     monkeypatch.setitem(sys.modules, "rouge_score", None)
     rouge._scorer.cache_clear()
