@@ -31,6 +31,7 @@ from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.models.parameters import sparse_layers
 from jaxllm.models.rooms import require_room
 from jaxllm.sampling import Sampling
+from jaxllm.tasks.pairs import paired_lines
 from jaxllm.tasks.rouge import require_rouge, rouge
 from serving.engine import Engine
 from serving.host.progress import Progress
@@ -62,13 +63,10 @@ class TaskPairs:
         """
         from serving.commands.console import read_text
 
-        sides = [[line.strip() for line in read_text(file).split("\n")] for file in (source, target)]
-        if len(sides[0]) != len(sides[1]):
-            raise ConfigError(
-                f"{source} has {len(sides[0]):,} lines and {target} {len(sides[1]):,}: lines of the same "
-                "number must be a pair"
-            )
-        found = [pair for pair in zip(*sides, strict=True) if all(pair)]
+        def lines(file: Path) -> list[str]:
+            return [line.strip() for line in read_text(file).split("\n")]
+
+        found = paired_lines(source, target, lines)
         if not found:
             raise ConfigError(f"{source} and {target} have no pair; give texts, one per line")
         return cls(pairs=found, prefix=prefix)

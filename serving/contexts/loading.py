@@ -97,20 +97,12 @@ class ChunkLoader:
         if chunk_io.coded:
             made = None if turn.source else self._memory.made_chunk_table(name, len(turn.base.bits))
             if made is not None:
-                if turn.base.source:
-                    with runner.lock:
-                        cache = runner.read_source(cache, turn.base.source)
-                return _swapped(turn, chunk_io, cache, made)
+                return _swapped(turn, chunk_io, _sourced(runner, cache, turn.base), made)
             cache = chunk_io.behind(cache, None, 0)
-        vocab = runner.cfg.vocab_size
         for attempt in range(2):
-            base = turn.base = turn.base.before_lost_rows(vocab)
-            if attempt:
-                cache = runner.start(tokens)
-            if base.source:
-                # Chunks that are computed again attend to it.
-                with runner.lock:
-                    cache = runner.read_source(cache, base.source)
+            base = turn.base = turn.base.before_lost_rows(runner.cfg.vocab_size)
+            # Chunks that are computed again attend to the source.
+            cache = _sourced(runner, runner.start(tokens) if attempt else cache, base)
             resident = self._resident(name, base)
             wanted = {n for n, bits in enumerate(base.bits) if bits != LOST} - set(resident)
             if wanted and self._share and not turn.source:
@@ -197,6 +189,14 @@ class ChunkLoader:
         for chunk, (bits, blobs) in sorted(chunks.items()):
             read_ms = chunk_io.chunk_bytes(bits) * delays.read.per_unit_ms
             self._memory.load(name, chunk, bits, blobs, restore_ms=min(read_ms, compute_ms))
+
+
+def _sourced(runner: LevelRunner, cache: KVCache, base: Record) -> KVCache:
+    """A cache that has the keys and values of a context's source; as it is where there is none."""
+    if not base.source:
+        return cache
+    with runner.lock:
+        return runner.read_source(cache, base.source)
 
 
 def _swapped(turn: Turn, chunk_io: ChunkIO, cache: KVCache, chunks: ChunkTable) -> Restoration:

@@ -4,16 +4,13 @@
 import contextlib
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxllm.config import RopeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import new_cache, stack_places
 from jaxllm.mixed_config import MixedLayers
-from jaxllm.models import decoder
 from jaxllm.models.rooms import ROOMS, room_refusal
 from jaxllm.sampling import Sampling
 from serving.engine import Engine
@@ -23,6 +20,7 @@ from serving.sliding import Sliding
 from serving.speculation.options import SpeculationOptions, TreeShape
 from serving.weights.footprint import cache_bytes
 from tests import tiny
+from tests.serving.follows import follows_forward_passes
 from tests.serving.weights.conftest import budget
 
 CFG = dataclasses.replace(
@@ -58,24 +56,7 @@ def asked(max_tokens=12):
 
 @pytest.fixture(scope="module")
 def follows(engine):
-    """Whether each token of a sequence after a prompt has the highest logit but for rounding, by forward
-    passes of the whole without a cache."""
-    params = engine.model.bundle.load()
-
-    @jax.jit
-    def scores(params, tokens):
-        hidden, _ = decoder.forward(params, tokens, cfg=engine.cfg)
-        return decoder.logits(params, hidden, cfg=engine.cfg)[0]
-
-    def check(sequence, prompt):
-        row = np.zeros((1, SMALL.context_tokens), np.int32)
-        row[0, : len(sequence)] = sequence
-        found = np.asarray(scores(params, jnp.asarray(row)))
-        for at in range(prompt, len(sequence)):
-            before = found[at - 1]
-            assert before[sequence[at]] > before.max() - 0.02 * before.std(), f"token {at}"
-
-    return check
+    return follows_forward_passes(engine)
 
 
 def test_layers_that_share_have_no_cache_of_their_own():

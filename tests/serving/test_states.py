@@ -24,6 +24,7 @@ from serving.service import LLMService, planner_of
 from serving.sliding import Sliding
 from serving.speculation.options import SpeculationOptions, TreeShape
 from tests import tiny, tiny_states
+from tests.serving.follows import follows_forward_passes
 
 SMALL = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(32, 64), decode_block=4)
 PROMPT = [5, 9, 2, 44, 17, 3, 3, 8, 61, 20, 7]
@@ -50,25 +51,7 @@ def asked(max_tokens=12, **options):
 
 @pytest.fixture(scope="module")
 def follows(engine):
-    """Whether each token of a sequence after a prompt has the highest logit but for rounding, by forward
-    passes of the whole without a cache."""
-    params = engine.model.bundle.load()
-
-    @jax.jit
-    def scores(params, tokens):
-        hidden, _ = decoder.forward(params, tokens, cfg=engine.cfg)
-        return decoder.logits(params, hidden, cfg=engine.cfg)[0]
-
-    def check(sequence, prompt):
-        row = np.zeros((1, SMALL.context_tokens), np.int32)
-        row[0, : len(sequence)] = sequence
-        found = np.asarray(scores(params, jnp.asarray(row)))
-        for at in range(prompt, len(sequence)):
-            before = found[at - 1]
-            # Two kernels may round differently; another state gives other logits altogether.
-            assert before[sequence[at]] > before.max() - 0.02 * before.std(), f"token {at}"
-
-    return check
+    return follows_forward_passes(engine)
 
 
 @pytest.mark.parametrize("count", [1, 3, 15, 16, 17, 33, 40])

@@ -117,31 +117,23 @@ def _newton_schulz(stack: jax.Array) -> jax.Array:
     # XLA's CPU backend computes a product of two matrices faster than one of two stacks.
     return jax.lax.platform_dependent(
         stack,
-        cpu=lambda stack: jax.lax.map(lambda matrix: _iterated(matrix[None])[0], stack),
+        cpu=lambda stack: jax.lax.map(_iterated, stack),
         default=_iterated,
     )
 
 
-def _iterated(stack: jax.Array) -> jax.Array:
+def _iterated(matrices: jax.Array) -> jax.Array:
+    """Newton-Schulz of a matrix `[R, C]` or a stack of them."""
     linear, cubic, quintic = (np.float32(each) for each in COEFFICIENTS)
-    dtype = stack.dtype
+    dtype = matrices.dtype
 
-    def product(left: jax.Array, right: jax.Array, axis: int) -> jax.Array:
-        return _product(left.astype(dtype), right.astype(dtype), axis)
+    def product(how: str, left: jax.Array, right: jax.Array) -> jax.Array:
+        return jnp.einsum(how, left.astype(dtype), right.astype(dtype), preferred_element_type=jnp.float32)
 
-    norm = jnp.sqrt(jnp.sum(jnp.square(stack.astype(jnp.float32)), axis=(1, 2), keepdims=True))
-    found = stack.astype(jnp.float32) / (norm + np.float32(1e-8))
+    norm = jnp.sqrt(jnp.sum(jnp.square(matrices.astype(jnp.float32)), axis=(-2, -1), keepdims=True))
+    found = matrices.astype(jnp.float32) / (norm + np.float32(1e-8))
     for _ in range(STEPS):
-        squared = product(found, found, 2)
-        found = linear * found + product(cubic * squared + quintic * product(squared, squared, 1), found, 1)
+        squared = product("...rk,...ck->...rc", found, found)
+        higher = cubic * squared + quintic * product("...rk,...kc->...rc", squared, squared)
+        found = linear * found + product("...rk,...kc->...rc", higher, found)
     return found
-
-
-def _product(left: jax.Array, right: jax.Array, axis: int) -> jax.Array:
-    """Products `[N, R, K]` x `[N, ...]` over an axis of the right, summed in float32."""
-    if left.shape[0] == 1:
-        dims = (((1,), (axis - 1,)), ((), ()))
-        return jax.lax.dot_general(left[0], right[0], dims, preferred_element_type=jnp.float32)[None]
-    return jax.lax.dot_general(
-        left, right, (((2,), (axis,)), ((0,), (0,))), preferred_element_type=jnp.float32
-    )

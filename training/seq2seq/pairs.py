@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import held_out
+from jaxllm.tasks.pairs import paired_lines
 from training.data.tokenizer import END_OF_TEXT, PAD, token_id, train_tokenizer
 from training.seq2seq.batches import PairRows
 from training.seq2seq.recipe import PairSource, Seq2SeqRecipe
@@ -74,13 +75,7 @@ def read_pair_files(source: Path, target: Path) -> TextPairs:
     Raises:
       ConfigError: a file cannot be read, or they have not as many lines.
     """
-    read, wanted = read_lines(source), read_lines(target)
-    if len(read) != len(wanted):
-        raise ConfigError(
-            f"{source} has {len(read):,} lines and {target} {len(wanted):,}: lines of the same number must "
-            "be a pair"
-        )
-    pairs = [pair for pair in zip(read, wanted, strict=True) if all(pair)]
+    pairs = paired_lines(source, target, read_lines)
     return TextPairs(pairs, [0] * len(pairs))
 
 

@@ -1,4 +1,4 @@
-"""How an image becomes the tiles that an encoder reads, and the tokens of a prompt that stand for them, as
+"""Says how an image becomes the tiles that an encoder reads, and which tokens of a prompt stand for them, as
 SmolVLM's processor has both."""
 
 import dataclasses

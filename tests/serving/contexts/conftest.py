@@ -11,6 +11,7 @@ from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
 from serving.engine import Engine
 from serving.options import EngineOptions
+from tests.serving.contexts.talking import reopening
 from tests.serving.weights.conftest import budget
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
@@ -50,18 +51,10 @@ def engine_of(tmp_path_factory):
 @pytest.fixture
 def kept(engine_of, tmp_path):
     """Contexts in a folder of the test's, by codec; opened again by calling again."""
-    opened = []
 
-    def again(codec="raw", weights="f32", levels=(), share=None, coded=False, **options):
-        while opened:
-            opened.pop().close()
-        folder = tmp_path / "store"
-        contexts = Contexts(
-            engine_of(codec, weights, levels, share, coded), ContextOptions(folder=folder, **options)
-        )
-        opened.append(contexts)
-        return contexts
+    def opened(codec="raw", weights="f32", levels=(), share=None, coded=False, **options):
+        engine = engine_of(codec, weights, levels, share, coded)
+        return Contexts(engine, ContextOptions(folder=tmp_path / "store", **options))
 
-    yield again
-    while opened:
-        opened.pop().close()
+    with reopening(opened) as again:
+        yield again

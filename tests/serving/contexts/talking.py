@@ -1,5 +1,7 @@
 """Contexts that are talked to, and what they would answer if nothing ever left the cache."""
 
+import contextlib
+
 import numpy as np
 
 from jaxllm.kv.recompute import Delay
@@ -12,6 +14,24 @@ DRAW = np.random.default_rng(5)
 # Nothing is computed that can be read.
 READ = Delays(read=Delay(fixed_ms=0.0, per_unit_ms=1e-9), compute=Delay(fixed_ms=9.0, per_unit_ms=9.0))
 TURNS = [[DRAW.integers(0, 250, size).tolist() for size in (37, 5, 21)] for _ in range(3)]
+
+
+@contextlib.contextmanager
+def reopening(opened):
+    """A way to open contexts by `opened`, which closes those that it opened before; at the end the last."""
+    there = []
+
+    def again(*arguments, **options):
+        while there:
+            there.pop().close()
+        there.append(opened(*arguments, **options))
+        return there[-1]
+
+    try:
+        yield again
+    finally:
+        while there:
+            there.pop().close()
 
 
 def new(contexts, app="mail", **options):

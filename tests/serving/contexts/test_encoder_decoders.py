@@ -22,6 +22,7 @@ from serving.weights.experts.store import ExpertStore
 from serving.weights.footprint import budget_with_experts
 from tests import tiny, tiny_encdec
 from tests.kernels.switching import needs_native
+from tests.serving.contexts.talking import reopening
 from tests.serving.speculation.test_speculative import sharp
 from tests.serving.test_encoder_decoder_levels import CFGS, LADDER, ordered, write
 from tests.serving.test_streamed_encoder_decoders import BART, MARIAN, T5, TREES, budget, written
@@ -56,17 +57,12 @@ def engine(request, tmp_path_factory):
 @pytest.fixture
 def kept(engine, tmp_path):
     """Contexts in a folder of the test's; opened again by calling again."""
-    opened = []
 
-    def again(**options):
-        while opened:
-            opened.pop().close()
-        opened.append(Contexts(engine, ContextOptions(folder=tmp_path / "store", **options)))
-        return opened[-1]
+    def opened(**options):
+        return Contexts(engine, ContextOptions(folder=tmp_path / "store", **options))
 
-    yield again
-    while opened:
-        opened.pop().close()
+    with reopening(opened) as again:
+        yield again
 
 
 def new(contexts):

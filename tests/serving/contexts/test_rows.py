@@ -17,7 +17,7 @@ from serving.host.direct_io import PAGE
 from serving.request import GenerationConfig
 from tests.serving.contexts.conftest import OPTIONS
 from tests.serving.contexts.mutations import change_record, record_document
-from tests.serving.contexts.talking import found, new
+from tests.serving.contexts.talking import found, new, reopening
 from tests.tiny import TINY, write_tiny_bundle
 
 # Rows within the first chunk of 16, over its end, and behind the last whole chunk.
@@ -33,17 +33,11 @@ def engine(tmp_path_factory):
 
 @pytest.fixture
 def kept(engine, tmp_path):
-    opened = []
+    def opened(**options):
+        return Contexts(engine, ContextOptions(folder=tmp_path / "store", **options))
 
-    def again(**options):
-        while opened:
-            opened.pop().close()
-        opened.append(Contexts(engine, ContextOptions(folder=tmp_path / "store", **options)))
-        return opened[-1]
-
-    yield again
-    while opened:
-        opened.pop().close()
+    with reopening(opened) as again:
+        yield again
 
 
 def rows_at(*at):
