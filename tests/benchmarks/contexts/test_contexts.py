@@ -114,12 +114,14 @@ def test_each_system_lacks_what_it_is_named_for():
     changed = [
         {
             name
-            for name in ("ratio", "policy", "writing", "recompute", "overlap_prompt")
+            for name in ("ratio", "policy", "writing", "recompute", "overlap_prompt", "attend_coded")
             if getattr(each, name) != getattr(ours, name)
         }
         for each in ABLATIONS
     ]
-    assert changed == [{"ratio"}, {"recompute"}, {"policy", "writing"}, {"overlap_prompt"}]
+    assert changed == [
+        {"ratio"}, {"recompute"}, {"policy", "writing"}, {"overlap_prompt"}, {"attend_coded"}
+    ]  # fmt: skip
 
 
 @pytest.mark.alone
