@@ -126,8 +126,8 @@ def _memory(contexts: Contexts, name: str, count: int) -> tuple[int, int]:
     arrays = [each for each in jax.tree.leaves(cache) if isinstance(each, jax.Array | np.ndarray)]
     # Each layer's blob is an object by itself.
     objects = sum(sys.getsizeof(blob) for each in chunks for blob in each.blobs)
-    tables = sum(each.blobs.extents.nbytes for each in chunks if isinstance(each.blobs, Blobs))
-    taken = objects + tables + array_bytes(arrays)
+    extents = sum(each.blobs.extents.nbytes for each in chunks if isinstance(each.blobs, Blobs))
+    taken = objects + extents + array_bytes(arrays)
     rows = sum(each.nbytes for each in jax.tree.leaves((cache.keys, cache.values)))
     behind = len(session.tokens) - count * contexts.engine.options.kv_chunk_tokens
     return taken, sum(each.size_bytes for each in chunks) + rows * behind // cache.capacity_tokens
