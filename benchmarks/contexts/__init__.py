@@ -12,6 +12,7 @@ idea alone. The baselines, by their names in LLMS (arXiv 2403.11805, section 4):
 - jaxllm-no-compression, -no-pipeline, -no-lifecycle: ours without one of its three techniques: all chunks at
   8 bits; missing chunks only read; least recently used chunks first, written when they leave.
 - jaxllm-no-overlap: ours, whose prompts are computed when all chunks have been read, as those of baselines.
+- jaxllm-attend-coded: ours with `EngineOptions.attend_coded`; the others decode chunks into a cache.
 
 `jaxllm-decoded`: chunks are decoded into a cache before they are attended to.
 
@@ -25,7 +26,7 @@ that was called last is no switch. Contexts are computed once, and stored and ke
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
     "switching": "time to switch contexts, on every system",
-    "ablations": "the same without each of our techniques",
+    "ablations": "the same without each of our techniques, and with chunks attended to where they lie",
     "chunk-sizes": "the same with chunks of other lengths",
     "budgets": "most contexts within a limit of switches, by memory",
     "lengths": "the same by the longest context",

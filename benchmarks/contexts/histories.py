@@ -8,6 +8,7 @@ import numpy as np
 
 from benchmarks.contexts.encodings import copied
 from jaxllm.kv.cache import KVCache
+from serving.buckets.bucket import no_chunks
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
 from serving.engine import Engine
@@ -55,6 +56,10 @@ class Histories:
                 progress("prefill", done, sum(lengths))
         return cls(tokens, caches)
 
+    def repeated(self, times: int) -> "Histories":
+        """The same contexts so many times, in the same memory."""
+        return Histories(times * list(self.tokens), times * list(self.caches))
+
     def first(self, lengths: Sequence[int]) -> "Histories":
         """The beginnings of the first contexts, each of its length."""
         kept = zip(self.tokens, self.caches, lengths, strict=False)
@@ -69,6 +74,8 @@ class Histories:
             context = Context(contexts, contexts.create("bench"))
             session, length = Session(), len(tokens)
             turn = contexts.begin("bench", context.name, session, prompt_tokens=length, most_tokens=length)
+            if contexts.engine.options.attend_coded and cache.coded is None:
+                cache = dataclasses.replace(cache, coded=no_chunks(contexts.engine.options))
             # A copy: dispatches donate the cache.
             session.tokens, session.cache = list(tokens), copied(cache)
             contexts.finish(turn, tokens, 0)

@@ -14,6 +14,7 @@ from benchmarks.contexts.cell import Cell
 from benchmarks.contexts.flushes import FlushClock
 from benchmarks.contexts.histories import Histories, random_tokens
 from benchmarks.contexts.systems import System
+from benchmarks.measuring.energy import EnergyMeter
 from serving.contexts.manager import Contexts
 from serving.contexts.restore import Restoration
 from serving.engine import Engine
@@ -34,6 +35,8 @@ class Switches:
       finish_ms: of each call, the time to keep the context after it (see `ContextAnswer`).
       flush_ms: of each call, the part of its switch and of `finish_ms` that flushes to storage took.
       caching: how storage was read; empty where it was not.
+      joules: that a call took, from its switch until it was kept and the next one came; None where this
+        machine has no meter.
     """
 
     restorations: Sequence[Restoration]
@@ -41,6 +44,7 @@ class Switches:
     finish_ms: Sequence[float]
     flush_ms: Sequence[float]
     caching: str
+    joules: float | None = None
 
     @property
     def mean_ms(self) -> float:
@@ -105,6 +109,7 @@ def replay(
     restorations, ttft_ms, finish_ms, flush_ms = [], [], [], []
     waits = np.diff([call.time_s for call in trace], prepend=trace[0].time_s)
     waits *= cell.interval_s / max(float(waits.mean()), 1e-9)
+    meter = EnergyMeter.of_machine()
     with (
         _kept(system, engine, cell, folder) as contexts,
         FlushClock().running() as flushes,
@@ -113,6 +118,8 @@ def replay(
         for number, (call, wait_s) in enumerate(zip(trace, waits.tolist(), strict=True)):
             prompt = random_tokens(engine, call.prompt_tokens, draw)
             context = made[call.context]
+            if meter is not None and number == _UNCOUNTED:
+                meter.joules()
             time.sleep(wait_s)
             flushes.reset()
             answer = context.generate(
@@ -124,10 +131,11 @@ def replay(
                 if not answer.restoration.cached:
                     restorations.append(answer.restoration)
                     ttft_ms.append(answer.ttft_ms)
+        joules = None if meter is None else meter.joules() / max(1, len(finish_ms))
         caching = ""
         for context in made:
             caching = contexts.store.open(context.name).caching or caching
-    return Switches(restorations, ttft_ms, finish_ms, flush_ms, caching)
+    return Switches(restorations, ttft_ms, finish_ms, flush_ms, caching, joules)
 
 
 @contextmanager

@@ -13,7 +13,8 @@ LIMITS_MS = (10.0, 25.0)
 
 def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> list[Row]:
     """Mean switching latency of every system, the mean time to the first token after a switch, and the mean
-    time to keep a context after a call, with flushes to storage and without, ours against each other."""
+    time to keep a context after a call, with flushes to storage and without, and the mean energy of a call
+    where this machine has a meter; ours against each other."""
     notes = {}
     for name, each in found.items():
         how = device.note or {"direct": "read by O_DIRECT", "buffered": "read through the page cache"}.get(
@@ -24,6 +25,8 @@ def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> lis
     kept = "makes room for the call's tokens, encodes and stores them"
     flushed = f"{kept}; every system flushes them: what a call said is safe from a power cut when it ends"
     finish = {name: (each.mean_finish_ms, each.mean_flush_ms) for name, each in found.items()}
+    joules = {name: each.joules for name, each in found.items() if each.joules is not None}
+    energy = "of all processor packages, from a call's switch until the next call"
     return [
         *compared(
             {name: each.mean_ms for name, each in found.items()},
@@ -49,6 +52,14 @@ def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> lis
             ours=OURS, case=case, metric="switch_and_finish_ms", unit="ms",
             notes=dict.fromkeys(found, "all that keeping contexts adds to a call, flushes included"),
             lower_is_better=True,
+        ),
+        *(
+            compared(
+                joules, ours=OURS, case=case, metric="joules_per_call", unit="J",
+                notes=dict.fromkeys(joules, energy), lower_is_better=True,
+            )
+            if joules
+            else ()
         ),
     ]  # fmt: skip
 

@@ -15,6 +15,7 @@ from benchmarks.contexts.sweeps import budget_rows, interval_rows, length_rows
 from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS
 from benchmarks.measuring.report import Row
 from jaxllm.bundle import WeightFormat
+from jaxllm.kernels import native
 from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.growth import least_ratio
 from serving.host.progress import Progress
@@ -98,7 +99,8 @@ def _switching_rows(bench: Bench, budget: int, tell: Callable[[str], None]) -> l
 
 def _ablated(bench: Bench, cell: Cell) -> dict[str, Switches]:
     """Ours with and without each of its techniques. It runs again itself, for machines change their pace."""
-    return {system.name: bench.switches(system, cell) for system in (SYSTEMS[0], *ABLATIONS)}
+    systems = [each for each in ABLATIONS if native.kernels().native or not each.attend_coded]
+    return {system.name: bench.switches(system, cell) for system in (SYSTEMS[0], *systems)}
 
 
 def _chunked(bench: Bench, cell: Cell) -> dict[str, Switches]:

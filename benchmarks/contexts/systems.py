@@ -17,6 +17,7 @@ class System:
       name: as rows have it.
       codec: of `EngineOptions.kv_codec`.
       ratio, policy, writing, recompute, overlap_prompt: see `ContextOptions`.
+      attend_coded: see `EngineOptions`.
     """
 
     name: str
@@ -26,6 +27,7 @@ class System:
     writing: Writing = "ahead"
     recompute: bool = True
     overlap_prompt: bool = False
+    attend_coded: bool = False
 
     def options(self, folder: Path, budget_bytes: int, storage: Storage) -> ContextOptions:
         """Options of the manager in a folder, with a budget, on storage."""
@@ -51,10 +53,12 @@ SYSTEMS = (
     System(name="VLLM-S", codec="raw", policy="lru", writing="at-eviction", recompute=False),
     System(name="VLLM-SQ", ratio=1.0, policy="lru", writing="at-eviction", recompute=False),
 )
-# Without each of the three techniques in turn, and without computing prompts while chunks are read.
+# Without each of the three techniques in turn, without computing prompts while chunks are read, and with
+# chunks that are attended to where they lie.
 ABLATIONS = (
     dataclasses.replace(_OURS, name=f"{OURS}-no-compression", ratio=1.0),
     dataclasses.replace(_OURS, name=f"{OURS}-no-pipeline", recompute=False),
     dataclasses.replace(_OURS, name=f"{OURS}-no-lifecycle", policy="lru", writing="at-eviction"),
     dataclasses.replace(_OURS, name=f"{OURS}-no-overlap", overlap_prompt=False),
+    dataclasses.replace(_OURS, name=f"{OURS}-attend-coded", attend_coded=True),
 )

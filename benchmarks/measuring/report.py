@@ -20,7 +20,7 @@ import jaxllm
 # Between a bar and what is written behind it.
 _LABEL_PADDING_POINTS = 3
 # Digits after the point of metrics that are read with more than one.
-_DIGITS = {"perplexity": 4, "bits_per_weight": 2, "goodput_per_s": 2}
+_DIGITS = {"perplexity": 4, "bits_per_weight": 2, "goodput_per_s": 2, "context_bytes_share": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

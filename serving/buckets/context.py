@@ -12,7 +12,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.kv.chunks import LayerChunks, chunk_shapes, encode_chunks, reads_addresses
 from jaxllm.steps.layers import last_logits, load_cache, prefill_restored, restore_layer
 from serving.buckets.bucket import Bucket, ModelShapes, ids, position_shapes
-from serving.buckets.parts import head_params, layer_shapes
+from serving.buckets.parts import head_params, lowered_layer
 from serving.options import EngineOptions
 
 # Chunks that are encoded in one dispatch.
@@ -59,14 +59,15 @@ class RestoreBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, x, positions, keys and values, chunks) -> x, keys and values."""
-        layer = self.layer
-        step = functools.partial(restore_layer, cfg=model.cfg, layer=layer)
-        return model.jitted_part(step, 1, 3).lower(
-            layer_shapes(model.params, layer),
-            model.hidden(self.tokens),
+        return lowered_layer(
+            model,
+            restore_layer,
+            self.layer,
+            self.tokens,
             position_shapes(self.tokens, consecutive=False),
-            model.past(layer, self.cache_tokens),
-            layer_chunk_shapes(model, layer, self.cache_tokens),
+            model.past(self.layer, self.cache_tokens),
+            layer_chunk_shapes(model, self.layer, self.cache_tokens),
+            donated=(1, 3),
         )
 
 
@@ -87,15 +88,15 @@ class PrefillRestoredBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, x, positions, keys and values, mass, chunks) -> x, keys and values, mass."""
-        layer = self.layer
-        step = functools.partial(prefill_restored, cfg=model.cfg, layer=layer)
-        return model.jitted_part(step, 1, 3, 4).lower(
-            layer_shapes(model.params, layer),
-            model.hidden(self.tokens),
+        return lowered_layer(
+            model,
+            prefill_restored,
+            self.layer,
+            self.tokens,
             position_shapes(self.tokens),
-            model.past(layer, self.cache_tokens),
+            model.past(self.layer, self.cache_tokens),
             model.cache(self.cache_tokens).mass,
-            layer_chunk_shapes(model, layer, self.cache_tokens),
+            layer_chunk_shapes(model, self.layer, self.cache_tokens),
         )
 
 

@@ -5,17 +5,14 @@ Layers of the same form share their buckets.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 
-from jaxllm.kv.cache import Past
-from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.steps.layers import final_rows, head_piece, one_layer
 from serving.buckets.bucket import Bucket, ModelShapes, ids, mass_by_node, position_shapes
-from serving.buckets.parts import embedding_params, layer_shapes, norm_params, row_step, some_rows
+from serving.buckets.parts import embedding_params, lowered_layer, norm_params, row_step, some_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +71,9 @@ class LayerBucket(Bucket):
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, x, positions, keys and values, mass) -> x, keys and values, mass."""
         past, mass = model.past(self.layer, self.cache_tokens), model.cache(self.cache_tokens).mass
-        return _lowered_layer(model, self.layer, self.tokens, position_shapes(self.tokens), past, mass)
+        return lowered_layer(
+            model, one_layer, self.layer, self.tokens, position_shapes(self.tokens), past, mass
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +94,7 @@ class LayerTreeBucket(Bucket):
         """(layer's params, x, positions, keys and values, mass by node) -> x, keys and values, mass."""
         past, at = model.past(self.layer, self.cache_tokens), position_shapes(self.nodes, tree=True)
         mass = mass_by_node(model.cache(self.cache_tokens), self.nodes)
-        return _lowered_layer(model, self.layer, self.nodes, at, past, mass)
+        return lowered_layer(model, one_layer, self.layer, self.nodes, at, past, mass)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,12 +135,3 @@ class HeadBucket(Bucket):
             head["head_bias"] = some_rows(bias, self.vocab_tokens)
         hidden = jax.ShapeDtypeStruct((self.rows, model.cfg.hidden_size), model.dtype)
         return jax.jit(functools.partial(head_piece, cfg=model.cfg)).lower(head, hidden)
-
-
-def _lowered_layer(
-    model: ModelShapes, layer: int, tokens: int, at: TokenPositions, past: Past, mass: Any
-) -> jax.stages.Lowered:
-    """One layer over `tokens` tokens at positions, with attention mass by position or by node."""
-    step = functools.partial(one_layer, cfg=model.cfg, layer=layer)
-    weights = layer_shapes(model.params, layer)
-    return model.jitted_part(step, 1, 3, 4).lower(weights, model.hidden(tokens), at, past, mass)

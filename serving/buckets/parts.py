@@ -1,6 +1,8 @@
 """Selects the parameters that buckets of one layer, of an embedding or of an expert take."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ from jaxllm.models.layer_stack import STACK, LayerStack
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.models.stacked_layers import StackedLayers
 from jaxllm.quant import PANEL, BlockedArray, QArray, Weight, blocked_shapes
-from serving.buckets.bucket import shapes_of
+from serving.buckets.bucket import ModelShapes, shapes_of
 
 EXPERT_PARTS = ("gate", "up", "down")
 
@@ -47,6 +49,28 @@ def shared_by_layers(params: Params) -> dict[str, Any]:
 def layer_shapes(params: Params, layer: int) -> dict[str, Any]:
     """The shapes of `layer_params` under the layer's own names, of parameters or their shapes."""
     return shapes_of(layer_params(params, layer, layer))
+
+
+def lowered_layer(
+    model: ModelShapes,
+    step: Callable[..., Any],
+    layer: int,
+    tokens: int,
+    *rest: Any,
+    donated: tuple[int, ...] = (1, 3, 4),
+) -> jax.stages.Lowered:
+    """Lowers a step of one layer, (layer's params, x, *rest), with x of so many `tokens`.
+
+    Args:
+      model: of the layer.
+      step: takes `cfg` and `layer`, too.
+      layer: its index.
+      tokens: that go through it, padding included.
+      rest: shapes.
+      donated: which arguments of the step.
+    """
+    part = model.jitted_part(functools.partial(step, cfg=model.cfg, layer=layer), *donated)
+    return part.lower(layer_shapes(model.params, layer), model.hidden(tokens), *rest)
 
 
 def any_expert(form: str) -> str:

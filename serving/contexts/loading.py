@@ -141,9 +141,6 @@ class ChunkLoader:
             made = back.chunk_table
             session.chunks = self._memory.chunk_table(name, lambda _: made)
         elif chunk_io.coded and base.bits and not back.how.computed:
-            if back.read:
-                # Else one read's memory would stay as long as the chunk table.
-                self._memory.own(name)
             session.chunks = self.chunk_table(chunk_io, name)
             cache = chunk_io.behind(cache, session.chunks, len(base.bits))
         session.cache, session.weights_version = cache, chunk_io.runner.weights_version

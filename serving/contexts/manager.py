@@ -132,8 +132,11 @@ class Contexts(ContextRegistry):
         try:
             self.memory.claim(name, pinned=record.pinned)
             shared = self._begin_shared(turn, prompt) if base is None else 0
-            self.grow(turn, prompt_tokens)
             last, self._last = self._last, ("", Session())
+            if last[0] != name:
+                # It keeps the memory of chunks that may leave now.
+                last[1].chunks = None
+            self.grow(turn, prompt_tokens)
             if self._encoder.busy(last[0]):
                 # It reads this cache; a new one takes its memory as it fills.
                 last = ("", Session())

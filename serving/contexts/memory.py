@@ -56,8 +56,6 @@ class ChunkMemory:
         self._own_bytes: collections.Counter[str] = collections.Counter()
         # The last use of contexts whose chunks have not been told: a claim looks at no chunk.
         self._claimed: dict[str, int] = {}
-        # Contexts that may have chunks in memory that one read gave for several.
-        self._borrowed: set[str] = set()
         # Chunks that have the same blobs, by the identity of these.
         self._sharing: collections.Counter[int] = collections.Counter()
         # Counts of uses of contexts, and of loaded chunks.
@@ -104,8 +102,6 @@ class ChunkMemory:
         """Takes another context's chunk, blobs and all, in place of an earlier one of its number."""
         self._drop(context, resident.chunk)
         self._arrivals += 1
-        if resident.context in self._borrowed:
-            self._borrowed.add(context)
         self._put(dataclasses.replace(resident, context=context, came=self._arrivals, used=self._uses))
 
     def chunk_table(self, context: str, make: "Callable[[list[Resident]], ChunkTable]") -> "ChunkTable":
@@ -192,8 +188,6 @@ class ChunkMemory:
             context=context, chunk=chunk, bits=bits, blobs=Blobs(blobs), size_bytes=size,
             came=self._arrivals, used=self._uses, restore_ms=restore_ms,
         )  # fmt: skip
-        if any(blob.base is not None for blob in blobs):
-            self._borrowed.add(context)
         self._put(resident)
         return resident
 
@@ -202,18 +196,6 @@ class ChunkMemory:
         self._tell_use(context)
         for chunk in chunks:
             self._chunks[context][chunk].used = 0
-
-    def own(self, context: str) -> None:
-        """Copies chunks that share the memory of one read: else all of it would stay as long as one of
-        them."""
-        if context not in self._borrowed:
-            return
-        for each in self.chunks(context).values():
-            if any(blob.base is not None for blob in each.blobs):
-                blobs = Blobs(blob if blob.base is None else blob.copy() for blob in each.blobs)
-                self._drop(context, each.chunk)
-                self._put(dataclasses.replace(each, blobs=blobs))
-        self._borrowed.discard(context)
 
     def reserve(self, context: str, size_bytes: int) -> None:
         """Makes room for all of a context that is about to run.
@@ -269,7 +251,6 @@ class ChunkMemory:
 
     def release(self, context: str) -> None:
         """Unlocks a context: its chunks may be evicted again, however its call has ended."""
-        self.own(context)
         self._locked.discard(context)
         # An interrupt may have come between a change of the chunks and of their sum.
         every = [each for chunks in self._chunks.values() for each in chunks.values()]

@@ -147,7 +147,13 @@ class ContextRegistry:
                 f"chunks cannot do with {budget_bytes:,} bytes of memory: contexts that run or are pinned "
                 f"may take {taken:,}; close their answers, unpin some, or give more"
             )
-        self.memory.resize(budget_bytes)
+        left = self.memory.resize(budget_bytes)
+        name, session = self._last
+        if session.chunks is not None and any(each.context == name for each in left):
+            # Its chunk table keeps their memory.
+            self._last = ("", Session())
+            session.take()
+            session.chunks = None
         self.options = options
 
     def create(self, app: str, *, level: int | None = None, pinned: bool = False) -> Record:

@@ -28,7 +28,7 @@ from jaxllm.errors import CheckpointError, ConfigError, Unreadable
 from jaxllm.files.atomic import atomic_file
 from jaxllm.kv.codecs import RAW, WIDTHS
 from serving.contexts.encryption import ID_DIGITS, SALT_BYTES, TAG_BYTES, NotOpened, Seal, Vault
-from serving.host.direct_io import PAGE, PieceReader, Storage
+from serving.host.direct_io import PAGE, PieceReader, ScratchMemory, Storage, pages_bytes
 
 MAGIC, SUFFIX = b"JXLKVSEG", ".kv"
 VERSION, SEALED_VERSION = 2, 3
@@ -69,14 +69,21 @@ class Segment:
       blob_bytes: of each layer, by the width of a chunk.
     """
 
-    def __init__(self, path: Path, storage: Storage | None = None, vault: Vault | None = None) -> None:
-        """Opens a segment and reads its index; an encrypted one with the keys in a vault.
+    def __init__(
+        self,
+        path: Path,
+        storage: Storage | None = None,
+        vault: Vault | None = None,
+        scratch: ScratchMemory | None = None,
+    ) -> None:
+        """Opens a segment and reads its index; an encrypted one with the keys in a vault. `scratch` is for
+        what is read, and may be other segments', too.
 
         Raises:
           CheckpointError: it is missing, truncated, corrupt or of another version.
           Unreadable: storage refuses.
         """
-        self.path = path
+        self.path, self._scratch = path, scratch or ScratchMemory()
         self._reader = PieceReader(path, storage, follow_links=False)
         try:
             index, self.checksum, end, self._seal = _read_index(path, self._reader, vault)
@@ -117,7 +124,8 @@ class Segment:
         return self._reader.caching
 
     def read(self, layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
-        """The blobs of some of its chunks in one layer, uint8, in few reads.
+        """The blobs of some of its chunks in one layer, uint8, in few reads. Each has memory of its own, so
+        that it stays alone.
 
         Raises:
           CheckpointError: a blob is not what was written.
@@ -129,11 +137,14 @@ class Segment:
         places = [self._places[chunk] for chunk in chunks]
         found: dict[int, np.ndarray] = {}
         for run in _runs(sorted(set(places)), starts):
-            begin = starts[run[0]]
-            piece = self._reader.read(offset + begin, starts[run[-1] + 1] - begin)
-            for place in run:
-                blob = piece[starts[place] - begin : starts[place + 1] - begin]
-                found[place] = self._checked_blob(blob, layer, place)
+            first, size = offset + starts[run[0]], starts[run[-1] + 1] - starts[run[0]]
+            with self._scratch.taken(pages_bytes(first, size)) as memory:
+                self._reader.read_into(memory, first % PAGE, first, size)
+                # Where the layer begins.
+                piece = first % PAGE - starts[run[0]]
+                for place in run:
+                    blob = memory[piece + starts[place] : piece + starts[place + 1]]
+                    found[place] = self._checked_blob(blob, layer, place)
         return [found[place] for place in places]
 
     def verify(self) -> list[int]:
@@ -168,11 +179,13 @@ class Segment:
         self.close()
 
     def _checked_blob(self, blob: np.ndarray, layer: int, place: int) -> np.ndarray:
+        """A copy of a blob, decrypted if it is encrypted."""
         chunk, checksum = self.chunks[place].chunk, self._checksums[layer][place]
         try:
             if self._seal is not None:
                 data = blob.tobytes() + bytes.fromhex(checksum)
                 return np.frombuffer(self._seal.opened(_number(layer, chunk), data), np.uint8)
+            blob = blob.copy()
             intact = xxhash.xxh3_64_hexdigest(blob.data) == checksum
         except (CheckpointError, ValueError):
             intact = False

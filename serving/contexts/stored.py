@@ -13,7 +13,7 @@ from jaxllm.errors import CheckpointError
 from serving.contexts.encryption import Vault
 from serving.contexts.record import Record
 from serving.contexts.segment import Segment
-from serving.host.direct_io import Storage
+from serving.host.direct_io import ScratchMemory, Storage
 
 # Each takes one file descriptor.
 _MOST_OPEN = 128
@@ -23,7 +23,7 @@ class OpenSegments:
     """The segments that were opened last. For one thread, but for `forget`, which any may call."""
 
     def __init__(self, storage: Storage, vault: Vault | None = None) -> None:
-        self._storage, self._vault = storage, vault
+        self._storage, self._vault, self._scratch = storage, vault, ScratchMemory()
         self._open: collections.OrderedDict[Path, Segment] = collections.OrderedDict()
         # Those that are about to be removed: another thread may still read them.
         self._forgotten: collections.deque[Path] = collections.deque()
@@ -38,7 +38,7 @@ class OpenSegments:
         self._close_forgotten()
         for path in paths:
             if path not in self._open:
-                self._open[path] = Segment(path, self._storage, self._vault)
+                self._open[path] = Segment(path, self._storage, self._vault, self._scratch)
             self._open.move_to_end(path)
         while len(self._open) > max(_MOST_OPEN, len(paths)):
             self._open.popitem(last=False)[1].close()

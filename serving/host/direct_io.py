@@ -4,6 +4,7 @@ Data that is read once and kept in memory needs no second copy in the kernel's c
 other processes. `Storage` has the options; `PieceReader` reads one file.
 """
 
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -12,6 +13,7 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -142,8 +144,8 @@ class PieceReader:
           Unreadable: storage refuses.
         """
         self._require(offset, size)
+        memory = aligned(pages_bytes(offset, size))
         before = offset % PAGE
-        memory = aligned(-(-(before + size) // PAGE) * PAGE)
         self.read_into(memory, before, offset, size)
         return memory[before : before + size]
 
@@ -219,9 +221,41 @@ class PieceReader:
                 self.caching = "buffered"
 
 
+class ScratchMemory:
+    """Memory for pieces of files whose parts are copied out at once. It is kept from read to read: to get new
+    pages from the system takes longer than to fill them. Thread-safe: each thread that reads has its own.
+
+    Args:
+      most_bytes: of a piece whose memory is kept.
+    """
+
+    def __init__(self, most_bytes: int = 4 << 20) -> None:
+        self._most, self._free = most_bytes, collections.deque[np.ndarray]()
+
+    @contextlib.contextmanager
+    def taken(self, size: int) -> Iterator[np.ndarray]:
+        """Memory of at least so many bytes, which begins at a page, until the end of the block."""
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = aligned(size)
+        if memory.size < size:
+            memory = aligned(size)
+        try:
+            yield memory
+        finally:
+            if memory.size <= self._most:
+                self._free.append(memory)
+
+
 def _not_read(path: Path, error: OSError) -> CheckpointError:
     kind = CheckpointError if error.errno in _ABSENT else Unreadable
     return kind(f"{path}: cannot be read ({error.strerror})")
+
+
+def pages_bytes(offset: int, size: int) -> int:
+    """Bytes of the pages that `size` bytes from `offset` of a file touch."""
+    return -(-(offset % PAGE + size) // PAGE) * PAGE
 
 
 def aligned(size: int) -> np.ndarray:

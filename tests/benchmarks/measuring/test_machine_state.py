@@ -4,11 +4,15 @@ import subprocess
 import sys
 import time
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks.measuring import quiet
 from benchmarks.measuring.bandwidth import MemoryProbe
-from benchmarks.measuring.memory import peak_resident_bytes
+from benchmarks.measuring.memory import array_bytes, peak_resident_bytes
+from serving.host.direct_io import PAGE, aligned
 
 
 def test_peak_memory_counts_what_the_process_holds():
@@ -17,6 +21,17 @@ def test_peak_memory_counts_what_the_process_holds():
     block[::4096] = b"x" * len(block[::4096])
     assert peak_resident_bytes() >= before
     assert peak_resident_bytes() > len(block)
+
+
+def test_arrays_take_the_pages_that_were_filled():
+    memory = aligned(100 * PAGE)
+    assert array_bytes([memory]) == 0
+    memory[5 * PAGE - 1 : 8 * PAGE] = 1
+    assert array_bytes([memory]) == 4 * PAGE
+    # A part of a page counts as it is.
+    assert array_bytes([memory[:100], np.zeros(10, np.float32)]) == 140
+    array = jax.block_until_ready(jnp.ones((PAGE, 8)))
+    assert array_bytes([array]) == array.nbytes
 
 
 def test_bandwidth_is_bytes_per_second():

@@ -7,11 +7,8 @@ ended and what was under way.
 
 import contextlib
 import dataclasses
-import multiprocessing
 import os
 import random
-import signal
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,12 +24,12 @@ from serving.contexts.store import ContextStore
 from serving.engine import Engine
 from serving.options import EngineOptions
 from serving.request import GenerationConfig
+from tests.serving.contexts.killed import said_until_killed
 
 _APPS = ("mail", "calendar")
 # What many contexts begin with.
 _COMMON = tuple(range(40, 40 + 2 * CHUNK_TOKENS))
 _MOST_CONTEXTS = 5
-_PATIENCE_S = 60
 
 
 @dataclasses.dataclass
@@ -74,35 +71,10 @@ def live_and_die(
     Raises:
       AssertionError: something older was lost, or the store is not whole.
     """
-    # Children of a process that has everything imported and no thread: each begins at once.
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([__name__])
-    ours, theirs = server.Pipe(duplex=False)
-    child = server.Process(target=_live, args=(theirs, root, bundle, options, seed, cache))
-    child.start()
-    theirs.close()
-    deed, created = "", 0
-    try:
-        assert ours.poll(_PATIENCE_S), "the service does not open"
-        # Tells that it is open, or fails to.
-        assert ours.recv() == ("open",)
-        time.sleep(after_s)
-    finally:
-        # One that has failed already says why below.
-        with contextlib.suppress(ProcessLookupError):
-            if child.pid is not None:
-                os.kill(child.pid, signal.SIGKILL)
-        child.join()
-    under_way: str | None = None
-    while True:
-        try:
-            what, *rest = ours.recv()
-        except (EOFError, OSError):
-            break
-        assert what != "failed", rest
+    deed, under_way = "", None
+    for what, *rest in said_until_killed(_live, root, bundle, options, seed, cache, after_s=after_s):
         if what == "begin":
             deed, under_way = rest
-            created += deed == "new"
         else:
             name, tokens = rest
             known.deeds += 1
@@ -112,8 +84,6 @@ def live_and_die(
             else:
                 known.tokens[name] = tokens
             under_way, deed = None, ""
-    ours.close()
-    assert child.exitcode == -signal.SIGKILL, f"the service ended by itself: exit code {child.exitcode}"
     _look(known, root, under_way, new_one=deed == "new")
 
 

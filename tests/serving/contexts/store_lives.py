@@ -11,10 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import multiprocessing
-import os
 import random
-import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +29,7 @@ from serving.contexts.growth import agreeing_record
 from serving.contexts.record import Origin, Record
 from serving.contexts.root import PREVIOUS, RECORD
 from serving.contexts.store import ContextStore, Linked
+from tests.serving.contexts.killed import SERVER, said_until_killed
 
 C = 2
 ORIGIN = Origin(
@@ -41,7 +39,7 @@ ORIGIN = Origin(
 # What a life may be in the middle of, more than one at a time.
 PHASES = ("encoding", "compacting", "storing at fewer bits", "linking", "parting", "deleting", "noting")
 _APPS = ("mail", "calendar")
-_MOST_CONTEXTS, _MOST_CHUNKS, _PATIENCE_S = 5, 8, 120
+_MOST_CONTEXTS, _MOST_CHUNKS = 5, 8
 
 
 @dataclasses.dataclass
@@ -75,50 +73,25 @@ def live(told: Told, root: Path, *, seed: int, after_s: float) -> None:
     Raises:
       AssertionError: something older was lost, or something is left that no record names.
     """
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([__name__])
-    ours, theirs = server.Pipe(duplex=False)
-    phases = server.RawArray("i", len(PHASES))
-    child = server.Process(target=_live, args=(theirs, phases, root, seed))
-    child.start()
-    theirs.close()
-    try:
-        assert ours.poll(_PATIENCE_S), "the store does not open"
-        assert ours.recv() == ("open",)
-        time.sleep(after_s)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            if child.pid is not None:
-                os.kill(child.pid, signal.SIGKILL)
-        child.join()
-    assert child.exitcode == -signal.SIGKILL, f"ended by itself: {child.exitcode}, {_last(ours)}"
-    told.within.update(phase for phase, running in zip(PHASES, phases, strict=True) if running)
+    phases, within = SERVER.RawArray("i", len(PHASES)), told.within
+
+    def killed() -> None:
+        within.update(phase for phase, running in zip(PHASES, phases, strict=True) if running)
+
     under_way: tuple[str, str, tuple[int, ...] | None] | None = None
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            what, *rest = ours.recv()
-            assert what != "failed", rest
-            if what == "begin":
-                # What it does, the context, and its tokens if that ends.
-                under_way = tuple(rest)
-                continue
-            assert under_way is not None
-            told.deeds += 1
-            told.tokens |= {rest[0]: rest[1]}
-            if rest[1] is None:
-                del told.tokens[rest[0]]
-            under_way = None
-    ours.close()
+    for what, *rest in said_until_killed(_live, phases, root, seed, after_s=after_s, killed=killed):
+        if what == "begin":
+            # What it does, the context, and its tokens if that ends.
+            under_way = tuple(rest)
+            continue
+        assert under_way is not None
+        told.deeds += 1
+        told.tokens |= {rest[0]: rest[1]}
+        if rest[1] is None:
+            del told.tokens[rest[0]]
+        under_way = None
     told.lives += 1
     _look(told, root, under_way)
-
-
-def _last(ours: Any) -> list[Any]:
-    found: list[Any] = []
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            found = ours.recv()
-    return found
 
 
 def _look(told: Told, root: Path, under_way: tuple[str, str, tuple[int, ...] | None] | None) -> None:

@@ -1,6 +1,7 @@
 """Contexts whose answers attend to chunks where they lie: what is answered is what decoding first gives."""
 
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -72,6 +73,33 @@ def test_a_table_lasts_as_long_as_its_chunks(kept):
     assert contexts._last[1].chunks is table
     contexts.memory.forget(name)
     assert name not in contexts.memory._chunk_tables
+
+
+def test_chunks_that_leave_memory_are_freed(kept):
+    """Though whoever asked keeps an answer, whose session had their chunk table."""
+    contexts = kept("kivi", coded=True)
+    first, second = new(contexts), new(contexts)
+
+    def answered():
+        answers = [say(second, TURNS[1][1]), say(first, TURNS[0][1])]
+        contexts.store.wait()
+        assert contexts._last[1].chunks is not None
+        blob = weakref.ref(contexts.memory.chunks(first.name)[0].blobs[0])
+        assert blob() is not None
+        return answers, blob
+
+    say(first, TURNS[0][0])
+    answers, blob = answered()
+    contexts.memory.drop(first.name, list(contexts.memory.chunks(first.name)))
+    answers.append(say(second, TURNS[1][1]))
+    assert blob() is None
+    more, blob = answered()
+    # What a context had, too, whose cache is there.
+    contexts.resize(1)
+    assert blob() is None
+    contexts.resize(1 << 20)
+    assert say(first, TURNS[0][1]).restoration.resident == 0
+    assert len(answers) + len(more) == 5
 
 
 def test_lost_chunks_are_computed_in_a_cache(kept):

@@ -57,13 +57,17 @@ def test_one_layer_of_many_chunks_is_one_read(tmp_path, monkeypatch):
     path = tmp_path / "0.kv"
     write_segment(path, drawn(dict.fromkeys(range(20), 8)), SOURCES)
     asked = []
-    real = PieceReader.read
+    real = PieceReader.read_into
     with Segment(path) as opened:
         monkeypatch.setattr(
-            PieceReader, "read", lambda self, *place: asked.append(place) or real(self, *place)
+            PieceReader, "read_into", lambda self, *place: asked.append(place) or real(self, *place)
         )
-        opened.read(0, [0, 1, 3, 4, 18, 19])
-    assert [size for _, size in asked] == [5 * 5000, 2 * 5000]
+        blobs = opened.read(0, [0, 1, 3, 4, 18, 19])
+        opened.read(0, [0, 1])
+    assert [size for *_, size in asked] == [5 * 5000, 2 * 5000, 2 * 5000]
+    # All into the same memory, of which nothing stays.
+    assert len({memory.ctypes.data for memory, *_ in asked}) == 1
+    assert all(blob.base is None for blob in blobs)
 
 
 def test_no_damage_goes_unseen(written):

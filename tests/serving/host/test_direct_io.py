@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
-from serving.host.direct_io import PAGE, PieceReader, Storage, aligned
+from serving.host.direct_io import PAGE, PieceReader, ScratchMemory, Storage, aligned
 
 
 @pytest.fixture
@@ -145,3 +145,19 @@ def test_bad_settings_are_told(tmp_path):
         Storage(bytes_per_s=-1)
     with pytest.raises(CheckpointError, match="No such file"):
         PieceReader(tmp_path / "missing")
+
+
+def test_scratch_memory_is_kept_unless_it_is_large():
+    scratch = ScratchMemory(most_bytes=8 * PAGE)
+    with scratch.taken(PAGE) as first, scratch.taken(PAGE) as other:
+        # Two readers at a time.
+        assert first.ctypes.data != other.ctypes.data
+    with scratch.taken(4 * PAGE) as larger:
+        assert larger.size >= 4 * PAGE
+        assert larger.ctypes.data % PAGE == 0
+    with scratch.taken(2 * PAGE) as again:
+        assert again is larger
+    with scratch.taken(9 * PAGE) as huge:
+        assert huge.size >= 9 * PAGE
+    with scratch.taken(PAGE) as small:
+        assert small.size < huge.size
