@@ -45,9 +45,8 @@ def check_attention(tokens: int, heads: int, kv_heads: int, width: int, repetiti
     for name, one, other in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True):
         error = float(_norm(one - other) / _norm(other))
         rows.append(_row(case, f"relative_error_{name}", error, "", "of bfloat16 to float32"))
-    asked = (
-        jnp.zeros_like(cotangent).at[:, BORDERS[1] : BORDERS[2]].set(cotangent[:, BORDERS[1] : BORDERS[2]])
-    )
+    inside = slice(BORDERS[1], BORDERS[2])
+    asked = jnp.zeros_like(cotangent).at[:, inside].set(cotangent[:, inside])
     crossed = 0.0
     for gradient in _outputs_and_gradients(ours, half, starts, asked.astype(jnp.bfloat16))[1:]:
         outside = np.array(gradient)

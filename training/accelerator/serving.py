@@ -37,7 +37,7 @@ def bench(words: Sequence[str]) -> list[Row]:
 
 
 def compare_integer_prefill() -> list[Row]:
-    """Answers after integer prefill on two processors, of which the GPU is the integer one, beside the CPU."""
+    """Answers after integer prefill on two processors: the GPU as the integer one, beside the CPU."""
     words = ("generate", "--prefill", "int8", "--processors", "2", "--prompt", _PROMPT, "--max-tokens", "20")
     texts = {device: _output_of(*words, "--integer-device", device) for device in ("cpu", "gpu")}
     same = float(texts["cpu"] == texts["gpu"])
