@@ -15,7 +15,8 @@ from training.loop.hardware import known_device
 
 # Borders inside and at the edges of a kernel's blocks, a document of one token, one of several blocks.
 BORDERS = (0, 37, 128, 129, 250, 512, 1000)
-Compute = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# Of q, k, v and starts.
+Compute = Callable[..., jax.Array]
 
 
 def check_attention(tokens: int, heads: int, kv_heads: int, width: int, repetitions: int) -> list[Row]:

@@ -94,8 +94,8 @@ def _json_lines(path: Path | RemoteFile) -> _Records:
 
 def _parquet_rows(path: Path | RemoteFile) -> _Records:
     try:
-        import pyarrow
-        import pyarrow.parquet
+        import pyarrow  # pyright: ignore[reportMissingImports]
+        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(f"cannot read {path}: `pip install 'jaxllm[data]'` first") from error
     number = 0

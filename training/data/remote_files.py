@@ -77,13 +77,13 @@ def open_bytes(path: Path | str | RemoteFile) -> contextlib.AbstractContextManag
 
 
 @contextlib.contextmanager
-def _opened(path: Path | str | RemoteFile, mode: str, **how: str) -> Iterator[Any]:
+def _opened(path: Path | str | RemoteFile, mode: str, encoding: str | None = None) -> Iterator[Any]:
     if not is_remote(path):
-        with Path(str(path)).open(mode, **how) as file:
+        with Path(str(path)).open(mode, encoding=encoding) as file:
             yield file
         return
     files, own = _file_system(str(path))
-    with files.open(own, mode, **how) as file:
+    with files.open(own, mode, **({} if encoding is None else {"encoding": encoding})) as file:
         yield file
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -33,7 +34,7 @@ def test_documents_are_rows_of_their_own_losses():
 def test_four_bits_are_of_order_one():
     cfg = size_of("tiny").cfg
     params = four_bit_params(cfg, stack=False)
-    up = dequantize(params["layers.0.ffn.up"], np.float32)
+    up = dequantize(params["layers.0.ffn.up"], jnp.dtype(jnp.float32))
     assert up.shape == (cfg.ffn_size, cfg.hidden_size)
     assert 0.5 < float(np.std(up)) * cfg.hidden_size**0.5 < 2
     assert params["layers.0.ffn.up"].bits == 4

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -12,6 +13,9 @@ from tests.training.jobs import SMOKE
 from training.commands.pretrain import pretrain_command
 from training.loop.checkpoints import Checkpoints, read_best
 from training.loop.run_files import checkpoints_of, claimed, keep_checkpoints_at, read_identity
+
+# Not looked at: the folder is refused first.
+NOTHING: Any = None
 
 
 def test_a_folder_is_claimed_when_the_run_is_ready(tmp_path):
@@ -98,7 +102,7 @@ def test_without_what_writes_a_bucket_nothing_is_written(tmp_path, monkeypatch):
     (run / "checkpoints.url").write_text("gs://bucket/run\n")
     with pytest.raises(ConfigError, match="at gs://bucket/run: `pip install gcsfs` first"):
         keep_checkpoints_at(run, None)
-    for opened in (Checkpoints, lambda url: read_best(url, None)):
+    for opened in (Checkpoints, lambda url: read_best(url, NOTHING)):
         with pytest.raises(ConfigError, match="pip install gcsfs"):
             opened(checkpoints_of(run))
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
@@ -114,7 +118,7 @@ def test_a_url_is_no_folder_of_a_run(tmp_path, monkeypatch):
         lambda: keep_checkpoints_at(mangled, "gs://bucket/run"),
         lambda: claimed(mangled, SMOKE).__enter__(),
         lambda: Checkpoints(mangled),
-        lambda: read_best(mangled, None),
+        lambda: read_best(mangled, NOTHING),
     ):
         with pytest.raises(ConfigError, match="mounted file system, not gs:/bucket/run"):
             written()
