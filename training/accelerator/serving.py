@@ -50,9 +50,11 @@ def _row(row: Mapping[str, Any]) -> Row:
 
 
 def _output_of(*words: str) -> str:
+    # Benches start processes of their own: none of them may take the device's whole memory.
+    shared = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     process = subprocess.run(
         [sys.executable, "-m", "serving.entry", *words],
-        stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, env=os.environ, check=False,
+        stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, env=shared, check=False,
     )  # fmt: skip
     if process.returncode:
         raise JaxllmError(f"`jaxllm {' '.join(words)[:100]}` ended with {process.returncode}")
