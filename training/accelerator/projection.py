@@ -115,8 +115,8 @@ def measured_shares(lines: Iterable[str]) -> dict[str, float]:
     return found
 
 
-def table(found: Sequence[Stage], devices: Sequence[str]) -> str:
-    """The stages as a table in Markdown, with hours of one device of each kind."""
+def as_markdown(found: Sequence[Stage], devices: Sequence[str]) -> str:
+    """The stages in Markdown, a row each, with hours of one device of each kind."""
     figures = [known_figures(device) for device in devices]
     lines = [
         "| stage | 10^18 operations | share of the peak | " + " | ".join(name for name, _ in figures) + " |",
@@ -133,7 +133,7 @@ def table(found: Sequence[Stage], devices: Sequence[str]) -> str:
 
 
 def main(words: Sequence[str]) -> None:
-    """Prints the table of a model."""
+    """Prints the stages of a model."""
     parser = argparse.ArgumentParser(prog="python -m training.accelerator.projection")
     parser.add_argument("model", choices=MODELS, help="the model to prepare")
     parser.add_argument("--device", action="append", metavar="NAME", help="such as H100; repeatable")
@@ -141,7 +141,7 @@ def main(words: Sequence[str]) -> None:
     given = parser.parse_args(words)
     lines = [] if given.measured is None else given.measured.read_text(encoding="utf-8").splitlines()
     found = stages(MODELS[given.model], Counts(), measured_shares(lines))
-    print(table(found, given.device or ["A40", "H100"]))
+    print(as_markdown(found, given.device or ["A40", "H100"]))
 
 
 if __name__ == "__main__":

@@ -100,8 +100,8 @@ def _parquet_rows(path: Path | RemoteFile) -> _Records:
         raise ConfigError(f"cannot read {path}: `pip install 'jaxllm[data]'` first") from error
     number = 0
     try:
-        with open_bytes(path) as file, pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(_PARQUET_ROWS):
+        with open_bytes(path) as file, pyarrow.parquet.ParquetFile(file) as parquet:
+            for batch in parquet.iter_batches(_PARQUET_ROWS):
                 for row in batch.to_pylist():
                     number += 1
                     # A row has all columns; those of other forms are empty.

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from training.accelerator.projection import MODELS, Counts, measured_shares, stages, table
+from training.accelerator.projection import MODELS, Counts, as_markdown, measured_shares, stages
 
 PAGE = (Path(__file__).parents[3] / "docs" / "results" / "scale.md").read_text()
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_page_has_the_projection(model):
-    assert table(stages(MODELS[model], Counts()), ["A40", "H100"]) in PAGE
+    assert as_markdown(stages(MODELS[model], Counts()), ["A40", "H100"]) in PAGE
 
 
 def test_measured_shares_replace_assumed_ones():
