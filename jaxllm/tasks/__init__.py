@@ -11,6 +11,7 @@ from typing import Literal
 from jaxllm.errors import ConfigError
 from jaxllm.tasks import api_choice, free_text, labels, multiple_choice, ui_steps
 from jaxllm.tasks.example import Split, TaskExample
+from jaxllm.tasks.own_questions import SUFFIX, OwnQuestions
 
 Score = Literal["accuracy", "exact_match", "rouge"]
 
@@ -62,11 +63,15 @@ TASKS = {
 
 
 def find_task(name: str) -> Task:
-    """The task of a name.
+    """The task of a name, or the questions in a `.jsonl` file of this path (see `own_questions`).
 
     Raises:
       ConfigError: there is no task of this name.
     """
-    if name not in TASKS:
-        raise ConfigError(f"there is no task {name!r}; the tasks are {', '.join(TASKS)}")
-    return TASKS[name]
+    if name in TASKS:
+        return TASKS[name]
+    if not name.endswith(SUFFIX):
+        raise ConfigError(
+            f"there is no task {name!r}; the tasks are {', '.join(TASKS)}, and files of questions (*{SUFFIX})"
+        )
+    return Task(name, "questions of the user's own", OwnQuestions(Path(name)).read)

@@ -16,6 +16,7 @@ from training.commands.shared_options import (
     dry_run_option,
     eval_batches_option,
     given_sources,
+    keep_compilations,
     name_option,
     output_option,
     process_options,
@@ -90,6 +91,14 @@ if TYPE_CHECKING:
     metavar="DIR",
     help="A MobileBERT folder for the tiny LM to start from.",
 )
+@click.option(
+    "--questions",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="JSON lines of question, options and answer that the tiny LM learns decisions from. Repeatable.  "
+    "[default: the recipe's tasks]",
+)
 @name_option
 @eval_batches_option
 @profile_option
@@ -106,6 +115,7 @@ def elasticize_command(
     data: Path | None,
     weights: "WeightFormat | None",
     encoder: Path | None,
+    questions: tuple[Path, ...],
     name: str,
     mesh: str | None,
     devices: int | None,
@@ -138,6 +148,7 @@ def elasticize_command(
     recipe = dataclasses.replace(recipe, **{key: each for key, each in changes.items() if each is not None})
     set_devices(devices)
     start_process_group(*group)
+    keep_compilations()
     shape = MeshShape.parse(mesh or "")
     if device:
         from training.elastic.dry_run import dry_run_elastic
@@ -145,13 +156,20 @@ def elasticize_command(
         click.echo(json.dumps(dry_run_elastic(recipe, model, mesh_shape=shape, device=device)))
         return
     keep_checkpoints_at(run_dir, checkpoints)
+    tiny_lm = None
+    if tlm_name != "none":
+        own = load_tiny_lm_recipe(tlm_name)
+        asked = tuple(str(path.absolute()) for path in questions)
+        tiny_lm = TinyLmRun(dataclasses.replace(own, tasks=asked or own.tasks), encoder)
+    elif questions:
+        raise click.UsageError("--questions are for a tiny LM, which --tiny-lm none leaves out")
     facts = elasticize(
         recipe,
         model,
         BundleOutput(output, weights, name),
         run_dir,
         data=data,
-        tiny_lm=None if tlm_name == "none" else TinyLmRun(load_tiny_lm_recipe(tlm_name), encoder),
+        tiny_lm=tiny_lm,
         mesh_shape=shape,
         monitoring=monitoring,
     )

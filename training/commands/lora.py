@@ -15,6 +15,7 @@ from training.commands.shared_options import (
     dry_run_option,
     eval_batches_option,
     given_sources,
+    keep_compilations,
     process_options,
     profile_option,
     recipe_option,
@@ -90,6 +91,7 @@ def lora_command(
     )
     set_devices(devices)
     start_process_group(*(options.pop(name) for name in ("coordinator", "processes", "process")))
+    keep_compilations()
     shape, checkpoints = MeshShape.parse(mesh or ""), options.pop("checkpoints")
     if device := options.pop("dry_run"):
         from training.lora.run import dry_run_lora

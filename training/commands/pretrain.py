@@ -15,6 +15,7 @@ from training.commands.shared_options import (
     dry_run_option,
     eval_batches_option,
     given_sources,
+    keep_compilations,
     process_options,
     profile_option,
     recipe_option,
@@ -113,6 +114,7 @@ def pretrain_command(
     recipe = dataclasses.replace(recipe, **{name: each for name, each in changes.items() if each is not None})
     set_devices(devices)
     start_process_group(coordinator, processes, process)
+    keep_compilations()
     model, chats, skip_bad = (options.pop(name) for name in ("model", "chats", "skip_bad"))
     data, texts, valid = (options.pop(name) for name in ("data", "texts", "valid_paths"))
     checkpoints = options.pop("checkpoints")

@@ -10,6 +10,7 @@ from training.commands.shared_options import (
     checkpoints_option,
     data_option,
     device_options,
+    keep_compilations,
     profile_option,
     recipe_option,
     run_option,
@@ -64,6 +65,7 @@ def seq2seq_command(
     recipe = load_seq2seq_recipe(recipe_name)
     recipe = recipe if steps is None else dataclasses.replace(recipe, steps=steps)
     set_devices(devices)
+    keep_compilations()
     monitoring = Monitoring(tensorboard=tensorboard, profile=profile)
     shape = MeshShape.parse(mesh or "")
     keep_checkpoints_at(run_dir, checkpoints)

@@ -15,6 +15,21 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 
 
+class _LocalPath(click.Path):
+    """A path of something that is written here, or a folder: of a URL it would make a local folder."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "://" in str(value):
+            hint = "; --checkpoints takes gs://" if param is not None and param.name == "run_dir" else ""
+            self.fail(
+                f"{value} is a URL, and this is a path of this machine or of a mounted file system{hint}"
+            )
+        return super().convert(value, param, ctx)
+
+
 class _PathOrUrl(click.Path):
     """A path, or a URL as it is: a path would make one slash of two."""
 
@@ -29,7 +44,7 @@ output_option = click.option(
     "-o",
     "--output",
     required=True,
-    type=click.Path(path_type=Path),
+    type=_LocalPath(),
     metavar="FILE",
     help="The bundle to write.",
 )
@@ -37,7 +52,7 @@ run_option = click.option(
     "--run",
     "run_dir",
     required=True,
-    type=click.Path(path_type=Path),
+    type=_LocalPath(),
     metavar="RUN",
     help="The run's folder, made if missing. The same command on the same folder resumes.",
 )
@@ -48,7 +63,7 @@ checkpoints_option = click.option(
 )
 data_option = click.option(
     "--data",
-    type=click.Path(path_type=Path),
+    type=_LocalPath(),
     metavar="DIR",
     help="The folder that the recipe's sources are in.",
 )
@@ -68,7 +83,7 @@ tensorboard_option = click.option(
 
 profile_option = click.option(
     "--profile",
-    type=click.Path(path_type=Path),
+    type=_LocalPath(),
     metavar="DIR",
     help="Trace steps 3 to 5 with JAX's profiler into DIR, for xprof or TensorBoard.",
 )
@@ -121,8 +136,8 @@ def chat_options(command: Command) -> Command:
             multiple=True,
             type=_PathOrUrl(),
             metavar="FILE",
-            help="JSON lines with messages, or prompt and completion, to learn the answers of: a file, a "
-            "folder or a pattern. Repeatable.  [default: the recipe's sources]",
+            help="JSON lines or parquet with messages, or prompt and completion, to learn the answers of: a "
+            "file, a folder or a pattern. Repeatable.  [default: the recipe's sources]",
         ),
     ):
         command = option(command)
@@ -237,7 +252,8 @@ def process_options(command: Command) -> Command:
         click.option(
             "--coordinator",
             metavar="HOST:PORT",
-            help="Address of the first of several processes that train together.",
+            help="Address of the first of several processes that train together; none trains in this process "
+            "alone.  [default: as SLURM, Open MPI or a TPU's host says]",
         ),
     ):
         command = option(command)
@@ -264,6 +280,17 @@ def set_devices(devices: int | None) -> None:
     jax.config.update("jax_num_cpu_devices", devices or cores)
     # Each CPU device is a stream of its own: together they shall keep every core busy, and no more.
     native.set_threads(max(1, cores // (devices or cores)))
+
+
+def keep_compilations() -> None:
+    """Keeps compiled steps in the user's cache, where a later run finds them: off CPUs, whose programs are
+    made for one processor, and unless JAX is told otherwise (JAX_COMPILATION_CACHE_DIR). Touches a device."""
+    import jax
+    import platformdirs
+
+    if jax.default_backend() != "cpu" and jax.config.values["jax_compilation_cache_dir"] is None:
+        folder = os.environ.get("JAXLLM_CACHE") or platformdirs.user_cache_dir("jaxllm")
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder) / "steps"))
 
 
 def _cores() -> int:

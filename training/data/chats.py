@@ -1,6 +1,6 @@
-"""Reads conversations, prompts with completions, and texts from JSON lines, as fine-tuning data comes.
+"""Reads conversations, prompts with completions, and texts from JSON lines or parquet, as tuning data comes.
 
-Each line is an object of one of these forms; of the first two only answers are learnt:
+Each line, or row, is an object of one of these forms; of the first two only answers are learnt:
 
     {"messages": [{"role": "system" | "user" | "assistant", "content": TEXT}, ...]}
     {"prompt": TEXT, "completion": TEXT}     a text to continue, without a chat template
@@ -11,6 +11,7 @@ A conversation with several answers becomes a document for each, after all messa
 stand on one side of the split. Further keys of an object are ignored.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,11 +20,16 @@ from typing import Any
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import TaskExample, text_field
 from training.data.documents import Document, Message, chat_document, conversation_document, text_document
-from training.data.remote_files import RemoteFile, open_text
+from training.data.remote_files import RemoteFile, open_bytes, open_text
 
 ROLES = ("system", "user", "assistant")
 _GLOB = frozenset("*?[")
 OnBad = Callable[[str], None]
+PARQUET = ".parquet"
+# Rows that are in memory at once.
+_PARQUET_ROWS = 1024
+# Numbers of lines or rows, each with a function that parses it.
+_Records = Iterator[tuple[int, Callable[[], Any]]]
 
 
 def source_files(path: Path, suffixes: Sequence[str]) -> list[Path]:
@@ -48,33 +54,61 @@ def source_files(path: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def read_chats(path: Path | RemoteFile, on_bad: OnBad | None = None) -> Iterator[Document]:
-    """The documents of a file of JSON lines (see the module docstring); blank lines are none.
+    """The documents of a file of JSON lines, or of a `.parquet` file whose columns are the keys (see the
+    module docstring); blank lines are none.
 
     Args:
       path: of the file.
       on_bad: called with what is wrong with a line, which is then left out; None raises instead.
 
     Raises:
-      ConfigError: the file cannot be read as UTF-8; or a line is malformed: the message has its number.
+      ConfigError: the file cannot be read, or a line is malformed: the message has its number, from 1.
     """
+    if str(path).endswith(PARQUET):
+        kind, records = "row", _parquet_rows(path)
+    else:
+        kind, records = "line", _json_lines(path)
+    for number, record in records:
+        try:
+            documents = list(documents_of(record()))
+        except (ValueError, RecursionError, ConfigError) as error:
+            wrong = f"{path}, {kind} {number}: {error}"
+            if on_bad is None:
+                raise ConfigError(
+                    f"{wrong}; mend the {kind}, or leave such lines out (--skip-bad)"
+                ) from error
+            on_bad(wrong)
+            continue
+        yield from documents
+
+
+def _json_lines(path: Path | RemoteFile) -> _Records:
     try:
         with open_text(path) as file:
             for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    documents = list(documents_of(json.loads(line)))
-                except (ValueError, RecursionError, ConfigError) as error:
-                    wrong = f"{path}, line {number}: {error}"
-                    if on_bad is None:
-                        raise ConfigError(
-                            f"{wrong}; mend the line, or leave such lines out (--skip-bad)"
-                        ) from error
-                    on_bad(wrong)
-                    continue
-                yield from documents
+                if line.strip():
+                    yield number, functools.partial(json.loads, line)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the file {path} as UTF-8: {error}") from error
+
+
+def _parquet_rows(path: Path | RemoteFile) -> _Records:
+    try:
+        import pyarrow  # pyright: ignore[reportMissingImports]
+        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(f"cannot read {path}: `pip install 'jaxllm[data]'` first") from error
+    number = 0
+    try:
+        with open_bytes(path) as file, pyarrow.parquet.ParquetFile(file) as parquet:
+            for batch in parquet.iter_batches(_PARQUET_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    # A row has all columns; those of other forms are empty.
+                    record = {name: value for name, value in row.items() if value is not None}
+                    yield number, functools.partial(dict, record)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(f"cannot read the file {path} as parquet: {error}") from error
 
 
 def documents_of(record: Any) -> Iterator[Document]:

@@ -18,7 +18,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_folder
 from jaxllm.tasks import find_task
 from jaxllm.tasks.free_text import story_example
-from training.data.chats import OnBad, read_chats, source_files
+from training.data.chats import PARQUET, OnBad, read_chats, source_files
 from training.data.documents import (
     Document,
     builtin_texts,
@@ -35,7 +35,7 @@ from training.data.sources import Source
 
 Split = Literal["train", "held_out"]
 
-_TEXT_SUFFIXES, _CHAT_SUFFIXES = (".txt",), (".jsonl", ".json")
+_TEXT_SUFFIXES, _CHAT_SUFFIXES = (".txt",), (".jsonl", ".json", PARQUET)
 # Documents per call of the tokenizer, which keeps all encodings of a call in memory.
 _ENCODE_DOCUMENTS = 1024
 

@@ -2,13 +2,17 @@
 
 import contextlib
 import dataclasses
+import importlib.util
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from jaxllm.errors import ConfigError
 
 _GLOB = frozenset("*?[")
+# One slash is what a path leaves of two; a drive of Windows has one letter.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,25 +30,60 @@ def is_remote(path: Path | str | RemoteFile) -> bool:
     return "://" in str(path)
 
 
+def require_local(path: Path | str, what: str) -> Path:
+    """A path of something to be written, or of a folder that is read as one.
+
+    Raises:
+      ConfigError: it is a URL. As a path it would be a local folder that is named like the URL's scheme.
+    """
+    if _URL.match(str(path)):
+        raise ConfigError(f"{what} is a path of this machine or of a mounted file system, not {path}")
+    return Path(path)
+
+
+def require_bucket(url: str) -> None:
+    """Checks, before anything is written, that orbax can keep checkpoints at a URL.
+
+    Raises:
+      ConfigError: it is no `gs://bucket/path`, or what writes there is not installed.
+    """
+    if not url.startswith("gs://") or not url.removeprefix("gs://").strip("/"):
+        raise ConfigError(
+            f"checkpoints are kept in folders and at gs://bucket/path, not at {url}; mount other storage as "
+            "a folder, and give --run in it"
+        )
+    if importlib.util.find_spec("gcsfs") is None:
+        raise ConfigError(f"cannot keep checkpoints at {url}: `pip install gcsfs` first")
+
+
 def source_name(path: Path | str) -> str:
     """A path as recipes name it: absolute, or a URL as it is."""
     return str(path) if is_remote(path) else str(Path(path).absolute())
 
 
-@contextlib.contextmanager
-def open_text(path: Path | str | RemoteFile) -> Iterator[TextIO]:
+def open_text(path: Path | str | RemoteFile) -> contextlib.AbstractContextManager[TextIO]:
     """Opens a local file or a URL to read UTF-8.
 
     Raises:
       ConfigError: what reads URLs of this kind is not installed.
       OSError: the file cannot be opened.
     """
+    return _opened(path, "r", encoding="utf-8")
+
+
+def open_bytes(path: Path | str | RemoteFile) -> contextlib.AbstractContextManager[BinaryIO]:
+    """Opens a local file or a URL to read its bytes; raises as `open_text` does."""
+    return _opened(path, "rb")
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str | RemoteFile, mode: str, encoding: str | None = None) -> Iterator[Any]:
     if not is_remote(path):
-        with Path(str(path)).open(encoding="utf-8") as file:
+        with Path(str(path)).open(mode, encoding=encoding) as file:
             yield file
         return
     files, own = _file_system(str(path))
-    with files.open(own, "r", encoding="utf-8") as file:
+    with files.open(own, mode, **({} if encoding is None else {"encoding": encoding})) as file:
         yield file
 
 

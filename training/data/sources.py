@@ -16,9 +16,9 @@ class Source:
     Attributes:
       text: path of a text file, of a folder of `.txt` files, or a pattern; all of each document is learnt.
       stories: path of a text file; each document becomes a request to tell it, with its first sentence.
-      task: a name in `jaxllm.tasks.TASKS`; its training split, as questions with answers.
-      chat: path of a file of JSON lines, of a folder of `.jsonl` files, or a pattern: conversations, and
-        prompts with completions (see `training.data.chats`).
+      task: a name in `jaxllm.tasks.TASKS`, or a file of questions; its training split, with answers.
+      chat: path of a file of JSON lines or parquet, of a folder of such files, or a pattern: conversations,
+        and prompts with completions (see `training.data.chats`).
       skip_bad: malformed lines of `chat` are left out and counted, instead of an error.
       repeats: how often an epoch takes each document; below 1, that share is drawn anew every epoch.
       prompt_weight: weight of the loss on a prompt's tokens; None: 0 of `chat`, 1 of others.

@@ -12,7 +12,7 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
 from jaxllm.errors import CheckpointError
-from training.data.remote_files import is_remote
+from training.data.remote_files import is_remote, require_bucket, require_local
 
 Params = dict[str, jax.Array]
 
@@ -37,6 +37,9 @@ class Checkpoints:
 
     They are written in the background; one gets its name when it is whole. Opening a run that another
     process is writing changes nothing in it.
+
+    Raises:
+      ConfigError: the URL is of another kind, or what writes it is not installed.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -51,8 +54,7 @@ class Checkpoints:
             best_mode="min",
             enable_async_checkpointing=True,
         )
-        # orbax wants paths from the root.
-        self._folder = epath.Path(folder if is_remote(folder) else Path(folder).resolve())
+        self._folder = _location(folder)
         self._manager = ocp.CheckpointManager(
             self._folder, options=options, item_handlers=ocp.StandardCheckpointHandler()
         )
@@ -117,12 +119,21 @@ def read_best(folder: Path | str, abstract: TrainState) -> tuple[TrainState, int
 
     Raises:
       CheckpointError: there is none yet, or it is damaged.
+      ConfigError: see `Checkpoints`.
     """
-    if not epath.Path(folder).is_dir():
+    if not _location(folder).is_dir():
         raise CheckpointError(f"there is no checkpoint in {folder} yet; train first")
     with Checkpoints(folder) as checkpoints:
         step, loss = checkpoints.best()
         return checkpoints.restore(step, abstract), step, loss
+
+
+def _location(folder: Path | str) -> epath.Path:
+    if is_remote(folder):
+        require_bucket(str(folder))
+        return epath.Path(folder)
+    # orbax wants paths from the root.
+    return epath.Path(require_local(folder, "a folder of checkpoints").resolve())
 
 
 def _held_out_loss(metrics: Any) -> float:

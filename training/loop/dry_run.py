@@ -19,6 +19,7 @@ from jaxllm.models.parameters import param_specs
 from jaxllm.models.scanned_layers import Remat, stacked
 from training.data.packing import Batch
 from training.loop.hardware import DEVICES, Device, known_device
+from training.loop.memory import what_to_change
 from training.loop.parallel import ROWS, shardings_of
 from training.loop.trainer import Job, Trainer
 from training.settings import TrainSettings
@@ -56,10 +57,7 @@ class Estimate:
         if self.memory_bytes <= self.device_memory_bytes:
             return ""
         needed, there = (each / 2**30 for each in (self.memory_bytes, self.device_memory_bytes))
-        if self.temporary_bytes > self.state_bytes:
-            change = "more --accumulate parts, --remat full, shorter rows, or more devices along fsdp"
-        else:
-            change = "more devices along fsdp or tensor, or frozen weights of fewer bits"
+        change = what_to_change(self.state_bytes, self.temporary_bytes)
         return f"a step needs {needed:.1f} GiB per device and {self.device} has {there:.1f}: take {change}"
 
 

@@ -7,6 +7,7 @@ entries). XLA's partitioner inserts the transfers, so a step is written once, fo
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,24 +91,48 @@ def make_mesh(shape: MeshShape, rows: int) -> Mesh:
 
 
 def start_process_group(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Joins the processes of a run, one per host, before anything touches a device.
+    """Joins the processes of a run, before anything touches a device.
+
+    Started by SLURM or Open MPI as one of several tasks, or on a host with TPUs, a process finds the others
+    by itself.
 
     Args:
-      coordinator: address and port of the first process; None for a run of one process.
+      coordinator: address and port of the first process; "none" for a run of this process alone, wherever it
+        was started; None to find the others, if there are any.
       processes: how many there are.
       process: this one's number, from 0. Where a cluster's own environment tells, both may be None.
 
     Raises:
       ConfigError: the group does not come together.
     """
-    if coordinator is None:
-        if processes is not None or process is not None:
-            raise ConfigError("give --coordinator HOST:PORT together with --processes and --process")
+    alone = coordinator == "none"
+    if (alone or coordinator is None) and not (processes is None and process is None):
+        raise ConfigError("give --coordinator HOST:PORT together with --processes and --process")
+    if alone or (coordinator is None and not starts_group(os.environ)):
         return
     try:
         jax.distributed.initialize(coordinator, processes, process)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"cannot join the processes at {coordinator}: {error}") from error
+    except (RuntimeError, ValueError, OSError) as error:
+        where = "that this cluster's environment names" if coordinator is None else f"at {coordinator}"
+        raise ConfigError(
+            f"cannot join the processes {where}: {error}; give --coordinator HOST:PORT, --processes and "
+            "--process, or --coordinator none to train in this process alone"
+        ) from error
+
+
+def starts_group(environment: Mapping[str, str]) -> bool:
+    """Whether a process was started as one of several that train together, by its environment variables."""
+    # An allocation's own shell has SLURM's number of tasks too, but no step.
+    slurm = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"} <= environment.keys()
+    tasks = environment.get("SLURM_NTASKS" if slurm else "OMPI_COMM_WORLD_SIZE", "1")
+    if tasks.isdecimal() and int(tasks) > 1:
+        return True
+    if "TPU_ML_PLATFORM" not in environment:  # JAX sets it on import, where there are TPUs.
+        return False
+    if hosts := environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES")):
+        return "," in hosts or "MEGASCALE_COORDINATOR_ADDRESS" in environment
+    # Google's own machines are told by their metadata, which JAX asks; a group of one does no harm.
+    return "TPU_SKIP_MDS_QUERY" not in environment
 
 
 def stacks_layers(mesh: Mesh) -> bool:

@@ -1,7 +1,6 @@
 """Writes small files of a run's folder, each whole or not at all; `recipe.json` says whose the folder is."""
 
 import contextlib
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from jax.experimental import multihost_utils
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.files.input_files import read_text
+from training.data.remote_files import require_bucket, require_local
 
 RECIPE_FILE = "recipe.json"
 CHECKPOINTS = "checkpoints"
@@ -37,26 +37,24 @@ class RunRecipe(Protocol):
 
 
 def keep_checkpoints_at(run_dir: Path, url: str | None) -> None:
-    """Says, in a run's folder, that its checkpoints are at a URL; None leaves it as it is.
+    """Says, in a run's folder, that its checkpoints are at a URL; None leaves it as it is, and checks that
+    checkpoints can be written where it says.
 
     Args:
       run_dir: the run's folder, made if missing.
       url: `gs://bucket/path`; stages of a run have folders of their own under it.
 
     Raises:
-      ConfigError: orbax writes no such URL, what reads it is not installed, or the run has its checkpoints
+      ConfigError: orbax writes no such URL, what writes it is not installed, or the run has its checkpoints
         elsewhere.
     """
+    earlier = _url_of(require_local(run_dir, "a run's folder"))
     if url is None:
+        if earlier is not None:
+            require_bucket(earlier)
         return
-    if not url.startswith("gs://") or not url.removeprefix("gs://").strip("/"):
-        raise ConfigError(
-            f"checkpoints are kept in folders and at gs://bucket/path, not at {url}; mount other storage as "
-            "a folder, and give --run in it"
-        )
-    if importlib.util.find_spec("gcsfs") is None:
-        raise ConfigError(f"cannot write {url}: `pip install gcsfs` first")
-    url, earlier = url.rstrip("/"), _url_of(run_dir)
+    require_bucket(url)
+    url = url.rstrip("/")
     if earlier is None and any(run_dir.glob(f"**/{CHECKPOINTS}")):
         earlier = str(run_dir)
     if earlier not in (None, url):
@@ -119,9 +117,10 @@ def claimed(run_dir: Path, recipe: RunRecipe, **learns_from: str) -> Iterator[bo
       Whether the run resumes.
 
     Raises:
-      ConfigError: the folder cannot be made, or is another run's; the message names what differs.
+      ConfigError: the folder cannot be made, is a URL, or is another run's; the message names what differs.
       CheckpointError: its `recipe.json` cannot be read.
     """
+    require_local(run_dir, "a run's folder")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         resuming = (run_dir / RECIPE_FILE).exists()

@@ -27,6 +27,7 @@ from jaxllm.models.scanned_layers import stacked, unstacked
 from training.data.packing import spread
 from training.loop.checkpoints import Checkpoints, Params, TrainState
 from training.loop.hardware import peak_memory_bytes, utilization
+from training.loop.memory import memory_told
 from training.loop.monitoring import StepTrace
 from training.loop.optimizer import learning_rate, make_optimizer
 from training.loop.parallel import gathered, place_rows, require_divisible, shardings_of, stacks_layers
@@ -149,8 +150,9 @@ class Trainer:
     def initial(self) -> TrainState:
         """The job's parameters, from the settings' seed, and a fresh optimizer state."""
         # Placed first: an argument on the host would go to every device whole.
-        given = None if self._given is None else placed(self._given.items(), self.mesh)
-        return self._start(given)
+        with memory_told(lambda: None):
+            given = None if self._given is None else placed(self._given.items(), self.mesh)
+            return self._start(given)
 
     def beside(self, init: Mapping[str, Any], frozen: Mapping[str, Any]) -> "Trainer":
         """A trainer that shares what this one has compiled.
@@ -181,11 +183,15 @@ class Trainer:
 
         Returns:
           The next state; the loss in nats per token, the penalty and the gradient's norm before clipping.
+
+        Raises:
+          ConfigError: a device has too little memory.
         """
         with jax.set_mesh(self.mesh):
             rows = place_rows(batch, self.mesh, self.settings.accumulate)
             # Batches of some jobs differ in their shapes.
             shapes = tuple(leaf.shape for leaf in jax.tree.leaves(rows))
+        with jax.set_mesh(self.mesh), memory_told(lambda: self._compiled.get(shapes)):
             if shapes not in self._compiled:
                 started = time.perf_counter()
                 self._compiled[shapes] = self._step.lower(state, self._frozen, rows).compile()

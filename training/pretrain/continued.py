@@ -21,7 +21,8 @@ from training.loop.fitting import fit, fitted_to_window
 from training.loop.frozen_model import FrozenModel
 from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape, make_mesh
-from training.loop.run_files import claimed, wait_for_first, write_json
+from training.loop.run_end import MODEL_FOLDER, tell_summary
+from training.loop.run_files import claimed, wait_for_first
 from training.loop.trainer import Trainer
 from training.pretrain.job import pretrain_job
 from training.pretrain.recipe import PretrainRecipe
@@ -90,16 +91,15 @@ def train_on(
     )
     whole = trainer.whole(best.params)
     if first:
-        _write(run_dir / "hf", Path(model), recipe, start, whole)
+        _write(run_dir / MODEL_FOLDER, Path(model), recipe, start, whole)
         held_out = {"before": before, "after": best.loss}
         summary = {
             "parameters": parameters.parameter_count(cfg),
             "best_step": best.step,
             "held_out": held_out,
         }
-        write_json(run_dir / "summary.json", summary)
-        console.print_json(data=summary)
-    return run_dir / "hf"
+        tell_summary(run_dir, summary, console)
+    return run_dir / MODEL_FOLDER
 
 
 def _write(folder: Path, model: Path, recipe: PretrainRecipe, start: FrozenModel, params: Any) -> None:

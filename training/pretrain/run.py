@@ -17,10 +17,8 @@ import jax
 from tokenizers import Tokenizer
 
 from jaxllm.checkpoints import huggingface, tokenizer_folder
-from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.files.input_files import read_text
+from jaxllm.errors import ConfigError
 from jaxllm.models import parameters
-from jaxllm.text.library_tokenizer import parse_tokenizer_json
 from jaxllm.text.tokenizer import TokenizerFiles
 from training.data.corpus import Corpus, TokenizedDocuments, write_tokens
 from training.data.documents import read_texts, text_document
@@ -29,25 +27,23 @@ from training.data.packing import Splits, evaluation_batches
 from training.data.remote_files import source_name
 from training.data.sources import Source
 from training.data.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, ROLE_TEMPLATE, token_id, train_tokenizer
-from training.loop.checkpoints import Params, read_best
+from training.loop.checkpoints import Params
 from training.loop.dry_run import estimate
 from training.loop.fitting import fit
 from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape, make_mesh
-from training.loop.run_files import (
-    checkpoints_of,
-    claimed,
-    read_identity,
-    wait_for_first,
-    write_json,
-    write_text,
+from training.loop.run_end import (
+    MODEL_FOLDER,
+    TOKENIZER_FILE,
+    export_best_of,
+    read_tokenizer_file,
+    tell_summary,
 )
+from training.loop.run_files import claimed, read_identity, wait_for_first, write_json, write_text
 from training.loop.teachers import read_teacher
 from training.loop.trainer import Trainer
 from training.pretrain.job import Teacher, pretrain_job
 from training.pretrain.recipe import PretrainRecipe
-
-TOKENIZER_FILE = "tokenizer.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +100,7 @@ def pretrain(
     corpus = Corpus.open(_sources(recipe, texts.train), texts.data, recipe.held_out_share)
     splits = _prepare_run(recipe, corpus, run_dir, tokenizer) if first else None
     wait_for_first("tokens")
-    vocabulary = _read_tokenizer(run_dir)
+    vocabulary = read_tokenizer_file(run_dir / TOKENIZER_FILE)
     encoder = PieceEncoder(vocabulary)
     splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
     batches, training = splits.train, splits.train.documents
@@ -120,7 +116,7 @@ def pretrain(
     best = fit(trainer, batches.batch_at, splits.held_out_batches, run_dir, splits.source_names, monitoring)
     params, whole = best.params, trainer.whole(best.params)
     if first:
-        write_model(run_dir / "hf", recipe, vocabulary, whole)
+        write_model(run_dir / MODEL_FOLDER, recipe, vocabulary, whole)
     summary: dict[str, Any] = {
         "parameters": parameters.parameter_count(recipe.model),
         "best_step": best.step,
@@ -137,9 +133,8 @@ def pretrain(
         wait_for_first("valid")
         summary["valid"] = _losses(trainer, params, TokenizedDocuments.read(run_dir / "tokens" / "valid"))
     if first:
-        write_json(run_dir / "summary.json", summary)
-        console.print_json(data=summary)
-    return run_dir / "hf"
+        tell_summary(run_dir, summary, console)
+    return run_dir / MODEL_FOLDER
 
 
 def dry_run_pretrain(
@@ -182,10 +177,12 @@ def export_best(run_dir: Path) -> Path:
     """
     run_dir = Path(run_dir)
     recipe = run_recipe(run_dir)
-    trainer = Trainer(pretrain_job(recipe), recipe, make_mesh(MeshShape(data=1), 1))
-    best, _, _ = read_best(checkpoints_of(run_dir), trainer.abstract())
-    write_model(run_dir / "hf", recipe, _read_tokenizer(run_dir), trainer.whole(best.params))
-    return run_dir / "hf"
+    tokenizer = read_tokenizer_file(run_dir / TOKENIZER_FILE)
+
+    def write(folder: Path, params: Any) -> None:
+        write_model(folder, recipe, tokenizer, params)
+
+    return export_best_of(run_dir, pretrain_job(recipe), recipe, write)
 
 
 def write_model(folder: Path, recipe: PretrainRecipe, tokenizer: Tokenizer, params: Any) -> None:
@@ -232,7 +229,7 @@ def _prepare_run(
     """Writes the run's tokenizer, tokens and identity, or reads those of a resumed run."""
     with claimed(run_dir, recipe, documents=corpus.digest()) as resuming:
         if resuming:
-            tokenizer = _read_tokenizer(run_dir)
+            tokenizer = read_tokenizer_file(run_dir / TOKENIZER_FILE)
         elif tokenizer_file is not None:
             tokenizer = _given_tokenizer(tokenizer_file, recipe.model.vocab_size)
         else:
@@ -243,18 +240,8 @@ def _prepare_run(
     return splits
 
 
-def _read_tokenizer(run_dir: Path) -> Tokenizer:
-    try:
-        return parse_tokenizer_json(read_text(run_dir / TOKENIZER_FILE))
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read the tokenizer of the run in {run_dir}: {error}") from error
-
-
 def _given_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
-    try:
-        tokenizer = parse_tokenizer_json(read_text(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the tokenizer {path}: {error}") from error
+    tokenizer = read_tokenizer_file(path)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ConfigError(
             f"{path} has {tokenizer.get_vocab_size()} tokens, but the recipe's model has {vocab_size}"

@@ -12,24 +12,26 @@ import jax
 from tokenizers import Tokenizer
 
 from jaxllm.checkpoints import huggingface, tokenizer_folder
-from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.files.input_files import read_text
+from jaxllm.errors import ConfigError
 from jaxllm.models import parameters
-from jaxllm.text.library_tokenizer import parse_tokenizer_json
 from jaxllm.text.tokenizer import TokenizerFiles
 from training.data.tokenizer import END_OF_TEXT, PAD, token_id
-from training.loop.checkpoints import read_best
 from training.loop.fitting import fit
 from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape, make_mesh
-from training.loop.run_files import checkpoints_of, claimed, read_identity, write_json, write_text
+from training.loop.run_end import (
+    MODEL_FOLDER,
+    TOKENIZER_FILE,
+    export_best_of,
+    read_tokenizer_file,
+    tell_summary,
+)
+from training.loop.run_files import claimed, read_identity, write_json, write_text
 from training.loop.teachers import read_teacher
 from training.loop.trainer import Trainer
 from training.seq2seq.job import Seq2SeqTeacher, seq2seq_job
 from training.seq2seq.pairs import encoded_rows, pair_tokenizer, read_pairs
 from training.seq2seq.recipe import Seq2SeqRecipe
-
-TOKENIZER_FILE = "tokenizer.json"
 
 
 def train_seq2seq(
@@ -72,9 +74,9 @@ def train_seq2seq(
     taken, kept = pairs.split(recipe.held_out_share)
     with claimed(run_dir, recipe, pairs=pairs.digest()) as resuming:
         if resuming:
-            vocabulary = _read_tokenizer(run_dir / TOKENIZER_FILE)
+            vocabulary = read_tokenizer_file(run_dir / TOKENIZER_FILE)
         elif tokenizer is not None:
-            vocabulary = _read_tokenizer(tokenizer)
+            vocabulary = read_tokenizer_file(tokenizer)
         else:
             vocabulary = pair_tokenizer(taken, recipe)
         _require_vocabulary(vocabulary, recipe)
@@ -92,7 +94,7 @@ def train_seq2seq(
     )
     names = [source.name for source in recipe.sources]
     best = fit(trainer, rows.batch_at, held_out.held_out, run_dir, names, monitoring)
-    write_seq2seq(run_dir / "hf", recipe, vocabulary, trainer.whole(best.params))
+    write_seq2seq(run_dir / MODEL_FOLDER, recipe, vocabulary, trainer.whole(best.params))
     _, by_source = trainer.evaluate(best.params, held_out.held_out())
     summary: dict[str, Any] = {
         "parameters": parameters.parameter_count(recipe.cfg),
@@ -104,9 +106,8 @@ def train_seq2seq(
             **{names[source]: loss for source, loss in by_source.items()},
         },
     }
-    write_json(run_dir / "summary.json", summary)
-    console.print_json(data=summary)
-    return run_dir / "hf"
+    tell_summary(run_dir, summary, console)
+    return run_dir / MODEL_FOLDER
 
 
 def export_best_seq2seq(run_dir: Path) -> Path:
@@ -118,11 +119,12 @@ def export_best_seq2seq(run_dir: Path) -> Path:
     """
     run_dir = Path(run_dir)
     recipe = Seq2SeqRecipe.from_json(read_identity(run_dir)["recipe"])
-    trainer = Trainer(seq2seq_job(recipe), recipe, make_mesh(MeshShape(data=1), 1))
-    best, _, _ = read_best(checkpoints_of(run_dir), trainer.abstract())
-    vocabulary = _read_tokenizer(run_dir / TOKENIZER_FILE)
-    write_seq2seq(run_dir / "hf", recipe, vocabulary, trainer.whole(best.params))
-    return run_dir / "hf"
+    vocabulary = read_tokenizer_file(run_dir / TOKENIZER_FILE)
+
+    def write(folder: Path, params: Any) -> None:
+        write_seq2seq(folder, recipe, vocabulary, params)
+
+    return export_best_of(run_dir, seq2seq_job(recipe), recipe, write)
 
 
 def write_seq2seq(folder: Path, recipe: Seq2SeqRecipe, tokenizer: Tokenizer, params: Any) -> None:
@@ -143,13 +145,6 @@ def write_seq2seq(folder: Path, recipe: Seq2SeqRecipe, tokenizer: Tokenizer, par
     )
     # Not a key of transformers, but where its pipelines look for the prefix of a task.
     write_json(Path(folder) / "generation_config.json", {**ids, "prefix": f"{recipe.sources[0].prefix} "})
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    try:
-        return parse_tokenizer_json(read_text(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read the tokenizer {path}: {error}") from error
 
 
 def _require_vocabulary(tokenizer: Tokenizer, recipe: Seq2SeqRecipe) -> None:

@@ -17,6 +17,9 @@ from jaxllm.text.tokenizer import Tokenizer
 from training.tiny_lm.recipe import TinyLmRecipe
 from training.tiny_lm.self_labels import Answers
 
+# Whose answers are kept together.
+SHARD_QUESTIONS = 512
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Questions:
@@ -84,24 +87,48 @@ def questions_digest(questions: Sequence[Question]) -> str:
 
 
 def kept_answers(
-    path: Path, questions: Sequence[Question], scores: Sequence[np.ndarray], make: Callable[[], Answers]
+    path: Path,
+    questions: Sequence[Question],
+    scores: Sequence[np.ndarray],
+    make: Callable[[Sequence[Question], Sequence[np.ndarray]], Answers],
+    told: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answers:
     """Reads answers from a file, or makes them and writes it.
+
+    They are made in shards of `SHARD_QUESTIONS`, each of which is kept beside the file until all are there: a
+    large model takes hours, and a run that was stopped goes on after the last one.
 
     Args:
       path: of the file.
       questions: those to answer.
       scores: by which their prompts were shortened; answers to other prompts are made anew.
-      make: answers the questions.
+      make: answers some questions.
+      told: called with (questions answered, all questions) after each shard.
     """
-    rounded = (np.asarray(each, np.float32).round(4).tobytes() for each in scores)
-    key = f"{questions_digest(questions)} {_digest(rounded)}"
+    shards = path.with_suffix("")
+
+    def shard(first: int) -> dict[str, np.ndarray]:
+        some = slice(first, first + SHARD_QUESTIONS)
+        own = shards / f"{first}.npz"
+        own.parent.mkdir(exist_ok=True)
+
+        def arrays() -> dict[str, np.ndarray]:
+            answers = make(questions[some], scores[some])
+            return {"correct": answers.correct, "shares": answers.shares}
+
+        found = _kept(own, _answers_key(questions[some], scores[some]), ("correct", "shares"), arrays)
+        told(min(first + SHARD_QUESTIONS, len(questions)), len(questions))
+        return found
 
     def arrays() -> dict[str, np.ndarray]:
-        answers = make()
-        return {"correct": answers.correct, "shares": answers.shares}
+        parts = [shard(first) for first in range(0, len(questions), SHARD_QUESTIONS)]
+        return {name: np.concatenate([part[name] for part in parts]) for name in ("correct", "shares")}
 
-    found = _kept(path, key, ("correct", "shares"), arrays)
+    found = _kept(path, _answers_key(questions, scores), ("correct", "shares"), arrays)
+    for first in range(0, len(questions), SHARD_QUESTIONS):
+        (shards / f"{first}.npz").unlink(missing_ok=True)
+    if shards.is_dir():
+        shards.rmdir()
     return Answers(found["correct"], found["shares"])
 
 
@@ -136,6 +163,11 @@ def _kept(
     with atomic_file(path) as file:
         np.savez(file, key=np.array(key), **arrays)  # pyright: ignore[reportArgumentType]
     return arrays
+
+
+def _answers_key(questions: Sequence[Question], scores: Sequence[np.ndarray]) -> str:
+    rounded = (np.asarray(each, np.float32).round(4).tobytes() for each in scores)
+    return f"{questions_digest(questions)} {_digest(rounded)}"
 
 
 def _longest_tokens(tokenizer: Tokenizer, question: Question) -> int:

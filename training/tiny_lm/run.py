@@ -5,8 +5,8 @@ section 3.3). The layers that both heads share are trained with the score head a
 head, so that learning to decide changes no score. Training starts from nothing, or from a trained MobileBERT.
 
 A run's folder holds `recipe.json`, a folder for each head (`score/`, `decide/`) with `checkpoints/` and
-`metrics.jsonl`, the elastic model's answers in `answers.npz`, and at the end `summary.json`. Calling
-`train_tiny_lm` again on the same folder resumes.
+`metrics.jsonl`, the elastic model's answers in `answers.npz` (until all are there, by shards in `answers/`),
+and at the end `summary.json`. Calling `train_tiny_lm` again on the same folder resumes.
 """
 
 import dataclasses
@@ -127,8 +127,8 @@ def train_tiny_lm(
 
     scores = keep_scores(start.cfg, trained, reader, questions)
     choices = {"levels": recipe.levels, "prompt_ratios": recipe.prompt_ratios}
-    ask = functools.partial(answer, model, questions, scores, **choices, on_answered=run.answered)
-    answers = kept_answers(run_dir / "answers.npz", questions, scores, ask)
+    ask = functools.partial(answer, model, **choices)
+    answers = kept_answers(run_dir / "answers.npz", questions, scores, ask, run.answered)
 
     asked, held_out = (
         decision_rows(recipe, answers, questions, sides == side, reader, slos)
@@ -217,6 +217,5 @@ class _Run:
                 on_measured=lambda done, total: bar.update(task, completed=done, total=total),
             )
 
-    def answered(self, level: int, done: int, total: int) -> None:
-        if done == total:
-            self.console.print(f"level {level} has answered", highlight=False)
+    def answered(self, done: int, total: int) -> None:
+        self.console.print(f"all levels have answered {done:,} of {total:,} questions", highlight=False)

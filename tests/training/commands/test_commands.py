@@ -4,6 +4,7 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from jaxllm.errors import ConfigError
 from serving.cli import cli
 from training.bundle_output import BundleOutput
 from training.calibrate.expert_widths import WidthTarget
+from training.commands.shared_options import keep_compilations
 from training.pretrain.run import PretrainTexts
 
 Called = Callable[..., dict[str, Any]]
@@ -127,6 +129,15 @@ def test_elasticize(called: Called) -> None:
     assert (recipe.levels, recipe.anchor_share) == ((40, 100), 0.1)
     assert [source.text for source in recipe.sources] == [str(Path("a").absolute())]
     assert (paths, seen["tiny_lm"]) == ([Path("model"), BundleOutput(Path("out")), Path("run")], None)
+    asked = called(
+        "training.elastic.run:elasticize", *words, "--questions", "a.jsonl", "--questions", "b.jsonl"
+    )
+    assert asked["tiny_lm"].recipe.tasks == tuple(
+        str(Path(each).absolute()) for each in ("a.jsonl", "b.jsonl")
+    )
+    result = CliRunner().invoke(cli, [*words, "--tiny-lm", "none", "--questions", "a.jsonl"])
+    assert result.exit_code == 2
+    assert "--questions are for a tiny LM" in result.output
     assert called("training.elastic.run:elasticize", *words)["tiny_lm"].recipe.levels == (
         20,
         30,
@@ -162,3 +173,18 @@ def test_seq2seq(called: Called) -> None:
     assert (recipe.steps, recipe.cfg.hidden_size, run) == (7, 128, Path("run"))
     assert (seen["data"], seen["teacher"], seen["tokenizer"]) == (Path("data"), Path("hf"), None)
     assert seen["mesh_shape"].data == 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "kept"), [("gpu", None, "cache/steps"), ("cpu", None, None), ("tpu", "mine", "mine")]
+)
+def test_compiled_steps_are_kept_off_cpus(
+    backend: str, given: str | None, kept: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"jax_compilation_cache_dir": given}
+    config = SimpleNamespace(values=settings, update=settings.__setitem__)
+    monkeypatch.setattr("jax.default_backend", lambda: backend)
+    monkeypatch.setattr("jax.config", config)
+    monkeypatch.setenv("JAXLLM_CACHE", "cache")
+    keep_compilations()
+    assert settings == {"jax_compilation_cache_dir": kept}

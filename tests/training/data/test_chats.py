@@ -1,6 +1,7 @@
 """Conversations and completions from JSON lines: which answers are learnt, and what a bad line says."""
 
 import json
+import sys
 
 import pytest
 from rich.console import Console
@@ -90,6 +91,41 @@ def test_a_bad_line_is_named_with_its_number_or_left_out(tmp_path, line, message
     console = Console(record=True, width=400)
     corpus.tell(console)
     assert f"left out 1 malformed lines, the first: {path}, {message[:15]}" in console.export_text()
+
+
+def test_rows_of_parquet_are_read_as_lines_are(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    records = [
+        {"messages": messages(*TALK)},
+        {"prompt": "once", "completion": " upon"},
+        {"text": "plain"},
+    ]
+    folder = tmp_path / "data"
+    folder.mkdir()
+
+    def write(name, rows):
+        parquet.write_table(arrow.Table.from_pylist(rows), folder / name)
+        return folder / name
+
+    # Of a table all rows have all columns.
+    columns = {"messages": None, "prompt": None, "completion": None, "text": None}
+    path = write("a.parquet", [columns | each for each in records])
+    lines = list(read_chats(written(tmp_path / "a.jsonl", *records)))
+    assert [each.digest() for each in read_chats(path)] == [each.digest() for each in lines]
+    assert len(Corpus.open([Source(chat="data")], tmp_path, 0.3).digests) == 4
+    broken = write("b.parquet", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}])
+    with pytest.raises(ConfigError, match=r"b\.parquet, row 2: completion is empty; mend the row"):
+        list(read_chats(broken))
+    (folder / "c.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(ConfigError, match=r"cannot read the file .*c\.parquet as parquet"):
+        list(read_chats(folder / "c.parquet"))
+
+
+def test_parquet_needs_its_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"a\.parquet: `pip install 'jaxllm\[data\]'`"):
+        list(read_chats(tmp_path / "a.parquet"))
 
 
 def test_folders_and_patterns_name_files(tmp_path):

@@ -143,5 +143,49 @@ def test_a_mesh_must_divide_the_model(sizes, message):
 
 def test_a_group_needs_its_coordinator():
     start_process_group(None, None, None)
-    with pytest.raises(ConfigError, match="--coordinator"):
-        start_process_group(None, 2, 0)
+    for coordinator in (None, "none"):
+        with pytest.raises(ConfigError, match="--coordinator"):
+            start_process_group(coordinator, 2, 0)
+
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "group"),
+    [
+        ({}, False),
+        ({**STEP, "SLURM_NTASKS": "16"}, True),
+        ({**STEP, "SLURM_NTASKS": "1"}, False),
+        # The shell of an allocation, whose tasks are started by srun.
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"TPU_ML_PLATFORM": "JAX"}, True),
+        ({"TPU_ML_PLATFORM": "JAX", "TPU_SKIP_MDS_QUERY": "1"}, False),
+        ({"TPU_ML_PLATFORM": "JAX", "TPU_WORKER_HOSTNAMES": "a,b"}, True),
+        ({"TPU_ML_PLATFORM": "JAX", "TPU_WORKER_HOSTNAMES": "a"}, False),
+    ],
+)
+def test_a_cluster_starts_its_group(environment, group, monkeypatch):
+    # JAX has set one of TPU's here.
+    monkeypatch.setattr("os.environ", environment)
+    started = []
+    monkeypatch.setattr("jax.distributed.initialize", lambda *given: started.append(given))
+    start_process_group(None, None, None)
+    assert started == [(None, None, None)] * group
+    # Said otherwise, its environment is not asked.
+    start_process_group("none", None, None)
+    start_process_group("host:1", 2, 0)
+    assert started[group:] == [("host:1", 2, 0)]
+
+
+def test_a_cluster_whose_processes_are_not_found_is_told_of(monkeypatch):
+    for name, value in {**STEP, "SLURM_NTASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+    def missing(*given):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr("jax.distributed.initialize", missing)
+    with pytest.raises(ConfigError, match=r"environment names: coordinator_address.*--coordinator none"):
+        start_process_group(None, None, None)

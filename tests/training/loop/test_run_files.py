@@ -2,12 +2,20 @@
 
 import dataclasses
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from jaxllm.errors import CheckpointError, ConfigError
 from tests.training.jobs import SMOKE
+from training.commands.pretrain import pretrain_command
+from training.loop.checkpoints import Checkpoints, read_best
 from training.loop.run_files import checkpoints_of, claimed, keep_checkpoints_at, read_identity
+
+# Not looked at: the folder is refused first.
+NOTHING: Any = None
 
 
 def test_a_folder_is_claimed_when_the_run_is_ready(tmp_path):
@@ -82,8 +90,42 @@ def test_checkpoints_go_to_no_other_url(tmp_path, url):
         keep_checkpoints_at(tmp_path, url)
 
 
-def test_what_writes_a_url_must_be_installed(tmp_path, monkeypatch):
+def test_without_what_writes_a_bucket_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    run = tmp_path / "run"
+    run.mkdir()
     with pytest.raises(ConfigError, match="pip install gcsfs"):
-        keep_checkpoints_at(tmp_path, "gs://bucket/run")
+        keep_checkpoints_at(run, "gs://bucket/run")
+    assert not list(run.iterdir())
+    # A run that was begun where it was installed.
+    (run / "checkpoints.url").write_text("gs://bucket/run\n")
+    with pytest.raises(ConfigError, match="at gs://bucket/run: `pip install gcsfs` first"):
+        keep_checkpoints_at(run, None)
+    for opened in (Checkpoints, lambda url: read_best(url, NOTHING)):
+        with pytest.raises(ConfigError, match="pip install gcsfs"):
+            opened(checkpoints_of(run))
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_url_is_no_folder_of_a_run(tmp_path, monkeypatch):
+    """A path would make a folder `gs:` of it here."""
+    monkeypatch.chdir(tmp_path)
+    mangled = Path("gs://bucket/run")
+    assert str(mangled) == "gs:/bucket/run"
+    for written in (
+        lambda: keep_checkpoints_at(mangled, None),
+        lambda: keep_checkpoints_at(mangled, "gs://bucket/run"),
+        lambda: claimed(mangled, SMOKE).__enter__(),
+        lambda: Checkpoints(mangled),
+        lambda: read_best(mangled, NOTHING),
+    ):
+        with pytest.raises(ConfigError, match="mounted file system, not gs:/bucket/run"):
+            written()
+    with pytest.raises(ConfigError, match="not at s3://bucket/run"):
+        Checkpoints("s3://bucket/run")
+    for option in ("--run", "--data", "--profile"):
+        result = CliRunner().invoke(pretrain_command, ["--run", "runs/mine", option, "gs://bucket/run"])
+        assert result.exit_code == 2
+        assert "gs://bucket/run is a URL" in result.output
     assert not list(tmp_path.iterdir())

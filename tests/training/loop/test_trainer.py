@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -333,3 +334,29 @@ def test_one_graph_is_compiled_for_all_steps():
 
 def _batches_of(recipe):
     return DOCUMENTS, (), recipe.row_tokens, recipe.batch, recipe.seed
+
+
+@pytest.mark.parametrize(
+    ("compiles", "figure"), [(True, r"needs \d+\.\d GiB per device and"), (False, "a step")]
+)
+def test_too_little_memory_is_told_with_what_to_change(compiles, figure, monkeypatch):
+    trainer = Trainer(pretrain_job(SMOKE), SMOKE, one_device())
+    batch = PackedBatches(DOCUMENTS, (), SMOKE.row_tokens, SMOKE.batch, SMOKE.seed).batch_at(0)
+    state, _ = trainer.step(trainer.initial(), batch)
+
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while allocating 9 bytes.")
+
+    (shapes,), (compiled,) = trainer._compiled.keys(), trainer._compiled.values()
+
+    class Full:
+        __call__ = full
+        memory_analysis = staticmethod(compiled.memory_analysis)
+
+    if compiles:
+        trainer._compiled[shapes] = Full()  # pyright: ignore[reportArgumentType]
+    else:
+        trainer._compiled.clear()
+        monkeypatch.setattr(trainer, "_step", SimpleNamespace(lower=full))
+    with pytest.raises(ConfigError, match=f"{figure} does not fit cpu: take more"):
+        trainer.step(state, batch)
