@@ -37,7 +37,7 @@ SHARED = {
     "programs": (
         "jaxllm.program_folder.manifest", "serving.programs.model", "serving.programs.runner",
         "serving.programs.executor", "serving.programs.adapters", "serving.programs.tiny_lm",
-        "serving.programs.litert", "serving.programs.packed",
+        "serving.programs.litert", "serving.programs.packed", "serving.programs.iree",
     ),
     "device": (
         "serving.device.command", "serving.device.context", "serving.device.contexts",
