@@ -33,6 +33,8 @@ from serving.request import GenerationConfig
 from serving.speculation.options import SpeculationOptions
 
 _BUDGET = "256MB"
+# What `serve` takes besides.
+SERVING_PACKAGES = "httptools msgspec starlette uvicorn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,9 +279,7 @@ def serve_command(choice: _Choice, host: str, port: int, folder: Path | None, bu
         # Here, because no other command takes these packages.
         from serving.device.http import bound_to, own_identity, serve
     except ImportError as error:
-        raise ConfigError(
-            f"{error.name} is not installed; pip install uvicorn starlette httptools"
-        ) from error
+        raise ConfigError(f"{error.name} is not installed; pip install {SERVING_PACKAGES}") from error
     from serving.device.backend import DeviceBackend
 
     identity = own_identity()
