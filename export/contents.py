@@ -27,6 +27,7 @@ class Contents:
       tiny_lm: whether it holds the programs of the tiny LM.
       adapters: whether its programs take adapters as an input.
       masks: whether its programs may take an attention mask.
+      npu: whether it may hold the three models of an NPU, in floats.
       precisions: of weights.
     """
 
@@ -39,6 +40,7 @@ class Contents:
     tiny_lm: bool = True
     adapters: bool = True
     masks: bool = False
+    npu: bool = False
     precisions: tuple[str, ...]
 
 
@@ -49,6 +51,7 @@ CONTENTS = {
     "device": _TFLITE,
     "litertlm": Contents(
         masks=True,
+        npu=True,
         levels="one",
         short_caches=False,
         encoders=False,
@@ -82,6 +85,7 @@ def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bo
     lacking = {
         "--level": levels > 1 and holds.levels == "one",
         "--attention-mask": plan.masked and not holds.masks,
+        "--npu": plan.npu and not holds.npu,
         "--verify-tokens": bool(plan.verify_tokens) and not holds.verified,
         "--block-tokens": bool(plan.block_tokens) and not holds.blocks,
         "--adapter-input": adapters and not holds.adapters,
@@ -129,6 +133,9 @@ def as_markdown() -> str:
         "levels, with their recovery adapters": [each.levels for each in CONTENTS.values()],
         "short caches": [_yes(each.short_caches) for each in CONTENTS.values()],
         "an attention mask as an input": [_yes(each.masks) for each in CONTENTS.values()],
+        "embedder, auxiliary model and layers apart, for an NPU": [
+            _yes(each.npu) for each in CONTENTS.values()
+        ],
         f"encoder-decoders (not {_NOT_ENCODED})": [_yes(each.encoders) for each in CONTENTS.values()],
         "the tiny LM, which plans calls": [_yes(each.tiny_lm) for each in CONTENTS.values()],
         "adapters as an input (decoders alone)": [_yes(each.adapters) for each in CONTENTS.values()],

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from export.contents import require_contents, require_family
@@ -26,6 +27,7 @@ from jaxllm.program_folder.manifest import WEIGHTS, Manifest, Precision, Signatu
 from jaxllm.program_folder.weights import write_weights
 from jaxllm.steps.exported import ParamsOf
 from serving.host.progress import Progress
+from serving.programs.iree import PACKAGE, PROCESSOR, processor_key, runtime_version
 
 SUFFIX = ".vmfb"
 HOST, ANDROID = "host", "aarch64-linux-android"
@@ -119,7 +121,11 @@ def export_iree(
                 cache_dtype=_FLOAT.name,
                 platforms=targets,
                 holds_weights=False,
-                made_with={"iree-base-compiler": importlib.metadata.version("iree-base-compiler")},
+                made_with={
+                    "iree-base-compiler": importlib.metadata.version("iree-base-compiler"),
+                    PACKAGE: runtime_version(),
+                    PROCESSOR: processor_key(),
+                },
             ),
         )
 
@@ -166,11 +172,6 @@ def run_once(
     context = runtime.SystemContext(config=runtime.Config("local-task"))
     vm = runtime.VmModule.copy_buffer(context.instance, module)
     context.add_vm_module(vm)
-    flat = [
-        *(weights[name] for name in sorted(weights)),
-        *(caches[name] for name in sorted(caches)),
-        *inputs,
-    ]
-    results: Any = context.modules[vm.name]["main"](*flat)
+    results: Any = context.modules[vm.name]["main"](*jax.tree.leaves((weights, caches, *inputs)))
     got = {name: each.to_host() for name, each in zip(sorted(wanted), results, strict=True)}
     require_alike(got, wanted, name=f"{signature.name} of IREE", tolerance=_TOLERANCE)

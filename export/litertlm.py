@@ -2,7 +2,8 @@
 tokens.
 
 The runtime supports prefill and decode signatures of one model over caches of one length, so a file has no
-token trees or short caches, and one level: another level is another file. It knows signatures by their names'
+token trees or short caches, and one level: another level is another file. For an NPU it has three models in
+place of that one (see `npu.py`). It knows signatures by their names'
 beginnings, and arguments by their names; where they take a `mask`, `[1, 1, T, S]` bool, it fills that.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 from export.contents import require_contents, require_family
 from export.extras import require_format
 from export.flatbuffer import Sharing
+from export.npu import PREFILL_DECODE, npu_models
 from export.quantized import left_out
 from export.signatures import ExportPlan
 from export.static_products import Ranges
@@ -66,16 +68,22 @@ def export_litertlm(
     if out.exists():
         raise ConfigError(f"{out} exists already; remove it or name another output")
     plan = plan.resolved(subject.cfg)
-    signatures = plan.signatures(WHOLE, lambda _: FILE)
-    model, sharing = tflite_model(
-        subject, plan, signatures, precision=precision, ranges=ranges, progress=progress
-    )
+    if plan.npu:
+        _require_floats(plan, precision)
+        models, sharing = npu_models(subject, plan, progress)
+    else:
+        signatures = plan.signatures(WHOLE, lambda _: FILE)
+        model, sharing = tflite_model(
+            subject, plan, signatures, precision=precision, ranges=ranges, progress=progress
+        )
+        models = {PREFILL_DECODE: model}
     with tempfile.TemporaryDirectory() as folder, atomic_file(out) as file:
-        model_path, tokenizer_path, facts_path = (Path(folder) / name for name in ("m", "t.json", "facts.pb"))
-        model_path.write_bytes(model)
+        tokenizer_path, facts_path = (Path(folder) / name for name in ("t.json", "facts.pb"))
+        for kind, model in models.items():
+            (Path(folder) / kind).write_bytes(model)
         tokenizer_path.write_text(subject.tokenizer.tokenizer_json, encoding="utf-8")
         facts_path.write_bytes(metadata(subject, plan).SerializeToString())
-        _build(file, model_path, tokenizer_path, facts_path, without)
+        _build(file, [Path(folder) / each for each in models], tokenizer_path, facts_path, without)
     return sharing
 
 
@@ -95,7 +103,15 @@ def metadata(subject: Subject, plan: ExportPlan) -> Any:
     return message
 
 
-def _build(file: Any, model: Path, tokenizer: Path, facts: Path, without: Sequence[str]) -> None:
+def _require_floats(plan: ExportPlan, precision: Precision) -> None:
+    if precision != "f32" or plan.masked:
+        raise ConfigError(
+            "the models of an NPU are floats, which their compiler quantizes, and have masks of their own; "
+            "leave --precision and --attention-mask out"
+        )
+
+
+def _build(file: Any, models: Sequence[Path], tokenizer: Path, facts: Path, without: Sequence[str]) -> None:
     from litert_lm_builder import litertlm_builder as library
 
     builder = library.LitertLmFileBuilder()
@@ -103,6 +119,7 @@ def _build(file: Any, model: Path, tokenizer: Path, facts: Path, without: Sequen
     for each in without:
         builder.add_system_metadata(library.Metadata(key="Without", value=each, dtype=library.DType.STRING))
     builder.add_llm_metadata(str(facts))
-    builder.add_tflite_model(str(model), library.TfLiteModelType.PREFILL_DECODE)
+    for each in models:
+        builder.add_tflite_model(str(each), library.TfLiteModelType[each.name])
     builder.add_hf_tokenizer(str(tokenizer))
     builder.build(file, validate_metadata=True)

@@ -41,6 +41,7 @@ class ExportPlan:
       levels: of an elastic bundle, in percent, besides the whole model.
       without_shadow: whether a calibrated bundle becomes w8a8 without its calibration.
       masked: whether prefill and decode take an attention mask, for runtimes that make it themselves.
+      npu: whether the model is divided into what an NPU computes and what its CPU does (see `npu.py`).
       static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
     """
 
@@ -54,6 +55,7 @@ class ExportPlan:
     without_shadow: bool = False
     static_verify: bool = False
     masked: bool = False
+    npu: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_tokens", 2), ("verify_tokens", 2), ("cache_tokens", 2), ("levels", 1)):

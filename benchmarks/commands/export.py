@@ -8,11 +8,14 @@ from benchmarks.commands.options import (
     ModelOrShape,
     Reporting,
     model_options,
+    parts_option,
+    parts_without,
     report_options,
     tell,
     text_option,
     threads_option,
 )
+from benchmarks.export import PARTS
 from serving.commands.console import progress_bars
 from serving.commands.lazy import EngineCommand
 
@@ -21,8 +24,11 @@ from serving.commands.lazy import EngineCommand
 @model_options()
 @text_option
 @threads_option
+@parts_option(PARTS)
 @report_options
-def export_command(subject: ModelOrShape, text: Path | None, threads: int, report: Reporting) -> None:
+def export_command(
+    subject: ModelOrShape, text: Path | None, threads: int, parts: tuple[str, ...], report: Reporting
+) -> None:
     """Measure exported programs beside the live engine.
 
     Exports a model as StableHLO, TFLite and LiteRT-LM, and compares load times, sizes, speed, memory and
@@ -32,16 +38,32 @@ def export_command(subject: ModelOrShape, text: Path | None, threads: int, repor
     Example:
       jaxllm bench export
       jaxllm bench export --shape 110m --threads 1
+      jaxllm bench export --only sampling
     """
     from benchmarks.export import run
+    from benchmarks.prefill import exported
+    from benchmarks.prefill.models import calibrated_model, calibrated_shapes
     from benchmarks.samples.stories import stories_file
+    from jaxllm.errors import ConfigError
 
     if subject.shape is not None and text is not None:
         raise click.UsageError("--shape does not go with --text")
     if subject.shape is None:
         text = text or stories_file(None)
     plan = run.Plan.quick() if report.quick else run.Plan()
+    if missing := exported.missing():
+        parts = parts_without(parts, ("sampling", "shadow"), f"{missing} is not installed")
     with progress_bars() as progress:
         asked = run.Subject(model=subject.path(progress), text=text, threads=threads)
-        rows = run.run(asked, plan, progress, tell)
+        integer = asked.model
+        if "shadow" in parts:
+            try:
+                integer, _ = (
+                    calibrated_model(integer, progress)
+                    if subject.shape is None
+                    else calibrated_shapes(subject.shape, progress)
+                )
+            except ConfigError as error:
+                parts = parts_without(parts, ("shadow",), str(error))
+        rows = run.run_parts(asked, integer, parts, plan, progress, tell)
     report.emit("export", rows)

@@ -68,7 +68,7 @@ def make_exports(
     made = {}
     for system, options in commands.items():
         try:
-            made[system] = _exported(bundle, scratch / options[1] / system, options)
+            made[system] = exported(bundle, scratch / options[1] / system, options)
         except JaxllmError as error:
             tell(f"without {system}: {error}")
     if TFLITE["f32"] in made and edge_quantizer.missing() is not None:
@@ -102,7 +102,7 @@ def _commands(scratch: Path, context_tokens: int, text: Path | None) -> dict[str
     return commands
 
 
-def _exported(bundle: Path, out: Path, options: Sequence[Any]) -> Export:
+def exported(bundle: Path, out: Path, options: Sequence[Any]) -> Export:
     """The export that a command of these options makes, in a process of its own.
 
     Raises:

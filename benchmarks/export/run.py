@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from benchmarks.export.formats import (
 )
 from benchmarks.export.litert_lm import measure_litert_lm
 from benchmarks.export.rows import agreement_rows, opening_rows, quality_rows, speed_rows
+from benchmarks.export.tflite_parts import Sizes, sampling_rows, shadow_rows
 from benchmarks.measuring.report import Row
 from benchmarks.models.checkpoint import Checkpoint
 from benchmarks.peers import PEERS, Opening
@@ -35,7 +36,7 @@ from benchmarks.peers.alternation import System, alternate, prompt_ids
 from benchmarks.peers.jaxllm_engine import BLOCKS
 from benchmarks.peers.perplexity import Text
 from benchmarks.peers.process import Child
-from benchmarks.samples.stories import SEPARATOR
+from benchmarks.samples.stories import SEPARATOR, stories_file
 from jaxllm.text.tokenizer import Tokenizer
 from serving.bundles import open_model
 from serving.host.progress import Progress
@@ -56,6 +57,7 @@ class Plan:
       answer_tokens: of each.
       text_windows: of text to score.
       context_tokens: most; 0 is the model's window.
+      sampled_precisions: of the TFLite programs whose sampling is measured.
       patience_s: for repeating what other processes disturbed, in all.
     """
 
@@ -66,6 +68,7 @@ class Plan:
     answer_tokens: int = 48
     text_windows: int = 12
     context_tokens: int = 1024
+    sampled_precisions: tuple[str, ...] = ("f32", "int8")
     patience_s: float = 60.0
 
     @classmethod
@@ -73,7 +76,7 @@ class Plan:
         """Fits in a minute on two cores for the packaged model."""
         return cls(
             prompt_tokens=(64,), decode_tokens=16, rounds=2, answers=4, answer_tokens=16, text_windows=2,
-            context_tokens=256, patience_s=2.0,
+            context_tokens=256, sampled_precisions=("int8",), patience_s=2.0,
         )  # fmt: skip
 
 
@@ -92,8 +95,41 @@ class Subject:
     threads: int = 0
 
 
+def run_parts(
+    subject: Subject, integer: Path, parts: Sequence[str], plan: Plan, progress: Progress, tell: Tell
+) -> list[Row]:
+    """Measures the parts of `benchmarks.export.PARTS`.
+
+    Args:
+      subject: the model. integer: calibrated, for the shadow alone.
+      parts, plan: what and how much.
+      progress: called with (stage, done, total).
+      tell: called with a line for what is left out.
+
+    Raises:
+      JaxllmError: a model cannot be opened.
+    """
+    rows = run(subject, plan, progress, tell) if "formats" in parts else []
+    sizes = Sizes(
+        prompt_tokens=plan.prompt_tokens,
+        decode_tokens=plan.decode_tokens,
+        rounds=plan.rounds,
+        context_tokens=plan.context_tokens,
+        patience_s=plan.patience_s,
+        threads=subject.threads or len(os.sched_getaffinity(0)),
+    )
+    if "sampling" in parts:
+        folder = Checkpoint.find(subject.model).folder(progress)
+        with open_model(folder, weights="f32", progress=progress) as bundle:
+            path = bundle.path
+        rows += sampling_rows(path, plan.sampled_precisions, sizes, progress)
+    if "shadow" in parts:
+        rows += shadow_rows(integer, subject.text or stories_file(None), sizes, progress, tell)
+    return rows
+
+
 def run(subject: Subject, plan: Plan, progress: Progress, tell: Tell) -> list[Row]:
-    """Measures one model.
+    """Measures one model in every format.
 
     Raises:
       JaxllmError: the model cannot be opened.

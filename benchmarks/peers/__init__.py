@@ -7,12 +7,12 @@ from benchmarks.peers.drafting import DraftedLlamaCpp, NestedEngine
 from benchmarks.peers.jaxllm_engine import JaxllmEngine
 from benchmarks.peers.llama import LlamaCpp
 from benchmarks.peers.peer import Opening, Peer, Progress, Session
-from benchmarks.peers.programs import LiveSteps, Programs
+from benchmarks.peers.programs import DevicePrograms, LiveSteps, Programs
 from benchmarks.peers.torch_transformers import TorchTransformers
 
 OURS = JaxllmEngine()
 # Ours too, in other forms: `jaxllm bench export` measures them.
-FORMS: tuple[Peer, ...] = (Programs(), LiveSteps())
+FORMS: tuple[Peer, ...] = (Programs(), DevicePrograms(), LiveSteps())
 # With drafts and all weights in memory: `jaxllm bench speculative` measures them.
 DRAFTED: tuple[Peer, ...] = (NestedEngine(), DraftedLlamaCpp())
 PEERS: dict[str, Peer] = {

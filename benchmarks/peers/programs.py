@@ -13,6 +13,10 @@ from benchmarks.peers.peer import Opening, Progress, Session
 from serving.runners.runner import prefill_prompt
 
 PROGRAM_BLOCKS = "blocks of the programs"
+# Settings of programs that are opened as a device opens them.
+GREEDY, DRAWN = "greedy", "drawn"
+# What `DRAWN` draws by: as apps usually do.
+_DRAWN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 1}
 
 
 class Programs(Ours):
@@ -32,6 +36,20 @@ class Programs(Ours):
         engine.warm_up(progress=progress)
         facts = {"load_ms": engine.model.load_ms, "build_ms": engine.model.build_ms}
         return ProgramSession(engine.runner, facts)
+
+
+class DevicePrograms(Programs):
+    """Programs of a folder, opened as a device opens them: what no program draws, NumPy does."""
+
+    name = "device-programs"
+
+    def open(self, opening: Opening, progress: Progress) -> Session:
+        """Opens a folder, and gets its programs ready."""
+        from serving.device.opening import open_device
+
+        engine = open_device(opening.model, threads=opening.threads)
+        facts = {"load_ms": engine.model.load_ms, "build_ms": engine.model.build_ms}
+        return ProgramSession(engine.runner, facts, settings=(GREEDY, DRAWN))
 
 
 class LiveSteps(Programs):
@@ -75,10 +93,10 @@ class LiveSteps(Programs):
 class ProgramSession:
     """A runner of programs, called directly."""
 
-    settings = (PROGRAM_BLOCKS,)
-
-    def __init__(self, runner: Any, facts: dict[str, Any]) -> None:
-        self._runner, self._facts = runner, facts
+    def __init__(
+        self, runner: Any, facts: dict[str, Any], settings: Sequence[str] = (PROGRAM_BLOCKS,)
+    ) -> None:
+        self._runner, self._facts, self.settings = runner, facts, settings
         self._cached: list[int] = []
         self._token: Any = None
         self._cache: Any = None
@@ -93,7 +111,8 @@ class ProgramSession:
         from jaxllm.sampling import Sampling, sampler_state
 
         runner = self._runner
-        sampler = sampler_state(Sampling(), prompt, runner.cfg.vocab_size, 0)
+        sampling = Sampling(**_DRAWN) if setting == DRAWN else Sampling()
+        sampler = sampler_state(sampling, prompt, runner.cfg.vocab_size, 0)
         logits, self._cache = prefill_prompt(runner, runner.start(len(prompt)), prompt, 0)
         self._token, self._sampler = runner.sample(logits, sampler)
         self._cached = list(prompt)

@@ -124,6 +124,12 @@ _CALIBRATION_CHARACTERS = 1 << 20
     "the runtime fills.",
 )
 @click.option(
+    "--npu",
+    is_flag=True,
+    help="For litertlm, divide the model into an embedder, an auxiliary model and the layers, which LiteRT's "
+    "compiler then takes for an NPU; takes one --chunk-tokens.",
+)
+@click.option(
     "--level",
     "levels",
     multiple=True,
@@ -321,6 +327,7 @@ def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
         without_shadow=shapes["without_shadow"],
         static_verify=shapes["static_verify"],
         masked=shapes["masked"],
+        npu=shapes["npu"],
     )
 
 

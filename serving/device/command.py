@@ -33,6 +33,8 @@ from serving.request import GenerationConfig
 from serving.speculation.options import SpeculationOptions
 
 _BUDGET = "256MB"
+# What `serve` takes besides.
+SERVING_PACKAGES = "httptools msgspec starlette uvicorn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ class _Choice:
 
     Attributes:
       folder: of programs.
-      threads, memory_bytes, drafts: see `open_device`.
+      threads, memory_bytes, drafts, machine_code: see `open_device`.
       adapter: name of the adapter that answers; None for none.
       imported_ms: age of the process when everything was imported; None where the system does not tell.
     """
@@ -50,6 +52,7 @@ class _Choice:
     threads: int
     memory_bytes: int
     drafts: SpeculationOptions | None
+    machine_code: bool
     adapter: str | None
     imported_ms: float | None
 
@@ -61,6 +64,7 @@ class _Choice:
             threads=self.threads,
             memory_bytes=self.memory_bytes,
             drafts=self.drafts,
+            machine_code=self.machine_code,
         )
         engine.set_adapter(self.adapter)
         return engine
@@ -75,6 +79,7 @@ class _Choice:
                 drafts=self.drafts,
                 contexts=contexts,
                 budget_bytes=budget_bytes,
+                machine_code=self.machine_code,
                 progress=progress,
             )
         service.set_adapter(self.adapter)
@@ -123,6 +128,12 @@ def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "[default: none]",
 )
 @click.option(
+    "--machine-code",
+    is_flag=True,
+    help="Run FOLDER though it holds machine code, modules of IREE, which nothing screens: trust it as you "
+    "would a library.",
+)
+@click.option(
     "--adapter",
     metavar="NAME",
     help="Answer with this adapter, which was exported with the model (--adapter-input); `serve` takes it by "
@@ -136,6 +147,7 @@ def device(
     threads: int,
     memory_bytes: int,
     draft: str,
+    machine_code: bool,
     adapter: str | None,
     folder: Path,
 ) -> None:
@@ -148,7 +160,9 @@ def device(
       python -m serving.device programs generate --prompt "Once upon a time"
     """
     del debug
-    context.obj = _Choice(folder, threads, memory_bytes, speculation(draft), adapter, process_age_ms())
+    context.obj = _Choice(
+        folder, threads, memory_bytes, speculation(draft), machine_code, adapter, process_age_ms()
+    )
     if context.invoked_subcommand is None:
         context.invoke(chat_command)
 
@@ -265,9 +279,7 @@ def serve_command(choice: _Choice, host: str, port: int, folder: Path | None, bu
         # Here, because no other command takes these packages.
         from serving.device.http import bound_to, own_identity, serve
     except ImportError as error:
-        raise ConfigError(
-            f"{error.name} is not installed; pip install uvicorn starlette httptools"
-        ) from error
+        raise ConfigError(f"{error.name} is not installed; pip install {SERVING_PACKAGES}") from error
     from serving.device.backend import DeviceBackend
 
     identity = own_identity()

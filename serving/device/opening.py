@@ -15,9 +15,9 @@ from serving.programs.model import ProgramModel, open_program
 from serving.speculation.options import SpeculationOptions
 
 # The package that runs each format; StableHLO takes JAX, which a device may have.
-RUNTIMES = {"tflite": "ai-edge-litert", "stablehlo": "jax"}
-# LiteRT has two sets of caches, of which a step reads one and writes the other.
-_CACHE_SETS = {"tflite": 2, "stablehlo": 1}
+RUNTIMES = {"tflite": "ai-edge-litert", "stablehlo": "jax", "iree": "iree-base-runtime"}
+# LiteRT and IREE have two sets of caches, of which a step reads one and writes the other.
+_CACHE_SETS = {"tflite": 2, "stablehlo": 1, "iree": 2}
 _FLOAT_BYTES = 4
 
 
@@ -28,15 +28,17 @@ def open_device(
     threads: int = 0,
     memory_bytes: int = 0,
     drafts: SpeculationOptions | None = None,
+    machine_code: bool = False,
 ) -> Engine[ProgramModel]:
     """Opens a folder, and gets its programs and the chat template ready: no request compiles anything.
 
     Args:
-      folder: that `jaxllm export` wrote, as `device`, `tflite` or `stablehlo`.
+      folder: that `jaxllm export` wrote, as `device`, `tflite`, `stablehlo` or `iree`.
       level: that answers where a request names none, in percent.
       threads: that compute; 0 for all cores of this process.
       memory_bytes: most that weights, caches and logits may take; 0 for no limit.
       drafts: how answers of the level are drafted; None for no drafts.
+      machine_code: see `open_executor`.
 
     Raises:
       ProgramError: the folder is corrupt, of several exports, or its runtime here is older than it takes.
@@ -48,7 +50,7 @@ def open_device(
     manifest = Manifest.read(folder)
     require_runtime(folder, manifest)
     require_memory(folder, manifest, memory_bytes)
-    model = open_program(folder, threads=threads, token_chooser=HostChooser())
+    model = open_program(folder, threads=threads, token_chooser=HostChooser(), machine_code=machine_code)
     speculation = None if drafts is None else model.drafts(level, drafts, threads=threads)
     engine = Engine(model, level, speculation)
     engine.warm_up()
@@ -62,14 +64,9 @@ def require_runtime(folder: Path, manifest: Manifest) -> None:
     with.
 
     Raises:
-      ConfigError: it is missing, or there is none for the format.
+      ConfigError: it is missing.
       ProgramError: it is older.
     """
-    if manifest.format not in RUNTIMES:
-        raise ConfigError(
-            f"{folder} holds {manifest.format} modules, and a device runs {' and '.join(RUNTIMES)}; export "
-            "the model with --format device"
-        )
     package = RUNTIMES[manifest.format]
     try:
         there = importlib.metadata.version(package)
@@ -79,7 +76,7 @@ def require_runtime(folder: Path, manifest: Manifest) -> None:
         ) from error
     wanted = manifest.made_with.get(package, "")
     # JAX promises to read its older programs, and those of the next months; it tells what it cannot read.
-    if manifest.format == "tflite" and _numbers(there) < _numbers(wanted):
+    if manifest.format != "stablehlo" and _numbers(there) < _numbers(wanted):
         raise ProgramError(
             f"{folder} was tried with {package} {wanted}, and {there} here is older; "
             f"pip install '{package}>={wanted}', or export the model with {there}"

@@ -58,12 +58,13 @@ class DeviceService(PlannedService):
         drafts: SpeculationOptions | None = None,
         contexts: Path | None = None,
         budget_bytes: int = 256 << 20,
+        machine_code: bool = False,
         progress: Progress | None = None,
     ) -> Self:
         """Opens a folder of programs; measures a coarse profile of this device where there is none.
 
         Args:
-          folder, threads, memory_bytes, drafts: see `open_device`.
+          folder, threads, memory_bytes, drafts, machine_code: see `open_device`.
           contexts: folder of contexts that outlive calls; None for no contexts.
           budget_bytes: most bytes of contexts' chunks in memory.
           progress: called with (stage, done, total).
@@ -71,7 +72,9 @@ class DeviceService(PlannedService):
         Raises:
           JaxllmError: see `open_device`, `DeviceContexts`.
         """
-        engine = open_device(folder, threads=threads, memory_bytes=memory_bytes, drafts=drafts)
+        engine = open_device(
+            folder, threads=threads, memory_bytes=memory_bytes, drafts=drafts, machine_code=machine_code
+        )
         profile = device_profile(engine, threads=threads, progress=progress)
         with contextlib.ExitStack() as opened:
             kept = None

@@ -1,6 +1,7 @@
 """Opens the executor of a program folder; defines the protocol of executors.
 
-`live.py` jits the steps themselves, `stablehlo.py` runs files of `jax.export`, `litert.py` a `.tflite` model.
+`live.py` jits the steps themselves, `stablehlo.py` runs files of `jax.export`, `litert.py` a `.tflite` model,
+`iree.py` modules of IREE.
 """
 
 import math
@@ -160,16 +161,19 @@ class Executor(Protocol):
         ...
 
 
-def open_executor(folder: Path, *, threads: int = 0) -> Executor:
+def open_executor(folder: Path, *, threads: int = 0, machine_code: bool = False) -> Executor:
     """The executor of a folder that `jaxllm export` wrote.
 
     Args:
       folder: the folder.
-      threads: of LiteRT; 0 for all cores of this process.
+      threads: of LiteRT and IREE; 0 for all cores of this process.
+      machine_code: whether the folder is trusted to hold machine code (modules of IREE), which runs
+        unscreened.
 
     Raises:
       ProgramError: the folder is not one of programs, corrupt, or of other weights.
-      ConfigError: its runtime is not installed, or not for this device.
+      ConfigError: its runtime is not installed, not for this device, or it holds machine code and is not
+        trusted.
       BudgetExceeded: its caches are larger than this machine's memory.
     """
     if not folder.is_dir():
@@ -180,11 +184,16 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
         from serving.programs.stablehlo import StableHloExecutor
 
         return StableHloExecutor(manifest, folder, kept_buckets())
-    if manifest.format != "tflite":
-        raise ConfigError(
-            f"{folder} holds {manifest.format} modules, for programs of your own; export the model as "
-            "stablehlo or tflite to run it here"
-        )
+    if manifest.format == "iree":
+        if not machine_code:
+            raise ConfigError(
+                f"{folder} holds IREE's modules, machine code that nothing screens; run what you trust by "
+                f"`python -m serving.device --machine-code {folder}`, or export the model as stablehlo or "
+                "tflite"
+            )
+        from serving.programs.iree import IreeExecutor
+
+        return IreeExecutor(manifest, folder, threads=threads)
     from serving.programs.litert import LiteRtExecutor
 
     return LiteRtExecutor(manifest, folder, threads=threads)

@@ -120,14 +120,19 @@ class ProgramModel:
 
 
 def open_program(
-    folder: Path, *, threads: int = 0, token_chooser: TokenChooser | None = None
+    folder: Path,
+    *,
+    threads: int = 0,
+    token_chooser: TokenChooser | None = None,
+    machine_code: bool = False,
 ) -> ProgramModel:
     """Opens a folder that `jaxllm export` wrote.
 
     Args:
       folder: the folder.
-      threads: of LiteRT; 0 for all cores of this process.
+      threads: of LiteRT and IREE; 0 for all cores of this process.
       token_chooser: draws tokens that are not the likeliest; None compiles buckets, which are kept on disk.
+      machine_code: see `open_executor`.
 
     Raises:
       ProgramError: it is not a program folder, corrupt, or of other weights.
@@ -135,7 +140,7 @@ def open_program(
     """
     require_not_forked()
     began = time.perf_counter()
-    executor = open_executor(folder, threads=threads)
+    executor = open_executor(folder, threads=threads, machine_code=machine_code)
     tokenizer = Tokenizer(read_tokenizer(executor.manifest, folder))
     if token_chooser is None:
         # Here, because LiteRT's programs run without JAX.

@@ -1,6 +1,7 @@
 """Tiny models to export, and what the live engine says."""
 
 import dataclasses
+import io
 
 import jax
 import numpy as np
@@ -72,3 +73,11 @@ def write_adapters(folder):
 def answers(engine):
     """The greedy tokens of all prompts."""
     return [engine.generate(prompt, CONFIG).tokens for prompt in PROMPTS]
+
+
+def models_of(path, folder):
+    """The `.tflite` models in a LiteRT-LM file, in the order of their names."""
+    from litert_lm_builder import litertlm_peek
+
+    litertlm_peek.peek_litertlm_file(str(path), str(folder), io.StringIO())
+    return [each.read_bytes() for each in sorted(folder.glob("*.tflite"))]

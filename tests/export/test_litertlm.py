@@ -1,7 +1,5 @@
 """LiteRT-LM bundles, run by Google's own runtime."""
 
-import io
-
 import pytest
 
 from export.litertlm import export_litertlm, metadata
@@ -12,7 +10,7 @@ from jaxllm.text.tokenizer import Tokenizer
 from serving.engine import Engine
 from serving.request import GenerationConfig
 from tests.export.conftest import PLAN
-from tests.export.models import CFG, CHUNKS, CONTEXT, OPTIONS
+from tests.export.models import CFG, CHUNKS, CONTEXT, OPTIONS, models_of
 
 pytest.importorskip("litert_converter")
 litert_lm = pytest.importorskip("litert_lm")
@@ -84,11 +82,8 @@ def test_signatures_have_the_names_that_the_runtime_looks_for(request, name, tak
 
 def model_of(path, folder):
     """The model in a file."""
-    from litert_lm_builder import litertlm_peek
-
-    litertlm_peek.peek_litertlm_file(str(path), str(folder), io.StringIO())
-    (found,) = folder.glob("*.tflite")
-    return found.read_bytes()
+    (found,) = models_of(path, folder)
+    return found
 
 
 def test_levels_and_trees_are_refused(elastic, whole, bundle, tmp_path):

@@ -81,7 +81,7 @@ def test_a_runtime_must_be_there(folder, monkeypatch):
     manifest = dataclasses.replace(Manifest.read(folder), format="tflite")
     with pytest.raises(ConfigError, match="ai-edge-litert, which is not installed"):
         require_runtime(folder, manifest)
-    with pytest.raises(ConfigError, match="iree modules"):
+    with pytest.raises(ConfigError, match="iree-base-runtime, which is not installed"):
         require_runtime(folder, dataclasses.replace(manifest, format="iree"))
 
 

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from serving.device.command import SERVING_PACKAGES
+
 # Packages of which a device has none.
 ABSENT = ("jax", "jaxlib", "flax", "optax", "orbax", "chex", "training", "export", "benchmarks")
 # Modules that both share, by what they do.
@@ -37,7 +39,7 @@ SHARED = {
     "programs": (
         "jaxllm.program_folder.manifest", "serving.programs.model", "serving.programs.runner",
         "serving.programs.executor", "serving.programs.adapters", "serving.programs.tiny_lm",
-        "serving.programs.litert", "serving.programs.packed",
+        "serving.programs.litert", "serving.programs.packed", "serving.programs.iree",
     ),
     "device": (
         "serving.device.command", "serving.device.context", "serving.device.contexts",
@@ -79,12 +81,26 @@ def test_the_blocker_blocks():
     assert "jax is not on a device" in done.stderr
 
 
-def test_a_device_imports_few_packages():
+def packages(*modules):
+    """The packages of others that a device imports with these modules."""
     code = (
-        "import serving.device.command\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
         "loaded = {name.partition('.')[0] for name in sys.modules}\n"
         "print(*sorted(loaded - set(sys.stdlib_module_names)))"
     )
-    loaded = without_jax(code).stdout.split()
-    ours = {each for each in loaded if not each.startswith(("_", "jaxllm", "serving"))}
-    assert ours <= {"click", "jinja2", "markupsafe", "numpy", "platformdirs", "tokenizers", "xxhash"}
+    loaded = without_jax(code, *modules).stdout.split()
+    return {each for each in loaded if not each.startswith(("_", "jaxllm", "serving"))}
+
+
+def test_a_device_imports_few_packages():
+    found = packages("serving.device.command")
+    assert found
+    assert found <= {"click", "jinja2", "markupsafe", "numpy", "platformdirs", "tokenizers", "xxhash"}
+
+
+def test_serving_takes_the_packages_that_its_message_names():
+    pytest.importorskip("starlette")
+    found = packages("serving.device.http", "serving.device.backend") - packages("serving.device.command")
+    of_theirs = {"anyio", "click", "h11", "idna", "sniffio", "typing_extensions", "uvloop"}
+    assert found
+    assert found - of_theirs <= set(SERVING_PACKAGES.split())
