@@ -51,8 +51,8 @@ def perplexity(
       progress: called with ("score", tokens done, tokens in all).
 
     Raises:
-      ConfigError: the window does not fit, nothing is left to predict, or high planes are asked for of weights
-        that are not nested, or that are not all in memory.
+      ConfigError: the window does not fit, nothing is left to predict, or `high_planes` is asked for and
+        weights are not nested, or not all in memory.
     """
     window = window_tokens or engine.options.context_tokens
     windows = windows_of(engine, documents, window)
