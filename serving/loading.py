@@ -358,9 +358,8 @@ def require_nested(bundle: Bundle) -> None:
     if weights != "int8-nested" or not bundle.read_in_place:
         reason = f"it has {weights} weights" if weights != "int8-nested" else "there are no native kernels"
         raise ConfigError(
-            f"{bundle.path} cannot draft or predict by its high planes, because {reason}; "
-            "prepare the model with --weights int8-nested, on a CPU with native kernels, or draft with a "
-            "model, a level or ngram"
+            f"{bundle.path} cannot draft or predict by its high planes, because {reason}; prepare the model "
+            "with --weights int8-nested, on a CPU with native kernels, or draft with a model, level or ngram"
         )
 
 
