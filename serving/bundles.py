@@ -22,7 +22,7 @@ from serving.host.progress import Progress
 from serving.host.user_cache import cache_folder, clear_entry, make_private_folder, private_file
 
 # Changes whenever preparing the same folder would write another bundle.
-_CACHE_KEY_VERSION = "3"
+_CACHE_KEY_VERSION = "4"
 # Suffixes of the files in a model folder that a bundle may be made from.
 _CONTENT_SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".spm", ".tiktoken", ".txt")
 # Of larger files than 32 MiB, blocks are sampled.

@@ -353,13 +353,13 @@ def _require_served(bundle: Bundle, options: EngineOptions) -> None:
 
 
 def require_nested(bundle: Bundle) -> None:
-    """Raises ConfigError unless the high planes of a bundle's weights can draft."""
+    """Raises ConfigError unless the high planes of a bundle's weights can be read alone, to draft."""
     weights = bundle.layout.weights
     if weights != "int8-nested" or not bundle.read_in_place:
         reason = f"it has {weights} weights" if weights != "int8-nested" else "there are no native kernels"
         raise ConfigError(
-            f"{bundle.path} cannot draft with its high planes, because {reason}; prepare the model with "
-            "--weights int8-nested, on a CPU with native kernels, or draft with a model, a level or ngram"
+            f"{bundle.path} cannot draft or predict by its high planes, because {reason}; prepare the model "
+            "with --weights int8-nested, on a CPU with native kernels, or draft with a model, level or ngram"
         )
 
 

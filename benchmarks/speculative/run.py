@@ -111,10 +111,9 @@ def run(
       CheckpointError: a model cannot be opened.
     """
     rows: list[Row] = []
-    with open_model(subject.model) as bundle:
-        alone, tokenizer = bundle.cfg.encoder is None, open_tokenizer(bundle.tokenizer_files())
-    prompts = Prompts.read(subject, plan, tokenizer)
-    if "in-memory" in plan.parts and not alone:
+    target = _Target.read(subject.model)
+    prompts = Prompts.read(subject, plan, target.tokenizer)
+    if "in-memory" in plan.parts and not target.alone:
         tell("without in-memory: it is of decoders alone")
     elif "in-memory" in plan.parts:
         rows += in_memory_rows(
@@ -127,13 +126,38 @@ def run(
             tell=tell,
         )
     if {*plan.parts} - {"in-memory"}:
-        rows += _budget_rows(subject, plan, prompts, progress, tell)
+        rows += _budget_rows(subject, plan, target, prompts, progress, tell)
     return rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Target:
+    """What a run has to know of the target.
+
+    Attributes:
+      tokenizer: of its prompts.
+      weight_bytes: of all weights.
+      alone: whether it is a decoder alone.
+    """
+
+    tokenizer: Tokenizer
+    weight_bytes: int
+    alone: bool
+
+    @classmethod
+    def read(cls, model: Path) -> Self:
+        """Reads them from a bundle."""
+        with open_model(model) as bundle:
+            tokenizer = open_tokenizer(bundle.tokenizer_files())
+            return cls(
+                tokenizer=tokenizer, weight_bytes=bundle.weight_bytes, alone=bundle.cfg.encoder is None
+            )
 
 
 def _budget_rows(
     subject: Subject,
     plan: Plan,
+    target: _Target,
     prompts: "Prompts",
     progress: Progress | None,
     tell: Callable[[str], None],
@@ -145,11 +169,9 @@ def _budget_rows(
     """
     rows: list[Row] = []
     narrow: Mapping[float, Path] = {}
-    with open_model(subject.model) as bundle:
-        weight_bytes, alone = bundle.weight_bytes, bundle.cfg.encoder is None
     if "systems" in plan.parts and plan.judged and subject.draft is None:
         tell("without BLD: its small model answers by itself; name one by --draft")
-    if "systems" in plan.parts and plan.judged and not alone:
+    if "systems" in plan.parts and plan.judged and not target.alone:
         tell("without STI: the shards of encoder-decoders are not judged yet")
     elif "systems" in plan.parts and plan.judged:
         texts = [each for all_ in prompts.tried.values() for each in all_]
@@ -161,7 +183,7 @@ def _budget_rows(
             model=subject.model,
             draft=subject.draft,
             narrow=narrow,
-            weights_bytes=int(share * weight_bytes),
+            weights_bytes=int(share * target.weight_bytes),
             context_tokens=plan.context_tokens,
             storage=device.storage,
         )

@@ -47,10 +47,20 @@ def eval_command() -> None:
 @_text_argument
 @_separator_option
 @_window_option
+@click.option(
+    "--high-planes",
+    is_flag=True,
+    help="Predict by the high planes of int8-nested weights alone, the 4-bit model that drafts.",
+)
 @model_options
 @json_option
 def perplexity_command(
-    choice: ModelChoice, text: Path, separator: str | None, window_tokens: int, as_json: bool
+    choice: ModelChoice,
+    text: Path,
+    separator: str | None,
+    window_tokens: int,
+    high_planes: bool,
+    as_json: bool,
 ) -> None:
     """Measure the perplexity of a text.
 
@@ -65,7 +75,9 @@ def perplexity_command(
     documents = _documents(text, separator)
     with progress_bars() as progress:
         engine = choice.open(progress, warm_up=False)
-        found = perplexity(engine, documents, window_tokens=window_tokens, progress=progress)
+        found = perplexity(
+            engine, documents, window_tokens=window_tokens, high_planes=high_planes, progress=progress
+        )
     if as_json:
         print_json({**_names(engine), **dataclasses.asdict(found)})
         return

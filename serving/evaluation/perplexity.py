@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jaxllm.errors import ConfigError
 from serving.engine import Engine
 from serving.host.progress import Progress
+from serving.speculation.nested_drafter import high_planes_runner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,7 @@ def perplexity(
     documents: Sequence[str],
     *,
     window_tokens: int = 0,
+    high_planes: bool = False,
     progress: Progress | None = None,
 ) -> Perplexity:
     """Measures the perplexity of `documents`, each cut into windows that do not overlap.
@@ -45,15 +47,18 @@ def perplexity(
       engine: the model.
       documents: texts, scored apart.
       window_tokens: window length; 0 takes the engine's context.
+      high_planes: whether the high planes of nested weights predict alone, as they do when they draft.
       progress: called with ("score", tokens done, tokens in all).
 
     Raises:
-      ConfigError: the window does not fit, or nothing is left to predict.
+      ConfigError: the window does not fit, nothing is left to predict, or `high_planes` is asked for and
+        weights are not nested, or not all in memory.
     """
     window = window_tokens or engine.options.context_tokens
     windows = windows_of(engine, documents, window)
     total = sum(len(targets) for _, targets in windows)
-    scorer = engine.runner.scorer()
+    runner = high_planes_runner(engine.model) if high_planes else engine.runner
+    scorer = runner.scorer()
     scorer.prepare(window, progress)
     loss, done = 0.0, 0
     for tokens, targets in windows:

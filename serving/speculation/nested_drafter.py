@@ -63,6 +63,17 @@ def nested_drafter(
     return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE)
 
 
+def high_planes_runner(target: LoadedModel) -> ResidentRunner:
+    """A runner of the model of 4 bits that the high planes of a target's weights are.
+
+    Raises:
+      ConfigError: the target's weights are not nested, or not all in memory.
+    """
+    require_nested(target.bundle)
+    source = target.resident_runner(WHOLE)
+    return drafting_runner(source, source, high_planes, source.options)
+
+
 class NestedDrafter(GrowingDrafter):
     """Grows trees with the high planes of the weights of a level, in the target's cache (see `Drafter`)."""
 

@@ -10,7 +10,7 @@ from jaxllm.bundle.layout import PAGE, Extent
 from jaxllm.bundle.rows import row_step, rows_alone, rows_at
 from jaxllm.quant import Weight
 from serving.host.direct_io import PieceReader
-from serving.weights.first_read import Checksums
+from serving.weights.first_read import READS, Checksums
 
 _PARAMETER = "embed.tokens"
 _THREADS = 4
@@ -94,10 +94,12 @@ class EmbeddingRows:
         begin = (extent.offset - start) // PAGE * PAGE
         end = -(-(extent.offset + extent.size_bytes - start) // PAGE) * PAGE
         end = min(end, self._whole.size_bytes)
-        data = self._reader.read(start + begin, end - begin)
-        self._checksums.require_same_pages(start + begin, data)
         at = extent.offset - start - begin
-        return extent.array(data[at : at + extent.size_bytes].copy())
+        for _ in range(READS):
+            data = self._reader.read(start + begin, end - begin)
+            if self._checksums.same_pages(start + begin, data):
+                return extent.array(data[at : at + extent.size_bytes].copy())
+        raise self._checksums.changed(start + begin, end - begin)
 
 
 def read_array(reader: PieceReader, extent: Extent) -> np.ndarray:

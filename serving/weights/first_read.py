@@ -2,7 +2,8 @@
 
 One pass checks each segment against the bundle's manifest, copies the resident parts to memory, and takes
 checksums of the parts that will be read again. Later reads are compared with these, so that bytes of a file
-that was changed in place are never used as weights.
+that was changed in place are never used as weights. What is wrong is read once more before it is refused:
+storage that errs rarely does so twice.
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ from serving.host.direct_io import PieceReader
 from serving.weights.pieces import Range, read_blocks
 
 _READ_BYTES = 4 << 20
+# How often bytes are read until they are what they must be.
+READS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Checksums:
     """Checksums of the parts of a file when it was opened."""
 
     def __init__(self, bundle: Bundle) -> None:
-        self._path = bundle.path
+        self._bundle = bundle
         self._blocks: dict[tuple[int, int], int] = {}
         # Of the one segment that is read by pages, one uint64 per page: an embedding has hundreds of
         # thousands.
@@ -53,22 +56,27 @@ class Checksums:
             digest = xxhash.xxh3_64_intdigest(data[at : at + PAGE].data)
             self._pages[(offset + at - self._start) // PAGE] = digest
 
-    def require_same(self, offset: int, data: np.ndarray) -> None:
-        """Raises BundleError if `data`, uint8, read at `offset`, differs from the first read."""
-        self._require(offset, data, self._blocks[offset, len(data)])
+    def same(self, offset: int, data: np.ndarray) -> bool:
+        """Whether `data`, uint8, read at `offset`, is what the first read gave there."""
+        return xxhash.xxh3_64_intdigest(data.data) == self._blocks[offset, len(data)]
 
-    def require_same_pages(self, offset: int, data: np.ndarray) -> None:
-        """Raises BundleError if pages differ from the first read."""
-        for at in range(0, len(data), PAGE):
-            digest = int(self._pages[(offset + at - self._start) // PAGE])
-            self._require(offset + at, data[at : at + PAGE], digest)
+    def same_pages(self, offset: int, data: np.ndarray) -> bool:
+        """Whether pages are what the first read gave."""
+        return all(
+            xxhash.xxh3_64_intdigest(data[at : at + PAGE].data)
+            == self._pages[(offset + at - self._start) // PAGE]
+            for at in range(0, len(data), PAGE)
+        )
 
-    def _require(self, offset: int, data: np.ndarray, digest: int) -> None:
-        if xxhash.xxh3_64_intdigest(data.data) != digest:
-            raise BundleError(
-                f"{self._path} was changed in place while it was open: {len(data)} bytes at {offset} are not "
-                "what they were; open it again, and replace such a file by renaming another one over it"
-            )
+    def changed(self, offset: int, size: int) -> BundleError:
+        """The error of bytes that differ from the first read, also when they are read again."""
+        segments = self._bundle.layout.segments.items()
+        name = next(name for name, each in segments if 0 <= offset - each.offset < each.size_bytes)
+        return BundleError(
+            f"{self._bundle.path} was changed in place while it was open: {size} bytes at {offset}, of "
+            f"segment {name!r}, are not what they were, also when they are read again; open it again, and "
+            "replace such a file by renaming another one over it"
+        )
 
 
 class FirstRead:
@@ -113,24 +121,38 @@ class FirstRead:
             {name for each in layout.tensors.values() for name in each.segments},
             key=lambda name: layout.segments[name].offset,
         ):
-            segment, digest = layout.segments[name], xxhash.xxh3_128()
-            end = segment.offset + segment.size_bytes
-            kept = [each for each in self._kept if segment.offset <= each.offset < end]
-            # Blocks of which a part was read.
-            begun: list[tuple[int, int, xxhash.xxh3_64]] = []
-            for at in range(segment.offset, end, _READ_BYTES):
-                data = self._reader.read(at, min(_READ_BYTES, end - at))
-                digest.update(data.data)
-                if name == self._paged:
-                    self.checksums.took_pages(at, data)
-                for each in kept:
-                    _put(each, at, data)
-                while waiting and waiting[-1][0] < at + len(data):
-                    offset, size = waiting.pop()
-                    begun.append((offset, size, xxhash.xxh3_64()))
-                begun = [each for each in begun if not self._done(*each, at, data)]
-                on_bytes(len(data))
-            self._bundle.require_checksum(name, digest)
+            end = layout.segments[name].offset + layout.segments[name].size_bytes
+            again = []
+            while waiting and waiting[-1][0] < end:
+                again.append(waiting.pop())
+            try:
+                self._bundle.require_checksum(name, self._read(name, again, on_bytes))
+            except BundleError:
+                self._bundle.require_checksum(name, self._read(name, again, lambda _: None))
+
+    def _read(
+        self, name: str, again: Sequence[tuple[int, int]], on_bytes: Callable[[int], None]
+    ) -> xxhash.xxh3_128:
+        """Reads a segment, copies its parts that are kept, and takes the checksums of the blocks `again`, by
+        offset and size, ascending. Returns the digest of all of it."""
+        segment, digest = self._bundle.layout.segments[name], xxhash.xxh3_128()
+        end, waiting = segment.offset + segment.size_bytes, list(reversed(again))
+        kept = [each for each in self._kept if segment.offset <= each.offset < end]
+        # Blocks of which a part was read.
+        begun: list[tuple[int, int, xxhash.xxh3_64]] = []
+        for at in range(segment.offset, end, _READ_BYTES):
+            data = self._reader.read(at, min(_READ_BYTES, end - at))
+            digest.update(data.data)
+            if name == self._paged:
+                self.checksums.took_pages(at, data)
+            for each in kept:
+                _put(each, at, data)
+            while waiting and waiting[-1][0] < at + len(data):
+                offset, size = waiting.pop()
+                begun.append((offset, size, xxhash.xxh3_64()))
+            begun = [each for each in begun if not self._done(*each, at, data)]
+            on_bytes(len(data))
+        return digest
 
     def _done(self, offset: int, size: int, digest: xxhash.xxh3_64, at: int, data: np.ndarray) -> bool:
         """Adds the block's part of `data`, read at `at`, to its digest; returns whether the block is

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from serving.host.direct_io import PieceReader, aligned
-from serving.weights.first_read import Checksums
+from serving.weights.first_read import READS, Checksums
 from serving.weights.pieces import READERS, LayerPiece, Piece, Range, read_blocks, read_bytes
 
 # Does a little other work while weights are loaded: takes the seconds for which storage is probably busy, and
@@ -316,9 +316,12 @@ class WeightStream:
     def _read(self, ranges: Sequence[Range], memory: np.ndarray) -> None:
         def read(block: tuple[int, int, int]) -> None:
             offset, place, size = block
-            self._reader.read_into(memory, place, offset, size)
-            if self._checksums is not None:
-                self._checksums.require_same(offset, memory[place : place + size])
+            for _ in range(READS):
+                self._reader.read_into(memory, place, offset, size)
+                if self._checksums is None or self._checksums.same(offset, memory[place : place + size]):
+                    return
+            assert self._checksums is not None
+            raise self._checksums.changed(offset, size)
 
         blocks = read_blocks(ranges)
         if len(blocks) == 1:

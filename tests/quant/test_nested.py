@@ -65,7 +65,7 @@ def test_both_planes_and_one_are_good(shape: tuple[int, ...], axis: int) -> None
     both, high = dequantize(blocks, F32), dequantize(dataclasses.replace(blocks, low=None), F32)
     as_int8 = squared_error(weight, dequantize(quantize(weight, bits=8, axis=axis), F32))
     as_int4 = squared_error(weight, dequantize(quantize(weight, bits=4, axis=axis), F32))
-    assert squared_error(weight, both) < 2.5 * as_int8
+    assert squared_error(weight, both) < 2 * as_int8
     assert squared_error(weight, high) < 1.6 * as_int4
     # The high plane is near the level.
     np.testing.assert_allclose(high, both, rtol=0, atol=8.01 * float(np.abs(np.asarray(both)).max()) / 119)

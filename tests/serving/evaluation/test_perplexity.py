@@ -1,13 +1,19 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm import Engine, EngineOptions
 from jaxllm.errors import ConfigError
+from jaxllm.kernels import native
 from jaxllm.models.decoder import forward, logits
+from jaxllm.quant import dequantize
+from jaxllm.quant.planes import high_planes
 from serving.evaluation.perplexity import perplexity
+from tests.serving.speculation.test_speculative import CFG, sharp
+from tests.tiny import write_tiny_bundle
 
 DOCUMENTS = ["the cat sat on the mat. " * 8, "a dog", "ran and ran to the end of the road. " * 5]
 
@@ -43,6 +49,29 @@ def test_equals_the_definition_for_windows_within_and_beyond_a_chunk(engine, win
     assert result.perplexity == pytest.approx(math.exp(loss / count), rel=1e-5)
     size = sum(len(text.encode()) for text in DOCUMENTS)
     assert result.bits_per_byte == pytest.approx(loss / math.log(2) / size, rel=1e-5)
+
+
+@pytest.mark.skipif(not native.kernels().native, reason="planes are read by native kernels")
+def test_high_planes_predict_as_a_model_of_their_own(tmp_path):
+    options = EngineOptions(context_tokens=64, chunk_tokens=(32,))
+    nested = Engine.open(
+        write_tiny_bundle(tmp_path / "nested.jaxllm", "int8-nested", cfg=CFG, params=sharp(CFG)),
+        options=options,
+        warm_up=False,
+    )
+    params = {
+        name: np.asarray(dequantize(weight, jnp.dtype(jnp.float32)))
+        for name, weight in high_planes(nested.model.bundle.load()).items()
+    }
+    alone = Engine.open(
+        write_tiny_bundle(tmp_path / "high.jaxllm", cfg=CFG, params=params), options=options, warm_up=False
+    )
+    high = perplexity(nested, DOCUMENTS, high_planes=True).perplexity
+    both, expected = (perplexity(each, DOCUMENTS).perplexity for each in (nested, alone))
+    # Activations are quantized in one of them alone.
+    assert abs(high - expected) < 0.5 * abs(high - both)
+    with pytest.raises(ConfigError, match=r"predict by its high planes, because it has f32 weights"):
+        perplexity(alone, DOCUMENTS, high_planes=True)
 
 
 def test_progress_ends_at_the_number_of_tokens(engine):

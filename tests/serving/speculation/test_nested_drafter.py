@@ -82,7 +82,7 @@ def test_the_answer_is_that_of_both_planes(path, plain, level, share, compiles):
     assert counts.tokens + counts.plain_tokens == 2 * (GREEDY.max_tokens - 1)
     if not level:
         # Random weights are hard to foretell at 4 bits.
-        assert counts.acceptance_length > 1.1
+        assert counts.acceptance_length > 1.05
     if streamed is not None:
         # High planes were read once, low planes in each pass.
         plan, whole = streamed.plan, plain.model.bundle.weight_bytes

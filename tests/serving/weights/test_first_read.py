@@ -1,5 +1,6 @@
 """A bundle is read once when it is opened, and later reads are believed only where they bring the same."""
 
+import dataclasses
 import os
 
 import pytest
@@ -7,10 +8,14 @@ import pytest
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import require_level
 from jaxllm.errors import BundleError, CheckpointError
-from serving.host.direct_io import PAGE
+from jaxllm.kernels import native
+from serving.engine import Engine
+from serving.host.direct_io import PAGE, PieceReader
+from serving.speculation.options import SpeculationOptions
+from serving.weights.footprint import drafter_bytes, fixed_bytes, whole_budget
 from serving.weights.level_memory import LevelMemory
 from serving.weights.pieces import layer_pieces
-from tests.serving.weights.conftest import CFG
+from tests.serving.weights.conftest import CFG, OPTIONS
 from tests.serving.weights.test_streaming import answer, open_streamed
 
 
@@ -40,6 +45,49 @@ def test_a_level_that_stays_takes_its_own_pages_alone(bundle_of):
             assert offset <= at
             at = max(at, offset + size)
         assert at == segment.offset + segment.size_bytes
+
+
+def test_storage_that_errs_once_is_read_again(bundle_of, resident_of, monkeypatch):
+    read_into, wrong = PieceReader.read_into, set()
+
+    def erring(reader, memory, place, offset, size):
+        """Gives each place of the file wrongly at first, and right from then on."""
+        read_into(reader, memory, place, offset, size)
+        if (offset, size) not in wrong:
+            wrong.add((offset, size))
+            memory[place] ^= 1
+
+    monkeypatch.setattr(PieceReader, "read_into", erring)
+    streamed = open_streamed(bundle_of(), resident_of())
+    opened = len(wrong)
+    assert answer(streamed) == answer(resident_of())
+    assert len(wrong) > opened > 0
+    streamed.close()
+
+
+@pytest.mark.skipif(not native.kernels().native, reason="planes are read by native kernels")
+def test_a_low_plane_that_has_changed_is_named(bundle_of, resident_of, tmp_path):
+    path, how = tmp_path / "nested.jaxllm", SpeculationOptions(drafter="nested")
+    path.write_bytes(bundle_of("int8-nested").read_bytes())
+    whole = resident_of("int8-nested")
+    others = fixed_bytes(CFG, dataclasses.replace(whole.options, trees=how.trees))
+    others += drafter_bytes(how, OPTIONS.context_tokens, CFG)
+    memory = whole_budget(others + int(0.9 * whole.model.bundle.weight_bytes))
+    options = dataclasses.replace(OPTIONS, memory_bytes=memory)
+    engine = Engine.open(path, options=options, speculation=how, warm_up=False)
+    streamed = engine.model.streamed
+    layer = next(each for each in range(CFG.layers) if each not in streamed.plan.resident)
+    segment = engine.model.bundle.layout.segments[f"layers.{layer}.low"]
+    byte = path.read_bytes()[segment.offset]
+    write_in_place(path, segment.offset, bytes([byte ^ 1]))
+    with (
+        pytest.raises(
+            BundleError, match=rf"segment 'layers\.{layer}\.low', .* also when they are read again"
+        ),
+        streamed._stream.piece(layer),
+    ):
+        pass
+    engine.close()
 
 
 def pages_of(each):
