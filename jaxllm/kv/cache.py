@@ -142,10 +142,10 @@ class KVCache:
         coded = None if self.coded is None else self.coded.of_layer(layer if number is None else number)
         return Past(self.keys[stack], self.values[stack], slot, coded, source)
 
-    def state(self, layer: int, number: jax.Array | int | None = None) -> LayerState:
-        """The state of a state layer; for the arguments see `past`."""
+    def state(self, layer: int, number: jax.Array | int | None, fresh: jax.Array) -> LayerState:
+        """The state of a state layer, or none where `fresh` is true; for the other arguments see `past`."""
         assert self.states is not None
-        return self.states.of_slot(self._slot(layer, number))
+        return self.states.of_slot(self._slot(layer, number), fresh)
 
     def with_state(self, layer: int, number: jax.Array | int | None, state: LayerState) -> "KVCache":
         """With another state of a state layer."""
