@@ -15,7 +15,7 @@ def copied_bytes(compiled: jax.stages.Compiled) -> int:
     """Of one run: loops whose rounds are known by as many of them, others by one round, and all branches."""
     lines: dict[str, list[str]] = {}
     entry = name = ""
-    for line in compiled.as_text().splitlines():
+    for line in (compiled.as_text() or "").splitlines():
         if found := re.match(rf"(ENTRY )?{_NAMES} .*\{{$", line):
             name = found[2]
             entry = name if found[1] else entry
