@@ -15,6 +15,14 @@ _QWEN3_5 = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+_QWEN3_5_MOE = {
+    **{key: value for key, value in _QWEN3_5.items() if key != "intermediate_size"},
+    "num_hidden_layers": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 STATE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
         "Lfm2",
@@ -52,30 +60,36 @@ STATE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", _QWEN3_5_MOE),
 }
-STATE_ARCHITECTURES = ("lfm2", "qwen3_5_text")
+STATE_ARCHITECTURES = ("lfm2", "qwen3_5_text", "qwen3_5_moe_text")
+_IMAGE_IDS = {
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+}
+_ROPE = {
+    **WRAPPERS["qwen3_vl"][1]["text_config"]["rope_parameters"],
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+}
+_VISION = {
+    key: value
+    for key, value in WRAPPERS["qwen3_vl"][1]["vision_config"].items()
+    if key != "deepstack_visual_indexes"
+}
 STATE_WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5": (
-        "Qwen3_5",
+    model_type: (
+        family,
         {
-            "text_config": {
-                **_QWEN3_5,
-                "num_hidden_layers": 4,
-                "rope_parameters": {
-                    **WRAPPERS["qwen3_vl"][1]["text_config"]["rope_parameters"],
-                    "partial_rotary_factor": 0.5,
-                    "mrope_section": [2, 1, 1],
-                },
-            },
-            "vision_config": {
-                key: value
-                for key, value in WRAPPERS["qwen3_vl"][1]["vision_config"].items()
-                if key != "deepstack_visual_indexes"
-            },
-            "image_token_id": 90,
-            "video_token_id": 91,
-            "vision_start_token_id": 92,
-            "vision_end_token_id": 93,
+            "text_config": {**text, "num_hidden_layers": 4, "rope_parameters": _ROPE},
+            "vision_config": _VISION,
+            **_IMAGE_IDS,
         },
-    ),
+    )
+    for model_type, family, text in (
+        ("qwen3_5", "Qwen3_5", _QWEN3_5),
+        ("qwen3_5_moe", "Qwen3_5Moe", _QWEN3_5_MOE),
+    )
 }

@@ -171,7 +171,7 @@ def _locate(
 ) -> dict[str, Tensor]:
     """The stored name of every tensor of the model; raises CheckpointError for other tensors."""
     names = weights.names()
-    tensors = family.tensors(cfg)
+    tensors = family.tensors(cfg, stacked=family.stacks(names))
     # Prefixes of the body and of the head. One pair for the whole folder, found by the first tensor (the
     # embedding). If none fits, the usual one, for the message below.
     layouts = [(each, "") for each in family.prefixes] if wrapper is None else list(wrapper.layouts)

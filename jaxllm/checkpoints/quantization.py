@@ -225,17 +225,20 @@ def _bitsandbytes(reader: ConfigReader) -> Quantization:
 def _fp8(reader: ConfigReader) -> Quantization:
     reader.only("fmt", (None, "e4m3"), "only e4m3 is read")
     blocks = reader.integers("weight_block_size")
-    if len(blocks) != 2 or min(blocks) < 1:
+    if blocks and (len(blocks) != 2 or min(blocks) < 1):
         raise ConfigError(f"{KEY}.weight_block_size must be two positive numbers, got {blocks!r:.40}")
 
     def read(folder: SafetensorsFolder, stem: str, shape: tuple[int, int]) -> np.ndarray:
+        if not blocks:
+            # One scale for the matrix; activations are rounded as our own kernels do it.
+            return folder.eighths(f"{stem}weight", shape) * folder.floats(f"{stem}weight_scale_inv", ())
         counts = tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
         values = folder.eighths(f"{stem}weight", shape)
         scale = folder.floats(f"{stem}weight_scale_inv", counts)
         wide = scale.repeat(blocks[0], 0)[: shape[0]].repeat(blocks[1], 1)[:, : shape[1]]
         return values * wide
 
-    return Quantization("fp8", "int8", ("weight", "weight_scale_inv"), read)
+    return Quantization("fp8", "int8", ("weight", "weight_scale_inv", "?activation_scale"), read)
 
 
 def _mxfp4(reader: ConfigReader) -> Quantization:

@@ -135,7 +135,8 @@ class SafetensorsFolder:
     def _all_of(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> np.ndarray:
         self._require(name, shape, dtypes)
         try:
-            return np.asarray(self._slices(name)[:])
+            # A scalar has no slices.
+            return np.asarray(self._slices(name)[:] if shape else self._file(name).get_tensor(name))
         except (SafetensorError, OSError) as error:
             raise self._corrupt(self._file_of[name], error) from error
 
@@ -150,7 +151,10 @@ class SafetensorsFolder:
             )
 
     def _slices(self, name: str) -> Any:
-        return self._files[self._file_of[name]].get_slice(name)
+        return self._file(name).get_slice(name)
+
+    def _file(self, name: str) -> Any:
+        return self._files[self._file_of[name]]
 
     def _open(self, file: str) -> Any:
         try:

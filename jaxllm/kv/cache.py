@@ -142,10 +142,11 @@ class KVCache:
         coded = None if self.coded is None else self.coded.of_layer(layer if number is None else number)
         return Past(self.keys[stack], self.values[stack], slot, coded, source)
 
-    def state(self, layer: int, number: jax.Array | int | None = None) -> LayerState:
-        """The state of a state layer; for the arguments see `past`."""
+    def state(self, layer: int, number: jax.Array | int | None, at: TokenPositions) -> LayerState:
+        """The state of a state layer before tokens, zeros before those that begin at 0; for the other
+        arguments see `past`."""
         assert self.states is not None
-        return self.states.of_slot(self._slot(layer, number))
+        return self.states.of_slot(self._slot(layer, number), at.positions[0] == 0)
 
     def with_state(self, layer: int, number: jax.Array | int | None, state: LayerState) -> "KVCache":
         """With another state of a state layer."""

@@ -51,10 +51,6 @@ class LayerState:
     matrix: jax.Array | None = None
     nodes: StateNodes | None = None
 
-    def unless(self, fresh: jax.Array) -> "LayerState":
-        """Zeros where `fresh`, a bool scalar, is true."""
-        return jax.tree.map(lambda each: jnp.where(fresh, jnp.zeros_like(each), each), self)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +67,27 @@ class States:
     matrix: jax.Array | None = None
     nodes: StateNodes | None = None
 
-    def of_slot(self, slot: jax.Array | np.integer) -> LayerState:
-        """The state of a layer, by its index in the stack."""
-        rows = LayerState(self.inputs, self.matrix, self.nodes)
-        return jax.tree.map(lambda each: jax.lax.dynamic_index_in_dim(each, slot, 0, keepdims=False), rows)
+    def of_slot(self, slot: jax.Array | np.integer, fresh: jax.Array) -> LayerState:
+        """The state of a layer.
+
+        Args:
+          slot: int32 scalar, its index in the stack.
+          fresh: bool scalar; true where a sequence begins: zeros.
+        """
+
+        def row(stack: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(stack, slot, 0, keepdims=False)
+
+        def begin(stacks: States) -> States:
+            return jax.tree.map(lambda stack: jnp.zeros(stack.shape[1:], stack.dtype), stacks)
+
+        def read(stacks: States) -> States:
+            return jax.tree.map(row, stacks)
+
+        # Not by selecting: XLA fuses a slice into all that reads it, also behind the layer's own update of
+        # the stack, which then copies the whole stack. Nothing is fused with a branch.
+        own = jax.lax.cond(fresh, begin, read, States(self.inputs, self.matrix))
+        return LayerState(own.inputs, own.matrix, jax.tree.map(row, self.nodes))
 
     def with_slot(self, slot: jax.Array | np.integer, state: LayerState) -> "States":
         """With another state of a layer."""

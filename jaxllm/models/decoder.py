@@ -150,7 +150,7 @@ def forward_at(
     ) -> tuple[jax.Array, KVCache]:
         (x, cache), weights = carry, layer_of(own, like)
         if cfg.is_state(like):
-            x, state = cached_state_layer(weights, x, at, cache.state(like, number), cfg=cfg, layer=like)
+            x, state = cached_state_layer(weights, x, at, cache.state(like, number, at), cfg=cfg, layer=like)
             return x, cache.with_state(like, number, state)
         past = cache.past(like, number)
         rotary = rotaries.get(cfg.layer_rope(like))

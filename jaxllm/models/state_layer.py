@@ -67,9 +67,8 @@ def cached_state_layer(
     Args:
       weights: the layer's parameters.
       x: `[B, T, D]`, the layer's input.
-      at: consecutive positions: those after the state's tokens, or from 0 on, where it begins anew; or those
-        of all nodes of a tree.
-      state: of the tokens before; for a tree with room for its nodes.
+      at: consecutive positions, those after the state's tokens; or those of all nodes of a tree.
+      state: of the tokens before, zeros before position 0; for a tree with room for its nodes.
       cfg: the model.
       layer: its index, or that of a layer that equals it.
 
@@ -87,7 +86,7 @@ def cached_state_layer(
     ancestors = None if tree is None else tree.mask
     rowwise = tree is not None
     tokens = StateTokens(valid, live_rows(x, valid), ancestors=ancestors, rowwise=rowwise)
-    mixed, state = mixed_by_state(weights, x, state.unless(at.positions[0] == 0), tokens, cfg=cfg)
+    mixed, state = mixed_by_state(weights, x, state, tokens, cfg=cfg)
     return fed_forward(weights, mixed, x, cfg, layer, valid=valid, rowwise=rowwise)[0], state
 
 

@@ -169,7 +169,8 @@ class Architecture:
       write_config: the inverse, without the keys that every architecture has.
       class_name: name of the Hugging Face class, for the key `architectures`.
       top_tensors: tensors outside of the layers.
-      layer_tensors: tensors of one layer; names on both sides are relative to the layer.
+      layer_tensors: tensors of one layer; names on both sides are relative to the layer. Where experts have
+        tensors both stacked and each by itself, a checkpoint has the one or the other.
       layer_prefix: prefix of a layer's checkpoint names, with `{}` for its number.
       prefixes: prefixes that a checkpoint's names may have, the usual one first.
       inert_keys: keys of this architecture that cannot change the logits.
@@ -246,9 +247,18 @@ class Architecture:
             )
         return written
 
-    def tensors(self, cfg: ModelConfig) -> list[Tensor]:
-        """All checkpoint tensors of a model, with full names without the checkpoint's prefix."""
+    def stacks(self, names: Collection[str]) -> bool:
+        """Whether a checkpoint with such names has all experts of a layer in one tensor, where it may have
+        each by itself."""
+        either = any("{expert}" in tensor.name for tensor in self.layer_tensors)
+        endings = tuple(tensor.name for tensor in self.layer_tensors if tensor.stacked)
+        return either and any(name.endswith(endings) for name in names)
+
+    def tensors(self, cfg: ModelConfig, *, stacked: bool = False) -> list[Tensor]:
+        """All checkpoint tensors of a model, with full names without the checkpoint's prefix; for `stacked`
+        see `stacks`."""
         specs = param_specs(cfg)
+        either = any("{expert}" in tensor.name for tensor in self.layer_tensors)
         found = [tensor for tensor in self.top_tensors if tensor.params[0] in specs]
         sides = [(cfg, "", self.layer_prefix, self.layer_tensors)]
         if cfg.encoder is not None:
@@ -256,6 +266,8 @@ class Architecture:
         for side, lead, prefix, tensors in sides:
             for layer in range(side.layers):
                 for tensor in tensors:
+                    if "{expert}" in tensor.name if stacked else tensor.stacked and either:
+                        continue
                     params = tuple(f"{lead}layers.{layer}.{name}" for name in tensor.params)
                     # `layer_tensors` lists what a layer may have; `specs` what this layer has.
                     if params[0] in specs and tensor.gated in (None, side.gated_ffn):

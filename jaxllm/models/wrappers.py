@@ -98,6 +98,12 @@ WRAPPERS: dict[str, Wrapper] = {
         skipped=("model.visual.", "mtp."),
         keys=frozenset({"image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id"}),
     ),
+    "qwen3_5_moe": Wrapper(
+        text_types={"qwen3_5_moe_text": "qwen3_5_moe_text"},
+        layouts=_LAYOUTS[:1],
+        skipped=("model.visual.", "mtp."),
+        keys=frozenset({"image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id"}),
+    ),
     "smolvlm": Wrapper(
         text_types={"llama": "llama"},
         layouts=(("model.text_model.", ""),),

@@ -112,10 +112,14 @@ def as_bnb(draw, shape, of):
 
 
 def as_fp8(draw, shape, of):
-    rows, columns = of["weight_block_size"]
+    rows, columns = of["weight_block_size"] or shape
     values = (draw.standard_normal(shape) * 20).astype(ml_dtypes.float8_e4m3fn)
     scale = draw.uniform(0.001, 0.01, (-(-shape[0] // rows), -(-shape[1] // columns))).astype(np.float32)
     wide = scale.repeat(rows, 0)[: shape[0]].repeat(columns, 1)[:, : shape[1]]
+    if of["weight_block_size"] is None:
+        # As Ministral 3 comes.
+        parts = {"weight_scale_inv": scale.reshape(()), "activation_scale": np.ones((), np.float32)}
+        return {"weight": values, **parts}, values.astype(np.float32) * wide
     return {"weight": values, "weight_scale_inv": scale}, values.astype(np.float32) * wide
 
 
@@ -135,6 +139,7 @@ CASES = {
     ),
     "bitsandbytes": (BNB, as_bnb, 8),
     "fp8": (FP8, as_fp8, 8),
+    "fp8 per matrix": ({**FP8, "weight_block_size": None, "activation_scheme": "static"}, as_fp8, 8),
 }
 
 
@@ -186,7 +191,7 @@ def test_numbers_are_those_of_the_format(tmp_path, case):
     assert cfg == CFG
     stored = dict(read_stored_params(tmp_path / "q", cfg))
     for name, value in read_params(tmp_path / "q", cfg):
-        if case == "fp8" and isinstance(stored[name], QArray):
+        if case.startswith("fp8") and isinstance(stored[name], QArray):
             error = np.sqrt(np.mean((value - expected[name]) ** 2) / np.mean(expected[name] ** 2))
             assert error < 0.01, name
         elif stored_with_minima(stored[name]):

@@ -9,6 +9,7 @@ import pytest
 from jaxllm.config import RopeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.architectures import ARCHITECTURES, architecture
+from jaxllm.models.parameters import parameter_count
 from jaxllm.nn.layers import inverse_frequencies
 
 
@@ -308,6 +309,27 @@ def test_qwen3_moe_layers():
     assert (some.ffn_size, some.expert_ffn_size) == (6144, 768)
     assert not some.normalize_expert_weights
     assert translate({**keys, "max_window_layers": 3}) == translate(keys)
+
+
+def test_qwen3_coder_as_its_authors_wrote_it():
+    """Qwen3-Coder-30B-A3B-Instruct."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_dropout": 0.0, "decoder_sparse_step": 1,
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 5472, "max_position_embeddings": 262144,
+        "max_window_layers": 28, "mlp_only_layers": [], "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+        "output_router_logits": False, "qkv_bias": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 10000000, "router_aux_loss_coef": 0.0, "shared_expert_intermediate_size": 0,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.52.3", "use_cache": True, "use_qk_norm": True,
+        "use_sliding_window": False, "vocab_size": 151936,
+    }  # fmt: skip
+    cfg = architecture("qwen3_moe").config_from_hf(config)
+    assert round(parameter_count(cfg) / 1e9, 1) == 30.5
+    with pytest.raises(ConfigError, match="use_qk_norm"):
+        architecture("qwen3_moe").config_from_hf({**config, "use_qk_norm": False})
 
 
 def test_gelu_of_gemma_is_the_approximation_by_tanh():

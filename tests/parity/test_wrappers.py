@@ -24,6 +24,7 @@ TEXT_TYPES = {
     "gemma4": "gemma4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3",
     "smolvlm": "llama",
 }
@@ -116,8 +117,9 @@ def test_unknown_keys_are_named_with_their_section(case, tmp_path):
 
 
 def test_shapes_that_disagree_and_foreign_tensors(case, tmp_path):
-    _, folder = case
-    other = changed(folder, tmp_path / "x", lambda config: config["text_config"].update(intermediate_size=40))
+    model_type, folder = case
+    size = {"moe_intermediate_size" if "moe" in model_type else "intermediate_size": 40}
+    other = changed(folder, tmp_path / "x", lambda config: config["text_config"].update(size))
     with pytest.raises(CheckpointError, match=r"shape .* implies"):
         read_params(other, read_config(other))
     more = changed(folder, tmp_path / "y", lambda config: None)

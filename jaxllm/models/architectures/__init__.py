@@ -29,6 +29,7 @@ from jaxllm.models.architectures.phi3 import PHI3
 from jaxllm.models.architectures.qwen2 import QWEN2
 from jaxllm.models.architectures.qwen2_moe import QWEN2_MOE
 from jaxllm.models.architectures.qwen3 import QWEN3
+from jaxllm.models.architectures.qwen3_5_moe_text import QWEN3_5_MOE_TEXT
 from jaxllm.models.architectures.qwen3_5_text import QWEN3_5_TEXT
 from jaxllm.models.architectures.qwen3_moe import QWEN3_MOE
 from jaxllm.models.architectures.smollm3 import SMOLLM3
@@ -67,6 +68,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
     "qwen3_5_text": QWEN3_5_TEXT,
     "smollm3": SMOLLM3,
     "stablelm": STABLELM,

@@ -25,6 +25,13 @@ _DEFAULTS = {
     "tie_word_embeddings": False,
 }
 
+SHARED_EXPERT_TENSORS = (
+    Tensor("mlp.shared_expert_gate.weight", ("shared.score",)),
+    Tensor("mlp.shared_expert.gate_proj.weight", ("shared.gate",)),
+    Tensor("mlp.shared_expert.up_proj.weight", ("shared.up",)),
+    Tensor("mlp.shared_expert.down_proj.weight", ("shared.down",), transposed=True),
+)
+
 
 def _read(reader: ConfigReader) -> ModelConfig:
     fields = read_llama_fields(reader, _DEFAULTS)
@@ -75,9 +82,6 @@ QWEN2_MOE = Architecture(
     top_tensors=QWEN3_MOE.top_tensors,
     layer_tensors=(
         *QWEN3_MOE.layer_tensors,
-        Tensor("mlp.shared_expert_gate.weight", ("shared.score",)),
-        Tensor("mlp.shared_expert.gate_proj.weight", ("shared.gate",)),
-        Tensor("mlp.shared_expert.up_proj.weight", ("shared.up",)),
-        Tensor("mlp.shared_expert.down_proj.weight", ("shared.down",), transposed=True),
+        *SHARED_EXPERT_TENSORS,
     ),
 )

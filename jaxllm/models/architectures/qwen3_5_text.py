@@ -1,5 +1,6 @@
 """Qwen3.5 (dense, texts): the gated delta rule in three of four layers, and attention with an output gate."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.config import ModelConfig
@@ -25,12 +26,46 @@ _DEFAULTS = {
     "tie_word_embeddings": False,
 }
 _LINEAR = "linear_attention"
+TOP_TENSORS = (
+    Tensor("embed_tokens.weight", ("embed.tokens",)),
+    Tensor("norm.weight", ("final_norm.scale",), plus_one=True),
+    Tensor("lm_head.weight", ("head",), in_body=False),
+)
+# Of all layers, but for feed-forward blocks.
+LAYER_TENSORS = (
+    Tensor("input_layernorm.weight", ("attn_norm.scale",), plus_one=True),
+    Tensor("input_layernorm.weight", ("state_norm.scale",), plus_one=True),
+    Tensor("post_attention_layernorm.weight", ("ffn_norm.scale",), plus_one=True),
+    Tensor("self_attn.q_proj.weight", ("attn.q", "attn.gate"), by_head=True),
+    Tensor("self_attn.q_proj.bias", ("attn.q_bias", "attn.gate_bias"), by_head=True),
+    Tensor("self_attn.k_proj.weight", ("attn.k",)),
+    Tensor("self_attn.k_proj.bias", ("attn.k_bias",)),
+    Tensor("self_attn.v_proj.weight", ("attn.v",)),
+    Tensor("self_attn.v_proj.bias", ("attn.v_bias",)),
+    Tensor("self_attn.o_proj.weight", ("attn.o",), transposed=True),
+    Tensor("self_attn.o_proj.bias", ("attn.o_bias",)),
+    Tensor("self_attn.q_norm.weight", ("attn.q_norm.scale",), plus_one=True),
+    Tensor("self_attn.k_norm.weight", ("attn.k_norm.scale",), plus_one=True),
+    Tensor("linear_attn.in_proj_qkv.weight", ("state.q", "state.k", "state.v")),
+    Tensor("linear_attn.in_proj_z.weight", ("state.gate",)),
+    Tensor("linear_attn.in_proj_b.weight", ("state.correction",)),
+    Tensor("linear_attn.in_proj_a.weight", ("state.decay",)),
+    Tensor("linear_attn.conv1d.weight", ("state.conv",), depthwise=True),
+    Tensor("linear_attn.dt_bias", ("state.decay_bias",)),
+    Tensor("linear_attn.A_log", ("state.decay_log",)),
+    Tensor("linear_attn.norm.weight", ("state.norm.scale",)),
+    Tensor("linear_attn.out_proj.weight", ("state.o",), transposed=True),
+)
+# Layers that predict further tokens are not read; states are computed in float32 anyway.
+INERT_KEYS = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 
 
-def _read(reader: ConfigReader) -> ModelConfig:
+def read_qwen3_5_fields(reader: ConfigReader, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ModelConfig that the dense models and the mixtures share; for `defaults` see
+    `read_llama_shape`."""
     reader.only("attn_output_gate", (True,), "attention has an output gate")
     reader.only("hidden_act", ("silu", "swish"), "the delta rule reads its inputs through it, too")
-    fields = read_llama_shape(reader, _DEFAULTS)
+    fields = read_llama_shape(reader, defaults)
     every = reader.integer("full_attention_interval", 4)
     if every < 1:
         raise ConfigError(f"config key 'full_attention_interval' must be at least 1, got {every}; fix it")
@@ -46,20 +81,20 @@ def _read(reader: ConfigReader) -> ModelConfig:
     )
     marked = read_state_layers(reader, _LINEAR, usual)
     shape = {"head_dim": fields["head_dim"], "window_tokens": fields["window_tokens"]}
-    return ModelConfig(
-        model_type="qwen3_5_text",
+    return {
         **fields,
-        rope=read_rope(reader, **shape, partial=0.25),
-        qk_norm=True,
-        qkv_bias=biased,
-        o_bias=biased,
-        attention_gate=True,
-        states=states if marked else None,
-        state_layers=marked,
-    )
+        "rope": read_rope(reader, **shape, partial=0.25),
+        "qk_norm": True,
+        "qkv_bias": biased,
+        "o_bias": biased,
+        "attention_gate": True,
+        "states": states if marked else None,
+        "state_layers": marked,
+    }
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def write_qwen3_5_fields(cfg: ModelConfig) -> dict[str, Any]:
+    """The keys of config.json of `read_qwen3_5_fields`."""
     states, sizes = cfg.states, dict[str, int]()
     if states is not None:
         sizes = {
@@ -78,41 +113,16 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _read(reader: ConfigReader) -> ModelConfig:
+    return ModelConfig(model_type="qwen3_5_text", **read_qwen3_5_fields(reader, _DEFAULTS))
+
+
 QWEN3_5_TEXT = Architecture(
     model_type="qwen3_5_text",
     read_config=_read,
-    write_config=_write,
+    write_config=write_qwen3_5_fields,
     class_name="Qwen3_5ForCausalLM",
-    top_tensors=(
-        Tensor("embed_tokens.weight", ("embed.tokens",)),
-        Tensor("norm.weight", ("final_norm.scale",), plus_one=True),
-        Tensor("lm_head.weight", ("head",), in_body=False),
-    ),
-    layer_tensors=(
-        Tensor("input_layernorm.weight", ("attn_norm.scale",), plus_one=True),
-        Tensor("input_layernorm.weight", ("state_norm.scale",), plus_one=True),
-        Tensor("post_attention_layernorm.weight", ("ffn_norm.scale",), plus_one=True),
-        Tensor("self_attn.q_proj.weight", ("attn.q", "attn.gate"), by_head=True),
-        Tensor("self_attn.q_proj.bias", ("attn.q_bias", "attn.gate_bias"), by_head=True),
-        Tensor("self_attn.k_proj.weight", ("attn.k",)),
-        Tensor("self_attn.k_proj.bias", ("attn.k_bias",)),
-        Tensor("self_attn.v_proj.weight", ("attn.v",)),
-        Tensor("self_attn.v_proj.bias", ("attn.v_bias",)),
-        Tensor("self_attn.o_proj.weight", ("attn.o",), transposed=True),
-        Tensor("self_attn.o_proj.bias", ("attn.o_bias",)),
-        Tensor("self_attn.q_norm.weight", ("attn.q_norm.scale",), plus_one=True),
-        Tensor("self_attn.k_norm.weight", ("attn.k_norm.scale",), plus_one=True),
-        Tensor("linear_attn.in_proj_qkv.weight", ("state.q", "state.k", "state.v")),
-        Tensor("linear_attn.in_proj_z.weight", ("state.gate",)),
-        Tensor("linear_attn.in_proj_b.weight", ("state.correction",)),
-        Tensor("linear_attn.in_proj_a.weight", ("state.decay",)),
-        Tensor("linear_attn.conv1d.weight", ("state.conv",), depthwise=True),
-        Tensor("linear_attn.dt_bias", ("state.decay_bias",)),
-        Tensor("linear_attn.A_log", ("state.decay_log",)),
-        Tensor("linear_attn.norm.weight", ("state.norm.scale",)),
-        Tensor("linear_attn.out_proj.weight", ("state.o",), transposed=True),
-        *LLAMA_FFN_TENSORS,
-    ),
-    # Layers that predict further tokens are not read; states are computed in float32 anyway.
-    inert_keys=frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+    top_tensors=TOP_TENSORS,
+    layer_tensors=(*LAYER_TENSORS, *LLAMA_FFN_TENSORS),
+    inert_keys=INERT_KEYS,
 )

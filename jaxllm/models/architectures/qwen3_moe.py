@@ -24,6 +24,12 @@ _DEFAULTS = {
     "tie_word_embeddings": False,
 }
 
+EXPERT_TENSORS = (
+    Tensor("mlp.experts.{expert}.gate_proj.weight", ("experts.gate",)),
+    Tensor("mlp.experts.{expert}.up_proj.weight", ("experts.up",)),
+    Tensor("mlp.experts.{expert}.down_proj.weight", ("experts.down",), transposed=True),
+)
+
 
 def read_sparse_layers(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
     """`sparse_layers`: every `decoder_sparse_step`-th layer, without those of `mlp_only_layers`."""
@@ -35,6 +41,10 @@ def read_sparse_layers(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
 
 
 def _read(reader: ConfigReader) -> ModelConfig:
+    # Qwen3-Coder's folders say these as well.
+    reader.only("use_qk_norm", (True,), "queries and keys are normalized")
+    reader.only("qkv_bias", (False,), "biases of attention are said by attention_bias")
+    reader.only("shared_expert_intermediate_size", (0, None), "no expert is shared")
     fields = read_llama_fields(reader, _DEFAULTS)
     attention_bias = reader.flag("attention_bias", False)
     window = reader.optional_integer("sliding_window", 4096)
@@ -80,9 +90,7 @@ QWEN3_MOE = Architecture(
     layer_tensors=(
         *QWEN3.layer_tensors,
         Tensor("mlp.gate.weight", ("router",)),
-        Tensor("mlp.experts.{expert}.gate_proj.weight", ("experts.gate",)),
-        Tensor("mlp.experts.{expert}.up_proj.weight", ("experts.up",)),
-        Tensor("mlp.experts.{expert}.down_proj.weight", ("experts.down",), transposed=True),
+        *EXPERT_TENSORS,
     ),
     # A window is for all layers, so this key has no effect.
     inert_keys=frozenset({"max_window_layers"}),
