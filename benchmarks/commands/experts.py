@@ -22,7 +22,7 @@ from benchmarks.commands.options import (
 )
 from benchmarks.experts import PARTS
 from jaxllm.errors import ConfigError
-from jaxllm.option_types import Size
+from jaxllm.option_types import Size, pairs_options
 from serving.commands.console import progress_bars
 from serving.commands.lazy import EngineCommand
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from benchmarks.models.checkpoint import Checkpoint
     from serving.host.progress import Progress
 
-_FILE = click.Path(path_type=Path)
 # What the random weights of an encoder-decoder are measured in.
 _MEMORY_BYTES = 300_000_000
 
@@ -55,18 +54,7 @@ _MEMORY_BYTES = 300_000_000
     help="The same mixture calibrated to another tolerable loss. Repeatable.",
 )
 @text_option
-@click.option(
-    "--pairs",
-    type=(_FILE, _FILE),
-    metavar="SOURCE TARGET",
-    help="The task of an encoder-decoder: two UTF-8 text files, whose lines of the same number are a source "
-    "and its target.",
-)
-@click.option(
-    "--prefix",
-    metavar="TEXT",
-    help="With --pairs: what tells the model the task.  [default: the model's own prefix]",
-)
+@pairs_options("answer")
 @click.option(
     "--memory",
     "budgets",

@@ -1,4 +1,4 @@
-"""Computes losses of packed rows: of the next token, of a teacher's distribution over it, and of routers.
+"""Computes losses of rows: of the next token, of a teacher's distribution over it, and of routers.
 
 Where the logits of a batch would be large, they are computed and thrown away block by block of the
 vocabulary, in the backward pass too: no array `[B, T, V]` exists.
@@ -23,6 +23,8 @@ from jaxllm.nn.layers import MASKED
 from jaxllm.nn.sharding import constrained
 from jaxllm.quant import dequantize
 from training.data.packing import Batch
+from training.seq2seq.batches import PairBatch
+from training.seq2seq.forward import target_hidden
 
 # Logits of a batch up to this size are computed at once.
 WHOLE_LOGITS_BYTES = 1 << 30
@@ -36,13 +38,13 @@ _Block = tuple[jax.Array, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """What a decoder gives for a batch.
+    """What a model gives for the targets of a batch.
 
     Attributes:
       params: of the model.
       hidden: `[B, T, D]`, after the final norm.
       logits: `[B, T, V]` float32; None where they are computed block by block.
-      routing: of a model with experts.
+      routing: of a decoder with experts.
       cfg: the model.
     """
 
@@ -55,18 +57,24 @@ class Outputs:
 
 def outputs_of(
     params: Params,
-    batch: Batch,
+    batch: Batch | PairBatch,
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype = jnp.float32,
     remat: Remat = "none",
 ) -> Outputs:
-    """Runs a decoder over a batch; for `remat` see `decoder.forward_documents`."""
-    inputs = (as_computed(params, dtype), jnp.asarray(batch.tokens), jnp.asarray(batch.starts))
-    if cfg.experts:
-        hidden, routing = decoder.forward_documents_with_routing(*inputs, cfg=cfg, dtype=dtype, remat=remat)
+    """Runs a decoder over a batch, or an encoder-decoder over pairs, whose layers keep all activations; for
+    `remat` see `decoder.forward_documents`."""
+    routing = None
+    if isinstance(batch, PairBatch):
+        params, hidden, _ = target_hidden(params, batch, cfg=cfg, dtype=dtype)
     else:
-        hidden, routing = decoder.forward_documents(*inputs, cfg=cfg, dtype=dtype, remat=remat), None
+        inputs = (as_computed(params, dtype), jnp.asarray(batch.tokens), jnp.asarray(batch.starts))
+        options: dict[str, Any] = {"cfg": cfg, "dtype": dtype, "remat": remat}
+        if cfg.experts:
+            hidden, routing = decoder.forward_documents_with_routing(*inputs, **options)
+        else:
+            hidden = decoder.forward_documents(*inputs, **options)
     size = math.prod(hidden.shape[:-1]) * cfg.vocab_size * 4
     logits = decoder.logits(params, hidden, cfg=cfg) if size <= WHOLE_LOGITS_BYTES else None
     return Outputs(params, hidden, logits, routing, cfg)
@@ -84,7 +92,7 @@ def as_computed(params: Params, dtype: jnp.dtype) -> Params:
     return {name: cast(name, weight) for name, weight in params.items()}
 
 
-def next_token_losses(outputs: Outputs, batch: Batch) -> jax.Array:
+def next_token_losses(outputs: Outputs, batch: Batch | PairBatch) -> jax.Array:
     """Cross entropy in nats `[B, T]` float32 of the targets of a batch."""
     targets = jnp.asarray(batch.targets)
     if outputs.logits is not None:
@@ -94,7 +102,7 @@ def next_token_losses(outputs: Outputs, batch: Batch) -> jax.Array:
 
 
 def distillation_losses(
-    outputs: Outputs, teacher: Outputs, batch: Batch, *, teacher_share: float
+    outputs: Outputs, teacher: Outputs, batch: Batch | PairBatch, *, teacher_share: float
 ) -> jax.Array:
     """Losses `[B, T]` float32 of a student: `teacher_share` of the cross entropy with the teacher's
     distribution over the next token, the rest with the target itself (arXiv 1503.02531, section 2). No
@@ -111,7 +119,7 @@ def distillation_losses(
     return jax.nn.logsumexp(sums, axis=0) - share * expected.sum(0) - rest * of_targets.sum(0)
 
 
-def divergences(outputs: Outputs, teacher: Outputs, batch: Batch) -> jax.Array:
+def divergences(outputs: Outputs, teacher: Outputs, batch: Batch | PairBatch) -> jax.Array:
     """Kullback-Leibler divergences `[B, T]` float32, in nats, of a model's distribution over the next token
     from the teacher's. No gradient reaches the teacher."""
     teacher = jax.lax.stop_gradient(teacher)

@@ -17,6 +17,8 @@ from training.loop.losses import next_token_losses, outputs_of
 from training.loop.monitoring import Monitoring
 from training.loop.trainer import Job, Trainer
 from training.lora.recipe import LoraRecipe
+from training.seq2seq.batches import PairBatch
+from training.seq2seq.splits import PairSplits
 
 
 def lora_job(cfg: ModelConfig, params: Params, recipe: LoraRecipe) -> Job:
@@ -27,7 +29,9 @@ def lora_job(cfg: ModelConfig, params: Params, recipe: LoraRecipe) -> Job:
     def init(key: jax.Array) -> dict[str, jax.Array]:
         return init_adapter(cfg, recipe.lora, key)
 
-    def losses(adapter: dict[str, jax.Array], frozen: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def losses(
+        adapter: dict[str, jax.Array], frozen: Params, batch: Batch | PairBatch
+    ) -> tuple[jax.Array, jax.Array]:
         params = adapt(frozen, adapter, scaling)
         outputs = outputs_of(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
         return next_token_losses(outputs, batch), jnp.zeros(())
@@ -46,7 +50,9 @@ class FittedAdapter:
     without: float
 
 
-def fit_adapter(trainer: Trainer, splits: Splits, folder: Path, monitoring: Monitoring) -> FittedAdapter:
+def fit_adapter(
+    trainer: Trainer, splits: Splits | PairSplits, folder: Path, monitoring: Monitoring
+) -> FittedAdapter:
     """Trains an adapter, or resumes from the checkpoints in `folder`.
 
     Args:
