@@ -9,7 +9,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, processors
 
 from jaxllm.errors import ConfigError
-from jaxllm.tasks.example import held_out
+from jaxllm.tasks.example import held_out, text_field
+from jaxllm.tasks.files import Record, read_jsonl
 from jaxllm.tasks.pairs import paired_lines
 from training.data.tokenizer import END_OF_TEXT, PAD, token_id, train_tokenizer
 from training.seq2seq.batches import PairRows
@@ -23,10 +24,12 @@ class TextPairs:
     Attributes:
       texts: source and target of each.
       of: for each pair, the number of its source of data.
+      one_way: the numbers of those whose targets are no sources: labels, and several targets of one source.
     """
 
     texts: Sequence[tuple[str, str]]
     of: Sequence[int]
+    one_way: frozenset[int] = frozenset()
 
     def digest(self) -> str:
         """Names their content."""
@@ -34,12 +37,15 @@ class TextPairs:
 
     def split(self, share: float) -> "tuple[TextPairs, TextPairs]":
         """What is trained on, and the share that is held out. A pair's texts alone decide, in whichever
-        direction: a sentence is never on both sides with its translation."""
+        direction: a sentence is never on both sides with its translation. Of those that go one way the source
+        decides (`held_out`)."""
         sides: list[list[int]] = [[], []]
-        for place, texts in enumerate(self.texts):
-            sides[held_out("\0".join(sorted(texts)), share)].append(place)
+        for place, (texts, of) in enumerate(zip(self.texts, self.of, strict=True)):
+            key = texts[0] if of in self.one_way else "\0".join(sorted(texts))
+            sides[held_out(key, share)].append(place)
         taken, kept = (
-            TextPairs([self.texts[each] for each in side], [self.of[each] for each in side]) for side in sides
+            TextPairs([self.texts[each] for each in side], [self.of[each] for each in side], self.one_way)
+            for side in sides
         )
         if not taken.texts or not kept.texts:
             raise ConfigError(
@@ -57,16 +63,50 @@ def read_pairs(sources: Sequence[PairSource], data: Path | None) -> TextPairs:
       data: a folder; the working directory by default.
 
     Raises:
-      ConfigError: a file cannot be read, or two files have not as many lines.
+      ConfigError: a file cannot be read, two files have not as many lines, or a record lacks a field.
     """
     texts: list[tuple[str, str]] = []
     of: list[int] = []
+    folder = Path(data or ".")
     for number, source in enumerate(sources):
-        folder = Path(data or ".")
-        pairs = read_pair_files(folder / source.source, folder / source.target).texts
+        if source.fields:
+            records = read_json_pairs(folder / source.source, *source.fields)
+            pairs = [(text, target) for text, targets in records for target in targets]
+        else:
+            pairs = list(read_pair_files(folder / source.source, folder / source.target).texts)
         texts += pairs
         of += [number] * len(pairs)
-    return TextPairs(texts, of)
+    return TextPairs(texts, of, frozenset(n for n, source in enumerate(sources) if source.fields))
+
+
+def read_json_pairs(path: Path, source: str, target: str) -> list[tuple[str, list[str]]]:
+    """The sources of a file of JSON lines with all targets of each; one without any is left out.
+
+    Args:
+      path: a file with a JSON object per line.
+      source: the field of the source.
+      target: the field of the target, or of a list of targets.
+
+    Raises:
+      ConfigError: the file cannot be read, or a record lacks a field.
+    """
+
+    def make(record: Record) -> list[tuple[str, list[str]]]:
+        text, given = text_field(record, source).strip(), record.get(target)
+        each = [text_field({target: one}, target).strip() for one in _listed(given)]
+        targets = [one for one in dict.fromkeys(each) if one]
+        return [(text, targets)] if text and targets else []
+
+    return list(read_jsonl(path, make))
+
+
+def held_out_of(pairs: Sequence[tuple[str, list[str]]], share: float) -> list[tuple[str, list[str]]]:
+    """Those of JSON lines whose source is in the held-out `share`, as `TextPairs.split` has it."""
+    return [pair for pair in pairs if held_out(pair[0], share)]
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
 
 
 def read_pair_files(source: Path, target: Path) -> TextPairs:

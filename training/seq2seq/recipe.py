@@ -20,27 +20,42 @@ FAMILIES = ("t5", "mt5", "switch_transformers")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairSource:
-    """A source of pairs: two text files, whose lines with the same number are a pair.
+    """A source of pairs: two text files, whose lines with the same number are a pair, or JSON lines.
 
     Attributes:
       name: in metrics, and of the task in the model's folder.
-      source, target: paths of UTF-8 files.
       prefix: what tells the model the task, in front of each source; one token of the tokenizer.
+      source: path of a UTF-8 file, a source in each line.
+      target: path of a UTF-8 file with the target of each line; empty for JSON lines.
+      fields: of JSON lines, the names of the source and of its target; each of a list of targets is a pair.
     """
 
     name: str
-    source: str
-    target: str
     prefix: str
+    source: str
+    target: str = ""
+    fields: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        object.__setattr__(self, "fields", tuple(self.fields))
+        texts = {"name": self.name, "prefix": self.prefix, "source": self.source}
+        if self.target or not self.fields:
+            texts["target"] = self.target
+        for key, value in (*texts.items(), *(("field", each) for each in self.fields)):
             if not isinstance(value, str) or not value or value != value.strip():
                 raise ConfigError(
-                    f"the {field.name} of a source of pairs must be text without spaces around it, got "
-                    f"{value!r:.80}"
+                    f"the {key} of a source of pairs must be text without spaces around it, got {value!r:.80}"
                 )
+        if self.fields and (self.target or len(self.fields) != 2):
+            raise ConfigError(
+                f"the source of pairs {self.name} needs a target file, or two fields of JSON lines: give one "
+                f"of both, got target {self.target!r:.80} and fields {list(self.fields)!r:.80}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict of what is given."""
+        data = {**dataclasses.asdict(self), "fields": list(self.fields)}
+        return {key: value for key, value in data.items() if value}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,10 +121,8 @@ class Seq2SeqRecipe(TrainSettings):
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict that `from_json` reads back."""
-        return {**dataclasses.asdict(self), "lengths": list(self.lengths), "sources": self._sources()}
-
-    def _sources(self) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(each) for each in self.sources]
+        sources = [each.to_json() for each in self.sources]
+        return {**dataclasses.asdict(self), "lengths": list(self.lengths), "sources": sources}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Seq2SeqRecipe":

@@ -19,6 +19,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models import decoder
 from jaxllm.quant import dequantize
+from jaxllm.tasks.rouge import rouge
 from jaxllm.text.tokenizer import Tokenizer
 from training.seq2seq.batches import PairRows
 from training.seq2seq.forward import KeysValues, decode_next, encode_rows, source_keys_values
@@ -166,6 +167,22 @@ def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
     if len(texts) != len(references) or not texts:
         raise ConfigError(f"BLEU takes a reference for each text, got {len(references)} for {len(texts)}")
     return float(sacrebleu.corpus_bleu(list(texts), [list(references)]).score)
+
+
+def likeness(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """How like their references texts are, of several the best: the share that is one of them to the letter
+    (`exact`), and Rouge as in `jaxllm.tasks.rouge`, all from 0 to 1.
+
+    Raises:
+      ConfigError: `rouge-score` is not installed, or there are not as many references as texts.
+    """
+    if len(texts) != len(references) or not texts:
+        raise ConfigError(f"each text needs references, got {len(references)} for {len(texts)}")
+    each = [
+        {"exact": float(text in right), **rouge(right, text)}
+        for text, right in zip(texts, references, strict=True)
+    ]
+    return {name: round(sum(one[name] for one in each) / len(each), 4) for name in each[0]}
 
 
 def _source_rows(

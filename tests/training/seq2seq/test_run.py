@@ -16,9 +16,10 @@ from tests.training.seq2seq.tiny import SWITCH, tiny_recipe, write_pairs
 from tests.training.tiny_runs import ONE, SILENT
 from training.loop.optimizer import matrices
 from training.seq2seq.batches import PairRows
-from training.seq2seq.recipe import Seq2SeqRecipe, load_seq2seq_recipe, seq2seq_recipe_names
+from training.seq2seq.pairs import held_out_of, read_json_pairs, read_pairs
+from training.seq2seq.recipe import PairSource, Seq2SeqRecipe, load_seq2seq_recipe, seq2seq_recipe_names
 from training.seq2seq.run import export_best_seq2seq, train_seq2seq
-from training.seq2seq.translation import Translator, bleu
+from training.seq2seq.translation import Translator, bleu, likeness
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +119,17 @@ def test_packaged_recipes_can_be_read_back(name):
         ({"model": {**SWITCH, "expert_capacity": 8}}, "expert_capacity"),
         ({"dropout": 1.0}, "dropout"),
         ({"sources": ()}, "no sources"),
+        ({"sources": [{"name": "a", "prefix": "a:", "source": "a.txt"}]}, "target"),
+        ({"sources": [{"name": "a", "prefix": "a:", "source": "a", "fields": ["b"]}]}, "two fields"),
+        (
+            {"sources": [{"name": "a", "prefix": "a:", "source": "a", "fields": ["b", "c"], "target": "d"}]},
+            "one of",
+        ),
     ],
 )
 def test_bad_recipes_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        tiny_recipe(**changes)
+        Seq2SeqRecipe.from_json({**tiny_recipe().to_json(), **changes})
 
 
 def test_muon_takes_the_matrices_of_both_sides():
@@ -138,6 +145,48 @@ def test_two_files_become_bleu(run, data, tmp_path):
     result = CliRunner().invoke(cli, [str(word) for word in [*words, *options]], catch_exceptions=False)
     assert json.loads(result.stdout)["lines"] == 60
     assert len((tmp_path / "said.txt").read_text(encoding="utf-8").splitlines()) == 60
+
+
+def _json_lines(path, records):
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
+    return path
+
+
+def test_json_lines_are_pairs_with_each_target(tmp_path):
+    records = [{"text": f"text {n}", "short": [f"t {n}", "t", "t"]} for n in range(40)]
+    file = _json_lines(tmp_path / "a.jsonl", [*records, {"text": "none", "short": []}])
+    source = PairSource(name="short", prefix="shorten:", source=file.name, fields=("text", "short"))
+    words = PairSource(name="words", prefix="say:", source="one.txt", target="two.txt")
+    for name in (words.source, words.target):
+        (tmp_path / name).write_text("".join(f"{name} {n}\n" for n in range(40)))
+    pairs = read_pairs([words, source], tmp_path)
+    assert pairs.texts[40:44] == [("text 0", "t 0"), ("text 0", "t"), ("text 1", "t 1"), ("text 1", "t")]
+    taken, kept = pairs.split(0.2)
+    # All targets of a source are on one side, which is the one that `--held-out` knows.
+    sides = [
+        {text for (text, _), of in zip(side.texts, side.of, strict=True) if of} for side in (taken, kept)
+    ]
+    assert not sides[0] & sides[1]
+    found = held_out_of(read_json_pairs(file, "text", "short"), 0.2)
+    assert {text for text, _ in found} == sides[1]
+    with pytest.raises(ConfigError, match="line 1: a record needs text under 'long'"):
+        read_json_pairs(file, "text", "long")
+
+
+def test_json_lines_are_judged_by_what_is_right(run, tmp_path):
+    file = _json_lines(tmp_path / "a.jsonl", [{"text": str(n), "word": ["one", "two"]} for n in range(60)])
+    words = ["seq2seq-eval", run / "hf", "--prefix", "number to word:", "--source", file]
+    options = ["--fields", "text", "word", "--held-out", "0.5"]
+    result = CliRunner().invoke(cli, [str(each) for each in [*words, *options]], catch_exceptions=False)
+    found = json.loads(result.stdout)
+    assert 0 < found["lines"] < 60
+    assert set(found) == {"lines", "exact", "rouge1", "rouge2", "rougeL"}
+    assert CliRunner().invoke(cli, [str(each) for each in words]).exit_code == 2
+
+
+def test_texts_are_like_the_best_of_their_references():
+    found = likeness(["a b", "c"], [["a b", "x"], ["d"]])
+    assert found == {"exact": 0.5, "rouge1": 0.5, "rouge2": 0.5, "rougeL": 0.5}
 
 
 def test_files_of_different_lengths_are_refused(data, tmp_path):
