@@ -20,7 +20,10 @@ class Source:
       task: a name in `jaxllm.tasks.TASKS`; its training split, as questions with answers.
       chat: path of a file of JSON lines, of a folder of `.jsonl` files, or a pattern: conversations, and
         prompts with completions (see `training.data.chats`).
-      pairs: paths of two text files, whose lines of the same number are a source and its target.
+      pairs: paths of two text files, whose lines of the same number are a source and its target; or of one
+        file of JSON lines.
+      fields: of such JSON lines, the names of the source and of its target; each of a list of targets is a
+        pair.
       prefix: of `pairs`, what tells the model the task, in front of each source; None for the model's own.
       skip_bad: malformed lines of `chat` are left out and counted, instead of an error.
       repeats: how often an epoch takes each document; below 1, that share is drawn anew every epoch.
@@ -33,6 +36,7 @@ class Source:
     task: str = ""
     chat: str = ""
     pairs: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
     prefix: str | None = None
     skip_bad: bool = False
     repeats: float = 1.0
@@ -42,14 +46,18 @@ class Source:
     def __post_init__(self) -> None:
         if self.prompt_weight is None:
             object.__setattr__(self, "prompt_weight", 0.0 if self.chat else 1.0)
-        if isinstance(self.pairs, list):
-            object.__setattr__(self, "pairs", tuple(self.pairs))
-        named = [value for value in (self.text, self.stories, self.task, self.chat, self.pairs) if value]
-        files = named[0] if len(named) == 1 and named[0] == self.pairs else named
-        if len(named) != 1 or not all(isinstance(each, str) for each in files) or len(files) not in (1, 2):
+        for name in ("pairs", "fields"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        named = [value for value in (self.text, self.stories, self.task, self.chat, *self.pairs[:1]) if value]
+        if len(named) != 1 or not isinstance(named[0], str):
             raise ConfigError(
-                f"a source is one of text, stories, task and chat, each a name, or of pairs, two names; got "
-                f"{named}"
+                f"a source is one of text, stories, task, chat and pairs, each a name or names; got {named}"
+            )
+        if (len(self.pairs), len(self.fields)) not in ((0, 0), (2, 0), (1, 2)):
+            raise ConfigError(
+                f"pairs are two text files, or one of JSON lines with two fields; got {self.pairs} and "
+                f"fields {self.fields}"
             )
         if self.task:
             find_task(self.task)
