@@ -29,17 +29,17 @@ from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.models.scanned_layers import STACKS, Remat, unstacked
 from training.data.packing import Batch
 from training.elastic.levels import sides, without_layer
-from training.loop.losses import next_token_losses, outputs_of
+from training.loop.losses import next_token_losses
 from training.loop.parallel import MeshShape, make_mesh, place_rows
 from training.loop.placing import laid_out
 from training.seq2seq.batches import PairBatch
+from training.seq2seq.outputs import AnyBatch, outputs_of_any
 
 # On less text than this, chance decides the order.
 LEAST_TOKENS = 4096
 Report = Callable[[int, int], None]
 Measure = Literal["gradient", "fisher"]
 MEASURES = ("gradient", "fisher")
-AnyBatch = Batch | PairBatch
 BatchT = TypeVar("BatchT", Batch, PairBatch)
 _Units = dict[str, jax.Array]
 # The units of the parameters of a block; of all others neurons.
@@ -235,7 +235,7 @@ def of_encoder(scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _loss(cfg: ModelConfig, params: Params, batch: AnyBatch, *, remat: Remat = "none") -> jax.Array:
     embedding: Any = params["embed.tokens"]
-    outputs = outputs_of(params, batch, cfg=cfg, dtype=embedding.dtype, remat=remat)
+    outputs = outputs_of_any(params, batch, cfg=cfg, dtype=embedding.dtype, remat=remat)
     counted = (batch.weights > 0).astype(jnp.float32)
     # A row of padding has none.
     return jnp.sum(next_token_losses(outputs, batch) * counted) / jnp.maximum(jnp.sum(counted), 1)

@@ -7,7 +7,7 @@ vocabulary, in the backward pass too: no array `[B, T, V]` exists.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,6 @@ from jaxllm.nn.layers import MASKED
 from jaxllm.nn.sharding import constrained
 from jaxllm.quant import dequantize
 from training.data.packing import Batch
-from training.seq2seq.batches import PairBatch
-from training.seq2seq.forward import target_hidden
 
 # Logits of a batch up to this size are computed at once.
 WHOLE_LOGITS_BYTES = 1 << 30
@@ -33,6 +31,15 @@ _BLOCK_TOKENS = 8192
 _LEAST_BLOCK_TOKENS = 1024
 # Rows of the head `[n, D]`, and the id of the first, an int32 scalar.
 _Block = tuple[jax.Array, jax.Array]
+
+
+class Targets(Protocol):
+    """What losses read of a batch: the targets `[B, T]` int32."""
+
+    @property
+    def targets(self) -> Any:
+        """See above."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -57,24 +64,25 @@ class Outputs:
 
 def outputs_of(
     params: Params,
-    batch: Batch | PairBatch,
+    batch: Batch,
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype = jnp.float32,
     remat: Remat = "none",
 ) -> Outputs:
-    """Runs a decoder over a batch, or an encoder-decoder over pairs, whose layers keep all activations; for
-    `remat` see `decoder.forward_documents`."""
-    routing = None
-    if isinstance(batch, PairBatch):
-        params, hidden, _ = target_hidden(params, batch, cfg=cfg, dtype=dtype)
+    """Runs a decoder over a batch; for `remat` see `decoder.forward_documents`."""
+    inputs = (as_computed(params, dtype), jnp.asarray(batch.tokens), jnp.asarray(batch.starts))
+    if cfg.experts:
+        hidden, routing = decoder.forward_documents_with_routing(*inputs, cfg=cfg, dtype=dtype, remat=remat)
     else:
-        inputs = (as_computed(params, dtype), jnp.asarray(batch.tokens), jnp.asarray(batch.starts))
-        options: dict[str, Any] = {"cfg": cfg, "dtype": dtype, "remat": remat}
-        if cfg.experts:
-            hidden, routing = decoder.forward_documents_with_routing(*inputs, **options)
-        else:
-            hidden = decoder.forward_documents(*inputs, **options)
+        hidden, routing = decoder.forward_documents(*inputs, cfg=cfg, dtype=dtype, remat=remat), None
+    return outputs_of_hidden(params, hidden, routing, cfg=cfg)
+
+
+def outputs_of_hidden(
+    params: Params, hidden: jax.Array, routing: Routing | None = None, *, cfg: ModelConfig
+) -> Outputs:
+    """Outputs from hidden states, with logits where they are not too large."""
     size = math.prod(hidden.shape[:-1]) * cfg.vocab_size * 4
     logits = decoder.logits(params, hidden, cfg=cfg) if size <= WHOLE_LOGITS_BYTES else None
     return Outputs(params, hidden, logits, routing, cfg)
@@ -92,7 +100,7 @@ def as_computed(params: Params, dtype: jnp.dtype) -> Params:
     return {name: cast(name, weight) for name, weight in params.items()}
 
 
-def next_token_losses(outputs: Outputs, batch: Batch | PairBatch) -> jax.Array:
+def next_token_losses(outputs: Outputs, batch: Targets) -> jax.Array:
     """Cross entropy in nats `[B, T]` float32 of the targets of a batch."""
     targets = jnp.asarray(batch.targets)
     if outputs.logits is not None:
@@ -102,7 +110,7 @@ def next_token_losses(outputs: Outputs, batch: Batch | PairBatch) -> jax.Array:
 
 
 def distillation_losses(
-    outputs: Outputs, teacher: Outputs, batch: Batch | PairBatch, *, teacher_share: float
+    outputs: Outputs, teacher: Outputs, batch: Targets, *, teacher_share: float
 ) -> jax.Array:
     """Losses `[B, T]` float32 of a student: `teacher_share` of the cross entropy with the teacher's
     distribution over the next token, the rest with the target itself (arXiv 1503.02531, section 2). No
@@ -119,7 +127,7 @@ def distillation_losses(
     return jax.nn.logsumexp(sums, axis=0) - share * expected.sum(0) - rest * of_targets.sum(0)
 
 
-def divergences(outputs: Outputs, teacher: Outputs, batch: Batch | PairBatch) -> jax.Array:
+def divergences(outputs: Outputs, teacher: Outputs, batch: Targets) -> jax.Array:
     """Kullback-Leibler divergences `[B, T]` float32, in nats, of a model's distribution over the next token
     from the teacher's. No gradient reaches the teacher."""
     teacher = jax.lax.stop_gradient(teacher)

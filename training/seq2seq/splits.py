@@ -92,10 +92,10 @@ def read_splits(
     for number, source in enumerate(sources):
         files = [Path(data or ".") / name for name in source.pairs]
         if source.fields:
-            records = read_json_pairs(*files, *source.fields)
+            records = read_json_pairs(files[0], source.fields[0], source.fields[1])
             found = [(text, target) for text, targets in records for target in targets]
         else:
-            found = list(read_pair_files(*files).texts)
+            found = list(read_pair_files(files[0], files[1]).texts)
         texts += found
         of += [number] * len(found)
     pairs = TextPairs(texts, of, frozenset(n for n, source in enumerate(sources) if source.fields))
