@@ -381,8 +381,8 @@ def _quality(engine: Engine, plan: Seq2SeqPlan) -> float:
     """Mean Rouge-2 of an engine's answers, or the share of right labels; the engine is closed."""
     scores = []
     for source, target in _tokens(engine, plan.task)[-plan.judged :]:
-        answer = engine.generate(source, _config(plan))
-        right = float(answer.text.strip() == target)
-        scores.append(right if plan.task.labels else rouge([target], answer.text)["rouge2"])
+        said = str(engine.generate(source, _config(plan)).text)
+        right = float(said.strip() == target)
+        scores.append(right if plan.task.labels else rouge([target], said)["rouge2"])
     engine.close()
     return sum(scores) / len(scores)

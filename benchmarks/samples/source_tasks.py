@@ -23,8 +23,9 @@ _SHORTENED_SHARE = 0.03
 
 def _translated(source: str, target: str) -> Callable[[Path], Iterator[TaskExample]]:
     def read(data: Path) -> Iterator[TaskExample]:
-        files = (data / "tasks" / "multi30k" / f"val.{language}" for language in (source, target))
-        for text, right in paired_lines(*files, read_lines):
+        folder = data / "tasks" / "multi30k"
+        pairs = paired_lines(folder / f"val.{source}", folder / f"val.{target}", read_lines)
+        for text, right in pairs:
             yield TaskExample(user=text, answer=right)
 
     return read

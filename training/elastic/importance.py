@@ -27,12 +27,10 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.models.scanned_layers import STACKS, Remat, unstacked
-from training.data.packing import Batch
 from training.elastic.levels import sides, without_layer
 from training.loop.losses import next_token_losses
 from training.loop.parallel import MeshShape, make_mesh, place_rows
 from training.loop.placing import laid_out
-from training.seq2seq.batches import PairBatch
 from training.seq2seq.outputs import AnyBatch, outputs_of_any
 
 # On less text than this, chance decides the order.
@@ -40,7 +38,7 @@ LEAST_TOKENS = 4096
 Report = Callable[[int, int], None]
 Measure = Literal["gradient", "fisher"]
 MEASURES = ("gradient", "fisher")
-BatchT = TypeVar("BatchT", Batch, PairBatch)
+BatchT = TypeVar("BatchT", bound=AnyBatch)
 _Units = dict[str, jax.Array]
 # The units of the parameters of a block; of all others neurons.
 _KINDS = {"attn": "groups", "cross": "cross"}
