@@ -260,14 +260,18 @@ def _counts(engine: Engine) -> dict[str, Counter[int]]:
 
 
 def _tokens(engine: Engine, task: TaskPairs) -> list[tuple[list[int], str]]:
-    """The token ids of each source, and its target.
+    """The token ids of each source, and its target; of a model's own task those that are too long are left
+    out.
 
     Raises:
       ConfigError: a source is too long.
     """
     lead = engine.tokenizer.files.source_prefix if task.prefix is None else f"{task.prefix.strip()} "
     found = [(list(engine.tokenizer.encode(lead + source)), target) for source, target in task.pairs]
-    longest = max(len(source) for source, _ in found)
+    most = engine.options.context_tokens
+    if task.called:
+        found = [(source, target) for source, target in found if len(source) <= most]
+    longest = max((len(source) for source, _ in found), default=0)
     if longest > engine.options.context_tokens:
         raise ConfigError(
             f"a source has {longest} tokens, and this bench reads at most {engine.options.context_tokens}; "
