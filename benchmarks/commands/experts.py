@@ -64,7 +64,7 @@ _MEMORY_BYTES = 300_000_000
 )
 @click.option(
     "--data",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=click.Path(path_type=Path),
     metavar="DIR",
     help="The folder of the tasks' files.",
 )

@@ -110,7 +110,7 @@ def speculative_command(
       jaxllm bench speculative
       jaxllm bench speculative --enlarge 4 --budget 25% --device eufs
       jaxllm bench speculative --full --prompts spec-bench --preset published
-      jaxllm bench speculative --model translate --draft translate-draft --data DIR
+      jaxllm bench speculative --model translate --draft translate-draft --prompts val.de
       jaxllm bench speculative --model nested.jaxllm --draft nested --only same-answers
       jaxllm bench speculative --enlarge 8 --only in-memory
     """
