@@ -125,7 +125,7 @@ def pairs_options(use: str, *, several: bool = False) -> Callable[[Command], Com
         `prefix` one of texts; else `pairs` is (source, target) and `prefix` a text, or each None.
     """
     again = " Repeatable." if several else ""
-    each = ", one for each --pairs" if several else ""
+    each = ". Repeatable, one for each --pairs" if several else ""
 
     def decorate(command: Command) -> Command:
         for option in (
