@@ -22,17 +22,17 @@ from benchmarks.commands.options import (
 )
 from benchmarks.experts import PARTS
 from jaxllm.errors import ConfigError
-from jaxllm.option_types import Size
+from jaxllm.option_types import Size, pairs_options
 from serving.commands.console import progress_bars
 from serving.commands.lazy import EngineCommand
 
 if TYPE_CHECKING:
     from benchmarks.experts.run import Plan
+    from benchmarks.experts.seq2seq import TaskPairs
     from benchmarks.measuring.report import Row
     from benchmarks.models.checkpoint import Checkpoint
     from serving.host.progress import Progress
 
-_FILE = click.Path(path_type=Path)
 # What the random weights of an encoder-decoder are measured in.
 _MEMORY_BYTES = 300_000_000
 
@@ -56,17 +56,19 @@ _MEMORY_BYTES = 300_000_000
 )
 @text_option
 @click.option(
-    "--pairs",
-    type=(_FILE, _FILE),
-    metavar="SOURCE TARGET",
-    help="The task of an encoder-decoder: two UTF-8 text files, whose lines of the same number are a source "
-    "and its target.",
+    "--task",
+    "tasks",
+    multiple=True,
+    metavar="NAME",
+    help="Answer one of an encoder-decoder's own tasks, such as translation_de_to_en. Repeatable.",
 )
 @click.option(
-    "--prefix",
-    metavar="TEXT",
-    help="With --pairs: what tells the model the task.  [default: the model's own prefix]",
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The folder of the tasks' files.",
 )
+@pairs_options("answer")
 @click.option(
     "--memory",
     "budgets",
@@ -92,12 +94,13 @@ def experts_command(
     """Measure a mixture of experts larger than memory.
 
     Times tokens of ours and of EdgeMoE's baselines, and judges predictors and eviction policies. Of Switch
-    Transformers measures the answers to the sources of a task, too, and the experts of both sides.
+    Transformers measures the answers to the sources of tasks, too, and the experts of both sides.
 
     \b
     Example:
       jaxllm bench experts
       jaxllm bench experts --shape moe-1b --only systems --device sd
+      jaxllm bench experts -m switch.jaxllm --data DIR --task translation_de_to_en --task emotion
       jaxllm bench experts -m switch.jaxllm --checkpoint runs/switch/hf --pairs val.de val.en
     """
     from benchmarks.experts import run
@@ -111,11 +114,16 @@ def experts_command(
 
     chosen = checkpoint is not None or others or text is not None or any(task.values())
     if subject.shape is not None and chosen:
-        raise click.UsageError("--shape goes with none of --checkpoint, --other-loss, --text and --pairs")
+        raise click.UsageError(
+            "--shape goes with none of --checkpoint, --other-loss, --text, --task and --pairs"
+        )
     if task["pairs"] is None and task["prefix"] is not None:
         raise click.UsageError("--prefix goes with --pairs")
-    if task["pairs"] is not None and text is not None:
-        raise click.UsageError("--pairs and --text exclude each other")
+    asked = task["pairs"] is not None or bool(task["tasks"])
+    if (task["pairs"] is not None) + bool(task["tasks"]) + (text is not None) > 1:
+        raise click.UsageError("--pairs, --task and --text exclude each other")
+    if task["data"] is not None and not task["tasks"]:
+        raise click.UsageError("--data goes with --task")
     if subject.shape in SWITCH_SHAPES:
         if parts != tuple(PARTS):
             raise click.UsageError("random weights of an encoder-decoder are measured for memory alone")
@@ -136,28 +144,49 @@ def experts_command(
         else:
             model = subject.path(progress)
             found = Checkpoint.find(model)
-            _require_task(found, task["pairs"] is not None)
+            _require_task(found, asked)
             if checkpoint is None:
                 # Bundles of a checkpoint are others than those of the same model's dequantized weights.
                 cache, again = cache / "dequantized", found.quantized
             folder = checkpoint or found.folder(progress)
             plan = dataclasses.replace(plan, text=text or stories_file(None), quantized_again=again)
-        if task["pairs"] is not None:
-            rows = _task_rows(folder, (model, *others), cache, plan, report.quick, progress, **task)
+        if asked:
+            asked_tasks = _tasks(model, **task)
+            rows = _task_rows(folder, (model, *others), cache, plan, report.quick, asked_tasks, progress)
         else:
             rows = run.run(folder, (model, *others), cache, plan, progress)
         rows += _memory_rows(model, budgets, progress)
     report.emit("experts", rows, draw)
 
 
-def _require_task(checkpoint: "Checkpoint", pairs: bool) -> None:
-    """Refuses --pairs for a decoder, and an encoder-decoder without them."""
-    if (checkpoint.cfg.encoder is not None) == pairs:
+def _require_task(checkpoint: "Checkpoint", asked: bool) -> None:
+    """Refuses tasks for a decoder, and an encoder-decoder without one."""
+    if (checkpoint.cfg.encoder is not None) == asked:
         return
     of = f"{checkpoint.model} is of {checkpoint.cfg.model_type}"
-    if pairs:
-        raise ConfigError(f"{of}, a decoder alone: it is measured on a text; give --text instead of --pairs")
-    raise ConfigError(f"{of}, an encoder-decoder: it is measured on a task; give its --pairs")
+    if asked:
+        raise ConfigError(f"{of}, a decoder alone: it is measured on a text; give --text instead")
+    raise ConfigError(f"{of}, an encoder-decoder: it is measured on a task; give --task or its --pairs")
+
+
+def _tasks(
+    model: Path,
+    *,
+    pairs: tuple[Path, Path] | None,
+    prefix: str | None,
+    tasks: tuple[str, ...],
+    data: Path | None,
+) -> "list[TaskPairs]":
+    """What is answered: the pairs of two files, or tasks of the model."""
+    from benchmarks.experts.seq2seq import TaskPairs
+    from serving.bundles import open_model
+    from serving.host.tokenizer_verdicts import open_tokenizer
+
+    if pairs is not None:
+        return [TaskPairs.read(*pairs, prefix)]
+    with open_model(model) as bundle:
+        tokenizer = open_tokenizer(bundle.tokenizer_files())
+    return [TaskPairs.of_data(name, data, tokenizer) for name in tasks]
 
 
 def _task_rows(
@@ -166,18 +195,18 @@ def _task_rows(
     cache: Path,
     plan: "Plan",
     quick: bool,
+    tasks: "list[TaskPairs]",
     progress: "Progress",
-    *,
-    pairs: tuple[Path, Path],
-    prefix: str | None,
 ) -> "list[Row]":
-    """What is measured of an encoder-decoder by its task."""
-    from benchmarks.experts.seq2seq import LEFT_OUT, WHY, Seq2SeqPlan, TaskPairs, run_seq2seq
+    """What is measured of an encoder-decoder by its tasks."""
+    from benchmarks.experts.seq2seq import LEFT_OUT, WHY, Seq2SeqPlan, run_seq2seq
 
     parts = parts_without(plan.parts, LEFT_OUT, WHY)
-    task = TaskPairs.read(*pairs, prefix)
-    own = Seq2SeqPlan(devices=plan.devices, task=task, parts=parts, tell=tell)
-    return run_seq2seq(folder, mixed, cache, own.quicker() if quick else own, progress)
+    rows: list[Row] = []
+    for task in tasks:
+        own = Seq2SeqPlan(devices=plan.devices, task=task, parts=parts, tell=tell)
+        rows += run_seq2seq(folder, mixed, cache, own.quicker() if quick else own, progress)
+    return rows
 
 
 def _memory_rows(model: Path, budgets: tuple[int, ...], progress: "Progress") -> "list[Row]":

@@ -61,7 +61,7 @@ _ANSWERED = {"prompts": "prompts", "count": "count", "preset": "presets"}
     metavar="FILE",
     help="Ask the prompts of Spec-Bench's FILE instead of the tasks'; `spec-bench` finds it as "
     "prompts/spec_bench.jsonl in the folder of --data or $JAXLLM_DATA. For an encoder-decoder a FILE with a "
-    "source on each line, or source and answer with a tab between.",
+    "source on each line, or source and answer with a tab between, instead of its own tasks' in --data.",
 )
 @click.option(
     "--count",
@@ -110,6 +110,7 @@ def speculative_command(
       jaxllm bench speculative
       jaxllm bench speculative --enlarge 4 --budget 25% --device eufs
       jaxllm bench speculative --full --prompts spec-bench --preset published
+      jaxllm bench speculative --model translate --draft translate-draft --prompts val.de
       jaxllm bench speculative --model nested.jaxllm --draft nested --only same-answers
       jaxllm bench speculative --enlarge 8 --only in-memory
     """

@@ -16,6 +16,7 @@ from benchmarks.experts.systems import (
     NestedSetting,
     Setting,
     ablations,
+    config_of,
     make_bundles,
     make_nested,
     opened,
@@ -112,7 +113,9 @@ def run(
       ConfigError: a bundle's experts are not stored apart.
       CheckpointError: a model cannot be opened.
     """
-    choices, experts = _choices(mixed)
+    cfg = config_of(mixed)
+    require_decoder_alone(cfg, "a text", "measure it by its task: --task or --pairs")
+    choices, experts = cfg.experts_per_token, cfg.experts * sum(cfg.sparse_layers)
     rows: list[Row] = []
     stages = len(plan.devices) + 1
     fast = Setting(
@@ -141,23 +144,6 @@ def run(
     if progress is not None:
         progress("Measuring", stages, stages)
     return rows
-
-
-def _choices(mixed: Sequence[Path]) -> tuple[int, int]:
-    """The experts of a token at one layer, and all experts, of the model that all bundles hold."""
-    found = set()
-    for path in mixed:
-        with Bundle.open(path) as bundle:
-            if not bundle.layout.experts_apart:
-                raise ConfigError(
-                    f"{path} stores its experts together; make a bundle by `jaxllm quantize-experts`"
-                )
-            require_decoder_alone(bundle.cfg, "a text", "measure it by its task: --pairs")
-            found.add(bundle.cfg)
-    if len(found) != 1:
-        raise ConfigError("the bundles are of several models; give those that were made of one folder")
-    cfg = found.pop()
-    return cfg.experts_per_token, cfg.experts * sum(cfg.sparse_layers)
 
 
 def _token_ms(engines: dict[str, Engine], plan: Plan) -> dict[str, float]:

@@ -18,6 +18,7 @@ from benchmarks.experts.systems import (
     SYSTEMS,
     Setting,
     ablations,
+    config_of,
     make_bundles,
     opened,
     planned_bytes,
@@ -25,14 +26,15 @@ from benchmarks.experts.systems import (
 )
 from benchmarks.measuring.report import Row, compared, median
 from benchmarks.measuring.storage import REAL, Device
+from benchmarks.samples.source_tasks import SOURCE_TASKS, chosen_tasks, read_lines, source_examples
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.experts import expert_facts
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.models.parameters import sparse_layers
-from jaxllm.models.rooms import require_room
 from jaxllm.sampling import Sampling
 from jaxllm.tasks.pairs import paired_lines
 from jaxllm.tasks.rouge import require_rouge, rouge
+from jaxllm.text.tokenizer import Tokenizer
 from serving.engine import Engine
 from serving.host.progress import Progress
 from serving.request import GenerationConfig
@@ -49,10 +51,30 @@ class TaskPairs:
     Attributes:
       pairs: of sources and targets.
       prefix: in front of each source; None for the model's own.
+      called: in rows; empty for the only one.
+      labels: whether targets are labels: an answer is then right or wrong, instead of judged by Rouge-2.
     """
 
     pairs: Sequence[tuple[str, str]]
     prefix: str | None = None
+    called: str = ""
+    labels: bool = False
+
+    @classmethod
+    def of_data(cls, name: str, data: Path | None, tokenizer: Tokenizer) -> "TaskPairs":
+        """The held-out examples of one of a model's tasks.
+
+        Raises:
+          ConfigError: the model does not have it, or a file is missing.
+        """
+        chosen_tasks(tokenizer, [name])
+        task, examples = SOURCE_TASKS[name], source_examples(name, data)
+        return cls(
+            pairs=[(each.user, each.answer) for each in examples],
+            prefix=tokenizer.files.tasks[name],
+            called=task.called,
+            labels=task.labels,
+        )
 
     @classmethod
     def read(cls, source: Path, target: Path, prefix: str | None = None) -> "TaskPairs":
@@ -61,12 +83,7 @@ class TaskPairs:
         Raises:
           ConfigError: a file cannot be read, or they have not as many lines, or no pair.
         """
-        from serving.commands.console import read_text
-
-        def lines(file: Path) -> list[str]:
-            return [line.strip() for line in read_text(file).split("\n")]
-
-        found = paired_lines(source, target, lines)
+        found = paired_lines(source, target, read_lines)
         if not found:
             raise ConfigError(f"{source} and {target} have no pair; give texts, one per line")
         return cls(pairs=found, prefix=prefix)
@@ -142,7 +159,8 @@ def run_seq2seq(
       ConfigError: a bundle's experts are not stored apart, or bundles are of several models.
       CheckpointError: a model cannot be opened.
     """
-    experts = _experts(mixed)
+    cfg = config_of(mixed)
+    experts = cfg.experts * len(sparse_layers(cfg))
     if "losses" in plan.parts:
         require_rouge()
     fast = Setting(
@@ -170,24 +188,9 @@ def run_seq2seq(
                 rows += _loss_rows(setting, device, plan, mixed)
         if progress is not None:
             progress("Measuring", number + 1, len(plan.devices))
+    if plan.task.called:
+        rows = [dataclasses.replace(row, case=f"{plan.task.called}: {row.case}") for row in rows]
     return rows
-
-
-def _experts(mixed: Sequence[Path]) -> int:
-    """The experts of both sides of the model that all bundles hold."""
-    found = set()
-    for path in mixed:
-        with Bundle.open(path) as bundle:
-            require_room(bundle.cfg, "experts apart")
-            if not bundle.layout.experts_apart:
-                raise ConfigError(
-                    f"{path} stores its experts together; make a bundle by `jaxllm quantize-experts`"
-                )
-            found.add(bundle.cfg)
-    if len(found) != 1:
-        raise ConfigError("the bundles are of several models; give those that were made of one folder")
-    cfg = found.pop()
-    return cfg.experts * len(sparse_layers(cfg))
 
 
 def _measured(names: Sequence[str], setting: Setting, plan: Seq2SeqPlan) -> dict[str, Measured]:
@@ -257,14 +260,18 @@ def _counts(engine: Engine) -> dict[str, Counter[int]]:
 
 
 def _tokens(engine: Engine, task: TaskPairs) -> list[tuple[list[int], str]]:
-    """The token ids of each source, and its target.
+    """The token ids of each source, and its target; of a model's own task those that are too long are left
+    out.
 
     Raises:
       ConfigError: a source is too long.
     """
     lead = engine.tokenizer.files.source_prefix if task.prefix is None else f"{task.prefix.strip()} "
     found = [(list(engine.tokenizer.encode(lead + source)), target) for source, target in task.pairs]
-    longest = max(len(source) for source, _ in found)
+    most = engine.options.context_tokens
+    if task.called:
+        found = [(source, target) for source, target in found if len(source) <= most]
+    longest = max((len(source) for source, _ in found), default=0)
     if longest > engine.options.context_tokens:
         raise ConfigError(
             f"a source has {longest} tokens, and this bench reads at most {engine.options.context_tokens}; "
@@ -335,13 +342,14 @@ def _note(each: Measured, device: Device) -> str:
 
 
 def _loss_rows(setting: Setting, device: Device, plan: Seq2SeqPlan, mixed: Sequence[Path]) -> list[Row]:
-    """Rouge-2 of every system beside the tolerable loss, and time per token by that loss."""
-    judged = {name: _rouge2(resident(name, setting), plan) for name in SYSTEMS if name != "IO-EXP"}
+    """Rouge-2 of every system, or its share of right labels, beside the tolerable loss, and time per token by
+    that loss."""
+    judged = {name: _quality(resident(name, setting), plan) for name in SYSTEMS if name != "IO-EXP"}
     # What it reads on demand has the checkpoint's own widths.
     judged["IO-EXP"] = judged["IO-FREE"]
     whole = judged["IO-FREE"]
     rows = []
-    count = min(plan.judged, len(plan.task.pairs))
+    count, quality = min(plan.judged, len(plan.task.pairs)), "accuracy" if plan.task.labels else "rouge2"
     for path in mixed:
         with Bundle.open(path) as bundle:
             facts = expert_facts(bundle)
@@ -349,14 +357,14 @@ def _loss_rows(setting: Setting, device: Device, plan: Seq2SeqPlan, mixed: Seque
             continue
         tolerable = facts["most_loss"]
         own = dataclasses.replace(setting, bundles=dataclasses.replace(setting.bundles, mixed=path))
-        values = {**judged, OURS: _rouge2(resident(OURS, own), plan)}
+        values = {**judged, OURS: _quality(resident(OURS, own), plan)}
         case = f"tolerable loss {tolerable:.0%}"
         by = f"calibrated by {facts.get('measure', 'perplexity')}"
         notes: dict[str, str | None] = {
             name: f"{count} answers; {_share_lost(value, whole, tolerable)}" for name, value in values.items()
         }
         notes[OURS] = f"{notes[OURS]}; {by}"
-        rows += compared(values, ours=OURS, case=case, metric="rouge2", unit="share", notes=notes)
+        rows += compared(values, ours=OURS, case=case, metric=quality, unit="share", notes=notes)
         widths = f"{facts['lowered']} of {facts['experts']} at {facts['lower']} bits, others {facts['upper']}"
         for metric, key in (("loss", "loss"), ("held_out_loss", "held_out_loss")):
             name = f"{facts.get('measure', 'perplexity')}_{metric}"
@@ -366,18 +374,19 @@ def _loss_rows(setting: Setting, device: Device, plan: Seq2SeqPlan, mixed: Seque
 
 
 def _share_lost(value: float, whole: float, tolerable: float) -> str:
-    """How much of Rouge-2 is lost, and whether that is tolerable."""
+    """How much of what the float model reaches is lost, and whether that is tolerable."""
     if not whole:
         return "the float model has none to lose"
     lost = 1 - value / whole
     return f"lost {lost:.1%}, {'within' if lost <= tolerable else 'more than'} {tolerable:.0%}"
 
 
-def _rouge2(engine: Engine, plan: Seq2SeqPlan) -> float:
-    """Mean Rouge-2 of an engine's answers; the engine is closed."""
+def _quality(engine: Engine, plan: Seq2SeqPlan) -> float:
+    """Mean Rouge-2 of an engine's answers, or the share of right labels; the engine is closed."""
     scores = []
     for source, target in _tokens(engine, plan.task)[-plan.judged :]:
-        answer = engine.generate(source, _config(plan))
-        scores.append(rouge([target], answer.text)["rouge2"])
+        said = str(engine.generate(source, _config(plan)).text)
+        right = float(said.strip() == target)
+        scores.append(right if plan.task.labels else rouge([target], said)["rouge2"])
     engine.close()
     return sum(scores) / len(scores)

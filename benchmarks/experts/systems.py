@@ -10,7 +10,7 @@ room for the experts of one token at one layer, as EdgeMoE's baselines.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,9 @@ import numpy as np
 from jaxllm.bundle import Bundle, Part
 from jaxllm.bundle.experts import copied_parts, read_path_counts
 from jaxllm.checkpoints.huggingface import read_config
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models.rooms import require_room
 from jaxllm.prepare import prepare
 from serving.engine import Engine
 from serving.host.direct_io import Storage
@@ -30,6 +33,27 @@ from serving.weights.footprint import budget_with_experts, fixed_bytes
 
 OURS = "jaxllm"
 _FLOAT_BITS = {"f32": 32, "bf16": 16}
+
+
+def config_of(mixed: Sequence[Path]) -> ModelConfig:
+    """The model that all bundles hold, with its experts apart.
+
+    Raises:
+      ConfigError: a bundle's experts are not stored apart, or bundles are of several models.
+      CheckpointError: a bundle cannot be opened.
+    """
+    found = set()
+    for path in mixed:
+        with Bundle.open(path) as bundle:
+            require_room(bundle.cfg, "experts apart")
+            if not bundle.layout.experts_apart:
+                raise ConfigError(
+                    f"{path} stores its experts together; make a bundle by `jaxllm quantize-experts`"
+                )
+            found.add(bundle.cfg)
+    if len(found) != 1:
+        raise ConfigError("the bundles are of several models; give those that were made of one folder")
+    return found.pop()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.samples.questions import packaged_examples
+from benchmarks.samples.source_tasks import SOURCE_TASKS, chosen_tasks, source_examples
 from benchmarks.samples.stories import read_stories
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import TaskExample
@@ -87,6 +88,12 @@ def source_lines(file: Path) -> dict[str, list[TaskExample]]:
     return {"sources": [TaskExample(user=each, answer="") for each in sources if each]}
 
 
+def _of_model(tokenizer: Tokenizer, data: Path | None) -> dict[str, list[TaskExample]]:
+    """The sources of the tasks that an encoder-decoder's folder names."""
+    names = chosen_tasks(tokenizer)
+    return {SOURCE_TASKS[name].called: source_examples(name, data) for name in names}
+
+
 def read_prompts(
     data: Path | None,
     tokenizer: Tokenizer,
@@ -105,16 +112,18 @@ def read_prompts(
       most_tokens: of a prompt.
       seed: of the choice.
       file: of Spec-Bench, whose categories are the tasks then; for an encoder-decoder of sources (see
-        `source_lines`). None takes `TASKS`.
+        `source_lines`). None takes `TASKS`, or the tasks that an encoder-decoder's folder names.
 
     Raises:
       ConfigError: a file is missing or malformed, or no prompt is that short.
     """
     found = {}
-    if file is None:
-        by_task = {task: list(read(data)) for task, read in TASKS.items()}
+    if reads_sources(tokenizer):
+        by_task = source_lines(file) if file is not None else _of_model(tokenizer, data)
+    elif file is not None:
+        by_task = spec_bench(file)
     else:
-        by_task = source_lines(file) if reads_sources(tokenizer) else spec_bench(file)
+        by_task = {task: list(read(data)) for task, read in TASKS.items()}
     for number, (task, examples) in enumerate(by_task.items()):
         order = np.random.default_rng((seed, number)).permutation(len(examples))
         prompts: list[list[int]] = []

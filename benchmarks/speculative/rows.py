@@ -32,6 +32,9 @@ def time_rows(case: str, answers: Mapping[str, Answers], notes: Mapping[str, str
     rows = []
     for task in (*next(iter(answers.values())), ALL):
         found = {name: spent(each if task == ALL else {task: each[task]}) for name, each in answers.items()}
+        if not all(sum(map(sum, (tokens for _, tokens in each))) for each in found.values()):
+            # Answers of one token, such as labels, have no time per token after it.
+            continue
         label = f"{case}: {task}"
         noted = notes if task == ALL else {}
         rows += spent_rows(OURS, {name: found[name] for name in found if name not in without}, label, noted)

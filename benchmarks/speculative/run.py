@@ -12,7 +12,7 @@ from benchmarks.models.checkpoint import Checkpoint
 from benchmarks.speculative import PARTS, PRESETS
 from benchmarks.speculative.answers import ask, spent, token_ms
 from benchmarks.speculative.in_memory import in_memory_rows
-from benchmarks.speculative.prompts import TASKS, read_prompts
+from benchmarks.speculative.prompts import read_prompts
 from benchmarks.speculative.rows import draft_rows, notes_of, quality_rows, time_rows
 from benchmarks.speculative.shards import narrow_bundles
 from benchmarks.speculative.systems import (
@@ -112,6 +112,8 @@ def run(
     """
     rows: list[Row] = []
     target = _Target.read(subject.model)
+    # Small models have small windows.
+    plan = dataclasses.replace(plan, context_tokens=min(plan.context_tokens, target.window_tokens))
     prompts = Prompts.read(subject, plan, target.tokenizer)
     if "in-memory" in plan.parts and not target.alone:
         tell("without in-memory: it is of decoders alone")
@@ -137,11 +139,13 @@ class _Target:
     Attributes:
       tokenizer: of its prompts.
       weight_bytes: of all weights.
+      window_tokens: of its window.
       alone: whether it is a decoder alone.
     """
 
     tokenizer: Tokenizer
     weight_bytes: int
+    window_tokens: int
     alone: bool
 
     @classmethod
@@ -150,7 +154,10 @@ class _Target:
         with open_model(model) as bundle:
             tokenizer = open_tokenizer(bundle.tokenizer_files())
             return cls(
-                tokenizer=tokenizer, weight_bytes=bundle.weight_bytes, alone=bundle.cfg.encoder is None
+                tokenizer=tokenizer,
+                weight_bytes=bundle.weight_bytes,
+                window_tokens=bundle.cfg.window_tokens,
+                alone=bundle.cfg.encoder is None,
             )
 
 
@@ -332,9 +339,9 @@ def _read_prompts(
 def _same_rows(engine: Engine, subject: Subject, plan: Plan, progress: Progress | None) -> list[Row]:
     """The share of our answers that equal, token for token, those of the target in memory without a draft."""
     whole = Engine.open(subject.model, options=EngineOptions(context_tokens=plan.context_tokens))
-    count = -(-plan.compared_answers // len(TASKS))
-    prompts = _read_prompts(subject, plan, whole.tokenizer, count, plan.seed + 1)
-    asked, same = [each for all_ in prompts.values() for each in all_][: plan.compared_answers], 0
+    prompts = _read_prompts(subject, plan, whole.tokenizer, plan.compared_answers, plan.seed + 1)
+    count = -(-plan.compared_answers // len(prompts))
+    asked, same = [each for all_ in prompts.values() for each in all_[:count]][: plan.compared_answers], 0
     for place, prompt in enumerate(asked):
         # Every other answer is drawn, not greedy.
         sampling = Sampling() if place % 2 else Sampling(temperature=0.8, top_p=0.95, seed=place)

@@ -104,7 +104,7 @@ def write_adapter(
         )
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if cfg.encoder is None else "SEQ_2_SEQ_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,

@@ -25,7 +25,6 @@ ROOMS: tuple[Room, ...] = get_args(Room)
 
 # Rooms that take decoders alone, with what to do instead.
 _ENCODER_DECODER_REFUSALS: dict[Room, str] = {
-    "levels": "use the whole model",
     "integer prefill": "prefill in floats",
     "tasks": "judge the model by its own task (jaxllm seq2seq-eval)",
 }
@@ -112,6 +111,11 @@ def _levels(cfg: ModelConfig) -> str | None:
         return (
             f"sub-models of experts with biases and of heads with sink logits ({cfg.model_type}) are not "
             "implemented; take the whole model"
+        )
+    if cfg.encoder is not None and (cfg.experts or cfg.encoder.experts):
+        return (
+            f"levels of an encoder-decoder with experts: not yet, and {cfg.model_type} is one; take the "
+            "whole model"
         )
     if not cfg.joint_qk_norm:
         return None

@@ -92,9 +92,12 @@ class SourceLayers:
           by_rows: whether the embedding is given by rows, or as a whole.
           sparse: runs the encoder's layers with experts, where these are loaded one by one.
         """
-        assert model.cfg.encoder is not None
+        # Of a level: buckets are the whole model's, and its parameters have counts.
+        encoder = model.bucket_cfg.encoder
+        assert encoder is not None
         self._model, self._buckets, self._weights, self._sparse = model, buckets, weights, sparse
-        self._encoder = ModelLevel(model.cfg.encoder, encoder_params(model.weights), model.options)
+        own = encoder_params(model.weights)
+        self._encoder = ModelLevel(encoder, own, model.options, level=model.level)
         self._outer = outer_params(self._encoder.params)
         self._norm = norm_params(self._encoder.params)
         self._by_rows = by_rows

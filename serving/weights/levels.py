@@ -8,10 +8,10 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import Recovery, read_recovery, release_recovery, require_level
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.submodel import can_be_counted, counted_sub_model, shared_sub_model
-from jaxllm.errors import ConfigError
 from jaxllm.models.layer_stack import can_be_addressed
 from jaxllm.models.lora import Adapter, adapt, parameters_of, target_of
 from jaxllm.models.parameters import ENCODER, Params
+from jaxllm.models.rooms import require_room
 
 
 class Levels:
@@ -36,11 +36,8 @@ class Levels:
           BundleError: a level or its adapter is malformed.
         """
         self._bundle, self._whole = bundle, bundle.cfg
-        if levels and bundle.cfg.encoder is not None and (bundle.cfg.experts or bundle.cfg.encoder.experts):
-            raise ConfigError(
-                f"levels of an encoder-decoder with experts: not yet, and {bundle.cfg.model_type} is one; "
-                "take the whole model"
-            )
+        if levels:
+            require_room(bundle.cfg, "levels")
         self.cfgs: Mapping[int, ModelConfig] = {level: require_level(bundle, level) for level in levels}
         self.counted = bool(levels) and can_be_counted(params, bundle.cfg)
         self._addressed = can_be_addressed(params, bundle.cfg)

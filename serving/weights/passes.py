@@ -42,8 +42,15 @@ class Passes:
             self.of_source = [*encoder, *once, *map(without_reads, head)]
             self.of_tokens = [*map(without_reads, encoder), *each, *head]
         self.of_level: dict[ModelConfig, list[Piece]] = {}
+        self._layout, self._encoder, self._head = layout, encoder, head
         later = [self.first_layer + each for each in spread_evenly(len(self.whole) - self.first_layer)]
         self.kept_first = [*later, *(spread_evenly(len(encoder)) if encoder else ())]
+
+    def add_level(self, cfg: ModelConfig, layers: Sequence[LayerPiece]) -> None:
+        """Adds the pass of a level whose layers read these pieces; sources are read as at the whole model."""
+        if self._encoder:
+            layers = parts_of_pieces(self._layout, layers, lambda name: name not in _OF_SOURCE)
+        self.of_level[cfg] = [*map(without_reads, self._encoder), *layers, *self._head]
 
     @property
     def all_reads(self) -> Iterable[Sequence[Piece]]:

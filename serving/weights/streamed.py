@@ -84,7 +84,8 @@ class StreamedWeights:
         self._passes = passes = Passes(bundle.layout, encoder, layers, () if self._part else self.head)
         # Else whole layers are read at every level.
         if bundle.read_in_place and self._part is None:
-            passes.of_level |= {cfg: [*layer_pieces(bundle.layout, cfg), *self.head] for cfg in levels}
+            for cfg in levels:
+                passes.add_level(cfg, layer_pieces(bundle.layout, cfg))
         sizes = [each.memory_bytes - each.kept_bytes for each in passes.whole]
         kept_bytes = kept_rows_bytes(bundle.weight_bytes) + self._vector_bytes
         fixed_bytes = budget.fixed_bytes + kept_bytes + (self._part.size_bytes if self._part else 0)

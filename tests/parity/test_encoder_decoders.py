@@ -202,7 +202,7 @@ def test_fields_of_encoder_decoders_need_an_encoder():
     assert dataclasses.replace(tiny.TINY).to_json() == data
 
 
-@pytest.mark.parametrize("variant", ["t5", "bart", "marian", "switch_transformers"])
+@pytest.mark.parametrize("variant", ["t5", "bart", "mbart", "marian", "switch_transformers"])
 def test_greedy_text_of_a_folder(variant, tmp_path, monkeypatch):
     """An engine opens the folder, and answers with the tokens that transformers generates."""
     import torch

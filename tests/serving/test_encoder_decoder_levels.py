@@ -1,6 +1,7 @@
 """Levels of encoder-decoders: units of both sides in order, and sub-models as counts of them."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import elastic_parts, read_ladder, read_order
 from jaxllm.elastic.ladder import Ladder, layer_parameters, sub_config
 from jaxllm.elastic.units import UnitOrder, order_sides, reorder
-from jaxllm.errors import ConfigError
+from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.models.architectures import architecture
 from serving.engine import Engine
 from tests import tiny, tiny_encdec
@@ -96,6 +97,18 @@ def test_levels_of_weights_in_blocks_share_buckets(tmp_path):
     assert whole.generate(TEXT, LONG).tokens == answers[0]
     engine.close()
     whole.close()
+    # And so they do where layers take turns in memory: with too little, the message says how much would do.
+    streamed = dataclasses.replace(SMALL, levels=(70,), memory_bytes=1)
+    with pytest.raises(BudgetExceeded) as refused:
+        Engine.open(path, options=streamed)
+    least = int(re.search(r"at least ([\d,]+)", str(refused.value))[1].replace(",", ""))
+    engine = Engine.open(path, options=dataclasses.replace(streamed, memory_bytes=least))
+    assert engine.model.streamed is not None
+    assert [engine.at(each).generate(TEXT, LONG).tokens for each in (100, 70, 100)] == [
+        *answers[1:],
+        answers[1],
+    ]
+    engine.close()
 
 
 def test_orders_and_ladders_of_other_models():

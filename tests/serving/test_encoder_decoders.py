@@ -185,13 +185,6 @@ def test_services_answer_one_source(engine):
     assert answer.tokens == engine.generate("hello\nthe", LONG).tokens[: len(answer.tokens)]
 
 
-def test_recovery_is_refused(path):
-    from training.loop.frozen_model import FrozenModel
-
-    with pytest.raises(ConfigError, match="elastic recovery"):
-        FrozenModel.read(path)
-
-
 def test_a_model_without_a_start_token(tmp_path):
     files = dataclasses.replace(tiny_encdec.tokenizer(), start_ids=())
     path = tiny.write_tiny_bundle(tmp_path / "m.jaxllm", cfg=tiny_encdec.TINY_T5, tokenizer=files)

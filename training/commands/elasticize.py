@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxllm.option_types import Levels, Share
+from jaxllm.option_types import Levels, Share, pairs_options
 from training.commands.shared_options import (
     chat_options,
     checkpoints_option,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 @data_option
 @text_option("learn from", "the recipe's sources")
 @chat_options
+@pairs_options("learn from", several=True)
 @weights_option("the bundle's matrices")
 @click.option("--levels", type=Levels(), help="Levels to make, ascending.  [default: the recipe's]")
 @click.option(
@@ -125,12 +126,14 @@ def elasticize_command(
 
     Reads MODEL, a Hugging Face folder, and the recipe's data. Measures how much its units matter, orders
     them, trains what each level lacks, and trains the tiny LM. Writes FILE, and prints the loss of each level
-    as a JSON object.
+    as a JSON object. An encoder-decoder (T5, mT5) learns from pairs of sources and targets, and has no tiny
+    LM.
 
     \b
     Example:
       jaxllm elasticize path/to/folder --output elastic.jaxllm --data DIR --run runs/elastic
       jaxllm elasticize path/to/folder --output mine.jaxllm --text text.txt --tiny-lm none --run runs/mine
+      jaxllm elasticize runs/translate/hf -o t.jaxllm --pairs t.de t.en --tiny-lm none --run runs/t
     """
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
     from training.bundle_output import BundleOutput
@@ -144,7 +147,8 @@ def elasticize_command(
     recipe, device = load_elastic_recipe(recipe_name), changes.pop("dry_run")
     monitoring, checkpoints = Monitoring(profile=changes.pop("profile")), changes.pop("checkpoints")
     group = [changes.pop(name) for name in ("coordinator", "processes", "process")]
-    changes["sources"] = given_sources(texts, changes.pop("chats"), changes.pop("skip_bad")) or None
+    named = [changes.pop(name) for name in ("chats", "skip_bad", "pairs", "prefix")]
+    changes["sources"] = given_sources(texts, *named) or None
     recipe = dataclasses.replace(recipe, **{key: each for key, each in changes.items() if each is not None})
     set_devices(devices)
     start_process_group(*group)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jaxllm.option_types import pairs_options
 from training.commands.shared_options import (
     chat_options,
     checkpoints_option,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 @data_option
 @text_option("learn from", "the recipe's sources")
 @chat_options
+@pairs_options("learn from", several=True)
 @weights_option("a folder's frozen matrices", "f32")
 @click.option("--rank", type=click.IntRange(min=1), help="Rank of the adapter.  [default: the recipe's]")
 @click.option(
@@ -63,13 +65,15 @@ def lora_command(
 ) -> None:
     """Train a low-rank adapter of a model, into a folder in PEFT's layout.
 
-    Reads MODEL, a Hugging Face folder or a bundle, whose weights stay as they are, and the recipe's data.
-    Writes RUN/adapter and prints its path; `jaxllm generate --adapter RUN/adapter` runs it.
+    Reads MODEL, a Hugging Face folder or a bundle, whose weights stay as they are, and the recipe's data; for
+    an encoder-decoder (T5, mT5, Switch Transformers) pairs of sources and targets. Writes RUN/adapter and
+    prints its path; `jaxllm generate --adapter RUN/adapter` runs it.
 
     \b
     Example:
       jaxllm lora path/to/folder --data DIR --run runs/mood
       jaxllm lora path/to/folder --chat chats.jsonl --run runs/chats
+      jaxllm lora runs/translate/hf --pairs mine.de mine.en --run runs/mine
     """
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
     from training.loop.monitoring import Monitoring
@@ -81,7 +85,9 @@ def lora_command(
     recipe = load_lora_recipe(recipe_name)
     changes = {name: options.pop(name) for name in ("rank", "alpha")}
     changes = {name: each for name, each in changes.items() if each is not None}
-    sources = given_sources(*(options.pop(name) for name in ("texts", "chats", "skip_bad")))
+    sources = given_sources(
+        *(options.pop(name) for name in ("texts", "chats", "skip_bad", "pairs", "prefix"))
+    )
     settings = {name: options.pop(name) for name in ("steps", "evaluation_batches")}
     recipe = dataclasses.replace(
         recipe,

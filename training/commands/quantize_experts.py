@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxllm.formats import EXPERT_BITS
-from jaxllm.option_types import Share
+from jaxllm.option_types import Share, pairs_options
 from training.commands.shared_options import (
     calibration_device_options,
     dry_run_option,
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 MAX_LOSS = 0.05
 TOKENS = 8192
 MEASURES = ("perplexity", "rouge2")
-
-
-_FILE = click.Path(path_type=Path)
 
 
 @click.command("quantize-experts")
@@ -55,18 +52,7 @@ _FILE = click.Path(path_type=Path)
     show_default=True,
     help="Tokens of text, or of targets, to measure on, and as many to hold out.",
 )
-@click.option(
-    "--pairs",
-    type=(_FILE, _FILE),
-    metavar="SOURCE TARGET",
-    help="For an encoder-decoder: two UTF-8 text files to measure on, whose lines of the same number are a "
-    "source and its target.",
-)
-@click.option(
-    "--prefix",
-    metavar="TEXT",
-    help="With --pairs: what tells the model the task.  [default: the model's own prefix]",
-)
+@pairs_options("measure on")
 @click.option(
     "--measure",
     type=click.Choice(MEASURES),

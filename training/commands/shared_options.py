@@ -145,15 +145,27 @@ def chat_options(command: Command) -> Command:
 
 
 def given_sources(
-    texts: Sequence[Path | str], chats: Sequence[Path | str], skip_bad: bool
+    texts: Sequence[Path | str],
+    chats: Sequence[Path | str],
+    skip_bad: bool,
+    pairs: Sequence[tuple[Path, Path]] = (),
+    prefixes: Sequence[str] = (),
 ) -> "tuple[Source, ...]":
-    """The sources that --text, --chat and --skip-bad name; none keeps the recipe's."""
+    """The sources that --text, --chat, --skip-bad, --pairs and --prefix name; none keeps the recipe's."""
     from training.data.remote_files import source_name
     from training.data.sources import Source
 
     plain = (Source(text=source_name(path)) for path in texts)
     talks = (Source(chat=source_name(path), skip_bad=skip_bad) for path in chats)
-    return (*plain, *talks)
+    if prefixes and len(prefixes) != len(pairs):
+        raise click.UsageError(
+            f"{len(pairs)} --pairs and {len(prefixes)} --prefix: give one for each, or none"
+        )
+    read = (
+        Source(pairs=(str(source), str(target)), prefix=prefix)
+        for (source, target), prefix in zip(pairs, prefixes or [None] * len(pairs), strict=True)
+    )
+    return (*plain, *talks, *read)
 
 
 def tokenizer_option(of: str) -> Callable[[Command], Command]:

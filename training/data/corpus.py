@@ -220,6 +220,8 @@ def _documents(
 
 
 def _source_documents(source: Source, data: Path | None, on_bad: OnBad) -> Iterator[Document]:
+    if source.pairs:
+        raise ConfigError("pairs of sources and targets are for encoder-decoders; give --text or --chat")
     if source.task:
         for example in find_task(source.task).read(_root(source, data), "train"):
             yield chat_document(example)

@@ -180,6 +180,20 @@ class Splits:
         """The sources' names in metrics, by number."""
         return [source.name for source in self.train.mixture]
 
+    def epochs_at(self, step: int) -> float:
+        """Passes over the documents after `step` steps."""
+        return self.train.epochs_at(step)
+
+    def size(self) -> str:
+        """How much is trained on, for people."""
+        training = self.train.documents
+        return f"{len(training):,} documents, {len(training.tokens):,} tokens"
+
+    def first_epoch(self) -> Iterator[Batch]:
+        """The training batches of the first epoch."""
+        steps = -(-len(self.train.epoch(0)) // self.train.batch)
+        return (self.train.batch_at(step) for step in range(steps))
+
     def held_out_batches(self) -> Iterator[Batch]:
         """The held-out documents that losses are measured on, weighted as in training."""
         shape = self.train.row_tokens, self.train.batch

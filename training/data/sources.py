@@ -11,7 +11,8 @@ from training.settings import require_float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source of documents: texts, a file of stories to be told, a task, or conversations.
+    """A source of documents: texts, a file of stories to be told, a task, or conversations; of an
+    encoder-decoder pairs.
 
     Attributes:
       text: path of a text file, of a folder of `.txt` files, or a pattern; all of each document is learnt.
@@ -19,6 +20,11 @@ class Source:
       task: a name in `jaxllm.tasks.TASKS`, or a file of questions; its training split, with answers.
       chat: path of a file of JSON lines or parquet, of a folder of such files, or a pattern: conversations,
         and prompts with completions (see `training.data.chats`).
+      pairs: paths of two text files, whose lines of the same number are a source and its target; or of one
+        file of JSON lines.
+      fields: of such JSON lines, the names of the source and of its target; each of a list of targets is a
+        pair.
+      prefix: of `pairs`, what tells the model the task, in front of each source; None for the model's own.
       skip_bad: malformed lines of `chat` are left out and counted, instead of an error.
       repeats: how often an epoch takes each document; below 1, that share is drawn anew every epoch.
       prompt_weight: weight of the loss on a prompt's tokens; None: 0 of `chat`, 1 of others.
@@ -29,6 +35,9 @@ class Source:
     stories: str = ""
     task: str = ""
     chat: str = ""
+    pairs: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    prefix: str | None = None
     skip_bad: bool = False
     repeats: float = 1.0
     prompt_weight: float | None = None
@@ -37,9 +46,19 @@ class Source:
     def __post_init__(self) -> None:
         if self.prompt_weight is None:
             object.__setattr__(self, "prompt_weight", 0.0 if self.chat else 1.0)
-        named = [value for value in (self.text, self.stories, self.task, self.chat) if value]
+        for name in ("pairs", "fields"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        named = [value for value in (self.text, self.stories, self.task, self.chat, *self.pairs[:1]) if value]
         if len(named) != 1 or not isinstance(named[0], str):
-            raise ConfigError(f"a source is one of text, stories, task and chat, each a name; got {named}")
+            raise ConfigError(
+                f"a source is one of text, stories, task, chat and pairs, each a name or names; got {named}"
+            )
+        if (len(self.pairs), len(self.fields)) not in ((0, 0), (2, 0), (1, 2)):
+            raise ConfigError(
+                f"pairs are two text files, or one of JSON lines with two fields; got {self.pairs} and "
+                f"fields {self.fields}"
+            )
         if self.task:
             find_task(self.task)
         require_float("repeats", self.repeats, least=0, most=1000)
@@ -56,6 +75,8 @@ class Source:
         """The source's name in metrics."""
         if self.task:
             return self.task
+        if self.pairs:
+            return Path(self.pairs[0]).name
         if self.text or self.chat:
             return Path(self.text or self.chat).stem
         return f"{Path(self.stories).stem}-told"

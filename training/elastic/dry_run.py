@@ -10,7 +10,7 @@ from jaxllm.checkpoints import huggingface
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.models.lora import init_adapter
-from jaxllm.models.rooms import require_room
+from jaxllm.models.rooms import require_decoder_alone, require_room
 from jaxllm.models.scanned_layers import stacked
 from training.elastic.importance import unit_step
 from training.elastic.job import joint_job, level_job
@@ -50,6 +50,7 @@ def dry_run_elastic(
     known_figures(device)
     cfg = huggingface.read_config(model)
     require_room(cfg, "levels")
+    require_decoder_alone(cfg, "estimates of training", "make levels without --dry-run")
     recipe = recipe.within(cfg.window_tokens)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     require_divisible(cfg, mesh)

@@ -5,14 +5,15 @@ the sum over its weights of gradient times weight (equation 2), averaged over ba
 to compare with, is the mean of that sum's square over rows, each with a backward pass of its own (second
 order, arXiv 1906.10771, equation 5). A layer's importance is the growth of the loss when it is left out.
 
-Parameters lie on a mesh, and so do their gradients; what leaves it are numbers of units and layers.
+Parameters lie on a mesh, and so do their gradients; what leaves it are numbers of units and layers. Of an
+encoder-decoder one backward pass over pairs gives those of both sides.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,24 +21,27 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ModelConfig
-from jaxllm.elastic.ladder import is_unit_parameter
-from jaxllm.elastic.units import UnitOrder, order_units, unit_arrays, units_of_arrays
+from jaxllm.elastic.ladder import Ladder, is_unit_parameter
+from jaxllm.elastic.units import UnitOrder, order_sides, order_units, unit_arrays, units_of_arrays
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file
-from jaxllm.models.parameters import Params
+from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.models.scanned_layers import STACKS, Remat, unstacked
-from training.data.packing import Batch
-from training.elastic.levels import without_layer
-from training.loop.losses import next_token_losses, outputs_of
+from training.elastic.levels import sides, without_layer
+from training.loop.losses import next_token_losses
 from training.loop.parallel import MeshShape, make_mesh, place_rows
 from training.loop.placing import laid_out
+from training.seq2seq.outputs import AnyBatch, outputs_of_any
 
 # On less text than this, chance decides the order.
 LEAST_TOKENS = 4096
 Report = Callable[[int, int], None]
 Measure = Literal["gradient", "fisher"]
 MEASURES = ("gradient", "fisher")
-_Units = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+BatchT = TypeVar("BatchT", bound=AnyBatch)
+_Units = dict[str, jax.Array]
+# The units of the parameters of a block; of all others neurons.
+_KINDS = {"attn": "groups", "cross": "cross"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,16 +53,51 @@ class Importance:
       neurons: for each layer those of its neurons, `[F]`, or `[E, F]` for experts.
       layers: `[L]` float64, the growth of the loss without each layer, in nats per token.
       loss: of the whole model, in nats per token.
+      cross: of the decoder of an encoder-decoder, for each layer those of its kv-groups over the source.
+      encoder: those of its encoder.
     """
 
     groups: tuple[np.ndarray, ...]
     neurons: tuple[np.ndarray, ...]
     layers: np.ndarray
     loss: float
+    cross: tuple[np.ndarray, ...] = ()
+    encoder: "Importance | None" = None
 
-    def order(self) -> UnitOrder:
-        """The units, most important first."""
-        return order_units(self.groups, self.neurons)
+    @classmethod
+    def of_arrays(
+        cls, cfg: ModelConfig, units: Mapping[str, np.ndarray], layers: np.ndarray, loss: float
+    ) -> "Importance":
+        """Importances from the named arrays of `units`, and from those of all layers, the encoder's after the
+        decoder's."""
+        groups, neurons = units_of_arrays(units, cfg.layers)
+        if cfg.encoder is None:
+            return cls(groups, neurons, layers=layers, loss=loss)
+        return cls(
+            groups,
+            neurons,
+            layers=layers[: cfg.layers],
+            loss=loss,
+            cross=tuple(units[f"cross.{layer}"] for layer in range(cfg.layers)),
+            encoder=cls.of_arrays(cfg.encoder, of_encoder(units), layers[cfg.layers :], loss),
+        )
+
+    @property
+    def units(self) -> dict[str, np.ndarray]:
+        """Those of all units, as `order_of_scores` takes them."""
+        named = unit_arrays(self.groups, self.neurons)
+        named |= {f"cross.{layer}": each for layer, each in enumerate(self.cross)}
+        others = {} if self.encoder is None else self.encoder.units
+        return named | {ENCODER + name: each for name, each in others.items()}
+
+    def order(self, cfg: ModelConfig) -> UnitOrder:
+        """The units of the model, most important first."""
+        return order_of_scores(cfg, self.units)
+
+    def ladder(self, levels: tuple[int, ...], anchor_share: float) -> Ladder:
+        """The levels of the model, with anchors on each side."""
+        own = None if self.encoder is None else self.encoder.ladder(levels, anchor_share)
+        return Ladder(levels=levels, anchors=self.anchors(anchor_share), encoder=own)
 
     def anchors(self, share: float = 0.2) -> tuple[int, ...]:
         """The most important layers, a share of all, ascending.
@@ -73,25 +112,23 @@ class Importance:
 
     def write(self, path: Path) -> None:
         """Writes a file that `read` reads, whole or not at all."""
-        arrays = {
-            **unit_arrays(self.groups, self.neurons),
-            "layers": self.layers,
-            "loss": np.array(self.loss),
-        }
+        layers = self.layers
+        if self.encoder is not None:
+            layers = np.concatenate([layers, self.encoder.layers])
+        arrays = {**self.units, "layers": layers, "loss": np.array(self.loss)}
         with atomic_file(path) as file:
             np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
 
     @classmethod
-    def read(cls, path: Path, layers: int) -> "Importance":
-        """Reads the importances of a model of so many layers.
+    def read(cls, path: Path, cfg: ModelConfig) -> "Importance":
+        """Reads the importances of a model.
 
         Raises:
           CheckpointError: the file is damaged, or of a model of fewer layers.
         """
         try:
             with np.load(path) as saved:
-                units = units_of_arrays(saved, layers)
-                return cls(*units, layers=saved["layers"], loss=float(saved["loss"]))
+                return cls.of_arrays(cfg, saved, saved["layers"], float(saved["loss"]))
         except Exception as error:  # NumPy raises many kinds for a damaged file.
             raise CheckpointError(f"cannot read {path}: {error}; remove it, and it is made again") from error
 
@@ -99,7 +136,7 @@ class Importance:
 def measure(
     cfg: ModelConfig,
     params: Params,
-    batches: Sequence[Batch],
+    batches: Sequence[AnyBatch],
     *,
     mesh: Mesh | None = None,
     remat: Remat = "none",
@@ -112,7 +149,7 @@ def measure(
       cfg: the whole model.
       params: as float arrays, which stay where they are if they are on the mesh; of bfloat16, activations are
         too.
-      batches: the text, packed.
+      batches: the text, packed; or pairs of sources and targets.
       mesh: the devices, over which rows and parameters are divided; None: the default one.
       remat: see `decoder.forward_documents`.
       by: the measure of units; "fisher" gives squares of nats per token.
@@ -132,13 +169,14 @@ def measure(
     # One function for all layers: which of them is left out is an argument.
     loss = jax.jit(functools.partial(_loss_without, cfg), out_shardings=everywhere)
     own: Params = laid_out(params.items(), cfg, mesh)
-    sums, nats = None, np.zeros(cfg.layers + 1)
+    count = sum(side.layers for _, side in sides(cfg))
+    sums, nats = None, np.zeros(count + 1)
     for done, batch in enumerate(batches, start=1):
         share = float((batch.weights > 0).sum()) / tokens
         with jax.set_mesh(mesh):
             rows = jax.tree.map(lambda part: part[0], place_rows(batch, mesh, 1))
             of_batch = jax.tree.map(lambda part: np.abs(np.asarray(part, np.float64)), units(own, rows))
-            losses = [float(loss(own, rows, np.int32(layer))) for layer in range(-1, cfg.layers)]
+            losses = [float(loss(own, rows, np.int32(layer))) for layer in range(-1, count)]
         each = jax.tree.map(lambda part, share=share: share * part, of_batch)
         sums = each if sums is None else jax.tree.map(np.add, sums, each)
         nats += share * np.array(losses)
@@ -147,14 +185,15 @@ def measure(
     assert sums is not None
     if not np.isfinite(nats[0]):
         raise ConfigError(f"the model's loss on the calibration text is {nats[0]}; its weights are broken")
-    return Importance(*sums, layers=nats[1:] - nats[0], loss=float(nats[0]))
+    return Importance.of_arrays(cfg, sums, nats[1:] - nats[0], float(nats[0]))
 
 
 def unit_step(
     cfg: ModelConfig, mesh: Mesh, *, remat: Remat = "none", by: Measure = "gradient"
-) -> Callable[[Params, Batch], _Units]:
-    """The compiled step of (parameters, batch), both on the mesh, to sums of kv groups and neurons by layer,
-    which every device has: one backward pass, or one for each row by "fisher"."""
+) -> Callable[[Params, AnyBatch], _Units]:
+    """The compiled step of (parameters, batch), both on the mesh, to sums of kv groups and neurons by layer
+    (named as `Importance.units`), which every device has: one backward pass, or one for each row by
+    "fisher"."""
     sums_of = _unit_sums if by == "gradient" else _unit_squares
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(functools.partial(sums_of, cfg, remat=remat), out_shardings=everywhere)
@@ -164,33 +203,47 @@ def magnitudes(cfg: ModelConfig, tensors: Iterable[tuple[str, np.ndarray]]) -> U
     """Orders units by the norm of their weights, largest first, to compare with; reads one tensor after the
     other."""
     squares = ((name, np.square(np.asarray(value, np.float32))) for name, value in tensors)
-    return order_units(*(tuple(map(np.sqrt, part)) for part in _unit_reduce(cfg, squares)))
+    return order_of_scores(cfg, {name: np.sqrt(each) for name, each in _unit_reduce(squares).items()})
 
 
 def random_order(cfg: ModelConfig, seed: int) -> UnitOrder:
     """Orders units at random, to compare with."""
     draw = np.random.default_rng(seed)
-    shapes = [(cfg.experts,) if cfg.is_sparse(layer) else () for layer in range(cfg.layers)]
-    units = [cfg.units(layer) for layer in range(cfg.layers)]
-    return order_units(
-        [draw.random(each.kv_heads) for each in units],
-        [draw.random((*lead, each.neurons)) for lead, each in zip(shapes, units, strict=True)],
-    )
+    scores = {}
+    for lead, side in sides(cfg):
+        kinds = ("groups", "cross") if side.encoder is not None else ("groups",)
+        for layer in range(side.layers):
+            units, experts = side.units(layer), (side.experts,) if side.is_sparse(layer) else ()
+            scores |= {f"{lead}{kind}.{layer}": draw.random(units.kv_heads) for kind in kinds}
+            scores[f"{lead}neurons.{layer}"] = draw.random((*experts, units.neurons))
+    return order_of_scores(cfg, scores)
 
 
-def _loss(cfg: ModelConfig, params: Params, batch: Batch, *, remat: Remat = "none") -> jax.Array:
+def order_of_scores(cfg: ModelConfig, scores: Mapping[str, np.ndarray]) -> UnitOrder:
+    """The order of units by falling scores, which are named as `Importance.units`."""
+    if cfg.encoder is None:
+        return order_units(*units_of_arrays(scores, cfg.layers))
+    return order_sides(cfg, scores, of_encoder(scores))
+
+
+def of_encoder(scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Those of the encoder, named as those of a model by itself."""
+    return {name.removeprefix(ENCODER): scores[name] for name in scores if name.startswith(ENCODER)}
+
+
+def _loss(cfg: ModelConfig, params: Params, batch: AnyBatch, *, remat: Remat = "none") -> jax.Array:
     embedding: Any = params["embed.tokens"]
-    outputs = outputs_of(params, batch, cfg=cfg, dtype=embedding.dtype, remat=remat)
+    outputs = outputs_of_any(params, batch, cfg=cfg, dtype=embedding.dtype, remat=remat)
     counted = (batch.weights > 0).astype(jnp.float32)
     # A row of padding has none.
     return jnp.sum(next_token_losses(outputs, batch) * counted) / jnp.maximum(jnp.sum(counted), 1)
 
 
-def _loss_without(cfg: ModelConfig, params: Params, batch: Batch, layer: jax.Array) -> jax.Array:
+def _loss_without(cfg: ModelConfig, params: Params, batch: AnyBatch, layer: jax.Array) -> jax.Array:
     return _loss(cfg, without_layer(cfg, params, layer), batch)
 
 
-def _unit_sums(cfg: ModelConfig, params: Params, batch: Batch, *, remat: Remat) -> _Units:
+def _unit_sums(cfg: ModelConfig, params: Params, batch: AnyBatch, *, remat: Remat) -> _Units:
     """Gradient times weight of the mean loss, summed over each unit: of kv-groups and of neurons by layer."""
     gradients = jax.grad(lambda params: _loss(cfg, params, batch, remat=remat))(params)
     sums = {}
@@ -202,15 +255,15 @@ def _unit_sums(cfg: ModelConfig, params: Params, batch: Batch, *, remat: Remat) 
             # Summed before layers are taken apart, so that no product is kept.
             kept = int(name != like) + (2 if ".experts." in name else 1)
             sums[name] = product.reshape(*product.shape[:kept], -1).sum(-1)
-    return _unit_reduce(cfg, unstacked(sums, cfg).items())
+    return _unit_reduce(unstacked(sums, cfg).items())
 
 
-def _unit_squares(cfg: ModelConfig, params: Params, batch: Batch, *, remat: Remat) -> _Units:
+def _unit_squares(cfg: ModelConfig, params: Params, batch: AnyBatch, *, remat: Remat) -> _Units:
     """Squares of `_unit_sums` of each row by itself, averaged over rows by their tokens."""
-    rows: Batch = jax.tree.map(lambda each: each[:, None], batch)
+    rows: AnyBatch = jax.tree.map(lambda each: each[:, None], batch)
     tokens = (batch.weights > 0).astype(jnp.float32).sum(1)
 
-    def add_row(sums: _Units, each: tuple[Batch, jax.Array]) -> tuple[_Units, None]:
+    def add_row(sums: _Units, each: tuple[AnyBatch, jax.Array]) -> tuple[_Units, None]:
         row, share = each
         own = _unit_sums(cfg, params, row, remat=remat)
         return jax.tree.map(lambda sum_, part: sum_ + share * jnp.square(part), sums, own), None
@@ -223,26 +276,24 @@ def _unit_squares(cfg: ModelConfig, params: Params, batch: Batch, *, remat: Rema
     return sums
 
 
-def _unit_reduce(
-    cfg: ModelConfig, values: Iterable[tuple[str, Any]]
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Sums of the values of each unit's parameters: `[K]`, and `[F]` or `[E, F]`, by layer."""
-    groups: list[Any] = [0.0] * cfg.layers
-    neurons: list[Any] = [0.0] * cfg.layers
+def _unit_reduce(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Sums of the values of each unit's parameters, `[K]`, and `[F]` or `[E, F]`, by layer."""
+    sums: dict[str, Any] = {}
     for name, value in values:
         if not is_unit_parameter(name):
             continue
-        _, number, part = name.split(".", 2)
-        kept = 2 if part.startswith("experts.") else 1
-        own = value.reshape(*value.shape[:kept], -1).sum(-1)
-        sums = groups if part.startswith("attn.") else neurons
-        sums[int(number)] = sums[int(number)] + own
-    return tuple(groups), tuple(neurons)
+        lead = ENCODER if name.startswith(ENCODER) else ""
+        _, number, part = name.removeprefix(lead).split(".", 2)
+        block = part.partition(".")[0]
+        kept = 2 if block == "experts" else 1
+        unit = f"{lead}{_KINDS.get(block, 'neurons')}.{number}"
+        sums[unit] = sums.get(unit, 0.0) + value.reshape(*value.shape[:kept], -1).sum(-1)
+    return sums
 
 
-def calibration_batches(batches: Iterable[Batch], tokens: int) -> list[Batch]:
+def calibration_batches(batches: Iterable[BatchT], tokens: int) -> list[BatchT]:
     """The first batches that together have so many tokens to predict, or all."""
-    taken: list[Batch] = []
+    taken: list[BatchT] = []
     for batch in batches:
         if tokens <= 0:
             break

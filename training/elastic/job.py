@@ -19,7 +19,6 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.kernels.used_units import PARAMETER
 from jaxllm.models.parameters import Params
-from training.data.packing import Batch
 from training.elastic.levels import (
     adapter_of_level,
     at_level,
@@ -28,10 +27,11 @@ from training.elastic.levels import (
     used_experts,
 )
 from training.loop.hardware import step_flops_per_token
-from training.loop.losses import Outputs, distillation_losses, divergences, next_token_losses, outputs_of
+from training.loop.losses import Outputs, distillation_losses, divergences, next_token_losses
 from training.loop.trainer import Job
 from training.lora.job import lora_job
 from training.lora.recipe import LoraRecipe
+from training.seq2seq.outputs import AnyBatch, outputs_of_any
 from training.settings import TrainSettings
 
 
@@ -61,12 +61,12 @@ def joint_job(
     levels = counts_of_levels(cfg, ladder, ladder.levels)
     count = len(ladder.levels) - 1
 
-    def run(params: Params, batch: Batch, counts: Mapping[str, Any] | None = None) -> Outputs:
+    def run(params: Params, batch: AnyBatch, counts: Mapping[str, Any] | None = None) -> Outputs:
         own = params if counts is None else at_level(params, counts, cfg)
-        return outputs_of(own, batch, cfg=cfg, dtype=dtype, remat=settings.remat)
+        return outputs_of_any(own, batch, cfg=cfg, dtype=dtype, remat=settings.remat)
 
     def drawn_losses(
-        params: Params, frozen: Any, batch: Batch, key: jax.Array
+        params: Params, frozen: Any, batch: AnyBatch, key: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         whole = run(params, batch)
         losses = next_token_losses(whole, batch)
@@ -86,7 +86,7 @@ def joint_job(
         others = jax.lax.map(taught, {name: jnp.asarray(each)[drawn] for name, each in smaller.items()})
         return (losses + others.sum(0)) * np.float32(1 / (1 + drawn.shape[0])), jnp.zeros(())
 
-    def losses(params: Params, frozen: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def losses(params: Params, frozen: Any, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:
         del frozen
         each = jax.lax.map(
             lambda counts: next_token_losses(run(params, batch, counts), batch),
@@ -119,7 +119,7 @@ def level_job(
     frozen: dict[str, Any] = {**params, **level_counts(cfg, ladder, WHOLE)}
     job = lora_job(cfg, frozen, recipe)
 
-    def losses(adapter: Params, frozen: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def losses(adapter: Params, frozen: Params, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:
         counts = {name: each for name, each in frozen.items() if name.endswith(PARAMETER)}
         return job.losses(used_experts(adapter, counts), used_experts(frozen, counts), batch)
 
@@ -132,8 +132,8 @@ def divergence_job(cfg: ModelConfig, original: Params, settings: TrainSettings) 
     it trains nothing."""
     dtype = jnp.dtype(settings.precision)
 
-    def losses(params: Params, frozen: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        ours, theirs = (outputs_of(each, batch, cfg=cfg, dtype=dtype) for each in (params, frozen))
+    def losses(params: Params, frozen: Any, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:
+        ours, theirs = (outputs_of_any(each, batch, cfg=cfg, dtype=dtype) for each in (params, frozen))
         return divergences(ours, theirs, batch), jnp.zeros(())
 
     return Job({}, losses, frozen=dict(original), cfg=cfg, frozen_cfg=cfg)

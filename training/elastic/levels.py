@@ -16,7 +16,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.kernels.used_units import PARAMETER, counts_of
 from jaxllm.models.lora import LoraConfig, adapter_shapes, init_adapter, parameters_of
-from jaxllm.models.parameters import Params
+from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.models.scanned_layers import STACKS, is_stacked, scan_runs, stacked
 
 Counts = Mapping[str, Any]
@@ -25,11 +25,18 @@ _OUTPUTS = ("attn.o_bias", "ffn.down_bias", "shared.down")
 
 
 def level_counts(cfg: ModelConfig, ladder: Ladder, level: int) -> dict[str, np.ndarray]:
-    """The units that a level uses: per layer `layers.{layer}.used_units` `[3]` int32, see `UsedUnits`."""
-    part = sub_config(cfg, ladder, level)
-    units = [part.units(layer) for layer in range(cfg.layers)]
-    counts = counts_of([each.kv_heads for each in units], [each.neurons for each in units], 0)
-    return {f"layers.{layer}.{PARAMETER}": own for layer, own in enumerate(counts)}
+    """The units that a level uses: per layer `layers.{layer}.used_units` `[3]` int32, see `UsedUnits`; of an
+    encoder-decoder those of both sides."""
+    return {
+        f"{lead}layers.{layer}.{PARAMETER}": own
+        for lead, side in sides(sub_config(cfg, ladder, level))
+        for layer, own in enumerate(_counts(side))
+    }
+
+
+def sides(cfg: ModelConfig) -> list[tuple[str, ModelConfig]]:
+    """The decoder, and the encoder if there is one, each with what the names of its parameters begin with."""
+    return [("", cfg)] if cfg.encoder is None else [("", cfg), (ENCODER, cfg.encoder)]
 
 
 def counts_of_levels(cfg: ModelConfig, ladder: Ladder, levels: tuple[int, ...]) -> dict[str, np.ndarray]:
@@ -51,17 +58,21 @@ def at_level(params: Params, counts: Counts, cfg: ModelConfig) -> dict[str, Any]
 
 
 def without_layer(cfg: ModelConfig, params: Params, layer: jax.Array | int) -> dict[str, Any]:
-    """The parameters with one layer that adds nothing, an int32 scalar; -1 for none."""
-    units = [cfg.units(each) for each in range(cfg.layers)]
-    whole = counts_of([each.kv_heads for each in units], [each.neurons for each in units], 0)
+    """The parameters with one layer that adds nothing, an int32 scalar; -1 for none. The layers of an encoder
+    are counted after the decoder's."""
     found: dict[str, Any] = dict(params)
-    for prefix, numbers in _rows(params, cfg).items():
-        kept = np.asarray(numbers, np.int32) != jnp.asarray(layer, jnp.int32)
-        found[prefix + PARAMETER] = jnp.where(kept[..., None], whole[np.asarray(numbers)], 0)
-        for name in _OUTPUTS:
-            if prefix + name in params:
-                value = jnp.asarray(params[prefix + name])
-                found[prefix + name] = value * _beside(kept, value).astype(value.dtype)
+    first = 0
+    for lead, side in sides(cfg):
+        whole = _counts(side)
+        for prefix, numbers in _rows(params, side).items():
+            kept = first + np.asarray(numbers, np.int32) != jnp.asarray(layer, jnp.int32)
+            prefix = lead + prefix
+            found[prefix + PARAMETER] = jnp.where(kept[..., None], whole[np.asarray(numbers)], 0)
+            for name in _OUTPUTS:
+                if prefix + name in params:
+                    value = jnp.asarray(params[prefix + name])
+                    found[prefix + name] = value * _beside(kept, value).astype(value.dtype)
+        first += side.layers
     return used_experts(found, found)
 
 
@@ -107,6 +118,12 @@ def cut_adapter(part: ModelConfig, adapter: Mapping[str, np.ndarray]) -> dict[st
             own = adapter[f"{name}.{side}"]
             cut[f"{name}.{side}"] = np.ascontiguousarray(own[tuple(map(slice, shape))])
     return cut
+
+
+def _counts(cfg: ModelConfig) -> np.ndarray:
+    """The units of each layer of one side, `[L, 3]` int32."""
+    units = [cfg.units(layer) for layer in range(cfg.layers)]
+    return counts_of([each.kv_heads for each in units], [each.neurons for each in units], 0)
 
 
 def _rows(params: Params, cfg: ModelConfig) -> dict[str, Any]:

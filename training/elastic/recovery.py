@@ -34,6 +34,7 @@ from training.loop.placing import laid_out, one_by_one
 from training.loop.run_files import wait_for_first
 from training.loop.trainer import Trainer
 from training.lora.job import FittedAdapter, fit_adapter
+from training.seq2seq.splits import PairSplits
 
 # Reads a model's tensors again and again, in the order of `param_specs`.
 Tensors = Callable[[], Iterator[tuple[str, np.ndarray]]]
@@ -48,7 +49,7 @@ class ElasticRun:
 
     cfg: ModelConfig
     recipe: ElasticRecipe
-    splits: Splits
+    splits: Splits | PairSplits
     folder: Path
     mesh: Mesh
     console: Console
@@ -73,12 +74,9 @@ def importance_of(run: ElasticRun, params: Params) -> Importance:
     recipe, path = run.recipe, run.folder / "importance.npz"
     wait_for_first("importance")
     if path.exists():
-        return Importance.read(path, run.cfg.layers)
+        return Importance.read(path, run.cfg)
     # One epoch at most: the same text again adds nothing.
-    train = run.splits.train
-    steps = -(-len(train.epoch(0)) // recipe.batch)
-    batches = (train.batch_at(step) for step in range(steps))
-    chosen = calibration_batches(batches, recipe.calibration_tokens)
+    chosen = calibration_batches(run.splits.first_epoch(), recipe.calibration_tokens)
     with ProgressBar(console=run.console, transient=True) as bar:
         task = bar.add_task("importance", total=len(chosen))
         found = measure(

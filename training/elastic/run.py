@@ -18,17 +18,13 @@ from jaxllm.bundle.elastic import Recovery, elastic_parts
 from jaxllm.bundle.tiny_lm import TinyLm, tiny_lm_parts
 from jaxllm.checkpoints import huggingface
 from jaxllm.elastic.knapsack import chosen_ladder
-from jaxllm.elastic.ladder import Ladder
 from jaxllm.elastic.units import UnitOrder, reorder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.rooms import require_room
 from jaxllm.models.scanned_layers import is_stacked
 from jaxllm.prepare import weight_format_of
 from training.bundle_output import BundleOutput
-from training.data.corpus import Corpus
 from training.data.digests import digesting, model_digest
-from training.data.encoders import ModelEncoder
-from training.data.packing import Splits
 from training.elastic.importance import Importance, magnitudes, random_order
 from training.elastic.recipe import ElasticRecipe
 from training.elastic.recovery import (
@@ -44,7 +40,8 @@ from training.loop.frozen_model import FrozenModel
 from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape, make_mesh
 from training.loop.placing import laid_out, placed
-from training.loop.run_files import claimed, wait_for_first, write_json
+from training.loop.run_files import wait_for_first, write_json
+from training.lora.run_splits import claimed_splits, require_trainable
 from training.tiny_lm.recipe import TinyLmRun
 from training.tiny_lm.run import train_tiny_lm
 from training.tiny_lm.self_labels import ElasticModel
@@ -98,6 +95,9 @@ def elasticize(
         )
     cfg = huggingface.read_config(model)
     require_room(cfg, "levels")
+    require_trainable(cfg, recipe, "levels")
+    if cfg.encoder is not None:
+        _require_pairs_recipe(recipe, tiny_lm)
     recipe = fitted_to_window(recipe, cfg, console)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     frozen = FrozenModel.read_onto(mesh, model, "f32" if recipe.precision == "float32" else "bf16")
@@ -107,16 +107,9 @@ def elasticize(
         tlm = dataclasses.replace(tiny_lm.recipe, levels=recipe.levels)
         tlm_sources = TinyLmSources.read(tlm, data, frozen.tokenizer, cfg.window_tokens, tiny_lm.encoder)
     weights = out.weights or weight_format_of(model, cfg)
-    corpus = Corpus.open(recipe.sources, data, recipe.held_out_share, shortened_share=recipe.shortened_share)
-    corpus.tell(console)
-    identity = {"model": frozen.fingerprint(), "documents": corpus.digest(), "weights": weights}
-    encoder, splits = ModelEncoder(frozen.tokenizer), None
-    if first:
-        with claimed(run_dir, recipe, **identity):
-            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
-    wait_for_first("tokens")
-    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
-
+    splits = claimed_splits(
+        run_dir, recipe, frozen, mesh, data, console, shortened_share=recipe.shortened_share, weights=weights
+    )
     run = ElasticRun(cfg, recipe, splits, run_dir, mesh, console, monitoring.profile)
     importance = importance_of(run, frozen.params)
     tokenizer, name = frozen.tokenizer, frozen.name
@@ -126,18 +119,23 @@ def elasticize(
     if recipe.units == "global":
         ladder = chosen_ladder(cfg, recipe.levels, importance.groups, importance.neurons)
     else:
-        ladder = Ladder(levels=recipe.levels, anchors=importance.anchors(recipe.anchor_share))
+        ladder = importance.ladder(recipe.levels, recipe.anchor_share)
 
     def ordered() -> Iterator[tuple[str, np.ndarray]]:
         return reorder(cfg, huggingface.read_params(model, cfg), order)
 
     tensors: Tensors = ordered
+    # Growth of the loss without each layer, in nats per token.
     facts: dict[str, Any] = {
         "anchors": list(ladder.anchors),
-        # Growth of the loss without each layer, in nats per token.
         "layer_importance": importance.layers.tolist(),
-        "levels": {},
     }
+    if importance.encoder is not None and ladder.encoder is not None:
+        facts["encoder"] = {
+            "anchors": list(ladder.encoder.anchors),
+            "layer_importance": importance.encoder.layers.tolist(),
+        }
+    facts["levels"] = {}
     if recipe.recovery == "joint":
         tensors, told = train_together(run, ordered, ladder)
         facts |= told
@@ -182,7 +180,26 @@ def _order(run: ElasticRun, importance: Importance, model: Path) -> UnitOrder:
     """The order of units that the recipe asks for."""
     if run.recipe.order == "magnitude":
         return magnitudes(run.cfg, huggingface.read_params(model, run.cfg))
-    return random_order(run.cfg, run.recipe.seed) if run.recipe.order == "random" else importance.order()
+    if run.recipe.order == "random":
+        return random_order(run.cfg, run.recipe.seed)
+    return importance.order(run.cfg)
+
+
+def _require_pairs_recipe(recipe: ElasticRecipe, tiny_lm: TinyLmRun | None) -> None:
+    """Refuses what is not there for encoder-decoders.
+
+    Raises:
+      ConfigError: the recipe or the command asks for it.
+    """
+    if tiny_lm is not None:
+        raise ConfigError(
+            "a tiny LM shortens prompts of decoders alone; make the levels of an encoder-decoder without one "
+            "(--tiny-lm none)"
+        )
+    if recipe.units != "equal":
+        raise ConfigError("levels of an encoder-decoder are an equal share of each layer: take --units equal")
+    if recipe.shortened_share:
+        raise ConfigError("sources do not lose words: set shortened_share to 0 in the recipe")
 
 
 def _near(params: dict[str, jax.Array]) -> dict[str, jax.Array]:

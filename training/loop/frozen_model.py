@@ -14,7 +14,6 @@ from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params
-from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.prepare import prepare
 from jaxllm.text.tokenizer import Tokenizer
 from training.data.digests import digesting, model_digest
@@ -45,7 +44,7 @@ class FrozenModel:
         """Reads a model onto the devices of a mesh, as `read` does.
 
         Of a folder at `f32` or `bf16` the host holds one tensor at a time, and each device its shards alone;
-        off CPUs equal layers are stacked if `stack`.
+        off CPUs equal layers of a decoder alone are stacked if `stack`.
 
         Raises:
           CheckpointError, ConfigError: see `read`.
@@ -91,7 +90,6 @@ class FrozenModel:
     @classmethod
     def _of_bundle(cls, path: Path, weights: WeightFormat | None = None) -> "FrozenModel":
         bundle = Bundle.open(path)
-        require_decoder_alone(bundle.cfg, "elastic recovery, adapters and distillation")
         own = bundle.layout.weights
         if weights not in (None, own):
             raise ConfigError(

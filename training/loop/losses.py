@@ -1,4 +1,4 @@
-"""Computes losses of packed rows: of the next token, of a teacher's distribution over it, and of routers.
+"""Computes losses of rows: of the next token, of a teacher's distribution over it, and of routers.
 
 Where the logits of a batch would be large, they are computed and thrown away block by block of the
 vocabulary, in the backward pass too: no array `[B, T, V]` exists.
@@ -7,7 +7,7 @@ vocabulary, in the backward pass too: no array `[B, T, V]` exists.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +33,25 @@ _LEAST_BLOCK_TOKENS = 1024
 _Block = tuple[jax.Array, jax.Array]
 
 
+class Targets(Protocol):
+    """What losses read of a batch: the targets `[B, T]` int32."""
+
+    @property
+    def targets(self) -> Any:
+        """See above."""
+        ...
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """What a decoder gives for a batch.
+    """What a model gives for the targets of a batch.
 
     Attributes:
       params: of the model.
       hidden: `[B, T, D]`, after the final norm.
       logits: `[B, T, V]` float32; None where they are computed block by block.
-      routing: of a model with experts.
+      routing: of a decoder with experts.
       cfg: the model.
     """
 
@@ -67,6 +76,13 @@ def outputs_of(
         hidden, routing = decoder.forward_documents_with_routing(*inputs, cfg=cfg, dtype=dtype, remat=remat)
     else:
         hidden, routing = decoder.forward_documents(*inputs, cfg=cfg, dtype=dtype, remat=remat), None
+    return outputs_of_hidden(params, hidden, routing, cfg=cfg)
+
+
+def outputs_of_hidden(
+    params: Params, hidden: jax.Array, routing: Routing | None = None, *, cfg: ModelConfig
+) -> Outputs:
+    """Outputs from hidden states, with logits where they are not too large."""
     size = math.prod(hidden.shape[:-1]) * cfg.vocab_size * 4
     logits = decoder.logits(params, hidden, cfg=cfg) if size <= WHOLE_LOGITS_BYTES else None
     return Outputs(params, hidden, logits, routing, cfg)
@@ -84,7 +100,7 @@ def as_computed(params: Params, dtype: jnp.dtype) -> Params:
     return {name: cast(name, weight) for name, weight in params.items()}
 
 
-def next_token_losses(outputs: Outputs, batch: Batch) -> jax.Array:
+def next_token_losses(outputs: Outputs, batch: Targets) -> jax.Array:
     """Cross entropy in nats `[B, T]` float32 of the targets of a batch."""
     targets = jnp.asarray(batch.targets)
     if outputs.logits is not None:
@@ -94,7 +110,7 @@ def next_token_losses(outputs: Outputs, batch: Batch) -> jax.Array:
 
 
 def distillation_losses(
-    outputs: Outputs, teacher: Outputs, batch: Batch, *, teacher_share: float
+    outputs: Outputs, teacher: Outputs, batch: Targets, *, teacher_share: float
 ) -> jax.Array:
     """Losses `[B, T]` float32 of a student: `teacher_share` of the cross entropy with the teacher's
     distribution over the next token, the rest with the target itself (arXiv 1503.02531, section 2). No
@@ -111,7 +127,7 @@ def distillation_losses(
     return jax.nn.logsumexp(sums, axis=0) - share * expected.sum(0) - rest * of_targets.sum(0)
 
 
-def divergences(outputs: Outputs, teacher: Outputs, batch: Batch) -> jax.Array:
+def divergences(outputs: Outputs, teacher: Outputs, batch: Targets) -> jax.Array:
     """Kullback-Leibler divergences `[B, T]` float32, in nats, of a model's distribution over the next token
     from the teacher's. No gradient reaches the teacher."""
     teacher = jax.lax.stop_gradient(teacher)

@@ -36,9 +36,9 @@ def placed(
 def laid_out(
     tensors: Iterable[tuple[str, Any]], cfg: ModelConfig, mesh: Mesh, dtype: jnp.dtype | None = None
 ) -> dict[str, jax.Array]:
-    """`placed`; off CPUs equal layers are then stacked."""
+    """`placed`; off CPUs equal layers of a decoder alone are then stacked."""
     found = placed(tensors, mesh, dtype)
-    return stacked_on(found, cfg, mesh) if stacks_layers(mesh) else found
+    return stacked_on(found, cfg, mesh) if stacks_layers(mesh) and cfg.encoder is None else found
 
 
 def one_by_one(params: Mapping[str, jax.Array], cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:

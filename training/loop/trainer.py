@@ -59,10 +59,10 @@ class Job:
       losses: of (parameters, frozen, batch): the losses `[B, T]` float32 of all targets in nats, and a
         penalty, float32 scalar, that is added to their mean and reported apart.
       frozen: arrays that the losses need and that are not trained.
-      cfg: the decoder that is trained or adapted, if it is one; its equal layers are then stacked on
+      cfg: the model that is trained or adapted, if it is one; equal layers of a decoder alone are stacked on
         accelerators (see `jaxllm.models.scanned_layers`), and `losses` gets them so.
       flops_per_token: model operations of a training step, per token; None if they are not known.
-      frozen_cfg: the decoder whose parameters are frozen, likewise.
+      frozen_cfg: the model whose parameters are frozen, likewise.
       drawn_losses: the training losses, where they are drawn anew at every step: as `losses`, with a PRNG key
         as last argument. `losses` is then the held-out loss alone.
     """
@@ -122,7 +122,8 @@ class Trainer:
         self._job = job
         if job.cfg is not None:
             require_divisible(job.cfg, mesh)
-        self.stack = job.cfg is not None and (stacks_layers(mesh) if stack is None else stack)
+        alone = job.cfg is not None and job.cfg.encoder is None
+        self.stack = alone and (stacks_layers(mesh) if stack is None else stack)
         # An argument, not a constant of the compiled step: it may be large.
         self._given = None if callable(job.init) else job.init
         shapes = jax.eval_shape(self._initial, self._given)

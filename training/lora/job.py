@@ -10,13 +10,15 @@ import jax.numpy as jnp
 from jaxllm.config import ModelConfig
 from jaxllm.models.lora import adapt, adapted_parameters, init_adapter
 from jaxllm.models.parameters import Params
-from training.data.packing import Batch, Splits
+from training.data.packing import Splits
 from training.loop.fitting import fit
 from training.loop.hardware import step_flops_per_token
-from training.loop.losses import next_token_losses, outputs_of
+from training.loop.losses import next_token_losses
 from training.loop.monitoring import Monitoring
 from training.loop.trainer import Job, Trainer
 from training.lora.recipe import LoraRecipe
+from training.seq2seq.outputs import AnyBatch, outputs_of_any
+from training.seq2seq.splits import PairSplits
 
 
 def lora_job(cfg: ModelConfig, params: Params, recipe: LoraRecipe) -> Job:
@@ -27,9 +29,9 @@ def lora_job(cfg: ModelConfig, params: Params, recipe: LoraRecipe) -> Job:
     def init(key: jax.Array) -> dict[str, jax.Array]:
         return init_adapter(cfg, recipe.lora, key)
 
-    def losses(adapter: dict[str, jax.Array], frozen: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def losses(adapter: dict[str, jax.Array], frozen: Params, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:
         params = adapt(frozen, adapter, scaling)
-        outputs = outputs_of(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
+        outputs = outputs_of_any(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
         return next_token_losses(outputs, batch), jnp.zeros(())
 
     flops = step_flops_per_token(cfg, recipe.row_tokens, adapter=True)
@@ -46,7 +48,9 @@ class FittedAdapter:
     without: float
 
 
-def fit_adapter(trainer: Trainer, splits: Splits, folder: Path, monitoring: Monitoring) -> FittedAdapter:
+def fit_adapter(
+    trainer: Trainer, splits: Splits | PairSplits, folder: Path, monitoring: Monitoring
+) -> FittedAdapter:
     """Trains an adapter, or resumes from the checkpoints in `folder`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Trains low-rank adapters on a frozen model and saves them in PEFT's layout (LoRA, arXiv 2106.09685).
+"""Trains low-rank adapters on a frozen model, and saves them in PEFT's layout (LoRA, arXiv 2106.09685).
 
 The model's weights may have any width; over 8 or 4 bits this is QLoRA (arXiv 2305.14314) without its paging.
 
@@ -15,19 +15,17 @@ import numpy as np
 
 from jaxllm.bundle import WeightFormat
 from jaxllm.checkpoints import huggingface, peft_folder
-from jaxllm.models.rooms import require_room
-from training.data.corpus import Corpus
-from training.data.encoders import ModelEncoder
-from training.data.packing import Splits
+from jaxllm.models.rooms import require_decoder_alone, require_room
 from training.loop.dry_run import estimate, frozen_shapes
 from training.loop.fitting import fitted_to_window
 from training.loop.frozen_model import FrozenModel
 from training.loop.monitoring import Monitoring
 from training.loop.parallel import MeshShape, make_mesh
-from training.loop.run_files import claimed, wait_for_first, write_json
+from training.loop.run_files import wait_for_first, write_json
 from training.loop.trainer import Trainer
 from training.lora.job import fit_adapter, lora_job
 from training.lora.recipe import LoraRecipe
+from training.lora.run_splits import claimed_splits, require_trainable
 
 
 def train_lora(
@@ -64,24 +62,15 @@ def train_lora(
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     frozen = FrozenModel.read_onto(mesh, model, weights)
     require_room(frozen.cfg, "adapters")
+    require_trainable(frozen.cfg, recipe, "adapters")
     # Shorter rows are a multiple of as many, which the mesh divides as well.
     recipe = fitted_to_window(recipe, frozen.cfg, console)
     job = lora_job(frozen.cfg, frozen.params, recipe)
-    corpus = Corpus.open(recipe.sources, data, recipe.held_out_share).tell(console)
-    encoder = ModelEncoder(frozen.tokenizer)
-    identity = {"model": frozen.fingerprint(), "documents": corpus.digest()}
-    splits = None
-    if first:
-        with claimed(run_dir, recipe, **identity):
-            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
-    wait_for_first("tokens")
-    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
+    splits = claimed_splits(run_dir, recipe, frozen, mesh, data, console)
     trainer = Trainer(job, recipe, mesh)
-    training = splits.train.documents
     console.print(
-        f"{_size(trainer):,} parameters of rank {recipe.lora.rank} on {frozen.name}; {len(training):,} "
-        f"documents, {len(training.tokens):,} tokens; {recipe.steps:,} steps, "
-        f"{splits.train.epochs_at(recipe.steps):.1f} epochs",
+        f"{_size(trainer):,} parameters of rank {recipe.lora.rank} on {frozen.name}; {splits.size()}; "
+        f"{recipe.steps:,} steps, {splits.epochs_at(recipe.steps):.1f} epochs",
         soft_wrap=True,
     )
     fitted = fit_adapter(trainer, splits, run_dir, monitoring)
@@ -115,6 +104,7 @@ def dry_run_lora(
       CheckpointError: the config cannot be read.
     """
     cfg = huggingface.read_config(model)
+    require_decoder_alone(cfg, "estimates of training", "train without --dry-run")
     recipe = recipe.within(cfg.window_tokens)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     frozen = frozen_shapes(cfg, weights or "f32")

@@ -14,6 +14,7 @@ from jaxllm.checkpoints import huggingface, tokenizer_folder
 from jaxllm.errors import ConfigError
 from jaxllm.files.input_files import read_json
 from jaxllm.models import parameters
+from jaxllm.models.rooms import require_decoder_alone
 from training.data.corpus import Corpus
 from training.data.encoders import ModelEncoder
 from training.data.packing import Splits
@@ -62,6 +63,7 @@ def train_on(
     if not recipe.sources:
         raise ConfigError("say with --text or --chat what to learn, or take a recipe that names its sources")
     cfg = huggingface.read_config(model)
+    require_decoder_alone(cfg, "training all weights of a model", "train an adapter (jaxllm lora --pairs)")
     recipe = dataclasses.replace(fitted_to_window(recipe, cfg, console), model=cfg)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     start = FrozenModel.read_onto(mesh, model, "f32")

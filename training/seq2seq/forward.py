@@ -6,6 +6,7 @@ of a target at once, with dropout, and experts can be differentiated.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,11 @@ from jaxllm.models.encoder_decoder import encoder_params
 from jaxllm.models.encoder_decoder_blocks import within_capacity
 from jaxllm.models.encoder_decoder_positions import relative_buckets
 from jaxllm.models.layer_params import LayerParams
-from jaxllm.models.parameters import Params
+from jaxllm.models.parameters import Params, head_name
 from jaxllm.nn.layers import MASKED, activate
 from jaxllm.nn.linear import FeedForward, embed, from_units, to_units
 from jaxllm.nn.norms import normalize
+from training.seq2seq.batches import PairBatch
 
 # Adds dropout at a place of the model, by its number.
 Drop = Callable[[jax.Array, int], jax.Array]
@@ -87,6 +89,53 @@ def dropout(key: jax.Array, share: float) -> Drop:
         return (x.astype(jnp.float32) * jnp.where(kept, factor, np.float32(0))).astype(x.dtype)
 
     return drop if lost else no_drop
+
+
+def target_hidden(
+    params: Params,
+    batch: PairBatch,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype = jnp.float32,
+    drop: Drop = no_drop,
+) -> tuple[dict[str, Any], jax.Array, list[Routing]]:
+    """The model over a batch's sources and targets.
+
+    Args:
+      params: floats, or frozen weights of any form, also with adapters; a level has the counts of its units
+        (see `training.elastic.levels`).
+      batch: the pairs.
+      cfg: the whole model.
+      dtype: of the activations.
+      drop: where training drops.
+
+    Returns:
+      The parameters as they were computed with; hidden states `[B, T, D]` of the targets after the final
+      norm; and the routing of each layer with experts.
+    """
+    options: dict[str, Any] = {"cfg": cfg, "dtype": dtype, "drop": drop}
+    computed = as_computed(params, dtype)
+    source = jnp.asarray(batch.read), jnp.asarray(batch.read_tokens)
+    encoded, routings = encode_rows(computed, *source, **options)
+    hidden, others = decode_rows(computed, jnp.asarray(batch.tokens), encoded, **options)
+    # An embedding is looked up as it is, but the head that it may be is a product.
+    head = computed[head_name(cfg)]
+    if isinstance(head, jax.Array):
+        computed[head_name(cfg)] = head.astype(dtype)
+    return computed, hidden, [*routings, *others]
+
+
+def as_computed(params: Params, dtype: jnp.dtype) -> dict[str, Any]:
+    """Parameters with matrices in the dtype of activations, rounded once for all their products. Embeddings,
+    whose gradient is a sum over many tokens, routers, biases of positions, vectors, and frozen weights of
+    other forms stay as they are."""
+    apart = ("embed.tokens", ".router", "relative_positions")
+
+    def cast(name: str, weight: Any) -> Any:
+        matrix = isinstance(weight, jax.Array) and weight.ndim > 1 and not name.endswith(apart)
+        return weight.astype(dtype) if matrix else weight
+
+    return {name: cast(name, weight) for name, weight in params.items()}
 
 
 def encode_rows(
@@ -270,7 +319,8 @@ def _attended(
     queries, (keys, values) = to_units(normed, weights[f"{name}.q"]), kept
     scores = jnp.einsum("btkh,bksh->bkts", queries, keys, preferred_element_type=jnp.float32)
     shares = jax.nn.softmax(scores + bias, axis=-1).astype(values.dtype)
-    return from_units(jnp.einsum("bkts,bksh->btkh", shares, values), weights[f"{name}.o"])
+    groups, _ = weights.used
+    return from_units(jnp.einsum("bkts,bksh->btkh", shares, values), weights[f"{name}.o"], used=groups)
 
 
 def _fed_forward(
@@ -306,4 +356,5 @@ def _fed_forward(
     hidden = activate(hidden, cfg.activation)
     if cfg.gated_ffn:
         hidden = hidden * to_units(normed, weights["ffn.up"])
-    return from_units(drop(hidden, place), weights["ffn.down"])
+    _, neurons = weights.used
+    return from_units(drop(hidden, place), weights["ffn.down"], used=neurons)

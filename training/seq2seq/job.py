@@ -19,7 +19,7 @@ from training.loop.checkpoints import Params
 from training.loop.losses import router_penalty
 from training.loop.trainer import Job
 from training.seq2seq.batches import PairBatch
-from training.seq2seq.forward import Drop, decode_rows, dropout, encode_rows, no_drop
+from training.seq2seq.forward import Drop, dropout, no_drop, target_hidden
 from training.seq2seq.recipe import Seq2SeqRecipe
 
 
@@ -82,21 +82,8 @@ def target_logits(
     drop: Drop = no_drop,
 ) -> tuple[jax.Array, list[Routing]]:
     """Logits `[B, T, V]` float32 of a batch's targets, and the routing of each layer with experts."""
-    read, read_tokens = jnp.asarray(batch.read), jnp.asarray(batch.read_tokens)
-    options: dict[str, Any] = {"cfg": cfg, "dtype": dtype, "drop": drop}
-    computed = {name: _as_computed(name, weight, dtype) for name, weight in params.items()}
-    source, routings = encode_rows(computed, read, read_tokens, **options)
-    hidden, others = decode_rows(computed, jnp.asarray(batch.tokens), source, **options)
-    head = decoder.head_name(cfg)
-    logits = decoder.logits({**computed, head: computed[head].astype(dtype)}, hidden, cfg=cfg)
-    return logits, [*routings, *others]
-
-
-def _as_computed(name: str, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """A matrix in the dtype of activations, rounded once for all its products. Embeddings, whose gradient is
-    a sum over many tokens, routers, biases of positions and vectors stay as they are."""
-    apart = weight.ndim < 2 or name.endswith(("embed.tokens", ".router", "relative_positions"))
-    return weight if apart else weight.astype(dtype)
+    computed, hidden, routings = target_hidden(params, batch, cfg=cfg, dtype=dtype, drop=drop)
+    return decoder.logits(computed, hidden, cfg=cfg), routings
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array | np.ndarray, smoothing: float = 0.0) -> jax.Array:

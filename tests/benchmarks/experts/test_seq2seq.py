@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from benchmarks.experts import seq2seq as room
 from benchmarks.experts.seq2seq import Measured, Seq2SeqPlan, TaskPairs, _by_layer, _share_lost, run_seq2seq
-from benchmarks.experts.systems import OURS
+from benchmarks.experts.systems import OURS, config_of
 from benchmarks.measuring.storage import REAL
 from benchmarks.models.shapes import SWITCHES, write_random_switch
 from jaxllm.bundle import Bundle, expert_widths
@@ -86,13 +86,16 @@ def test_models_are_asked_as_they_answer(tmp_path):
     def asked(*words):
         return CliRunner().invoke(cli, ["bench", "experts", *words], catch_exceptions=False)
 
-    with pytest.raises(ConfigError, match="is measured on a task; give its --pairs"):
+    with pytest.raises(ConfigError, match="is measured on a task; give --task or its --pairs"):
         asked("-m", str(path))
-    with pytest.raises(ConfigError, match="--text instead of --pairs"):
+    with pytest.raises(ConfigError, match="give --text instead"):
         asked("--pairs", file, file)
     got = asked("-m", str(path), "--prefix", "to English:")
     assert (got.exit_code, "--prefix goes with --pairs" in got.stderr) == (2, True)
     assert asked("--shape", "switch-base-64", "--only", "systems").exit_code == 2
+    assert "--data goes with --task" in asked("-m", str(path), "--data", str(tmp_path)).stderr
+    with pytest.raises(ConfigError, match="no mixture of experts"):
+        config_of([path])
 
 
 @pytest.mark.slow

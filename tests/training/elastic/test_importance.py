@@ -119,7 +119,7 @@ def test_layers_are_measured_by_what_the_loss_grows_without_them():
 def test_the_order_follows_the_units_when_they_move():
     # Measured again after reordering, importances come falling.
     cfg, params, of = SMALL[2], scaled_params(SMALL[2]), batch()
-    moved = dict(reorder(cfg, params.items(), measure(cfg, params, [of]).order()))
+    moved = dict(reorder(cfg, params.items(), measure(cfg, params, [of]).order(cfg)))
     again = measure(cfg, moved, [of])
     for each in (*again.groups, *again.neurons):
         assert np.all(np.diff(each, axis=-1) <= 1e-3 * np.abs(each).max())

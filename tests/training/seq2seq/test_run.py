@@ -12,7 +12,7 @@ from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import param_specs
 from serving.cli import cli
-from tests.training.seq2seq.tiny import SWITCH, tiny_recipe
+from tests.training.seq2seq.tiny import SWITCH, tiny_recipe, write_pairs
 from tests.training.tiny_runs import ONE, SILENT
 from training.loop.optimizer import matrices
 from training.seq2seq.batches import PairRows
@@ -21,17 +21,10 @@ from training.seq2seq.recipe import PairSource, Seq2SeqRecipe, load_seq2seq_reci
 from training.seq2seq.run import export_best_seq2seq, train_seq2seq
 from training.seq2seq.translation import Translator, bleu, likeness
 
-WORDS = ["nought", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pairs")
-    numbers = [str(n) for n in range(100, 160)]
-    words = [" ".join(WORDS[int(digit)] for digit in number) for number in numbers]
-    for name, lines in (("one", numbers), ("two", words)):
-        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
+    return write_pairs(tmp_path_factory.mktemp("pairs"))
 
 
 @pytest.fixture(scope="module")

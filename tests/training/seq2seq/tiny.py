@@ -1,6 +1,11 @@
 """A recipe of seconds, over sentences of few words."""
 
+import jax
+
+from training.seq2seq.job import init_seq2seq
+from training.seq2seq.pairs import pair_tokenizer, read_pairs
 from training.seq2seq.recipe import PairSource, Seq2SeqRecipe
+from training.seq2seq.run import write_seq2seq
 
 _SHARED = {
     "is_encoder_decoder": True,
@@ -45,3 +50,24 @@ def tiny_recipe(model=T5, **changes):
         ),
     }
     return Seq2SeqRecipe(**{**fields, **changes})
+
+
+WORDS = ["nought", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+
+
+def write_pairs(folder):
+    """Writes 60 numbers into one.txt, and their digits in words into two.txt; returns the folder."""
+    numbers = [str(n) for n in range(100, 160)]
+    words = [" ".join(WORDS[int(digit)] for digit in number) for number in numbers]
+    for name, lines in (("one", numbers), ("two", words)):
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def write_random_folder(folder, data, model=T5):
+    """Writes a model of random weights, with a tokenizer of the pairs in `data`; returns the folder."""
+    recipe = tiny_recipe(model)
+    pairs = read_pairs(recipe.sources, data)
+    params = jax.jit(lambda key: init_seq2seq(recipe.cfg, key))(jax.random.key(0))
+    write_seq2seq(folder, recipe, pair_tokenizer(pairs, recipe), jax.device_get(params))
+    return folder

@@ -1,0 +1,64 @@
+"""Adapters of encoder-decoders: learnt from pairs over a bundle as it is, and used by an engine."""
+
+import json
+
+import pytest
+
+from jaxllm.checkpoints.peft_folder import read_adapter
+from jaxllm.errors import ConfigError
+from jaxllm.models.lora import LoraConfig
+from jaxllm.prepare import prepare
+from serving.engine import Engine
+from serving.options import EngineOptions
+from tests.training.seq2seq.tiny import SWITCH, T5, tiny_recipe, write_pairs, write_random_folder
+from tests.training.tiny_runs import ONE, SILENT
+from training.data.sources import Source
+from training.lora.recipe import LoraRecipe
+from training.lora.run import dry_run_lora, train_lora
+
+RECIPE = LoraRecipe(
+    steps=8,
+    batch=4,
+    row_tokens=32,
+    peak_learning_rate=2e-2,
+    warmup_steps=0,
+    checkpoint_steps=4,
+    log_steps=4,
+    lora=LoraConfig(rank=2, alpha=4),
+    sources=(
+        Source(pairs=("one.txt", "two.txt")),
+        Source(pairs=("two.txt", "one.txt"), prefix="word to number:"),
+    ),
+    held_out_share=0.2,
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "weights"), [(T5, "int8"), (SWITCH, "f32")])
+def test_an_adapter_learns_on_both_sides(data, tmp_path, family, weights):
+    bundle = tmp_path / "model.jaxllm"
+    prepare(write_random_folder(tmp_path / "hf", data, family), bundle, weights=weights)
+    folder = train_lora(RECIPE, bundle, tmp_path / "run", data=data, mesh_shape=ONE, monitoring=SILENT)
+    losses = json.loads((tmp_path / "run" / "summary.json").read_text())["held_out"]
+    assert losses["with"] < losses["without"] - 0.1
+    # PEFT makes another class of model of it.
+    assert json.loads((folder / "adapter_config.json").read_text())["task_type"] == "SEQ_2_SEQ_LM"
+    _, adapter = read_adapter(folder, tiny_recipe(family).cfg)
+    assert {name.split(".")[0] for name in adapter} == {"encoder", "layers"}
+    options = EngineOptions(chunk_tokens=(16,), decode_block=4, context_tokens=48, adapter_rank=2)
+    engine = Engine.open(bundle, options=options)
+    before = engine.generate("number to word: 123").tokens
+    engine.set_adapter(folder)
+    assert engine.generate("number to word: 123").tokens != before
+    engine.close()
+
+
+def test_estimates_are_refused(data, tmp_path):
+    folder = write_random_folder(tmp_path / "hf", data)
+    with pytest.raises(ConfigError, match="estimates of training: not for encoder-decoders yet"):
+        dry_run_lora(RECIPE, folder, device="H100")

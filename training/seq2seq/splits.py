@@ -1,0 +1,127 @@
+"""Pairs for an encoder-decoder that exists already: read, split, and encoded by its own tokenizer."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.text.tokenizer import Tokenizer
+from training.data.packing import spread
+from training.data.sources import Source
+from training.seq2seq.batches import PairBatch, PairRows
+from training.seq2seq.pairs import TextPairs, read_json_pairs, read_pair_files
+from training.settings import TrainSettings
+
+# Lengths of rows in tokens, below the recipe's: few, because each is compiled.
+_LENGTHS = (32, 64, 128, 256, 512, 1024)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PairSplits:
+    """A run's pairs as tokens.
+
+    Attributes:
+      train: those that are trained on.
+      held_out: the others.
+      source_names: of their sources, by number.
+      digest: names their texts, and what precedes each source.
+      most_batches: that losses are measured on; 0 for all.
+    """
+
+    train: PairRows
+    held_out: PairRows
+    source_names: list[str]
+    digest: str
+    most_batches: int = 0
+
+    def first_epoch(self) -> Iterator[PairBatch]:
+        """The training batches of the first epoch."""
+        return (self.train.batch_at(step) for step in range(self.train.batches_per_epoch))
+
+    def epochs_at(self, step: int) -> float:
+        """Passes over the pairs after `step` steps."""
+        return step / self.train.batches_per_epoch
+
+    def size(self) -> str:
+        """How much is trained on, for people."""
+        tokens = sum(len(side) for pair in self.train.pairs for side in pair)
+        return f"{len(self.train.pairs):,} pairs, {tokens:,} tokens of both sides"
+
+    def held_out_batches(self) -> Iterator[PairBatch]:
+        """The held-out pairs that losses are measured on."""
+        return spread(self.held_out.held_out(), self.most_batches)
+
+
+def read_splits(
+    sources: Sequence[Source],
+    data: Path | None,
+    tokenizer: Tokenizer,
+    settings: TrainSettings,
+    *,
+    held_out_share: float,
+    rows_multiple: int,
+) -> PairSplits:
+    """Reads the pairs of all sources.
+
+    Args:
+      sources: of pairs alone.
+      data: the folder that their paths are relative to.
+      tokenizer: of the model.
+      settings: a step has `batch` times `row_tokens` tokens on each side; longer texts are cut.
+      held_out_share: share of the pairs that is not trained on.
+      rows_multiple: the rows of every batch are a multiple of it.
+
+    Raises:
+      ConfigError: a source is of something else, a file cannot be read, there are too few pairs, or the
+        model does not say which token its decoder begins with.
+    """
+    if others := [source.name for source in sources if not source.pairs]:
+        raise ConfigError(
+            f"an encoder-decoder learns from pairs, but {', '.join(others)} has none: give --pairs SOURCE "
+            "TARGET, or a recipe with pairs"
+        )
+    if not tokenizer.files.start_ids:
+        raise ConfigError(
+            "the model does not say which token its decoder begins with (decoder_start_token_id)"
+        )
+    texts: list[tuple[str, str]] = []
+    of: list[int] = []
+    for number, source in enumerate(sources):
+        files = [Path(data or ".") / name for name in source.pairs]
+        if source.fields:
+            records = read_json_pairs(files[0], source.fields[0], source.fields[1])
+            found = [(text, target) for text, targets in records for target in targets]
+        else:
+            found = list(read_pair_files(files[0], files[1]).texts)
+        texts += found
+        of += [number] * len(found)
+    pairs = TextPairs(texts, of, frozenset(n for n, source in enumerate(sources) if source.fields))
+    taken, kept = pairs.split(held_out_share)
+    leads = [_lead(source.prefix, tokenizer.files.source_prefix) for source in sources]
+
+    def rows(own: TextPairs) -> PairRows:
+        read = [leads[number] + text for number, (text, _) in zip(own.of, own.texts, strict=True)]
+        said = [text for _, text in own.texts]
+        return PairRows(
+            list(zip(tokenizer.encode_many(read), tokenizer.encode_many(said), strict=True)),
+            np.asarray(own.of, np.int32),
+            (*(each for each in _LENGTHS if each < settings.row_tokens), settings.row_tokens),
+            batch_tokens=settings.batch * settings.row_tokens,
+            rows_multiple=rows_multiple,
+            start_id=tokenizer.files.start_ids[0],
+            seed=settings.seed,
+        )
+
+    digest = hashlib.blake2b(repr((leads, pairs.digest())).encode(), digest_size=16).hexdigest()
+    names = [source.name for source in sources]
+    return PairSplits(rows(taken), rows(kept), names, digest, settings.evaluation_batches)
+
+
+def _lead(prefix: str | None, own: str) -> str:
+    """What precedes a source, with the space between them; `own` is the model's."""
+    if prefix is None:
+        return own
+    return f"{prefix.strip()} " if prefix.strip() else ""
