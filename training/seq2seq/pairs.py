@@ -14,7 +14,7 @@ from jaxllm.tasks.files import Record, read_jsonl
 from jaxllm.tasks.pairs import paired_lines
 from training.data.tokenizer import END_OF_TEXT, PAD, token_id, train_tokenizer
 from training.seq2seq.batches import PairRows
-from training.seq2seq.recipe import PairSource, Seq2SeqRecipe
+from training.seq2seq.recipe import Seq2SeqRecipe
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,28 +55,28 @@ class TextPairs:
         return taken, kept
 
 
-def read_pairs(sources: Sequence[PairSource], data: Path | None) -> TextPairs:
+def read_pairs(sources: Sequence[tuple[Sequence[str], Sequence[str]]], data: Path | None = None) -> TextPairs:
     """The pairs of all sources, in order; a pair with an empty side is left out.
 
     Args:
-      sources: whose paths are relative to `data`.
-      data: a folder; the working directory by default.
+      sources: of each its files and its fields: two text files and none, or one of JSON lines and two.
+      data: the folder that paths are relative to; the working directory by default.
 
     Raises:
       ConfigError: a file cannot be read, two files have not as many lines, or a record lacks a field.
     """
     texts: list[tuple[str, str]] = []
     of: list[int] = []
-    folder = Path(data or ".")
-    for number, source in enumerate(sources):
-        if source.fields:
-            records = read_json_pairs(folder / source.source, *source.fields)
-            pairs = [(text, target) for text, targets in records for target in targets]
+    for number, (names, fields) in enumerate(sources):
+        files = [Path(data or ".") / name for name in names]
+        if fields:
+            records = read_json_pairs(files[0], fields[0], fields[1])
+            found = [(text, target) for text, targets in records for target in targets]
         else:
-            pairs = list(read_pair_files(folder / source.source, folder / source.target).texts)
-        texts += pairs
-        of += [number] * len(pairs)
-    return TextPairs(texts, of, frozenset(n for n, source in enumerate(sources) if source.fields))
+            found = list(read_pair_files(files[0], files[1]).texts)
+        texts += found
+        of += [number] * len(found)
+    return TextPairs(texts, of, frozenset(n for n, (_, fields) in enumerate(sources) if fields))
 
 
 def read_json_pairs(path: Path, source: str, target: str) -> list[tuple[str, list[str]]]:

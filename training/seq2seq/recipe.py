@@ -52,6 +52,11 @@ class PairSource:
                 f"of both, got target {self.target!r:.80} and fields {list(self.fields)!r:.80}"
             )
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The paths of what is read."""
+        return (self.source, self.target) if self.target else (self.source,)
+
     def to_json(self) -> dict[str, Any]:
         """A plain dict of what is given."""
         data = {**dataclasses.asdict(self), "fields": list(self.fields)}

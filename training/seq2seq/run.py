@@ -70,7 +70,7 @@ def train_seq2seq(
         teacher, Seq2SeqTeacher.read, share=recipe.teacher_share, vocab_size=recipe.cfg.vocab_size
     )
     job = seq2seq_job(recipe, taught)
-    pairs = read_pairs(recipe.sources, data)
+    pairs = read_pairs([(source.files, source.fields) for source in recipe.sources], data)
     taken, kept = pairs.split(recipe.held_out_share)
     with claimed(run_dir, recipe, pairs=pairs.digest()) as resuming:
         if resuming:

@@ -12,7 +12,7 @@ from jaxllm.text.tokenizer import Tokenizer
 from training.data.packing import spread
 from training.data.sources import Source
 from training.seq2seq.batches import PairBatch, PairRows
-from training.seq2seq.pairs import TextPairs, read_json_pairs, read_pair_files
+from training.seq2seq.pairs import TextPairs, read_pairs
 from training.settings import TrainSettings
 
 # Lengths of rows in tokens, below the recipe's: few, because each is compiled.
@@ -87,18 +87,7 @@ def read_splits(
         raise ConfigError(
             "the model does not say which token its decoder begins with (decoder_start_token_id)"
         )
-    texts: list[tuple[str, str]] = []
-    of: list[int] = []
-    for number, source in enumerate(sources):
-        files = [Path(data or ".") / name for name in source.pairs]
-        if source.fields:
-            records = read_json_pairs(files[0], source.fields[0], source.fields[1])
-            found = [(text, target) for text, targets in records for target in targets]
-        else:
-            found = list(read_pair_files(files[0], files[1]).texts)
-        texts += found
-        of += [number] * len(found)
-    pairs = TextPairs(texts, of, frozenset(n for n, source in enumerate(sources) if source.fields))
+    pairs = read_pairs([(source.pairs, source.fields) for source in sources], data)
     taken, kept = pairs.split(held_out_share)
     leads = [_lead(source.prefix, tokenizer.files.source_prefix) for source in sources]
 

@@ -17,7 +17,7 @@ from tests.training.tiny_runs import ONE, SILENT
 from training.loop.optimizer import matrices
 from training.seq2seq.batches import PairRows
 from training.seq2seq.pairs import held_out_of, read_json_pairs, read_pairs
-from training.seq2seq.recipe import PairSource, Seq2SeqRecipe, load_seq2seq_recipe, seq2seq_recipe_names
+from training.seq2seq.recipe import Seq2SeqRecipe, load_seq2seq_recipe, seq2seq_recipe_names
 from training.seq2seq.run import export_best_seq2seq, train_seq2seq
 from training.seq2seq.translation import Translator, bleu, likeness
 
@@ -155,11 +155,10 @@ def _json_lines(path, records):
 def test_json_lines_are_pairs_with_each_target(tmp_path):
     records = [{"text": f"text {n}", "short": [f"t {n}", "t", "t"]} for n in range(40)]
     file = _json_lines(tmp_path / "a.jsonl", [*records, {"text": "none", "short": []}])
-    source = PairSource(name="short", prefix="shorten:", source=file.name, fields=("text", "short"))
-    words = PairSource(name="words", prefix="say:", source="one.txt", target="two.txt")
-    for name in (words.source, words.target):
+    words = ("one.txt", "two.txt")
+    for name in words:
         (tmp_path / name).write_text("".join(f"{name} {n}\n" for n in range(40)))
-    pairs = read_pairs([words, source], tmp_path)
+    pairs = read_pairs([(words, ()), ((file.name,), ("text", "short"))], tmp_path)
     assert pairs.texts[40:44] == [("text 0", "t 0"), ("text 0", "t"), ("text 1", "t 1"), ("text 1", "t")]
     taken, kept = pairs.split(0.2)
     # All targets of a source are on one side, which is the one that `--held-out` knows.
