@@ -24,37 +24,48 @@ from serving.host.progress import Progress
 from serving.options import EngineOptions
 from serving.request import GenerationConfig
 
-_PROMPT_TOKENS, _TOKENS, _CONTEXT_TOKENS = 64, 9, 512
+CONTEXT_TOKENS = 512
+_PROMPT_TOKENS, _TOKENS = 64, 9
 # The disk is read for comparison in blocks of so many bytes; the best number of blocks at a time counts.
 _DEPTHS, _BLOCK_BYTES = (1, 2, 4, 8), 4 << 20
 
 
-def memory_rows(model: Path, budgets: Sequence[int], progress: Progress | None = None) -> list[Row]:
+def memory_rows(
+    model: Path,
+    budgets: Sequence[int],
+    progress: Progress | None = None,
+    *,
+    context_tokens: int = CONTEXT_TOKENS,
+) -> list[Row]:
     """Memory, bytes read and time per token under several budgets.
 
     Args:
       model: a bundle larger than each budget.
       budgets: in bytes.
       progress: called with ("Measuring", budgets done, budgets in all).
+      context_tokens: of the context and of the longest source, at most those of the model's window.
 
     Raises:
       ConfigError: a run failed.
     """
     rows = []
     for number, budget in enumerate(budgets):
-        command = [sys.executable, "-m", "benchmarks.speculative.memory", str(model), str(budget)]
+        words = [str(model), str(budget), str(context_tokens)]
+        command = [sys.executable, "-m", "benchmarks.speculative.memory", *words]
         found = {}
         disk = disk_bytes_per_s(model)
         for _ in range(2):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
+                said = done.stderr.strip().splitlines()[-1:]
                 raise ConfigError(
-                    f"a budget of {budget:,} bytes could not be tried: {one_line(done.stderr[-300:])}"
+                    f"a budget of {budget:,} bytes could not be tried: {one_line(''.join(said))}"
                 )
             found = json.loads(done.stdout.splitlines()[-1])
         # Measured before and after: disks of shared machines change from minute to minute.
         disk = (disk + disk_bytes_per_s(model)) / 2
-        rows += _rows(f"{model.stem}, budget {budget / 1e6:,.0f} MB", budget, found, disk)
+        case = f"{model.stem}, budget {budget / 1e6:,.0f} MB, context of {found['context_tokens']:.0f} tokens"
+        rows += _rows(case, budget, found, disk)
         if progress is not None:
             progress("Measuring", number + 1, len(budgets))
     return rows
@@ -110,7 +121,7 @@ def _rows(case: str, budget: int, found: dict[str, float], disk: float) -> list[
     ]
 
 
-def _measure(model: str, budget: int) -> dict[str, float]:
+def _measure(model: str, budget: int, context_tokens: int) -> dict[str, float]:
     """Answers in this process, with the model's buckets compiled or read, and measures the second answer."""
     import jax
     import numpy as np
@@ -120,7 +131,7 @@ def _measure(model: str, budget: int) -> dict[str, float]:
     reset_peak_memory()
     before = peak_resident_bytes()
     with open_model(model) as bundle:
-        context = min(_CONTEXT_TOKENS, bundle.cfg.window_tokens)
+        context = min(context_tokens, bundle.cfg.window_tokens)
     engine = Engine.open(model, options=EngineOptions(context_tokens=context, memory_bytes=budget))
     if engine.model.streamed is None:
         raise ConfigError(f"all of the model fits into {budget:,} bytes")
@@ -136,6 +147,7 @@ def _measure(model: str, budget: int) -> dict[str, float]:
     how = {"hit_rate": facts["hit_rate"]} if "hit_rate" in facts else {"resident": facts["resident_layers"]}
     return {
         **how,
+        "context_tokens": context,
         "peak_bytes": peak_resident_bytes() - before,
         "runtime_bytes": before,
         "tpot_ms": generation.timings.tpot_ms(len(generation.tokens)),
@@ -146,4 +158,4 @@ def _measure(model: str, budget: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measure(sys.argv[1], int(sys.argv[2]))))
+    print(json.dumps(_measure(sys.argv[1], *map(int, sys.argv[2:]))))
