@@ -22,7 +22,8 @@ from benchmarks.commands.options import (
 )
 from benchmarks.experts import PARTS
 from jaxllm.errors import ConfigError
-from jaxllm.option_types import Size, pairs_options
+from jaxllm.option_types import Size
+from jaxllm.tasks.pair_options import pairs_options
 from serving.commands.console import progress_bars
 from serving.commands.lazy import EngineCommand
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxllm.option_types import pairs_options
+from jaxllm.tasks.pair_options import pairs_options
 from training.commands.shared_options import (
     chat_options,
     checkpoints_option,

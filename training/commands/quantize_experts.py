@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxllm.formats import EXPERT_BITS
-from jaxllm.option_types import Share, pairs_options
+from jaxllm.option_types import Share
+from jaxllm.tasks.pair_options import pairs_options
 from training.commands.shared_options import (
     calibration_device_options,
     dry_run_option,
