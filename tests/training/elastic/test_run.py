@@ -335,10 +335,11 @@ def test_damaged_importance_is_named(model, data, tmp_path, plain):
 
 
 def test_recipes():
-    names = "adapters", "equal-time", "family", "large", "quick"
+    names = "adapters", "equal-time", "family", "large", "quick", "translate"
     assert elastic_recipe_names() == list(names)
-    recipe, together, family, large, quick = map(load_elastic_recipe, names)
+    recipe, together, family, large, quick, translate = map(load_elastic_recipe, names)
     assert (large.precision, large.remat, large.whole_kl_nats > 0) == ("bfloat16", "full", True)
+    assert [len(source.pairs) for source in translate.sources] == [2, 2]
     assert quick.levels == load_tiny_lm_recipe("quick").levels
     # What is compared differs in how levels recover, and in the steps that take as long.
     differing = {name for name, value in recipe.to_json().items() if value != together.to_json()[name]}
