@@ -39,7 +39,7 @@ def test_packaged_recipes_load_and_read_back(name):
         ({"model": 3}, "model must be a TOML table"),
         ({"sources": [{"path": "x"}]}, "malformed sources"),
         ({"sources": [{"task": "weather"}]}, "no task 'weather'"),
-        ({"sources": [{"text": "a", "stories": "b"}]}, "one of text, stories, task and chat"),
+        ({"sources": [{"text": "a", "stories": "b"}]}, "one of text, stories, task, chat and pairs"),
     ],
 )
 def test_a_malformed_recipe_names_the_key(change, message):
