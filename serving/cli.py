@@ -71,7 +71,7 @@ SECTIONS = {
         ),
         "seq2seq-eval": (
             "training.commands.seq2seq_eval:seq2seq_eval_command",
-            "Translate a file greedily, and print BLEU as a JSON object.",
+            "Answer a file greedily, and print how good the answers are as a JSON object.",
         ),
         "pretrain": (
             "training.commands.pretrain:pretrain_command",

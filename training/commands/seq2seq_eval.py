@@ -62,7 +62,7 @@ def seq2seq_eval_command(
     of MODEL's answers that DRAFT finds most likely after those before them.
 
     \b
-    Examples:
+    Example:
       jaxllm seq2seq-eval runs/translate/hf --source val.de --reference val.en
       jaxllm seq2seq-eval runs/switch/hf --prefix "emotion:" --source valid.jsonl --fields text label
     """
