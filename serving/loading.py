@@ -277,6 +277,8 @@ def load_model(
     """
     bundle = open_model(model, weights=weights, progress=progress)
     options = _with_levels(options or EngineOptions(), [level])
+    if speculation is not None:
+        speculation = speculation.within(options.context_tokens or bundle.cfg.window_tokens)
     if speculation is None or not speculation.optional:
         return _loaded(bundle, options, adapter, level, speculation, progress), speculation
     if not drafts_by_itself(bundle, level, options):
@@ -303,14 +305,12 @@ def _loaded(
     lora, arrays = (None, {}) if adapter is None else read_adapter_of(bundle, adapter)
     if lora is not None and not options.adapter_rank:
         options = dataclasses.replace(options, adapter_rank=rank_of(arrays), adapter_targets=lora.targets)
-    reserved, drafting_level, high_planes = 0, 0, False
-    if speculation is not None:
-        high_planes = speculation.drafter == "nested"
-        if high_planes:
-            require_nested(bundle)
-        if options.memory_bytes:
-            reserved = drafter_bytes(speculation, options.context_tokens, bundle.cfg)
-            drafting_level = 0 if high_planes else speculation.level
+    reserved, drafting_level = 0, 0
+    if high_planes := speculation is not None and speculation.drafter == "nested":
+        require_nested(bundle)
+    if speculation is not None and options.memory_bytes:
+        reserved = drafter_bytes(speculation, options.context_tokens, bundle.cfg)
+        drafting_level = 0 if high_planes else speculation.level
     loaded = LoadedModel(
         bundle,
         options,

@@ -60,6 +60,14 @@ class TreeShape:
         verified."""
         return cls(tips=1, branches=3, threshold=BRANCH_CONFIDENCE, pacer="fair", trimmed=False)
 
+    def within(self, context_tokens: int) -> Self:
+        """Trees for which a short context has room behind its tokens: of at most half of it."""
+        most = max(context_tokens // 2, self.nodes[0])
+        nodes = tuple(size for size in self.nodes if size <= most)
+        room = min(self.room, most)
+        sizes = {"tips": min(self.tips, room), "branches": min(self.branches, room)}
+        return dataclasses.replace(self, nodes=nodes, room=room, **sizes)
+
     @property
     def growth(self) -> Growth:
         """The shape of trees that the drafter grows."""
@@ -100,6 +108,10 @@ class SpeculationOptions:
     calibrated: bool = True
     optional: bool = False
     lookup: bool = True
+
+    def within(self, context_tokens: int) -> Self:
+        """The same with trees for a context (see `TreeShape.within`)."""
+        return dataclasses.replace(self, trees=self.trees.within(context_tokens))
 
     @classmethod
     def by_itself(cls) -> Self:

@@ -117,3 +117,23 @@ def test_drafts_of_another_kind_are_refused(folder, target):
         how = SpeculationOptions(drafter="model", model=other, trees=TREES)
         with pytest.raises(ConfigError, match=what):
             Engine.open(one, options=OPTIONS, speculation=how, warm_up=False)
+
+
+def test_trees_have_room_behind_the_tokens_of_a_short_context():
+    shape = TreeShape()
+    assert shape.within(1024) == shape
+    assert (shape.within(128).nodes, shape.within(128).room) == (shape.nodes, 64)
+    assert (shape.within(40).nodes, shape.within(40).room) == ((8, 16), 20)
+    assert (shape.within(10).nodes, shape.within(10).room) == ((8,), 8)
+
+
+def test_the_packaged_translator_is_drafted():
+    """Its window of 128 tokens is no longer than the trees of a longer one."""
+    options = SpeculationOptions(model="translate-draft", pausing=False)
+    plain = Engine.open("translate")
+    drafted = Engine.open("translate", speculation=options)
+    for text in ("Ein kleiner Hund läuft über eine Wiese.", "Zwei Kinder spielen im Park."):
+        assert drafted.generate(text).text == plain.generate(text).text
+    assert drafted.speculation.counts.acceptance_length > 2
+    plain.close()
+    drafted.close()
