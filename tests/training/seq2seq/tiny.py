@@ -67,7 +67,7 @@ def write_pairs(folder):
 def write_random_folder(folder, data, model=T5):
     """Writes a model of random weights, with a tokenizer of the pairs in `data`; returns the folder."""
     recipe = tiny_recipe(model)
-    pairs = read_pairs(recipe.sources, data)
+    pairs = read_pairs([(source.files, source.fields) for source in recipe.sources], data)
     params = jax.jit(lambda key: init_seq2seq(recipe.cfg, key))(jax.random.key(0))
     write_seq2seq(folder, recipe, pair_tokenizer(pairs, recipe), jax.device_get(params))
     return folder
