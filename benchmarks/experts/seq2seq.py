@@ -272,10 +272,9 @@ def _tokens(engine: Engine, task: TaskPairs) -> list[tuple[list[int], str]]:
     if task.called:
         found = [(source, target) for source, target in found if len(source) <= most]
     longest = max((len(source) for source, _ in found), default=0)
-    if longest > engine.options.context_tokens:
+    if longest > most:
         raise ConfigError(
-            f"a source has {longest} tokens, and this bench reads at most {engine.options.context_tokens}; "
-            "give shorter ones"
+            f"a source has {longest} tokens, and this bench reads at most {most}; give shorter ones"
         )
     return found
 

@@ -47,6 +47,7 @@ class Wrapper:
 _LAYOUTS = (("model.language_model.", ""), ("language_model.model.", "language_model."))
 _TOWER = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
 
+_QWEN_KEYS = frozenset({"image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id"})
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper(
         text_types={"gemma3_text": "gemma3_text"},
@@ -88,7 +89,7 @@ WRAPPERS: dict[str, Wrapper] = {
         text_types={"qwen3_vl_text": "qwen3"},
         layouts=_LAYOUTS[:1],
         skipped=("model.visual.",),
-        keys=frozenset({"image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id"}),
+        keys=_QWEN_KEYS,
         text_defaults={"max_position_embeddings": 128000, "rope_theta": 5e5},
     ),
     "qwen3_5": Wrapper(
@@ -96,13 +97,13 @@ WRAPPERS: dict[str, Wrapper] = {
         layouts=_LAYOUTS[:1],
         # Layers that predict further tokens are not read, either.
         skipped=("model.visual.", "mtp."),
-        keys=frozenset({"image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id"}),
+        keys=_QWEN_KEYS,
     ),
     "qwen3_5_moe": Wrapper(
         text_types={"qwen3_5_moe_text": "qwen3_5_moe_text"},
         layouts=_LAYOUTS[:1],
         skipped=("model.visual.", "mtp."),
-        keys=frozenset({"image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id"}),
+        keys=_QWEN_KEYS,
     ),
     "smolvlm": Wrapper(
         text_types={"llama": "llama"},

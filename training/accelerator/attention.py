@@ -1,7 +1,6 @@
 """Checks attention within packed documents on the device: outputs, gradients and borders, against float32."""
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -10,7 +9,8 @@ import numpy as np
 
 from jaxllm.nn.documents import document_attention, document_mask
 from jaxllm.nn.layers import AttentionOptions, attention
-from training.accelerator.rows import Row, median
+from training.accelerator.rows import Row
+from training.accelerator.timing import median_s
 from training.loop.hardware import known_device
 
 # Borders inside and at the edges of a kernel's blocks, a document of one token, one of several blocks.
@@ -45,7 +45,7 @@ def check_attention(tokens: int, heads: int, kv_heads: int, width: int, repetiti
     rows = []
     for name, one, other in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True):
         error = float(_norm(one - other) / _norm(other))
-        rows.append(_row(case, f"relative_error_{name}", error, "", "of bfloat16 to float32"))
+        rows.append(Row(case, f"relative_error_{name}", error, "", "of bfloat16 to float32"))
     inside = slice(BORDERS[1], BORDERS[2])
     asked = jnp.zeros_like(cotangent).at[:, inside].set(cotangent[:, inside])
     crossed = 0.0
@@ -53,7 +53,7 @@ def check_attention(tokens: int, heads: int, kv_heads: int, width: int, repetiti
         outside = np.array(gradient)
         outside[:, inside] = 0
         crossed = max(crossed, float(np.abs(outside).max()))
-    rows.append(_row(case, "gradient_across_borders", crossed, "", "must be 0"))
+    rows.append(Row(case, "gradient_across_borders", crossed, "", "must be 0"))
     return rows + _timed(ours, tokens, heads, kv_heads, width, repetitions)
 
 
@@ -61,20 +61,15 @@ def _timed(ours: Compute, tokens: int, heads: int, kv_heads: int, width: int, re
     given, starts, cotangent = _inputs(tokens, heads, kv_heads, width)
     half, out = [each.astype(jnp.bfloat16) for each in given], cotangent.astype(jnp.bfloat16)
     step = jax.jit(functools.partial(_outputs_and_gradients, ours))
-    jax.block_until_ready(step(half, starts, out))
-    times = []
-    for _ in range(repetitions):
-        began = time.perf_counter()
-        jax.block_until_ready(step(half, starts, out))
-        times.append(time.perf_counter() - began)
-    took_s, case = median(times), f"attention T={tokens} N={heads} K={kv_heads} H={width}"
-    rows = [_row(case, "step_ms", took_s * 1e3, "ms", "forward and backward")]
+    took_s = median_s(lambda: step(half, starts, out), repetitions, warm_steps=1)
+    case = f"attention T={tokens} N={heads} K={kv_heads} H={width}"
+    rows = [Row(case, "step_ms", took_s * 1e3, "ms", "forward and backward")]
     device = known_device(jax.devices()[0].device_kind)
     if device is not None:
         # Half of the scores are causal; the backward pass is 2.5 forward passes of 2 products.
         flops = 3.5 * 2 * 2 * given[0].shape[0] * tokens * tokens * heads * width / 2
         share = flops / took_s / device.flops
-        rows.append(_row(case, "mfu", share, "share", "as if rows were one document each"))
+        rows.append(Row(case, "mfu", share, "share", "as if rows were one document each"))
     return rows
 
 
@@ -99,7 +94,3 @@ def _outputs_and_gradients(
 
 def _norm(value: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(value.astype(jnp.float32))))
-
-
-def _row(case: str, metric: str, value: float, unit: str, note: str) -> Row:
-    return Row(case, metric, value, unit, note)

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import statistics
-from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +17,3 @@ class Row:
     def line(self) -> str:
         """The row as a line of JSON."""
         return json.dumps(dataclasses.asdict(self)) + "\n"
-
-
-def median(values: Iterable[float]) -> float:
-    """Median of repeated measurements."""
-    return statistics.median(values)

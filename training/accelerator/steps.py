@@ -1,7 +1,5 @@
 """Measures steps of training: tokens per second, share of the device's peak (MFU), peak memory."""
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,8 +7,9 @@ import jax.numpy as jnp
 
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.models.scanned_layers import Remat
-from training.accelerator.rows import Row, median
+from training.accelerator.rows import Row
 from training.accelerator.subjects import Size, dense_params, four_bit_params, random_batch, size_of
+from training.accelerator.timing import median_s
 from training.data.sources import Source
 from training.elastic.importance import unit_step
 from training.elastic.job import joint_job
@@ -58,7 +57,7 @@ def measure_importance(name: str, repetitions: int) -> list[Row]:
     step = unit_step(size.cfg, mesh, remat="full")
     with jax.set_mesh(mesh):
         rows = jax.tree.map(lambda part: part[0], place_rows(random_batch(size), mesh, 1))
-        took_s = _timed(lambda: step(params, rows), repetitions)
+        took_s = median_s(lambda: step(params, rows), repetitions, warm_steps=_WARM_STEPS)
     return _rows(f"importance {name}", size, took_s, step_flops_per_token(size.cfg, size.row_tokens))
 
 
@@ -99,33 +98,18 @@ def _trained(case: str, size: Size, settings: TrainSettings, job: Job, repetitio
         states.append(state)
         return measures
 
-    took_s = _timed(step, repetitions)
+    took_s = median_s(step, repetitions, warm_steps=_WARM_STEPS)
     rows = _rows(case, size, took_s, job.flops_per_token)
-    return [*rows, _row(case, "build_ms", trainer.compile_s * 1e3, "ms")]
-
-
-def _timed(step: Callable[[], Any], repetitions: int) -> float:
-    for _ in range(_WARM_STEPS):
-        jax.block_until_ready(step())
-    times = []
-    for _ in range(repetitions):
-        began = time.perf_counter()
-        jax.block_until_ready(step())
-        times.append(time.perf_counter() - began)
-    return median(times)
+    return [*rows, Row(case, "build_ms", trainer.compile_s * 1e3, "ms")]
 
 
 def _rows(case: str, size: Size, took_s: float, flops_per_token: float | None) -> list[Row]:
     tokens_per_s = size.batch * size.row_tokens / took_s
     rows = [
-        _row(case, "train_tokens_per_s", tokens_per_s, "tokens/s"),
-        _row(case, "peak_memory_bytes", peak_memory_bytes(), "bytes"),
+        Row(case, "train_tokens_per_s", tokens_per_s, "tokens/s"),
+        Row(case, "peak_memory_bytes", peak_memory_bytes(), "bytes"),
     ]
     device = known_device(jax.devices()[0].device_kind)
     if device is not None and flops_per_token is not None:
-        rows.append(_row(case, "mfu", tokens_per_s * flops_per_token / device.flops, "share"))
+        rows.append(Row(case, "mfu", tokens_per_s * flops_per_token / device.flops, "share"))
     return rows
-
-
-def _row(case: str, metric: str, value: float, unit: str) -> Row:
-    return Row(case, metric, value, unit)
