@@ -48,7 +48,7 @@ model_option = click.option(
     "--model",
     type=click.Path(path_type=Path),
     metavar="MODEL",
-    help="A bundle, a Hugging Face folder, or a packaged model's name.  [default: default]",
+    help="A bundle, a Hugging Face folder, a GGUF file, or a packaged model's name.  [default: default]",
 )
 
 context_option = click.option(
