@@ -79,7 +79,7 @@ _MODEL_OPTIONS = (
     click.option(
         "--weights",
         type=click.Choice(WEIGHT_FORMATS),
-        help="Width of a Hugging Face folder's weights.  [default: the checkpoint's own]",
+        help="Width of the weights of a Hugging Face folder or a GGUF file.  [default: the checkpoint's own]",
     ),
     context_option,
     click.option(
