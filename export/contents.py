@@ -81,21 +81,25 @@ def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bo
     Raises:
       ConfigError: it does not; the message names the options to leave out.
     """
-    holds = CONTENTS[kind]
-    lacking = {
-        "--level": levels > 1 and holds.levels == "one",
-        "--attention-mask": plan.masked and not holds.masks,
-        "--npu": plan.npu and not holds.npu,
-        "--verify-tokens": bool(plan.verify_tokens) and not holds.verified,
-        "--block-tokens": bool(plan.block_tokens) and not holds.blocks,
-        "--adapter-input": adapters and not holds.adapters,
-        "--cache-tokens": bool(plan.cache_tokens) and not holds.short_caches,
-    }
-    options = [name for name, wrong in lacking.items() if wrong]
-    if options:
+
+    def lacking(holds: Contents) -> list[str]:
+        asked = {
+            "--level": levels > 1 and holds.levels == "one",
+            "--attention-mask": plan.masked and not holds.masks,
+            "--npu": plan.npu and not holds.npu,
+            "--verify-tokens": bool(plan.verify_tokens) and not holds.verified,
+            "--block-tokens": bool(plan.block_tokens) and not holds.blocks,
+            "--adapter-input": adapters and not holds.adapters,
+            "--cache-tokens": bool(plan.cache_tokens) and not holds.short_caches,
+        }
+        return [name for name, wrong in asked.items() if wrong]
+
+    if options := lacking(CONTENTS[kind]):
+        others = [name for name, each in CONTENTS.items() if not lacking(each)]
+        instead = f", or export as {' or '.join(others)}" if others else ""
         raise ConfigError(
-            f"the {kind} format holds no programs of {', '.join(options)}; leave {_them(options)} out, or "
-            "export as tflite"
+            f"the {kind} format holds no programs of {', '.join(options)}; leave {_them(options)} "
+            f"out{instead}"
         )
 
 

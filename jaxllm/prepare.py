@@ -96,7 +96,10 @@ def prepare(
         )
     widths = np.broadcast_to(expert_bits, (len(sparse_layers(cfg)), cfg.experts))
     if apart and not cfg.experts:
-        raise ConfigError(f"{folder} is no mixture of experts: there are none to store apart")
+        raise ConfigError(
+            f"{folder} is no mixture of experts: there are none to store apart; prepare it "
+            "without --expert-bits"
+        )
     name = name or (folder.stem if folder.is_file() else folder.resolve().name)
     try:
         write_bundle(

@@ -77,13 +77,13 @@ class LLMService(PlannedService):
         confidence: float = CONFIDENCE,
         progress: Progress | None = None,
     ) -> "LLMService":
-        """Opens an elastic bundle, and measures this device's profile where there is none yet.
+        """Opens a model, and measures this device's profile where there is none yet.
 
         Buckets are compiled, or read from disk where an earlier process left them. Measuring takes some
-        seconds, once.
+        seconds of the packaged model and minutes of larger ones, once.
 
         Args:
-          model: a bundle; None for the model inside the package.
+          model: an elastic bundle, or another model, which has one level alone; see `Engine.open`.
           levels: to serve, in percent; None for all of the bundle.
           options: of the engine.
           proposer: proposes levels and prompt ratios instead of the bundle's tiny LM.

@@ -66,7 +66,7 @@ def require_gpu() -> Device:
     except RuntimeError as error:
         raise ConfigError(
             "the integer processor was to be a GPU, and JAX has none here; install JAX for your GPU "
-            "(`pip install 'jax[cuda13]'`), or let it be a core of the CPU (--integer-device cpu)"
+            "(`pip install 'jaxllm[cuda]'`), or let it be a core of the CPU (--integer-device cpu)"
         ) from error
 
 

@@ -178,7 +178,9 @@ def _require_addresses(options: EngineOptions, *, streamed: bool, integers: bool
     }
     for reason, applies in because.items():
         if applies:
-            raise ConfigError(f"attend_coded: the model cannot attend to stored chunks, because {reason}")
+            raise ConfigError(
+                f"attend_coded: the model cannot attend to stored chunks, because {reason}; leave it out"
+            )
 
 
 # What few models need is imported where they need it, because a start waits for imports.

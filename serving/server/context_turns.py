@@ -164,7 +164,7 @@ class ContextTurns:
             if not 0 <= call.context_tokens <= len(before):
                 raise ConfigError(
                     f"the context {record.name} has {len(before)} tokens, and the call continues the first "
-                    f"{call.context_tokens}"
+                    f"{call.context_tokens}; continue a later response, or begin a new context"
                 )
             before = before[: call.context_tokens]
             forks = not free or len(before) < len(record.tokens)

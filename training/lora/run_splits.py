@@ -33,7 +33,8 @@ def require_trainable(cfg: ModelConfig, recipe: LoraRecipe, what: str) -> None:
         return
     if cfg.model_type not in FAMILIES:
         raise ConfigError(
-            f"{what} of encoder-decoders are trained of {', '.join(FAMILIES)}, and this is {cfg.model_type}"
+            f"{what} of encoder-decoders are trained of {', '.join(FAMILIES)}, and this is {cfg.model_type}; "
+            "take one of these"
         )
     if recipe.remat != "none":
         raise ConfigError(

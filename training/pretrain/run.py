@@ -244,7 +244,8 @@ def _given_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
     tokenizer = read_tokenizer_file(path)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ConfigError(
-            f"{path} has {tokenizer.get_vocab_size()} tokens, but the recipe's model has {vocab_size}"
+            f"{path} has {tokenizer.get_vocab_size()} tokens, but the recipe's model has {vocab_size}; "
+            "give another --tokenizer, or set the model's vocab_size"
         )
     token_id(tokenizer, END_OF_TURN)
     return tokenizer
