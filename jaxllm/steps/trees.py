@@ -100,7 +100,8 @@ def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     # In the rows behind coded chunks.
     end = cache.length if cache.coded is None else cache.length - cache.coded.tokens
     rows = jnp.minimum(end + source, np.int32(cache.capacity_tokens - 1))
-    destination = TokenPositions(positions=end + index, valid=count)
+    # One block, which is written in place: XLA copies a whole cache for each write to rows apart.
+    destination = TokenPositions.after(end, nodes.shape[0], count)
 
     def moved(values: jax.Array) -> jax.Array:
         if cache.places is None:
@@ -351,8 +352,8 @@ def prune(
       most: int32 scalar, at least 1; so many nodes are kept, among them the parent of each.
 
     Returns:
-      The cache with the rows of the nodes that are kept; the tree of them; its `fed`; and `[M]` int32, the new
-      index of each node, -1 where it was dropped.
+      The cache with the rows of the nodes that are kept; the tree of them; its `fed`; and `[M]` int32, the
+      new index of each node, -1 where it was dropped.
     """
     axes = Axes("prune", B=1)
     tree.check(axes)

@@ -16,6 +16,7 @@ from jaxllm.speculative.growth import Growth
 from jaxllm.speculative.tree import new_tree
 from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, prune, read_nodes, verify
 from serving.speculation.host_tree import by_confidence, some_nodes
+from tests.copied_bytes import copied_bytes
 from tests.quick_jit import jit
 from tests.speculative.test_tree import tree_of, walk
 from tests.tiny import TINY, tiny_params
@@ -76,6 +77,22 @@ def test_a_tree_reads_as_each_of_its_paths_alone(cfg):
         whole[0, : last + 1] = [*PROMPT[0], *path]
         expected = logits(params, documents(params, whole, cfg=cfg)[0, last], cfg=cfg)
         np.testing.assert_allclose(out[node], expected, atol=2e-4 * float(jnp.abs(expected).max()))
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacks", "layers"])
+def test_rows_move_without_a_copy_of_the_cache(stacked, shipped_compilations):
+    cache = new_cache(CFG, batch=1, tokens=4096, dtype=DTYPE, stacked=stacked)
+    tree, fed, one = new_tree(jnp.int32(7), ROOM), jnp.zeros(ROOM, bool), jnp.int32(1)
+    nodes = jnp.arange(ROOM, dtype=jnp.int32)
+    moves = {
+        keep_path: (cache, nodes, one),
+        follow: (cache, tree, fed, nodes, one, one),
+        prune: (cache, tree, fed, one),
+    }
+    for step, given in moves.items():
+        compiled = jax.jit(step, donate_argnums=(0,)).lower(*given).compile()
+        # Of a token tree, and not of thousands of tokens.
+        assert copied_bytes(compiled) < cache.keys[0].nbytes // 8, step.__name__
 
 
 @pytest.mark.slow
