@@ -364,20 +364,11 @@ class ResidentRunner(LevelRunner):
     def prune(
         self, tree: TokenTree, fed: jax.Array | np.ndarray, cache: KVCache, shape: TreeShape, most: int
     ) -> tuple[TokenTree, jax.Array, KVCache, np.ndarray]:
-        """Keeps the `most` most confident nodes of a tree (see `steps.trees.prune`).
-
-        Args:
-          tree, fed: see `draft`.
-          cache: donated.
-          shape: of the tree.
-          most: number of nodes.
-
-        Returns:
-          The tree, `fed`, the cache, and the new index of each node, -1 where it was dropped.
-        """
+        """Keeps the `most` most confident nodes of a tree of `draft` (see `steps.trees.prune`); the cache is
+        donated. Returns the tree, `fed`, the cache, and each node's new index, -1 where it was dropped."""
         compiled = self.buckets.get(self._prune_bucket(shape, cache.capacity_tokens))
-        cache, tree, fed, places = compiled(cache, tree, fed, np.int32(most))
-        return tree, fed, cache, np.asarray(places)
+        cache, left, fed_then, places = compiled(cache, tree, fed, np.int32(most))
+        return left, fed_then, cache, np.asarray(places)
 
     def _prune_bucket(self, shape: TreeShape, cache: int) -> PruneBucket:
         return PruneBucket(nodes=shape.room, cache_tokens=cache, level=self.model.bucket_level)

@@ -117,6 +117,11 @@ class WeightStream:
         as the last whole pass waited for pieces."""
         return min(self._slots * self._piece_s, self._idle_before_s) if self._read_ahead else 0.0
 
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes that are read in each pass."""
+        return round(self._piece_bytes * len(self._coming))
+
     def staying(self) -> dict[int, np.ndarray]:
         """Number of a resident piece -> its memory."""
         return {number: slot.memory for number, slot in self._staying.items()}
