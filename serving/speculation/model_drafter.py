@@ -81,7 +81,7 @@ class ModelDrafter(GrowingDrafter):
           own: has the model's weights; None for weights of the target.
           greedy_temperature: see `serving.speculation.confidence.confidence_temperature`.
           takes_rows: whether it goes on from the target's own keys and values, where its weights are the
-            target's at fewer bits, instead of reading the tokens itself.
+            target's at fewer bits; it does not read the tokens itself then.
         """
         self._runner, self._shape = runner, options.trees
         self._takes_rows, self._target_cache = takes_rows, None
