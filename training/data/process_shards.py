@@ -1,7 +1,7 @@
-"""Divides the reading of documents over the processes of a group, each of which takes its own files.
+"""Divides documents over the processes of a group, each of which reads and encodes its own files.
 
 Where there are fewer files than processes, all read them and each encodes every n-th block of documents,
-which takes longer than reading. What comes out is the same for any number of processes.
+which is most of the work. What comes out is the same for any number of processes.
 """
 
 from collections.abc import Callable
