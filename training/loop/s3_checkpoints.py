@@ -25,6 +25,8 @@ from jaxllm.errors import CheckpointError
 _MOST_CHUNK_BYTES = 1 << 29
 # tensorstore's own would try for half an hour where nothing answers.
 _RETRIES = {"max_retries": 6, "initial_delay": "500ms", "max_delay": "10s"}
+# That processes wait for each other, the slowest of which may still be writing.
+_LIMIT_S = 1800
 _FAILURES = (OSError, ValueError, RuntimeError, KeyError, NotImplementedError)
 
 
@@ -37,7 +39,7 @@ class S3Checkpoints:
 
     def __init__(self, url: str, *, latest: int) -> None:
         self.url, self._latest = url.rstrip("/"), latest
-        self._manager = GlobalAsyncCheckpointManager()
+        self._manager = GlobalAsyncCheckpointManager(_LIMIT_S)
         try:
             self._store: ts.KvStore = ts.KvStore.open(self._place("")).result()
             self._done = self._read_done()
