@@ -10,17 +10,19 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-# Each length is twice the one before, and has a branch, which takes time to compile.
-_MOST_LENGTHS, _SHORTEST = 4, 64
+# Each length has a branch, which takes time to compile: a token at a time is what programs run most.
+_TOKEN_LENGTHS, _CHUNK_LENGTHS, _SHORTEST = 8, 4, 64
 
 # (queries, keys [B, K, n, H], values, what they see [..., n]) -> outputs in the shape of the queries.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def prefix_lengths(capacity: int) -> tuple[int, ...]:
-    """Lengths of prefixes of a cache of `capacity` rows, ascending; the last is the whole."""
-    halves = [capacity >> step for step in range(_MOST_LENGTHS - 1, 0, -1)]
-    return (*(each for each in halves if each >= _SHORTEST), capacity)
+def prefix_lengths(capacity: int, tokens: int) -> tuple[int, ...]:
+    """Lengths of prefixes of a cache of `capacity` rows for so many queries, ascending; the last is the
+    whole."""
+    parts = _TOKEN_LENGTHS if tokens == 1 else _CHUNK_LENGTHS
+    lengths = [capacity * part // parts for part in range(1, parts)]
+    return (*(each for each in lengths if each >= _SHORTEST), capacity)
 
 
 def over_used_prefix(
@@ -30,13 +32,13 @@ def over_used_prefix(
 
     Args:
       attend: over rows of any number.
-      q: queries.
+      q: queries `[B, T, ...]`.
       keys, values: `[B, K, S, H]`.
       visible: `[..., S]`, which of them a query sees, or what is added to its scores; of rows from `used` on
         nothing is seen.
       used: int32 scalar, at most S: how many rows may be seen.
     """
-    lengths = prefix_lengths(keys.shape[2])
+    lengths = prefix_lengths(keys.shape[2], q.shape[1])
     if len(lengths) == 1:
         return attend(q, keys, values, visible)
 

@@ -16,11 +16,12 @@ from jaxllm.nn.used_prefix import over_used_prefix, prefix_lengths
 B, K, G, H, S = 1, 2, 3, 8, 512
 
 
-def test_lengths_double_up_to_the_whole():
-    assert prefix_lengths(512) == (64, 128, 256, 512)
-    assert prefix_lengths(2048) == (256, 512, 1024, 2048)
-    assert prefix_lengths(100) == (100,)
-    assert prefix_lengths(300) == (75, 150, 300)
+def test_lengths_are_parts_of_the_whole():
+    assert prefix_lengths(512, 1) == (64, 128, 192, 256, 320, 384, 448, 512)
+    assert prefix_lengths(512, 16) == (128, 256, 384, 512)
+    assert prefix_lengths(2048, 1)[0] == 256
+    assert prefix_lengths(200, 1) == (75, 100, 125, 150, 175, 200)
+    assert prefix_lengths(64, 1) == (64,)
 
 
 def drawn(tokens, seed=0):
@@ -71,7 +72,7 @@ def test_it_is_that_of_the_whole(case, window):
         np.testing.assert_array_equal(same.values, kept.values)
 
 
-@pytest.mark.parametrize(("used", "length"), [(1, 64), (64, 64), (65, 128), (300, 512), (512, 512)])
+@pytest.mark.parametrize(("used", "length"), [(1, 64), (64, 64), (65, 128), (300, 320), (512, 512)])
 def test_the_shortest_prefix_is_taken(used, length):
     rows = jnp.zeros((B, K, S, H))
 
