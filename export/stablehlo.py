@@ -104,14 +104,16 @@ def traced(
     precision: str,
     platforms: Sequence[str],
     params_of: ParamsOf | None = None,
+    branches: bool = True,
 ) -> jax.export.Exported:
     """A signature's program. Unused weights stay arguments, so that all programs take the same ones;
-    `params_of` makes parameters of weights that are stored in another form."""
+    `params_of` makes parameters of weights that are stored in another form. For `branches` see
+    `without_native_kernels`."""
     dtype = DTYPES[precision]
     step = subject_step(signature, subject, dtype)
     step = step if params_of is None else functools.partial(step, params_of=params_of)
     shapes = step_shapes(signature, subject, plan, dtype)
-    with without_native_kernels():
+    with without_native_kernels(branches=branches):
         return jax.export.export(jax.jit(step, keep_unused=True), platforms=tuple(platforms))(*shapes)
 
 
