@@ -42,6 +42,8 @@ class ExportPlan:
       without_shadow: whether a calibrated bundle becomes w8a8 without its calibration.
       masked: whether prefill and decode take an attention mask, for runtimes that make it themselves.
       npu: whether the model is divided into what an NPU computes and what its CPU does (see `npu.py`).
+      stages: whether the stages of prefill are programs of their own, too, for two processors (see
+        `export.stages`).
       static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
     """
 
@@ -56,6 +58,7 @@ class ExportPlan:
     static_verify: bool = False
     masked: bool = False
     npu: bool = False
+    stages: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_tokens", 2), ("verify_tokens", 2), ("cache_tokens", 2), ("levels", 1)):

@@ -26,6 +26,7 @@ from jaxllm.program_folder.adapters import AdapterInputs, adapter_file
 from jaxllm.program_folder.arrays import cache_shapes, source_shapes
 from jaxllm.program_folder.files import StoredFile, require_ints, require_text
 from jaxllm.program_folder.levels import ProgramLevel, read_level
+from jaxllm.program_folder.stages import STAGE_FILES, StageFacts
 from jaxllm.program_folder.tiny_lm import TINY_TOKENIZER, TinyLmFacts
 
 # "live" programs are in no folder: a process traces them for itself.
@@ -134,6 +135,7 @@ class Manifest:
       left_out: features of the bundle that the programs do not have, for people.
       tiny_lm: that plans requests; None for none.
       adapters: that programs take as an input; None where they take none.
+      stages: programs of single stages, for two processors; None for none.
     """
 
     format: ProgramFormat
@@ -150,6 +152,7 @@ class Manifest:
     left_out: tuple[str, ...] = ()
     tiny_lm: TinyLmFacts | None = None
     adapters: AdapterInputs | None = None
+    stages: StageFacts | None = None
 
     def __post_init__(self) -> None:
         for what in (self.name, self.model, *self.platforms, *self.made_with.values(), *self.left_out):
@@ -188,6 +191,11 @@ class Manifest:
             self.tiny_lm.require_programs(self.tiny_lm_tokens())
         if self.adapters is not None and self.adapters.shapes.keys() != self.levels.keys():
             raise ValueError("adapters are of other levels")
+        if self.stages is not None and (
+            len(self.stages.shadowed) != self.levels[WHOLE].cfg.layers
+            or self.stages.chunk_tokens[-1] > self.context_tokens
+        ):
+            raise ValueError("stages are of other layers, or do not fit the context")
 
     def tiny_lm_tokens(self) -> tuple[int, ...]:
         """Lengths of rows that the tiny LM has programs for, ascending."""
@@ -302,6 +310,7 @@ class Manifest:
         fields["files"] = {name: StoredFile(**each) for name, each in fields["files"].items()}
         fields["tiny_lm"] = TinyLmFacts.from_json(fields.get("tiny_lm"))
         fields["adapters"] = AdapterInputs.from_json(fields.get("adapters"))
+        fields["stages"] = StageFacts.from_json(fields.get("stages"))
         fields["levels"] = {int(level): read_level(each) for level, each in fields["levels"].items()}
         manifest = cls(**fields)
         wanted = [TOKENIZER, *(each.file for each in manifest.signatures)]
@@ -309,6 +318,8 @@ class Manifest:
             wanted.append(TINY_TOKENIZER)
         if manifest.adapters is not None:
             wanted += map(adapter_file, manifest.adapters.names)
+        if manifest.stages is not None:
+            wanted += STAGE_FILES.values()
         if unknown := [each for each in wanted if each not in manifest.files]:
             raise ValueError(f"there is no file {', '.join(unknown)}")
         return manifest
