@@ -28,6 +28,7 @@ class Contents:
       adapters: whether its programs take adapters as an input.
       masks: whether its programs may take an attention mask.
       npu: whether it may hold the three models of an NPU, in floats.
+      stages: whether it may hold the stages of w8a8 prefill, for two processors.
       precisions: of weights.
     """
 
@@ -41,10 +42,11 @@ class Contents:
     adapters: bool = True
     masks: bool = False
     npu: bool = False
+    stages: bool = False
     precisions: tuple[str, ...]
 
 
-_TFLITE = Contents(blocks=True, verified="lines", precisions=("f32", "int8", "w8a8"))
+_TFLITE = Contents(blocks=True, verified="lines", stages=True, precisions=("f32", "int8", "w8a8"))
 CONTENTS = {
     "stablehlo": Contents(blocks=True, block_tokens=16, verified="trees", precisions=("f32", "bf16")),
     "tflite": _TFLITE,
@@ -86,6 +88,7 @@ def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bo
         "--level": levels > 1 and holds.levels == "one",
         "--attention-mask": plan.masked and not holds.masks,
         "--npu": plan.npu and not holds.npu,
+        "--stages": plan.stages and not holds.stages,
         "--verify-tokens": bool(plan.verify_tokens) and not holds.verified,
         "--block-tokens": bool(plan.block_tokens) and not holds.blocks,
         "--adapter-input": adapters and not holds.adapters,
@@ -136,6 +139,7 @@ def as_markdown() -> str:
         "embedder, auxiliary model and layers apart, for an NPU": [
             _yes(each.npu) for each in CONTENTS.values()
         ],
+        "stages of prefill for two processors (w8a8)": [_yes(each.stages) for each in CONTENTS.values()],
         f"encoder-decoders (not {_NOT_ENCODED})": [_yes(each.encoders) for each in CONTENTS.values()],
         "the tiny LM, which plans calls": [_yes(each.tiny_lm) for each in CONTENTS.values()],
         "adapters as an input (decoders alone)": [_yes(each.adapters) for each in CONTENTS.values()],

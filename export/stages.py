@@ -20,6 +20,7 @@ from export.signatures import ExportPlan
 from export.static_products import StaticProduct
 from export.subject import Subject
 from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.schedule import PROCESSORS, Processor, natural_place
 from jaxllm.int8_prefill.stages import STAGE_PARAMETERS, Stage, stages_of
 from jaxllm.kernels.native import without_native_kernels
@@ -36,9 +37,11 @@ def stage_facts(subject: Subject, plan: ExportPlan) -> StageFacts:
     """What the manifest says of the stages of a resolved plan.
 
     Raises:
-      ConfigError: the model cannot be cut so.
+      ConfigError: the model cannot be cut so, or takes adapters as an input.
     """
     require_room(subject.cfg, "integer prefill")
+    if subject.adapters is not None:
+        raise ConfigError("stages take no adapters as an input; leave --stages or --adapter-input out")
     calibration = None if plan.without_shadow else subject.calibration
     shadowed = (False,) * subject.cfg.layers if calibration is None else calibration.shadowed
     return StageFacts(chunk_tokens=plan.chunk_tokens, shadowed=tuple(map(bool, shadowed)))

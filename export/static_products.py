@@ -183,8 +183,8 @@ def _calibrated(subject: Subject, level: int) -> dict[str, tuple[float, np.ndarr
 
 
 def _columns(x: jax.Array, channels: np.ndarray) -> jax.Array:
-    """Some columns `[T, R]` of `x` `[T, inputs]`: as slices, which XNNPACK computes. An index becomes a gather between
-    two transpositions of all of `x`, which it does not."""
+    """Some columns `[T, R]` of `x` `[T, inputs]`, as slices, which XNNPACK computes. An index becomes a
+    gather between two transpositions of all of `x`, which it does not compute."""
     taken = [x[:, at : at + 1] for at in channels.tolist()]
     while len(taken) > 1:
         taken = [jnp.concatenate(taken[at : at + _JOINED], 1) for at in range(0, len(taken), _JOINED)]

@@ -130,6 +130,12 @@ _CALIBRATION_CHARACTERS = 1 << 20
     "compiler then takes for an NPU; takes one --chunk-tokens.",
 )
 @click.option(
+    "--stages",
+    is_flag=True,
+    help="For w8a8 as tflite or device, also make the stages of prefill programs of their own, which two "
+    "processors run out of order.",
+)
+@click.option(
     "--level",
     "levels",
     multiple=True,
@@ -328,6 +334,7 @@ def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
         static_verify=shapes["static_verify"],
         masked=shapes["masked"],
         npu=shapes["npu"],
+        stages=shapes["stages"],
     )
 
 

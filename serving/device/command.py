@@ -43,7 +43,7 @@ class _Choice:
 
     Attributes:
       folder: of programs.
-      threads, memory_bytes, drafts, machine_code: see `open_device`.
+      threads, memory_bytes, drafts, machine_code, processors: see `open_device`.
       adapter: name of the adapter that answers; None for none.
       imported_ms: age of the process when everything was imported; None where the system does not tell.
     """
@@ -53,6 +53,7 @@ class _Choice:
     memory_bytes: int
     drafts: SpeculationOptions | None
     machine_code: bool
+    processors: int
     adapter: str | None
     imported_ms: float | None
 
@@ -65,6 +66,7 @@ class _Choice:
             memory_bytes=self.memory_bytes,
             drafts=self.drafts,
             machine_code=self.machine_code,
+            processors=self.processors,
         )
         engine.set_adapter(self.adapter)
         return engine
@@ -80,6 +82,7 @@ class _Choice:
                 contexts=contexts,
                 budget_bytes=budget_bytes,
                 machine_code=self.machine_code,
+                processors=self.processors,
                 progress=progress,
             )
         service.set_adapter(self.adapter)
@@ -134,6 +137,12 @@ def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "would a library.",
 )
 @click.option(
+    "--processors",
+    type=click.IntRange(1, 2),
+    default=1,
+    help="2 runs the stages of a w8a8 folder (--stages) on two groups of cores, out of order.  [default: 1]",
+)
+@click.option(
     "--adapter",
     metavar="NAME",
     help="Answer with this adapter, which was exported with the model (--adapter-input); `serve` takes it by "
@@ -148,6 +157,7 @@ def device(
     memory_bytes: int,
     draft: str,
     machine_code: bool,
+    processors: int,
     adapter: str | None,
     folder: Path,
 ) -> None:
@@ -161,7 +171,7 @@ def device(
     """
     del debug
     context.obj = _Choice(
-        folder, threads, memory_bytes, speculation(draft), machine_code, adapter, process_age_ms()
+        folder, threads, memory_bytes, speculation(draft), machine_code, processors, adapter, process_age_ms()
     )
     if context.invoked_subcommand is None:
         context.invoke(chat_command)
@@ -340,8 +350,8 @@ def _costs(choice: _Choice, engine: Engine[ProgramModel]) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "import_ms": None if choice.imported_ms is None else round(choice.imported_ms),
         "age_ms": None if age_ms is None else round(age_ms),
-        "weights_bytes": weights_bytes(manifest),
-        "planned_bytes": needed_bytes(manifest),
+        "weights_bytes": weights_bytes(manifest, staged=choice.processors > 1),
+        "planned_bytes": needed_bytes(manifest, staged=choice.processors > 1),
     }
     try:
         memory = process_memory()

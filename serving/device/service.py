@@ -59,12 +59,13 @@ class DeviceService(PlannedService):
         contexts: Path | None = None,
         budget_bytes: int = 256 << 20,
         machine_code: bool = False,
+        processors: int = 1,
         progress: Progress | None = None,
     ) -> Self:
         """Opens a folder of programs; measures a coarse profile of this device where there is none.
 
         Args:
-          folder, threads, memory_bytes, drafts, machine_code: see `open_device`.
+          folder, threads, memory_bytes, drafts, machine_code, processors: see `open_device`.
           contexts: folder of contexts that outlive calls; None for no contexts.
           budget_bytes: most bytes of contexts' chunks in memory.
           progress: called with (stage, done, total).
@@ -73,7 +74,12 @@ class DeviceService(PlannedService):
           JaxllmError: see `open_device`, `DeviceContexts`.
         """
         engine = open_device(
-            folder, threads=threads, memory_bytes=memory_bytes, drafts=drafts, machine_code=machine_code
+            folder,
+            threads=threads,
+            memory_bytes=memory_bytes,
+            drafts=drafts,
+            machine_code=machine_code,
+            processors=processors,
         )
         profile = device_profile(engine, threads=threads, progress=progress)
         with contextlib.ExitStack() as opened:

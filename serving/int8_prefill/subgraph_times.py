@@ -179,15 +179,19 @@ def measured_times(
 def _work_of_each(
     processors: ProcessorPair, prompt: Prompt, subgraphs_of: Callable[[Any], Sequence[Subgraph]]
 ) -> dict[Processor, Callable[[], None]]:
-    """Work that keeps each processor busy: its first long subgraph, repeated."""
-    found: dict[Processor, Callable[[], None]] = {}
+    """Work that keeps each processor busy: its subgraphs of the first layer in turn, as in a prompt."""
+    found: dict[Processor, list[Callable[[], None]]] = {each: [] for each in PROCESSORS}
     for each in subgraphs_of(prompt):
-        if each.processor not in found and (each.processor == "integer" or each.stage == "attend"):
-            found[each.processor] = prompt.repeated(each)
-        if len(found) == len(PROCESSORS):
+        if each.layer and all(found.values()):
             break
+        found[each.processor].append(prompt.repeated(each))
         processors.timed(each.processor, functools.partial(prompt.run, each))
-    return found
+
+    def in_turn(work: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        turns = itertools.cycle(work)
+        return lambda: next(turns)()
+
+    return {processor: in_turn(work) for processor, work in found.items() if work}
 
 
 def _milliseconds(values: Iterable[Any]) -> list[float]:

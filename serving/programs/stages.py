@@ -9,7 +9,10 @@ here: of each stage alone, and while the other processor is busy.
 
 import dataclasses
 import functools
+import hashlib
+import importlib.metadata
 import importlib.util
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ from jaxllm.int8_prefill.stages import Stage
 from jaxllm.program_folder.arrays import KEYS, VALUES, lengthened
 from jaxllm.program_folder.manifest import Manifest
 from jaxllm.program_folder.stages import EMBED, STAGE_FILES, stage_name
+from serving.host.machine import cpu_features, usable_cores
+from serving.host.user_cache import cache_folder
 from serving.int8_prefill.processor_pair import ProcessorPair, Trace, halved_cores
 from serving.int8_prefill.subgraph_times import SubgraphTimes, measured_times
 from serving.programs.messages import runtime_messages_kept
@@ -51,6 +56,17 @@ class TimedStage:
     stage: Stage
     shadowed: bool
     tokens: int
+
+
+def times_path(manifest: Manifest) -> Path:
+    """Path of the times of a folder's stages on this device."""
+    facts = {
+        "files": {name: manifest.files[name].xxh3_128 for name in sorted(STAGE_FILES.values())},
+        "runtime": importlib.metadata.version("ai-edge-litert"),
+        "device": [*cpu_features(), usable_cores()],
+    }
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_folder() / "profiles" / f"device-{key}.subgraphs.json"
 
 
 class StagedPrompt:
