@@ -73,7 +73,8 @@ def run_stage(
     if stage == "narrow":
         named = ("gate", "up") if cfg.gated_ffn else ("up",)
         sums = [inputs[each] + inputs[f"{each}{SHADOW}"] for each in named]
-        hidden = gated(*sums, cfg.activation) if cfg.gated_ffn else activate(sums[0], cfg.activation)
+        first = sums[0]
+        hidden = gated(first, sums[1], cfg.activation) if cfg.gated_ffn else activate(first, cfg.activation)
         residual = None if cfg.post_norms else inputs["x"]
         bias = weights.vector("ffn.down_bias")
         return {"hidden": hidden, "mixed": from_units(hidden, weights["ffn.down"], bias, residual)}

@@ -15,7 +15,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 class StageKey(Protocol):
     """Which stage has a time: a frozen dataclass of scalars, such as a bucket."""
 
-    __dataclass_fields__: Any
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __hash__(self) -> int: ...
 

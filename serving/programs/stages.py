@@ -136,7 +136,8 @@ class StagePrograms:
             raise ConfigError(f"{folder} has no stages for two processors; export the model with --stages")
         if importlib.util.find_spec("ai_edge_litert") is None:
             raise ConfigError("ai-edge-litert is not installed; pip install ai-edge-litert")
-        self.facts, self.order, self._manifest = manifest.stages, order, manifest
+        self.facts, self._manifest = manifest.stages, manifest
+        self.order: Order = order
         self.cfg, self._room = manifest.levels[WHOLE].cfg, manifest.context_tokens
         self.measured = SubgraphTimes(times, TimedStage)
         cores = halved_cores()
