@@ -28,6 +28,7 @@ class Contents:
       adapters: whether its programs take adapters as an input.
       masks: whether its programs may take an attention mask.
       npu: whether it may hold the three models of an NPU, in floats.
+      codecs: whether it holds programs of the codecs of contexts.
       stages: whether it may hold the stages of w8a8 prefill, for two processors.
       precisions: of weights.
     """
@@ -43,6 +44,7 @@ class Contents:
     masks: bool = False
     npu: bool = False
     stages: bool = False
+    codecs: bool = True
     precisions: tuple[str, ...]
 
 
@@ -59,14 +61,18 @@ CONTENTS = {
         encoders=False,
         tiny_lm=False,
         adapters=False,
+        codecs=False,
         precisions=_TFLITE.precisions,
     ),
     "iree": Contents(
-        verified="trees", encoders=False, tiny_lm=False, adapters=False, precisions=("f32", "int8")
+        verified="trees",
+        encoders=False,
+        tiny_lm=False,
+        adapters=False,
+        codecs=False,
+        precisions=("f32", "int8"),
     ),
 }
-# What no format holds.
-_NEVER = ("context codecs",)
 # Static scales are found by running text through a decoder.
 _NOT_ENCODED = "w8a8"
 
@@ -88,6 +94,7 @@ def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bo
         "--level": levels > 1 and holds.levels == "one",
         "--attention-mask": plan.masked and not holds.masks,
         "--npu": plan.npu and not holds.npu,
+        "--codec": bool(plan.codec) and not holds.codecs,
         "--stages": plan.stages and not holds.stages,
         "--verify-tokens": bool(plan.verify_tokens) and not holds.verified,
         "--block-tokens": bool(plan.block_tokens) and not holds.blocks,
@@ -143,7 +150,7 @@ def as_markdown() -> str:
         f"encoder-decoders (not {_NOT_ENCODED})": [_yes(each.encoders) for each in CONTENTS.values()],
         "the tiny LM, which plans calls": [_yes(each.tiny_lm) for each in CONTENTS.values()],
         "adapters as an input (decoders alone)": [_yes(each.adapters) for each in CONTENTS.values()],
-        ", ".join(_NEVER): ["no" for _ in CONTENTS.values()],
+        "codecs of contexts (decoders alone)": [_yes(each.codecs) for each in CONTENTS.values()],
         "`--precision`": [", ".join(each.precisions) for each in CONTENTS.values()],
     }
     head = ["", *(f"`{name}`" for name in CONTENTS)]

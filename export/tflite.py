@@ -37,9 +37,10 @@ from jaxllm.models.parameters import Params, param_specs
 from jaxllm.models.rooms import require_room
 from jaxllm.program_folder.adapters import ADAPTER
 from jaxllm.program_folder.arrays import SOURCE_TOKENS, source_shapes
+from jaxllm.program_folder.codecs import CHUNKS
 from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS, control_shapes
 from jaxllm.program_folder.levels import Argument, ProgramLevel
-from jaxllm.program_folder.manifest import Manifest, Precision, Signature
+from jaxllm.program_folder.manifest import CODED_KINDS, Manifest, Precision, Signature
 from jaxllm.program_folder.stages import STAGE_FILES
 from jaxllm.program_folder.tiny_lm import KEEP, MASK, MODEL, PROMPT
 from jaxllm.quant import FirstUnits, Weight
@@ -241,6 +242,8 @@ def _traced(
     # Adapters are stored under names of their level.
     if signature.kind == "tiny_lm":
         return _traced_tiny_lm(signature, subject, plan)
+    if signature.kind in CODED_KINDS:
+        return _traced_codec(signature, subject, plan)
     own = {name: scales[each.stored] for name, each in level.weights.items() if each.stored in scales}
     masked = plan.masked and signature.kind in MASKED_KINDS
     step = functools.partial(
@@ -268,6 +271,16 @@ def _traced(
         # As JAX flattens them.
         sorted(results),
     )
+
+
+def _traced_codec(signature: Signature, subject: Subject, plan: ExportPlan) -> Traced:
+    """A program of chunks of contexts, which has no weights."""
+    step, shapes = subject_step(signature, subject, _FLOAT), step_shapes(signature, subject, plan, _FLOAT)
+    with without_native_kernels():
+        exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
+    results = sorted(jax.eval_shape(step, *shapes))
+    inputs = [*sorted(shapes[1]), CHUNKS, *(sorted(shapes[3]) if len(shapes) > 3 else ())]
+    return Traced(signature.name, exported.mlir_module_serialized, [], inputs, results)
 
 
 def _traced_tiny_lm(signature: Signature, subject: Subject, plan: ExportPlan) -> Traced:

@@ -1,68 +1,49 @@
 """Programs of context codecs in a folder, and the blobs of chunks that are made of their arrays.
 
-`encode_chunks_8` takes the caches, and gives chunks at 8 bits; `load_chunks_8` puts such chunks into caches. Blobs
-are those of the live service's codec, byte for byte (see `jaxllm.kv.codecs`).
+`encode_chunks_8` takes the caches, and gives chunks at 8 bits; `load_chunks_8` puts such chunks into caches.
+Blobs are those of the live service's codec, byte for byte (see `jaxllm.kv.codecs`).
 """
 
-import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from jaxllm.config import MAX_DIMENSION, ModelConfig
+from jaxllm.config import ModelConfig
 from jaxllm.kv.codecs import CODECS, WIDTHS, ChunkFormat, find_codec
 from jaxllm.program_folder.arrays import KEYS, VALUES
-from jaxllm.program_folder.files import require_ints
 
 CHUNKS = "chunks"
+# Of a chunk (C), as the live service has them by default.
+CHUNK_TOKENS = 16
 # Of a cache's name.
 LEVELS, FACTORS = "{}_levels", "{}_factors"
 Arrays = dict[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CodecFacts:
-    """What a loop needs to know of the programs of codecs.
+def require_codec(codec: str, bits: int, tokens: int) -> None:
+    """Raises ValueError unless a program may have this codec and width, for chunks of so many tokens."""
+    if codec not in CODECS or type(bits) is not int or bits not in WIDTHS or tokens % CHUNK_TOKENS:
+        raise ValueError(f"a program of chunks with codec {codec!r:.40} at {bits!r:.40} bits")
 
-    Attributes:
-      codec: by its name in `jaxllm.kv.codecs.CODECS`.
-      chunk_tokens: of a chunk (C).
-      chunks: that a program takes at once (n).
-    """
 
-    codec: str
-    chunk_tokens: int
-    chunks: int
-
-    def __post_init__(self) -> None:
-        if self.codec not in CODECS:
-            raise ValueError(f"a codec {self.codec!r:.40}")
-        require_ints("the chunks of a codec", (self.chunk_tokens, self.chunks), 1, MAX_DIMENSION)
-
-    @classmethod
-    def from_json(cls, data: Any) -> "CodecFacts | None":
-        """The facts as the manifest's JSON has them; None for no codecs."""
-        return None if data is None else cls(**data)
-
-    @property
-    def form(self) -> ChunkFormat:
-        """The format of chunks."""
-        return ChunkFormat(find_codec(self.codec), WIDTHS, self.chunk_tokens)
+def chunk_format(codec: str) -> ChunkFormat:
+    """The format of a codec's chunks."""
+    return ChunkFormat(find_codec(codec), WIDTHS, CHUNK_TOKENS)
 
 
 def coded_shapes(
-    cfg: ModelConfig, facts: CodecFacts, bits: int
+    cfg: ModelConfig, codec_name: str, bits: int, count: int
 ) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shapes and dtypes of the arrays that a level's programs give and take for their chunks, by name."""
+    """Shapes and dtypes of the arrays of `count` chunks (n) that programs give and take, by name."""
     found: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
-    codec, count, width = facts.form.codec, facts.chunks, cfg.head_dim
+    codec, width = find_codec(codec_name), cfg.head_dim
     for layer in range(cfg.layers):
         heads = cfg.units(layer).kv_heads
         for name, sharing in ((KEYS, codec.keys), (VALUES, codec.values)):
             side = name.format(layer)
-            levels = (count, heads, facts.chunk_tokens, width * bits // 8)
-            shared = (heads, 1, width) if sharing == "channel" else (heads, facts.chunk_tokens, 1)
+            levels = (count, heads, CHUNK_TOKENS, width * bits // 8)
+            shared = (heads, 1, width) if sharing == "channel" else (heads, CHUNK_TOKENS, 1)
             found[LEVELS.format(side)] = levels, np.dtype(np.uint8)
             found[FACTORS.format(side)] = (count, 2, *shared), np.dtype(np.float32)
     return found
@@ -85,16 +66,22 @@ def blobs_of(coded: Mapping[str, np.ndarray], layers: int, count: int) -> list[t
     return found
 
 
-def coded_of(blobs: Sequence[Sequence[np.ndarray]], cfg: ModelConfig, facts: CodecFacts, bits: int) -> Arrays:
-    """The arrays of a program for chunks by their blobs, the last of them repeated up to `facts.chunks`."""
+def coded_of(
+    blobs: Sequence[Sequence[np.ndarray]], shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]], layers: int
+) -> Arrays:
+    """The arrays of a program for chunks by their blobs, the last of them repeated up to the program's
+    number; `shapes`: see `coded_shapes`."""
     found: Arrays = {}
-    blobs = [*blobs, *[blobs[-1]] * (facts.chunks - len(blobs))]
-    at = dict.fromkeys(range(cfg.layers), 0)
-    for name, (shape, dtype) in coded_shapes(cfg, facts, bits).items():
-        layer = int(name.split("_")[3])
-        stored = np.dtype(np.uint8) if dtype == np.uint8 else np.dtype(np.float16)
-        size = int(np.prod(shape[1:])) * stored.itemsize
-        parts = [np.ascontiguousarray(each[layer][at[layer] : at[layer] + size]) for each in blobs]
-        at[layer] += size
-        found[name] = np.stack([each.view(stored).reshape(shape[1:]) for each in parts]).astype(dtype)
+    for layer in range(layers):
+        at = 0
+        for name in (KEYS, VALUES):
+            for part in (LEVELS, FACTORS):
+                key = part.format(name.format(layer))
+                (count, *shape), dtype = shapes[key]
+                stored = np.dtype(np.uint8) if part == LEVELS else np.dtype(np.float16)
+                size = math.prod(shape) * stored.itemsize
+                cut = [np.ascontiguousarray(each[layer][at : at + size]) for each in blobs]
+                cut += cut[-1:] * (count - len(cut))
+                at += size
+                found[key] = np.stack([each.view(stored).reshape(shape) for each in cut]).astype(dtype)
     return found

@@ -1,11 +1,12 @@
 """Defines the steps of exported programs that encode chunks of a cache, and load them back (see
 `jaxllm.kv.codecs`).
 
-An encode step takes the caches and `chunks` `[n]` int32, numbers of chunks within them. It gives, for the keys and
-the values of each layer, packed levels `[n, K, C, H·bits/8]` uint8, and `[n, 2, ...]` float32, their lows and
-scales, each of them a float16 number: `jaxllm.program_folder.codecs` makes the bytes of blobs of both. A load step
-takes these in addition, and gives the caches with the chunks in their places. A number that comes twice stands for
-one chunk. There are no operations on bits, which few runtimes have: a byte is a sum of levels times powers of two.
+An encode step takes the caches and `chunks` `[n]` int32, numbers of chunks within them. It gives, for keys
+and values of each layer, packed levels `[n, K, C, H·bits/8]` uint8, and `[n, 2, ...]` float32, their lows
+and scales, each of them a float16 number: `jaxllm.program_folder.codecs` makes the bytes of blobs of both. A
+load step takes these in addition, and gives the caches with the chunks in their places. A number that comes
+twice stands for one chunk. There are no operations on bits, which few runtimes have: a byte is a sum of
+levels times powers of two.
 """
 
 from collections.abc import Mapping
@@ -16,10 +17,10 @@ import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.kv.coding import quantized_part
 from jaxllm.kv.codecs import AXES, ChunkFormat, hadamard
+from jaxllm.kv.coding import quantized_part
 from jaxllm.program_folder.arrays import KEYS, VALUES
-from jaxllm.program_folder.codecs import CHUNKS, FACTORS, LEVELS
+from jaxllm.program_folder.codecs import FACTORS, LEVELS
 
 Arrays = Mapping[str, jax.Array]
 
@@ -27,7 +28,7 @@ Arrays = Mapping[str, jax.Array]
 def run_encode_chunks(
     weights: Arrays, caches: Arrays, chunks: jax.Array, *, cfg: ModelConfig, form: ChunkFormat, bits: int
 ) -> dict[str, jax.Array]:
-    """Encodes chunks of all layers at a width; for arguments and results see the module. `weights` is empty."""
+    """Encodes chunks of all layers at a width (see the module); `weights` is empty."""
     del weights
     Axes("run_encode_chunks").check(jnp.int32, "n", chunks=chunks)
     found = {}
@@ -48,7 +49,7 @@ def run_load_chunks(
     weights: Arrays, caches: Arrays, chunks: jax.Array, coded: Arrays, *, cfg: ModelConfig, form: ChunkFormat,
     bits: int,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """Writes chunks of all layers into caches; for arguments see the module. `weights` is empty."""
+    """Writes chunks of all layers into caches (see the module); `weights` is empty."""
     del weights
     Axes("run_load_chunks").check(jnp.int32, "n", chunks=chunks)
     found = {}

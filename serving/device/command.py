@@ -11,6 +11,7 @@ import click
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
+from jaxllm.kv.codecs import RAW, WIDTHS
 from jaxllm.option_types import Level, Size
 from jaxllm.text.prompts import Prompt
 from serving.answer import Answer
@@ -71,7 +72,7 @@ class _Choice:
         engine.set_adapter(self.adapter)
         return engine
 
-    def serve(self, contexts: Path | None, budget_bytes: int) -> DeviceService:
+    def serve(self, contexts: Path | None, budget_bytes: int, context_bits: int) -> DeviceService:
         """The service, with contexts where there is a folder for them."""
         with progress_bars() as progress:
             service = DeviceService.open(
@@ -81,6 +82,7 @@ class _Choice:
                 drafts=self.drafts,
                 contexts=contexts,
                 budget_bytes=budget_bytes,
+                context_bits=context_bits,
                 machine_code=self.machine_code,
                 processors=self.processors,
                 progress=progress,
@@ -90,7 +92,15 @@ class _Choice:
 
 
 def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --contexts and --budget, passed to the command as `folder` and `budget_bytes`."""
+    """Adds --contexts, --budget and --context-bits, passed to the command as `folder`, `budget_bytes` and
+    `context_bits`."""
+    bits = click.option(
+        "--context-bits",
+        type=click.Choice([RAW, *WIDTHS]),
+        default=RAW,
+        help="Bits of stored values, by programs of the folder (jaxllm export --codec); 0 for the cache as "
+        "it is.  [default: 0]",
+    )
     budget = click.option(
         "--budget",
         "budget_bytes",
@@ -105,7 +115,7 @@ def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="DIR",
         help="Keep contexts there.",
     )
-    return place(budget(command))
+    return place(budget(bits(command)))
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -231,6 +241,7 @@ def call_command(
     """Answer a prompt by a plan, or in a context that outlives calls."""
     slo, strict, app = (options.pop(each) for each in ("slo", "strict", "app"))
     folder, name, budget_bytes = (options.pop(each) for each in ("folder", "name", "budget_bytes"))
+    context_bits = options.pop("context_bits")
     task, config = options["task"], generation_config(options)
     if task and name is not None:
         raise click.UsageError("--task goes without --context")
@@ -239,7 +250,7 @@ def call_command(
     if name is not None and (slo or strict):
         raise click.UsageError("a context keeps its level: leave --slo and --strict out, or --context")
     text = read_text(None) if prompt is None else prompt
-    service = choice.serve(folder, budget_bytes)
+    service = choice.serve(folder, budget_bytes, context_bits)
     try:
         if name is None:
             asked = Prompt(user=text, system=instruction, task=task) if task else text
@@ -283,7 +294,9 @@ def profile_command(choice: _Choice, as_json: bool) -> None:
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="[default: 8000; 0: a free one]")
 @_context_options
 @click.pass_obj
-def serve_command(choice: _Choice, host: str, port: int, folder: Path | None, budget_bytes: int) -> None:
+def serve_command(
+    choice: _Choice, host: str, port: int, folder: Path | None, budget_bytes: int, context_bits: int
+) -> None:
     """Serve the model to the apps of this device over HTTP."""
     try:
         # Here, because no other command takes these packages.
@@ -294,7 +307,7 @@ def serve_command(choice: _Choice, host: str, port: int, folder: Path | None, bu
 
     identity = own_identity()
     with bound_to(host, port, identity) as listening:
-        backend = DeviceBackend(choice.serve(folder, budget_bytes))
+        backend = DeviceBackend(choice.serve(folder, budget_bytes, context_bits))
         click.echo(f"listening on http://{host}:{listening.getsockname()[1]}", err=True)
         serve(backend, listening, identity, (host,))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from jaxllm.errors import ConfigError
+from jaxllm.kv.codecs import RAW
 from serving.device.context import DeviceContext
 from serving.device.contexts import DeviceContexts
 from serving.device.opening import open_device
@@ -58,6 +59,7 @@ class DeviceService(PlannedService):
         drafts: SpeculationOptions | None = None,
         contexts: Path | None = None,
         budget_bytes: int = 256 << 20,
+        context_bits: int = RAW,
         machine_code: bool = False,
         processors: int = 1,
         progress: Progress | None = None,
@@ -68,6 +70,7 @@ class DeviceService(PlannedService):
           folder, threads, memory_bytes, drafts, machine_code, processors: see `open_device`.
           contexts: folder of contexts that outlive calls; None for no contexts.
           budget_bytes: most bytes of contexts' chunks in memory.
+          context_bits: of their values (see `DeviceContexts`).
           progress: called with (stage, done, total).
 
         Raises:
@@ -85,7 +88,7 @@ class DeviceService(PlannedService):
         with contextlib.ExitStack() as opened:
             kept = None
             if contexts is not None:
-                kept = DeviceContexts(engine, contexts, budget_bytes=budget_bytes)
+                kept = DeviceContexts(engine, contexts, budget_bytes=budget_bytes, bits=context_bits)
                 opened.callback(kept.close)
             service = cls(engine, profile, contexts=kept)
             service.rehearse()
