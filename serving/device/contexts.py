@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -238,7 +239,8 @@ class DeviceContexts:
                         rows = runner.rows(session.cache, CHUNK_TOKENS * cached)
                         fresh = {number: _blobs(rows, number) for number in new}
                     else:
-                        fresh = encoded(runner, session.cache, new, self.bits)
+                        cache: Any = session.cache
+                        fresh = encoded(runner, cache, new, self.bits)
             count = max(known, cached)
             bits = tuple(self.bits if n in fresh else record.bits[n] for n in range(count))
             zeros = (0.0,) * count
@@ -271,7 +273,7 @@ class DeviceContexts:
             # Damaged chunks are marked as lost, and their tokens are computed again.
             record = self.store.repair(record.name)
             found = self._blobs_of(record, faults)
-        coded = {number: (record.bits[number], blobs) for number, blobs in found.items()}
+        coded: dict[int, Stored] = {number: (record.bits[number], blobs) for number, blobs in found.items()}
         for number, (bits, blobs) in coded.items():
             with contextlib.suppress(BudgetExceeded):
                 self.memory.load(record.name, number, bits, blobs)
@@ -294,7 +296,7 @@ class DeviceContexts:
             session.cache = runner.restored(self._rows(record, [blobs for _, blobs in chunks]), len(tokens))
         else:
             numbered = [(number, *each) for number, each in enumerate(chunks)]
-            cache = loaded(runner, runner.start(len(tokens)), numbered)
+            cache: Any = loaded(runner, runner.start(len(tokens)), numbered)
             session.cache = cache.after(cache.caches, len(tokens))
         session.tokens, session.weights_version = tokens, runner.weights_version
 

@@ -113,9 +113,7 @@ def test_a_context_at_few_bits_outlives_its_process(kind, elastic, tmp_path):
 def test_what_a_folder_lacks_is_refused(elastic, tmp_path):
     pytest.importorskip("flatbuffers")
     engine = exported("stablehlo", "", elastic, tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"no programs of contexts at 8 bits.*--codec"
-    ):
+    with pytest.raises(ConfigError, match=r"no programs of contexts at 8 bits.*--codec"):
         DeviceContexts(engine, tmp_path / "store", budget_bytes=1 << 20, bits=8)
     with pytest.raises(ConfigError, match="no codec 'other'"):
         ExportPlan(codec="other")

@@ -62,6 +62,7 @@ def whole(folder):
 def test_each_processor_has_its_stages(folder):
     """Products of int8 are in one model, attention and the products of shadows in the other."""
     facts = Manifest.read(folder).stages
+    assert facts is not None
     assert facts.chunk_tokens == CHUNKS
     assert sum(facts.shadowed) == 1
     integer, float_ = (operators((folder / STAGE_FILES[each]).read_bytes()) for each in ("integer", "float"))
@@ -102,6 +103,7 @@ def test_a_device_answers_by_stages_as_by_whole_programs(folder, whole, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     engine = open_device(folder, processors=2)
     stages = engine.model.stages
+    assert stages is not None
     assert engine.generate(PROMPT, GREEDY).tokens == whole[1]
     # Its simulator has what it measured.
     chunks = [(16, 0), (16, 16)]
@@ -111,6 +113,7 @@ def test_a_device_answers_by_stages_as_by_whole_programs(folder, whole, monkeypa
     engine.close()
     monkeypatch.setattr(StagePrograms, "measure", lambda *_: pytest.fail("times are known"))
     again = open_device(folder, processors=2)
+    assert again.model.stages is not None
     assert TimedStage("attend", False, 16) in again.model.stages.measured
     again.close()
 
