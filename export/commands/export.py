@@ -7,7 +7,6 @@ import click
 
 from export.commands.plain import PLAIN, export_plain
 from export.contents import CONTENTS, require_contents, require_family
-from jaxllm.kv.codecs import CODECS
 from jaxllm.option_types import Level
 from serving.commands.console import progress_bars, read_text
 from serving.commands.shared_options import context_option
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("f32", "bf16", "f16", "int8", "w8a8")
 PLATFORMS = ("cpu", "cuda", "tpu")
+CODECS = ("channel", "token", "kivi", "rotated")
 CHUNK_TOKENS = (16, 64, 256)
 # Enough for the largest magnitudes of a text to have been seen.
 _CALIBRATION_TOKENS = 4096
@@ -137,7 +137,7 @@ _CALIBRATION_CHARACTERS = 1 << 20
 )
 @click.option(
     "--codec",
-    type=click.Choice(list(CODECS)),
+    type=click.Choice(CODECS),
     help="For stablehlo, tflite and device, make programs that encode chunks of contexts at 8, 4 and 2 bits "
     "by this codec, and that load them.  [default: none]",
 )

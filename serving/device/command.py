@@ -75,20 +75,14 @@ class _Choice:
     def serve(self, contexts: Path | None, budget_bytes: int, context_bits: int) -> DeviceService:
         """The service, with contexts where there is a folder for them."""
         with progress_bars() as progress:
-            service = DeviceService.open(
-                self.folder,
+            return DeviceService.over(
+                self.open(),
                 threads=self.threads,
-                memory_bytes=self.memory_bytes,
-                drafts=self.drafts,
                 contexts=contexts,
                 budget_bytes=budget_bytes,
                 context_bits=context_bits,
-                machine_code=self.machine_code,
-                processors=self.processors,
                 progress=progress,
             )
-        service.set_adapter(self.adapter)
-        return service
 
 
 def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,10 +160,9 @@ def device(
     threads: int,
     memory_bytes: int,
     draft: str,
-    machine_code: bool,
-    processors: int,
     adapter: str | None,
     folder: Path,
+    **runs: Any,
 ) -> None:
     """Run the programs in FOLDER, which `jaxllm export --format device` wrote.
 
@@ -181,7 +174,13 @@ def device(
     """
     del debug
     context.obj = _Choice(
-        folder, threads, memory_bytes, speculation(draft), machine_code, processors, adapter, process_age_ms()
+        folder=folder,
+        threads=threads,
+        memory_bytes=memory_bytes,
+        drafts=speculation(draft),
+        adapter=adapter,
+        imported_ms=process_age_ms(),
+        **runs,
     )
     if context.invoked_subcommand is None:
         context.invoke(chat_command)

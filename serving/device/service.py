@@ -59,19 +59,14 @@ class DeviceService(PlannedService):
         drafts: SpeculationOptions | None = None,
         contexts: Path | None = None,
         budget_bytes: int = 256 << 20,
-        context_bits: int = RAW,
         machine_code: bool = False,
-        processors: int = 1,
         progress: Progress | None = None,
     ) -> Self:
         """Opens a folder of programs; measures a coarse profile of this device where there is none.
 
         Args:
-          folder, threads, memory_bytes, drafts, machine_code, processors: see `open_device`.
-          contexts: folder of contexts that outlive calls; None for no contexts.
-          budget_bytes: most bytes of contexts' chunks in memory.
-          context_bits: of their values (see `DeviceContexts`).
-          progress: called with (stage, done, total).
+          folder, threads, memory_bytes, drafts, machine_code: see `open_device`.
+          contexts, budget_bytes, progress: see `over`.
 
         Raises:
           JaxllmError: see `open_device`, `DeviceContexts`.
@@ -82,8 +77,35 @@ class DeviceService(PlannedService):
             memory_bytes=memory_bytes,
             drafts=drafts,
             machine_code=machine_code,
-            processors=processors,
         )
+        return cls.over(
+            engine, threads=threads, contexts=contexts, budget_bytes=budget_bytes, progress=progress
+        )
+
+    @classmethod
+    def over(
+        cls,
+        engine: Engine[ProgramModel],
+        *,
+        threads: int = 0,
+        contexts: Path | None = None,
+        budget_bytes: int = 256 << 20,
+        context_bits: int = RAW,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Serves an engine of `open_device`; measures a coarse profile of this device where there is none.
+
+        Args:
+          engine: that answers, closed with the service.
+          threads: that it computes with; 0 for all cores of this process.
+          contexts: folder of contexts that outlive calls; None for no contexts.
+          budget_bytes: most bytes of contexts' chunks in memory.
+          context_bits: of their values (see `DeviceContexts`).
+          progress: called with (stage, done, total).
+
+        Raises:
+          JaxllmError: see `DeviceContexts`.
+        """
         profile = device_profile(engine, threads=threads, progress=progress)
         with contextlib.ExitStack() as opened:
             kept = None
