@@ -28,6 +28,8 @@ class Contents:
       adapters: whether its programs take adapters as an input.
       masks: whether its programs may take an attention mask.
       npu: whether it may hold the three models of an NPU, in floats.
+      codecs: whether it holds programs of the codecs of contexts.
+      stages: whether it may hold the stages of w8a8 prefill, for two processors.
       precisions: of weights.
     """
 
@@ -41,10 +43,12 @@ class Contents:
     adapters: bool = True
     masks: bool = False
     npu: bool = False
+    stages: bool = False
+    codecs: bool = True
     precisions: tuple[str, ...]
 
 
-_TFLITE = Contents(blocks=True, verified="lines", precisions=("f32", "int8", "w8a8"))
+_TFLITE = Contents(blocks=True, verified="lines", stages=True, precisions=("f32", "int8", "w8a8"))
 CONTENTS = {
     "stablehlo": Contents(blocks=True, block_tokens=16, verified="trees", precisions=("f32", "bf16")),
     "tflite": _TFLITE,
@@ -57,14 +61,18 @@ CONTENTS = {
         encoders=False,
         tiny_lm=False,
         adapters=False,
+        codecs=False,
         precisions=_TFLITE.precisions,
     ),
     "iree": Contents(
-        verified="trees", encoders=False, tiny_lm=False, adapters=False, precisions=("f32", "int8")
+        verified="trees",
+        encoders=False,
+        tiny_lm=False,
+        adapters=False,
+        codecs=False,
+        precisions=("f32", "int8"),
     ),
 }
-# What no format holds.
-_NEVER = ("context codecs",)
 # Static scales are found by running text through a decoder.
 _NOT_ENCODED = "w8a8"
 
@@ -87,6 +95,8 @@ def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bo
             "--level": levels > 1 and holds.levels == "one",
             "--attention-mask": plan.masked and not holds.masks,
             "--npu": plan.npu and not holds.npu,
+            "--codec": bool(plan.codec) and not holds.codecs,
+            "--stages": plan.stages and not holds.stages,
             "--verify-tokens": bool(plan.verify_tokens) and not holds.verified,
             "--block-tokens": bool(plan.block_tokens) and not holds.blocks,
             "--adapter-input": adapters and not holds.adapters,
@@ -140,10 +150,11 @@ def as_markdown() -> str:
         "embedder, auxiliary model and layers apart, for an NPU": [
             _yes(each.npu) for each in CONTENTS.values()
         ],
+        "stages of prefill for two processors (w8a8)": [_yes(each.stages) for each in CONTENTS.values()],
         f"encoder-decoders (not {_NOT_ENCODED})": [_yes(each.encoders) for each in CONTENTS.values()],
         "the tiny LM, which plans calls": [_yes(each.tiny_lm) for each in CONTENTS.values()],
         "adapters as an input (decoders alone)": [_yes(each.adapters) for each in CONTENTS.values()],
-        ", ".join(_NEVER): ["no" for _ in CONTENTS.values()],
+        "codecs of contexts (decoders alone)": [_yes(each.codecs) for each in CONTENTS.values()],
         "`--precision`": [", ".join(each.precisions) for each in CONTENTS.values()],
     }
     head = ["", *(f"`{name}`" for name in CONTENTS)]

@@ -22,7 +22,7 @@ from export.tiny_lm import tiny_signatures, tiny_weights
 from export.trial import require_alike, trial
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import without_native_kernels
-from jaxllm.program_folder.manifest import WEIGHTS, Manifest, Signature
+from jaxllm.program_folder.manifest import CODED_KINDS, WEIGHTS, Manifest, Signature
 from jaxllm.program_folder.tiny_lm import TINY_WEIGHTS
 from jaxllm.program_folder.weights import read_weights, write_weights
 from jaxllm.steps.exported import ParamsOf
@@ -127,6 +127,8 @@ def verify(folder: Path, signature: Signature, subject: Subject, plan: ExportPla
     caches, inputs, wanted = trial(signature, subject, plan, DTYPES[precision])
     if signature.kind == "tiny_lm":
         weights = read_weights(folder / TINY_WEIGHTS, model=subject.model)
+    elif signature.kind in CODED_KINDS:
+        weights = {}
     else:
         stored = read_weights(folder / WEIGHTS, model=subject.model)
         weights = subject.levels[signature.level].views(stored)

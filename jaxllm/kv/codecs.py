@@ -37,7 +37,7 @@ WIDTHS = (8, 4, 2)
 
 Sharing = Literal["channel", "token"]
 # The axis of `[N, K, C, H]` along which values share a low and a scale.
-_AXES: Mapping[Sharing, int] = MappingProxyType({"channel": -2, "token": -1})
+AXES: Mapping[Sharing, int] = MappingProxyType({"channel": -2, "token": -1})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,8 +126,8 @@ class Codec:
             parts = [bytes_of(part.astype(shape.dtype)) for part in (keys, values)]
         else:
             parts = [
-                encode_part(self._turned(keys), _AXES[self.keys], bits),
-                encode_part(self._turned(values), _AXES[self.values], bits),
+                encode_part(self._turned(keys), AXES[self.keys], bits),
+                encode_part(self._turned(values), AXES[self.values], bits),
             ]
         return jnp.concatenate(parts, axis=-1)
 

@@ -15,8 +15,8 @@ from tests.export.sizes import weights_file
 def run(engine, profile, folder, monkeypatch):
     """Runs a command on the engine that is open already."""
 
-    def serve(choice, contexts, budget_bytes):
-        del choice, budget_bytes
+    def serve(choice, contexts, budget_bytes, context_bits):
+        del choice, budget_bytes, context_bits
         assert contexts is None
         return DeviceService(engine, profile)
 
