@@ -15,11 +15,17 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.rooms import room_refusal
-from serving.buckets.decode import DecodeBucket
+from serving.buckets.decode import DecodeBucket, SampleBucket
 from serving.engine import Engine
 from serving.options import EngineOptions
-from serving.request import GenerationConfig, Session
+from serving.runners.runner import prefill_prompt
 from tests import tiny, tiny_hf
+
+
+def drawn(count: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    return np.random.default_rng(seed).integers(3, tiny.VOCAB_SIZE, count).tolist()
+
 
 CONTEXT, CHUNK = 64, 16
 OPTIONS = EngineOptions(
@@ -28,6 +34,7 @@ OPTIONS = EngineOptions(
 )  # fmt: skip
 LEVEL = 50
 LADDER = Ladder(levels=(LEVEL, WHOLE))
+PROMPT, NEXT = drawn(23), drawn(4, seed=1)
 # Families whose variant has another name.
 _VARIANTS = {"gemma3_text": "gemma3"}
 # Of Switch Transformers no token is dropped, which would depend on how many are fed together.
@@ -85,7 +92,7 @@ class Family:
         self._opened.callback(engine.close)
         runner = engine.at(filled).runner
         wanted = runner.request_buckets(CONTEXT // 2, CONTEXT // 2)
-        runner.fill([each for each in wanted if not isinstance(each, DecodeBucket)])
+        runner.fill([each for each in wanted if not isinstance(each, DecodeBucket | SampleBucket)])
         return engine
 
     @functools.cached_property
@@ -133,37 +140,25 @@ class Family:
     def _load(self, folder: Path) -> Any:
         return tiny_hf.load(folder) if self.cfg.encoder is None else tiny_hf.load_encoder_decoder(folder)
 
-    # -- answers -----------------------------------------------------------------------------------
-
-    def error(
-        self, engine: Engine, prompt: Sequence[int], *, of: str = "whole", session: Session | None = None
-    ) -> float:
-        """How far an engine's log-probabilities are from transformers', at most: those of a greedy answer to
-        a prompt, each of the likeliest too."""
-        config = GenerationConfig(max_tokens=6, ignore_eos=True, top_logprobs=20)
-        answer = engine.stream(list(prompt), config, session=session).result()
-        found = answer.logprobs
-        assert found is not None
-        assert len(found) == 6
-        tokens, source = list(prompt), []
-        if self.cfg.encoder is not None:
-            tokens, source = [tiny.BEGIN_ID], list(prompt)
-        wanted = self.scores([*tokens, *answer.tokens], source, of)[len(tokens) - 1 :]
+    def error(self, engine: Engine, *, of: str = "whole") -> float:
+        """How far an engine's log-probabilities are from transformers', at most: those behind `PROMPT`, and
+        behind each of some further tokens, which are fed one by one. Of an encoder-decoder the prompt is the
+        source."""
+        runner = engine.runner
+        tokens, source = (PROMPT, []) if self.cfg.encoder is None else ([tiny.BEGIN_ID], PROMPT)
+        wanted = self.scores([*tokens, *NEXT], source, of)[len(tokens) - 1 :]
         # Logits near each other would agree with anything.
         assert wanted.std() > 0.2
-        pairs = [
-            (logprob, wanted[at][token])
-            for at, each in enumerate(found)
-            for token, logprob in ((each.token, each.logprob), *each.top)
-        ]
-        return max(abs(ours - theirs) for ours, theirs in pairs)
-
-    def follows(self, tokens: Sequence[int], prompt: int, source: Sequence[int] = ()) -> float:
-        """How much likelier than a greedy answer's tokens others are to transformers, at most: of `tokens`
-        those behind the first `prompt`."""
-        scores = self.scores(tokens, source)[prompt - 1 : -1]
-        chosen = np.take_along_axis(scores, np.asarray(tokens)[prompt:, None], axis=1)
-        return float((scores.max(axis=1, keepdims=True) - chosen).max())
+        with runner.lock:
+            cache = runner.start(CONTEXT)
+            cache = runner.read_source(cache, source) if source else cache
+            found, fed = [], tokens
+            for count in range(len(NEXT) + 1):
+                logits, cache = prefill_prompt(runner, cache, fed, len(tokens) + count - len(fed))
+                found.append(np.asarray(logits, np.float64)[0])
+                fed = NEXT[count : count + 1]
+        rows = np.stack(found)
+        return float(np.abs(rows - np.logaddexp.reduce(rows, axis=-1, keepdims=True) - wanted).max())
 
 
 def zeroed(params: Mapping[str, np.ndarray], level: ModelConfig) -> dict[str, np.ndarray]:
@@ -174,8 +169,3 @@ def zeroed(params: Mapping[str, np.ndarray], level: ModelConfig) -> dict[str, np
         found[name] = np.zeros_like(value)
         found[name][kept] = value[kept]
     return found
-
-
-def drawn(count: int, seed: int = 0) -> list[int]:
-    """Random token ids."""
-    return np.random.default_rng(seed).integers(3, tiny.VOCAB_SIZE, count).tolist()
