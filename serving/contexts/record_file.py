@@ -114,7 +114,10 @@ def write_record(
     path = folder / RECORD
     try:
         with atomic_file(path, flush=flush) as file:
-            file.write(encoded(record) if vault is None else _sealed(record, folder, vault))
+            if vault is None:
+                file.write(encoded(record))
+            else:
+                file.write(_sealed(encoded_body(record), folder, vault, states=bool(record.state_tokens)))
             file.flush()
             if flush:
                 os.fsync(file.fileno())
@@ -157,11 +160,10 @@ def encoded_body(record: Record) -> str:
         ) from error
 
 
-def _sealed(record: Record, folder: Path, vault: Vault) -> bytes:
-    seal, body = vault.new_seal(folder.parent.name), encoded_body(record)
+def _sealed(body: str, folder: Path, vault: Vault, *, states: bool = False) -> bytes:
+    seal = vault.new_seal(folder.parent.name)
     text = base64.b64encode(seal.salt + seal.sealed(0, body.encode(), folder.name)).decode()
-    version = SEALED_STATE_VERSION if record.state_tokens else SEALED_VERSION
-    return signed(f"{seal.key_id}:{text}", version)
+    return signed(f"{seal.key_id}:{text}", SEALED_STATE_VERSION if states else SEALED_VERSION)
 
 
 def _unsealed(body: str, folder: Path, vault: Vault | None) -> str:
