@@ -83,7 +83,7 @@ def test_log_probabilities_are_the_decoders(name, tmp_path):
     answer = engine.generate(PROMPT, config)
     begun, source = (PROMPT, []) if cfg.encoder is None else ([tiny.BEGIN_ID], PROMPT)
     wanted = scores_of(cfg, params, [*begun, *answer.tokens], source)[len(begun) - 1 :]
-    assert wanted.std() > 0.2
+    assert wanted.std() > 0.1
     assert len(answer.logprobs) == ASKED
     for at, each in enumerate(answer.logprobs):
         for token, logprob in ((each.token, each.logprob), *each.top):
