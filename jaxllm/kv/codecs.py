@@ -34,6 +34,9 @@ _REFERENCE_BITS = 8 + 2 * 16 / 16
 # Bits of a stored value, best first; `RAW` stores the floats of the cache.
 RAW = 0
 WIDTHS = (8, 4, 2)
+# Stands for the width of the last chunk of a context whose model has state layers: the states, and the rows
+# behind the last whole chunk, as they are.
+STATE = 1
 
 Sharing = Literal["channel", "token"]
 # The axis of `[N, K, C, H]` along which values share a low and a scale.

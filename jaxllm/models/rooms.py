@@ -38,10 +38,6 @@ _STATE_REFUSALS: dict[Room, tuple[str, str]] = {
     "integer prefill": ("whose states are computed in floats", "prefill in floats"),
     "experts apart": ("whose layers run together", "prepare the model without --expert-bits"),
     "drafter": ("whose states cannot go back over rejected tokens", "draft with another model, or ngram"),
-    "contexts": (
-        "whose states cannot be cut into chunks nor recomputed in the middle",
-        "send the conversation with each call",
-    ),
     "adapters": ("of which some layers have no attention to adapt", "merge the adapter into the folder"),
     "tasks": (
         "whose states follow one line of tokens",

@@ -80,7 +80,8 @@ class ResidentRunner(LevelRunner):
     @property
     def restored_prefill(self) -> RestoredPrefill | None:
         """See `LevelRunner`."""
-        return RestoredPrefill(self) if self.options.kv_codec and self.cfg.encoder is None else None
+        alone = self.cfg.encoder is None and self.cfg.states is None
+        return RestoredPrefill(self) if self.options.kv_codec and alone else None
 
     def _answer_buckets(self, caches: Sequence[int]) -> list[Bucket]:
         """The buckets of any request in caches of these lengths."""
