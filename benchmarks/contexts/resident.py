@@ -124,8 +124,9 @@ def _memory(contexts: Contexts, name: str, count: int) -> tuple[int, int]:
     assert cache is not None
     chunks = [there[n] for n in range(count)]
     arrays = [each for each in jax.tree.leaves(cache) if isinstance(each, jax.Array | np.ndarray)]
-    # Each layer's blob is an object by itself.
-    objects = sum(sys.getsizeof(blob) for each in chunks for blob in each.blobs)
+    # Each layer's blob is an object by itself, and so is its memory.
+    blobs = [blob for each in chunks for blob in each.blobs]
+    objects = sum(sys.getsizeof(each) for blob in blobs for each in (blob, blob.base) if each is not None)
     extents = sum(each.blobs.extents.nbytes for each in chunks if isinstance(each.blobs, Blobs))
     taken = objects + extents + array_bytes(arrays)
     rows = sum(each.nbytes for each in jax.tree.leaves((cache.keys, cache.values)))

@@ -200,6 +200,15 @@ class KVCache:
 
         return self._with_mass(zeros)
 
+    def at_rest(self) -> "KVCache":
+        """The same cache with an attention mass of zero, for the next request: how many tokens its coded
+        chunks have is known to the host from here on. Waits until the cache is computed."""
+        cache = self.uncounted()
+        if cache.coded is None:
+            return cache
+        coded = dataclasses.replace(cache.coded, tokens=np.int32(cache.coded_tokens))
+        return dataclasses.replace(cache, coded=coded)
+
     def behind(self, chunks: np.ndarray, tokens: np.integer) -> "KVCache":
         """The same rows, of tokens to come behind other coded chunks, and an attention mass of zero.
 
@@ -207,9 +216,13 @@ class KVCache:
           chunks: see `CodedChunks.source`.
           tokens: of these chunks, int32.
         """
-        assert self.coded is not None
-        coded = dataclasses.replace(self.coded, source=chunks, tokens=tokens)
-        return dataclasses.replace(self, coded=coded, length=tokens).uncounted()  # pyright: ignore
+        before = self.coded
+        assert before is not None
+        # One of each, made outright: `replace` takes several times as long, and a switch is little else.
+        mass = None if before.mass is None else np.zeros((self._batch, before.mass.shape[-1]), np.float32)
+        coded = CodedChunks(tokens, chunks, before.form, before.bits, mass, before.layer)
+        own = np.zeros((self._batch, self.capacity_tokens), np.float32)
+        return KVCache(self.keys, self.values, tokens, own, self.places, coded, self.source, self.states)  # pyright: ignore
 
     def counted_by_node(self, nodes: int) -> "KVCache":
         """The same cache with its mass by node: which nodes count is known after a verification."""

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# Lines of a processor's caches: attention reads rows of heads, which then never stand in one line more.
+_LINE_BYTES = 64
 # A chunk's width, and its blob of each layer.
 Stored = tuple[int, Sequence[np.ndarray]]
 
@@ -19,3 +21,17 @@ class Blobs(tuple[np.ndarray, ...]):
         places = np.array([blob.__array_interface__["data"][0] for blob in self], np.uint64)
         sizes = np.array([blob.nbytes for blob in self], np.uint32)
         return np.concatenate([places.view(np.uint32).reshape(-1, 2), sizes[:, None]], axis=1)
+
+
+def blob_memory(size_bytes: int) -> np.ndarray:
+    """Memory of its own for a blob, uint8, where a line of the processor's caches begins."""
+    memory = np.empty(size_bytes + _LINE_BYTES, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _LINE_BYTES
+    return memory[start : start + size_bytes]
+
+
+def copied_blob(blob: np.ndarray | bytes) -> np.ndarray:
+    """A copy of a blob in memory of its own."""
+    copy = blob_memory(len(blob))
+    copy[:] = np.frombuffer(blob, np.uint8)
+    return copy

@@ -19,7 +19,7 @@ from jaxllm.kv.recompute import LOST
 from jaxllm.kv.states import states_bytes
 from jaxllm.kv.tolerance import KEPT
 from serving.buckets.context import ENCODED_CHUNKS, source_shape
-from serving.contexts.blobs import Blobs, Stored
+from serving.contexts.blobs import Blobs, Stored, blob_memory
 from serving.contexts.record import Origin
 from serving.engine import Engine
 from serving.runners.chunks import placed_chunks
@@ -223,7 +223,7 @@ class ChunkIO:
           chunks: the width of each, by number.
         """
         return {
-            chunk: (bits, Blobs(np.empty(size, np.uint8) for size in self.layer_bytes[bits]))
+            chunk: (bits, Blobs(blob_memory(size) for size in self.layer_bytes[bits]))
             for chunk, bits in chunks.items()
         }
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from jaxllm.errors import BudgetExceeded, CheckpointError, ContextGone, one_line
 from jaxllm.kv.recompute import LOST
-from serving.contexts.blobs import Stored
+from serving.contexts.blobs import Stored, copied_blob
 from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.options import ContextOptions
@@ -166,7 +166,8 @@ class IdleContexts:
         stored = contexts.store.open(name, chunks)
         layers = [stored.read(layer, chunks) for layer in range(chunk_io.layers)]
         found_chunks: dict[int, Stored] = {
-            n: (record.bits[n], [blobs[place].copy() for blobs in layers]) for place, n in enumerate(chunks)
+            n: (record.bits[n], [copied_blob(blobs[place]) for blobs in layers])
+            for place, n in enumerate(chunks)
         }
         contexts.take_idle(chunk_io, name, found_chunks)
         return len(chunks)

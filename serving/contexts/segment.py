@@ -27,6 +27,7 @@ import xxhash
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
 from jaxllm.files.atomic import atomic_file
 from jaxllm.kv.codecs import RAW, STATE, WIDTHS
+from serving.contexts.blobs import copied_blob
 from serving.contexts.encryption import ID_DIGITS, SALT_BYTES, TAG_BYTES, NotOpened, Seal, Vault
 from serving.host.direct_io import PAGE, PieceReader, ScratchMemory, Storage, pages_bytes
 
@@ -184,8 +185,8 @@ class Segment:
         try:
             if self._seal is not None:
                 data = blob.tobytes() + bytes.fromhex(checksum)
-                return np.frombuffer(self._seal.opened(_number(layer, chunk), data), np.uint8)
-            blob = blob.copy()
+                return copied_blob(self._seal.opened(_number(layer, chunk), data))
+            blob = copied_blob(blob)
             intact = xxhash.xxh3_64_hexdigest(blob.data) == checksum
         except (CheckpointError, ValueError):
             intact = False

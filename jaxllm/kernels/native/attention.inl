@@ -145,12 +145,12 @@ ALWAYS_INLINE size_t coded_count(const Attention& a, size_t block, size_t count)
 // Coded keys or values [block, block + count) as floats [count][wide], transformed as they are kept.
 void coded_block(const Attention& a, const TileScratch& own, size_t block, size_t count, bool values,
                  float* out) {
-  each_chunk(a.chunks, block, block + count, [&](size_t chunk, size_t from, size_t rows, size_t row) {
-    const CodedRows each(a.chunks, a.head, chunk, from, rows, values);
-    float* to = out + (row - block) * own.wide;
+  each_chunk(a.chunks, block, block + count, [&](const ChunkRows& rows) {
+    const CodedRows each(a.chunks, a.head, rows, values);
+    float* to = out + (rows.row - block) * own.wide;
     if (each.part.bits) return coded_floats(each, own.wide, own.coded, to);
-    const float* there = cached_rows(each.data(), a.half, a.width, own.wide, 0, rows, to);
-    if (there != to) memcpy(to, there, rows * own.wide * sizeof(float));
+    const float* there = cached_rows(each.data(), a.half, a.width, own.wide, 0, rows.count, to);
+    if (there != to) memcpy(to, there, rows.count * own.wide * sizeof(float));
   });
 }
 
@@ -169,17 +169,17 @@ void plain_scores(const Attention& a, const TileScratch& own, size_t first, size
 // The same of coded keys [block, block + count), for rows that are `few`.
 void coded_key_scores(const Attention& a, const TileScratch& own, size_t first, size_t rows, size_t block,
                       size_t count, float* scores) {
-  each_chunk(a.chunks, block, block + count, [&](size_t chunk, size_t from, size_t size, size_t row) {
-    const CodedRows keys(a.chunks, a.head, chunk, from, size, false);
+  each_chunk(a.chunks, block, block + count, [&](const ChunkRows& of) {
+    const CodedRows keys(a.chunks, a.head, of, false);
     const float* q = own.spread_q + first * own.wide;
-    float* to = scores + (row - block);
+    float* to = scores + (of.row - block);
     if (!keys.part.bits) {
-      plain_scores(a, own, first, rows, keys.data(), size, to);
+      plain_scores(a, own, first, rows, keys.data(), of.count, to);
     } else if (whole_vectors(a.chunks, keys.part.bits)) {
       coded_scores(keys, rows, q, own.wide, own.coded, to);
     } else {
       coded_floats(keys, own.wide, own.coded, own.keys);
-      scores_of_few(rows, q, own.keys, size, own.wide, to);
+      scores_of_few(rows, q, own.keys, of.count, own.wide, to);
     }
   });
 }
@@ -240,16 +240,16 @@ void add_coded_values(const Attention& a, const TileScratch& own, size_t rows, s
     return float_product(rows, own.wide, weights, kKeyBlock, own.values, own.wide, count, sums, own.wide,
                          true);
   }
-  each_chunk(a.chunks, block, block + count, [&](size_t chunk, size_t from, size_t size, size_t row) {
-    const CodedRows values(a.chunks, a.head, chunk, from, size, true);
-    const float* each = weights + (row - block);
+  each_chunk(a.chunks, block, block + count, [&](const ChunkRows& of) {
+    const CodedRows values(a.chunks, a.head, of, true);
+    const float* each = weights + (of.row - block);
     if (!values.part.bits) {
-      plain_sums(a, own, rows, each, values.data(), size, sums);
+      plain_sums(a, own, rows, each, values.data(), of.count, sums);
     } else if (whole_vectors(a.chunks, values.part.bits)) {
       coded_values(values, rows, each, own.wide, own.coded, sums);
     } else {
       coded_floats(values, own.wide, own.coded, own.values);
-      float_product(rows, own.wide, each, kKeyBlock, own.values, own.wide, size, sums, own.wide, true);
+      float_product(rows, own.wide, each, kKeyBlock, own.values, own.wide, of.count, sums, own.wide, true);
     }
   });
 }

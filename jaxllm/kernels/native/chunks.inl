@@ -59,8 +59,27 @@ void halves(const uint8_t* from, size_t count, float* out) {
   for (; i < count; i++) out[i] = half_at(from + 2 * i);
 }
 
+// Sixteen halves as floats, at any address.
+ALWAYS_INLINE F half_vector(const uint8_t* p) {
+#if defined(__x86_64__)
+  return fload_half(reinterpret_cast<const uint16_t*>(p));
+#else
+  uint16_t bits[16];
+  memcpy(bits, p, sizeof bits);
+  return fload_half(bits);
+#endif
+}
+
 // What a scale is divided by where a level stands at a byte's bit `shift`.
 ALWAYS_INLINE float settled(int shift) { return 1.0f / static_cast<float>(1 << shift); }
+
+// Scales of levels of so many bits, in rows of `bytes`, as levels stand in their bytes.
+void settle(float* scale, int bits, size_t bytes) {
+  for (int shift = bits; shift < 8; shift += bits) {
+    float* plane = scale + bytes * static_cast<size_t>(shift / bits);
+    for (size_t i = 0; i < bytes; i++) plane[i] *= settled(shift);
+  }
+}
 
 // The rows of a chunk whose channels have scales of their own, as halves: straight to where they stand. A
 // cache is larger than the processor's caches, and what is written whole need not be read before. Others see
@@ -107,10 +126,7 @@ void load_chunk(const Chunk& c, float* scratch) {
   if (!c.by_token) {
     halves(c.low, c.width, low);
     halves(c.scale, c.width, scale);
-    for (int shift = c.bits; shift < 8; shift += c.bits) {
-      float* plane = scale + row_bytes * static_cast<size_t>(shift / c.bits);
-      for (size_t i = 0; i < row_bytes; i++) plane[i] *= settled(shift);
-    }
+    settle(scale, c.bits, row_bytes);
   }
   if (streams(c)) {
     if (c.bits == 8) stream_rows<8>(c, low, scale);

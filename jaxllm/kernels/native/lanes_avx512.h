@@ -67,6 +67,15 @@ inline __attribute__((always_inline)) F fsums(const F (&v)[16]) {
 inline float ftop(F a) { return _mm512_reduce_max_ps(a); }
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 inline I round_to_int(F a) { return _mm512_cvtps_epi32(a); }
+// (i >> Shift & Mask) as floats, where i is the low four bits of each number.
+#define LANES_LOOK_UP
+template <int Shift, int Mask>
+inline __attribute__((always_inline)) F flook_up(I a) {
+  const I all = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const F levels =
+      _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(all, Shift), _mm512_set1_epi32(Mask)));
+  return _mm512_permutexvar_ps(a, levels);
+}
 inline F pow2(I n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
 }

@@ -71,5 +71,6 @@ def test_what_was_read_in_one_piece_is_not_kept_for_one_chunk(kept):
     assert len(answer.restoration.read) == 2
     there = contexts.memory.chunks(context.name)
     assert len(there) == 2
-    assert all(blob.base is None for each in there.values() for blob in each.blobs)
+    # With the room to begin at a line of the processor's caches.
+    assert all(blob.base.nbytes <= blob.nbytes + 64 for each in there.values() for blob in each.blobs)
     answer.result()
