@@ -222,7 +222,7 @@ def _add_vocabulary(writer: Any, size: int) -> None:
 
 def _type(gguf: Any, shape: tuple[int, ...], kind: str) -> Any:
     found = gguf.GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
-    whole = shape[-1] % gguf.GGML_QUANT_SIZES[found][0] == 0
+    whole = not shape or shape[-1] % gguf.GGML_QUANT_SIZES[found][0] == 0
     return found if whole else gguf.GGMLQuantizationType.F16
 
 

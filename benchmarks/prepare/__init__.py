@@ -1,4 +1,4 @@
-"""`jaxllm bench prepare`: time and memory of preparing folders and GGUF files, and what the bundles are worth."""
+"""`jaxllm bench prepare`: time and memory of preparing folders and GGUF files; speed, perplexity."""
 
 PARTS = {
     "memory": "time and peak memory of preparing",

@@ -1,6 +1,6 @@
-"""Measures `jaxllm prepare` of a folder of floats and of GGUF files of the same weights: time and peak memory,
-each in a process of its own; then how fast the bundles run beside those prepared from floats at the same bits,
-in alternation; and perplexities beside llama.cpp's on the same files.
+"""Measures preparing a folder of floats and GGUF files of the same weights: time and peak memory, each in a
+process of its own; then the speed of the bundles beside those prepared from floats at the same bits, in
+alternation; and perplexities beside llama.cpp's on the same files.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Plan:
       parts: of `PARTS`.
       prompt_tokens, decode_tokens, rounds: of speeds.
       context_tokens: of the engines.
-      text_windows: of perplexities; 0 means all.
+      text_windows: most windows of a text to score; 0 means all.
       patience_s: for repeating what other processes disturbed.
       threads: that every system computes with; 0 takes all cores of this process.
     """
@@ -51,7 +51,7 @@ class Plan:
     decode_tokens: int = 64
     rounds: int = 7
     context_tokens: int = 512
-    text_windows: int = 0
+    text_windows: int = 256
     patience_s: float = 120.0
     threads: int = 0
 
@@ -116,21 +116,39 @@ def run(
             progress("Preparing", number + 1, len(kinds))
         if "memory" not in plan.parts:
             rows = []
+        scored = None
+        if "perplexity" in plan.parts:
+            scored = _Scored.of(text or stories_file(None), source, checkpoint, plan, progress)
         for kind in kinds:
             both = {system: bundles[kind, system] for system in (OURS.name, FROM_FLOATS)}
             if "speed" in plan.parts:
                 rows += _speed_rows(f"{source.name} {kind}", both, checkpoint, plan, progress)
-            if "perplexity" in plan.parts:
+            if scored is not None:
                 gguf = source.gguf(kind, threads, progress)
-                asked = Text.read(
-                    text or stories_file(None),
-                    checkpoint,
-                    separator=SEPARATOR,
-                    window_tokens=plan.context_tokens,
-                    limit=plan.text_windows,
-                )
-                rows += _perplexity_rows(f"{source.name} {kind}", both, gguf, source, plan, asked, progress)
+                rows += _perplexity_rows(f"{source.name} {kind}", both, gguf, scored, plan, progress)
     return rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scored:
+    """A text, and its perplexity by the model's floats in float32."""
+
+    text: Text
+    floats: float
+
+    @classmethod
+    def of(
+        cls, path: Path, source: Source, checkpoint: Checkpoint, plan: Plan, progress: Progress
+    ) -> "_Scored":
+        text = Text.read(
+            path,
+            checkpoint,
+            separator=SEPARATOR,
+            window_tokens=plan.context_tokens,
+            limit=plan.text_windows,
+        )
+        with _child(REFERENCE, source.folder, plan, progress) as child:
+            return cls(text=text, floats=perplexity(child, text, progress))
 
 
 def _kinds(wanted: tuple[str, ...], tell: Callable[[str], None]) -> tuple[str, ...]:
@@ -223,9 +241,8 @@ def _perplexity_rows(
     case: str,
     bundles: dict[str, Path],
     gguf: Path,
-    source: Source,
+    scored: _Scored,
     plan: Plan,
-    text: Text,
     progress: Progress,
 ) -> list[Row]:
     """Perplexity of a file, of floats at its bits, of float32, and of llama.cpp on the file."""
@@ -233,11 +250,10 @@ def _perplexity_rows(
     def systems() -> Iterator[tuple[str, Child]]:
         for system, bundle in bundles.items():
             yield system, _child(f"{system} {case}", bundle, plan, progress)
-        yield REFERENCE, _child(REFERENCE, source.folder, plan, progress)
         if not PEERS[LLAMA_CPP].missing():
             yield LLAMA_CPP, _child(f"{LLAMA_CPP} {case}", gguf, plan, progress, peer=LLAMA_CPP)
 
-    values = {}
+    values, text = {REFERENCE: scored.floats}, scored.text
     # One after the other: each is in memory for its own text alone.
     for system, child in systems():
         with child:

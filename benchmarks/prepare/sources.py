@@ -86,15 +86,14 @@ def random_source(
         # Earlier ones are of other texts.
         shutil.rmtree(place, ignore_errors=True)
         tokenizer, learned = byte_pairs(shape.V, texts)
-        (folder).mkdir(parents=True)
+        folder.mkdir(parents=True)
         (folder / "learned.txt").write_text(f"{learned}\n", encoding="utf-8")
         write_random(folder, shape.cfg, progress, tokenizer)
     from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 
     learned = int((folder / "learned.txt").read_text(encoding="utf-8"))
-    tell(
-        f"{shape.V:,} byte pairs, {learned:,} of them learned of {len(texts)} texts of {size_bytes / 1e6:.1f} MB"
-    )
+    megabytes = size_bytes / 1e6
+    tell(f"{shape.V:,} byte pairs, {learned:,} learned of {len(texts)} texts of {megabytes:.1f} MB")
     return Source(name=name, folder=folder, vocabulary=vocabulary_keys(read_tokenizer(folder)))
 
 
