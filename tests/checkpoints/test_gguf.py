@@ -23,9 +23,10 @@ from jaxllm.models import decoder
 from jaxllm.models.parameters import param_specs
 from jaxllm.nn.layers import inverse_frequencies
 from jaxllm.prepare import prepare
-from jaxllm.quant import QArray, dequantize
+from jaxllm.quant import QArray, dequantize, row_parts
 from jaxllm.text.tokenizer import Tokenizer
 from tests.checkpoints.gguf_files import config_keys, gguf_tensors, tokenizer_keys, write_file, write_model
+from tests.checkpoints.memory import mapped_bytes
 from tests.quick_jit import jit
 
 TEXT = "Once upon a time, there was a little girl named Lily. She saw 2 birds — “hello”, she said!\n\tEnd"
@@ -102,6 +103,36 @@ def test_prepared_bundle_gives_the_logits_of_its_numbers(stories, tmp_path, kind
         np.testing.assert_array_equal(np.asarray(stored[name]), values(param), err_msg=name)
     # The native kernels round activations to 8 bits where weights are quantized.
     assert relative(np.asarray(logits(loaded)), expected) < 0.05
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+def test_an_embedding_in_parts_is_stored_as_one(stories, tmp_path, monkeypatch, kind):
+    """Byte for byte; what was read is given back before the next parameter."""
+    path = write_model(tmp_path / "m.gguf", stories, kind)
+    prepare(path, tmp_path / "whole.jaxllm")
+    monkeypatch.setattr(row_parts, "PART_NUMBERS", 48 * 64)
+    file, dropped = read_gguf(path), []
+    monkeypatch.setattr(type(file), "drop_pages", lambda own: dropped.append(own))
+    name, embedding = next(read_gguf_params(file, read_gguf_config(file), by_rows=True))
+    parts = list(embedding.parts)
+    assert (name, len(parts), len(dropped)) == ("embed.tokens", 11, 11)
+    monkeypatch.undo()
+    monkeypatch.setattr(row_parts, "PART_NUMBERS", 48 * 64)
+    prepare(path, tmp_path / "parts.jaxllm")
+    assert (tmp_path / "parts.jaxllm").read_bytes() == (tmp_path / "whole.jaxllm").read_bytes()
+
+
+def test_pages_that_were_read_are_given_back(stories, tmp_path):
+    path = write_model(tmp_path / "m.gguf", stories)
+    file = read_gguf(path)
+    before = {name: np.array(each.data) for name, each in file.tensors.items()}
+    if mapped_bytes(path) is None:
+        pytest.skip("the system does not tell")
+    assert mapped_bytes(path) > 500_000
+    file.drop_pages()
+    assert mapped_bytes(path) == 0
+    for name, each in file.tensors.items():
+        np.testing.assert_array_equal(each.data, before[name])
 
 
 @pytest.mark.parametrize(("kind", "most"), [("Q6_K", 0.01), ("Q5_0", 0.01), ("Q5_K", 0.012)])
