@@ -14,7 +14,7 @@ _ALLOWANCE_BYTES, _RESIDENT_ALLOWANCE_BYTES = 64 << 10, 16 << 20
 
 @dataclasses.dataclass
 class Most:
-    """The most that a file took, as a share of its size."""
+    """The most that a file took beyond what any file costs, as a share of its size."""
 
     share: float = 0.0
 
@@ -30,7 +30,7 @@ def traced() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def bounded(file_bytes: int, label: str, most: Most, *, allowance_bytes: int = 0) -> Iterator[None]:
+def bounded(file_bytes: int, label: str, most: Most) -> Iterator[None]:
     """Fails where more than four times the size of a file is allocated at once in `traced`: by Python and
     NumPy to the byte, and by all libraries, or in mapped pages, as resident memory."""
     known = reset_peak_memory()
@@ -39,9 +39,8 @@ def bounded(file_bytes: int, label: str, most: Most, *, allowance_bytes: int = 0
     before = tracemalloc.get_traced_memory()[0]
     yield
     peak = tracemalloc.get_traced_memory()[1] - before
-    most.share = max(most.share, peak / file_bytes)
-    allowed = 4 * file_bytes + _ALLOWANCE_BYTES + allowance_bytes
-    assert peak < allowed, f"{label}: {peak} bytes of a file of {file_bytes}"
+    most.share = max(most.share, (peak - _ALLOWANCE_BYTES) / max(1, file_bytes))
+    assert peak < 4 * file_bytes + _ALLOWANCE_BYTES, f"{label}: {peak} bytes of a file of {file_bytes}"
     if known:
         grown = peak_resident_bytes() - resident
         most_resident = 4 * file_bytes + _RESIDENT_ALLOWANCE_BYTES

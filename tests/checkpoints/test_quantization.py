@@ -316,6 +316,8 @@ def mutate(folder):
     header = 8 + int.from_bytes(data[:8], "little")
     junk = (None, 0, -1, 3, 1 << 60, 0.5, "x", [], {}, [1, 2], True, float("nan"))
     refusals, most = 0, Most()
+    # What widens weights is compiled once, for the shapes of the sound folder.
+    assert dict(read_params(folder, read_config(folder)))
     with traced():
         for seed in range(MUTATIONS):
             draw = np.random.default_rng(seed)
