@@ -170,6 +170,16 @@ def test_blocks_of_fewer_bits_are_a_choice(tmp_path, kind):
     assert relative(values(found), expected["layers.0.ffn.down"]) < 0.012
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "Q4_1", "Q5_K", "Q6_K"])
+def test_blocks_with_minima_become_eight_bits_by_option(tmp_path, kind):
+    path, expected = wide_model(tmp_path, kind)
+    _, params = read(path, "int8")
+    found = params["layers.0.ffn.down"]
+    assert isinstance(found, QArray)
+    assert (found.bits, found.group, found.minimum) == (8, 32, None)
+    assert relative(values(found), expected["layers.0.ffn.down"]) < 0.012
+
+
 def relative(got, expected):
     return float(np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2)))
 
@@ -262,8 +272,8 @@ def test_byte_pairs_are_rebuilt(tmp_path, split):
 # Families
 
 FAMILY_VARIANTS = (
-    "llama", "llama-linear-rope", "llama-yarn", "mixtral", "qwen2", "qwen2_moe", "qwen3_moe", "olmoe",
-    "gemma2", "gemma3", "phi", "phi3-partial", "smollm3", "granite", "stablelm",
+    "llama", "llama-linear-rope", "llama-yarn", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "olmo2", "olmoe", "gemma", "gemma2", "gemma3", "phi", "phi3-partial", "smollm3", "granite", "stablelm",
     "ernie4_5", "gpt_oss",
 )  # fmt: skip
 # What llama.cpp fixes by architecture, or the file has as float32, and the tiny variants have otherwise.
@@ -275,12 +285,17 @@ _FIXED = {
 }
 
 
+# Whose variants have biases, which neither llama.cpp nor published models have.
+_BIASED = ("qwen3", "olmo2", "gemma")
+
+
 @pytest.mark.parametrize("variant", FAMILY_VARIANTS)
 def test_every_family_gives_the_folders_model(tmp_path, variant):
     pytest.importorskip("transformers")
     from tests import tiny_hf
 
-    folder = tiny_hf.save(variant, tmp_path / "hf")
+    keys = {**tiny_hf.VARIANTS[variant][1], **({"attention_bias": False} if variant in _BIASED else {})}
+    folder = tiny_hf.save(variant, tmp_path / "hf", keys=keys)
     cfg, params = read(write_model(tmp_path / "m.gguf", folder))
     theirs = read_config(folder)
     names = [each.name for each in dataclasses.fields(cfg)]
