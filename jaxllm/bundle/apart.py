@@ -14,7 +14,8 @@ import numpy as np
 from jaxllm.bundle.elastic import read_ladder
 from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
-from jaxllm.bundle.writer import Stored, rewrite_bundle, stored_form, widths_by_layer
+from jaxllm.bundle.stored import Stored, stored_form
+from jaxllm.bundle.writer import rewrite_bundle, widths_by_layer
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import ParamSpec, expert_parameter, sparse_layers, specs_apart
 from jaxllm.models.rooms import room_refusal
