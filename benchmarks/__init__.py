@@ -1,1 +1,1 @@
-"""Measurements: one module per claim, each against its baselines in the same run."""
+"""Measurements: one room per claim, each against its baselines in the same run."""

@@ -30,6 +30,10 @@ SECTIONS = {
             "benchmarks.commands.prefill:prefill_command",
             "Measure the speed and the loss of integer prefill.",
         ),
+        "prepare": (
+            "benchmarks.commands.prepare:prepare_command",
+            "Measure preparing a folder and GGUF files of the same weights.",
+        ),
         "service": (
             "benchmarks.commands.service:service_command",
             "Measure the service under load, beside ours without a technique and llama.cpp's server.",

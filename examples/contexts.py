@@ -19,7 +19,7 @@ with tempfile.TemporaryDirectory() as folder:
     for piece in context.generate("Tell a story that begins with: Lily had a red ball.", max_tokens=60):
         print(piece, end="", flush=True)
     print()
-    service.close()  # memory is freed by forgetting: all chunks are on storage since the call ended
+    service.close()  # waits until all chunks are on storage
 
     service = open_service(folder)  # another process, days later
     context = service.context("stories", context.name)

@@ -5,7 +5,7 @@ python examples/generate.py
 
 from jaxllm import Engine, GenerationConfig, Sampling
 
-engine = Engine.open()  # or Engine.open("model.jaxllm"), or a Hugging Face folder
+engine = Engine.open()  # or Engine.open("model.jaxllm"), a Hugging Face folder or a GGUF file
 
 for piece in engine.stream("Once upon a time", GenerationConfig(max_tokens=40)):
     print(piece, end="", flush=True)

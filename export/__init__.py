@@ -1,4 +1,5 @@
-"""Exports programs of a model for devices that run no model code: StableHLO, TFLite, LiteRT-LM, IREE.
+"""Exports programs of a model for devices that run no model code: StableHLO, TFLite, LiteRT-LM, IREE; or a
+level as a plain model for other engines: a Hugging Face folder, a GGUF file.
 
-All formats come from one source, the steps of `jaxllm.steps.exported` with their weights as arguments.
+All programs come from one source, the steps of `jaxllm.steps.exported` with their weights as arguments.
 """

@@ -28,6 +28,8 @@ class Contents:
       adapters: whether its programs take adapters as an input.
       masks: whether its programs may take an attention mask.
       npu: whether it may hold the three models of an NPU, in floats.
+      codecs: whether it holds programs of the codecs of contexts.
+      stages: whether it may hold the stages of w8a8 prefill, for two processors.
       precisions: of weights.
     """
 
@@ -41,10 +43,12 @@ class Contents:
     adapters: bool = True
     masks: bool = False
     npu: bool = False
+    stages: bool = False
+    codecs: bool = True
     precisions: tuple[str, ...]
 
 
-_TFLITE = Contents(blocks=True, verified="lines", precisions=("f32", "int8", "w8a8"))
+_TFLITE = Contents(blocks=True, verified="lines", stages=True, precisions=("f32", "int8", "w8a8"))
 CONTENTS = {
     "stablehlo": Contents(blocks=True, block_tokens=16, verified="trees", precisions=("f32", "bf16")),
     "tflite": _TFLITE,
@@ -57,14 +61,18 @@ CONTENTS = {
         encoders=False,
         tiny_lm=False,
         adapters=False,
+        codecs=False,
         precisions=_TFLITE.precisions,
     ),
     "iree": Contents(
-        verified="trees", encoders=False, tiny_lm=False, adapters=False, precisions=("f32", "int8")
+        verified="trees",
+        encoders=False,
+        tiny_lm=False,
+        adapters=False,
+        codecs=False,
+        precisions=("f32", "int8"),
     ),
 }
-# What no format holds.
-_NEVER = ("context codecs",)
 # Static scales are found by running text through a decoder.
 _NOT_ENCODED = "w8a8"
 
@@ -81,21 +89,27 @@ def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bo
     Raises:
       ConfigError: it does not; the message names the options to leave out.
     """
-    holds = CONTENTS[kind]
-    lacking = {
-        "--level": levels > 1 and holds.levels == "one",
-        "--attention-mask": plan.masked and not holds.masks,
-        "--npu": plan.npu and not holds.npu,
-        "--verify-tokens": bool(plan.verify_tokens) and not holds.verified,
-        "--block-tokens": bool(plan.block_tokens) and not holds.blocks,
-        "--adapter-input": adapters and not holds.adapters,
-        "--cache-tokens": bool(plan.cache_tokens) and not holds.short_caches,
-    }
-    options = [name for name, wrong in lacking.items() if wrong]
-    if options:
+
+    def lacking(holds: Contents) -> list[str]:
+        asked = {
+            "--level": levels > 1 and holds.levels == "one",
+            "--attention-mask": plan.masked and not holds.masks,
+            "--npu": plan.npu and not holds.npu,
+            "--codec": bool(plan.codec) and not holds.codecs,
+            "--stages": plan.stages and not holds.stages,
+            "--verify-tokens": bool(plan.verify_tokens) and not holds.verified,
+            "--block-tokens": bool(plan.block_tokens) and not holds.blocks,
+            "--adapter-input": adapters and not holds.adapters,
+            "--cache-tokens": bool(plan.cache_tokens) and not holds.short_caches,
+        }
+        return [name for name, wrong in asked.items() if wrong]
+
+    if options := lacking(CONTENTS[kind]):
+        others = [name for name, each in CONTENTS.items() if not lacking(each)]
+        instead = f", or export as {' or '.join(others)}" if others else ""
         raise ConfigError(
-            f"the {kind} format holds no programs of {', '.join(options)}; leave {_them(options)} out, or "
-            "export as tflite"
+            f"the {kind} format holds no programs of {', '.join(options)}; leave {_them(options)} "
+            f"out{instead}"
         )
 
 
@@ -136,10 +150,11 @@ def as_markdown() -> str:
         "embedder, auxiliary model and layers apart, for an NPU": [
             _yes(each.npu) for each in CONTENTS.values()
         ],
+        "stages of prefill for two processors (w8a8)": [_yes(each.stages) for each in CONTENTS.values()],
         f"encoder-decoders (not {_NOT_ENCODED})": [_yes(each.encoders) for each in CONTENTS.values()],
         "the tiny LM, which plans calls": [_yes(each.tiny_lm) for each in CONTENTS.values()],
         "adapters as an input (decoders alone)": [_yes(each.adapters) for each in CONTENTS.values()],
-        ", ".join(_NEVER): ["no" for _ in CONTENTS.values()],
+        "codecs of contexts (decoders alone)": [_yes(each.codecs) for each in CONTENTS.values()],
         "`--precision`": [", ".join(each.precisions) for each in CONTENTS.values()],
     }
     head = ["", *(f"`{name}`" for name in CONTENTS)]

@@ -21,7 +21,7 @@ PACKAGES = ("ai-edge-litert", "click", "jinja2", "numpy", "platformdirs", "token
 _TIME = (1980, 1, 1, 0, 0, 0)
 _MAIN_TEXT = f'''"""Runs the programs in this folder: python FOLDER [COMMAND], where FOLDER is this one.
 
-It needs Python 3.11 and: pip install {" ".join(PACKAGES)}
+It needs Python 3.11 or newer and: pip install {" ".join(PACKAGES)}
 """
 
 import sys

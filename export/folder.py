@@ -16,6 +16,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_folder
 from jaxllm.program_folder.levels import ProgramLevel
 from jaxllm.program_folder.manifest import Manifest, Precision, ProgramFormat, Signature, StoredFile
+from jaxllm.program_folder.stages import StageFacts
 from jaxllm.program_folder.tokenizer import write_tokenizer
 
 
@@ -45,6 +46,7 @@ class ProgramKind:
       platforms: that run them.
       holds_weights: whether they contain their weights.
       made_with: versions of the packages that made them, besides this one and JAX.
+      stages: programs of single stages beside them; None for none.
     """
 
     format: ProgramFormat
@@ -53,6 +55,7 @@ class ProgramKind:
     platforms: tuple[str, ...]
     holds_weights: bool
     made_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stages: StageFacts | None = None
 
 
 def finish(
@@ -89,6 +92,7 @@ def finish(
         left_out=without,
         tiny_lm=None if tiny is None else tiny_facts(tiny),
         adapters=None if subject.adapters is None else subject.adapters.inputs,
+        stages=kind.stages,
         made_with={"jaxllm": jaxllm.__version__, "jax": jax.__version__, **kind.made_with},
     )
     manifest.write(folder)

@@ -87,7 +87,13 @@ def export_iree(
         done = 0
         for signature in signatures:
             program = traced(
-                signature, subject, plan, precision="f32", platforms=("cpu",), params_of=params_of
+                signature,
+                subject,
+                plan,
+                precision="f32",
+                platforms=("cpu",),
+                params_of=params_of,
+                branches=False,
             )
             for target in targets:
                 try:

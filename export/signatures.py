@@ -6,6 +6,7 @@ the engine does.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,18 @@ from export.subject import Subject
 from export.tiny_lm import tiny_step, tiny_weights
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.program_folder.manifest import Kind, Signature, level_signatures
+from jaxllm.kv.codecs import find_codec
+from jaxllm.models.rooms import require_decoder_alone
+from jaxllm.program_folder.codecs import chunk_format
+from jaxllm.program_folder.manifest import CODED_KINDS, Kind, Signature, level_signatures
 from jaxllm.program_folder.shapes import input_shapes
 from jaxllm.steps.exported_blocks import step_of
+from jaxllm.steps.exported_codecs import run_encode_chunks, run_load_chunks
 from serving.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
 
 _MAX_TREE, _MAX_BLOCK = 256, 64
+# Of the chunks that a program encodes or loads at once.
+_CODED_TOKENS = 128
 # Programs that take a mask where a plan says so.
 MASKED_KINDS: tuple[Kind, ...] = ("prefill", "decode")
 
@@ -42,6 +49,9 @@ class ExportPlan:
       without_shadow: whether a calibrated bundle becomes w8a8 without its calibration.
       masked: whether prefill and decode take an attention mask, for runtimes that make it themselves.
       npu: whether the model is divided into what an NPU computes and what its CPU does (see `npu.py`).
+      stages: whether the stages of prefill are programs of their own, too, for two processors (see
+        `export.stages`).
+      codec: whose programs encode and load chunks of contexts, by its name; empty for none.
       static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
     """
 
@@ -56,6 +66,8 @@ class ExportPlan:
     static_verify: bool = False
     masked: bool = False
     npu: bool = False
+    stages: bool = False
+    codec: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_tokens", 2), ("verify_tokens", 2), ("cache_tokens", 2), ("levels", 1)):
@@ -70,6 +82,8 @@ class ExportPlan:
             raise ConfigError(f"verify_tokens must be at most {_MAX_TREE}, got {self.verify_tokens}")
         if max(self.levels, default=WHOLE) > WHOLE:
             raise ConfigError(f"levels are percentages, got {self.levels}")
+        if self.codec:
+            find_codec(self.codec)
 
     def resolved(self, cfg: ModelConfig) -> "ExportPlan":
         """The plan with a context that fits the model, caches no longer than it, and chunks and blocks no
@@ -97,6 +111,8 @@ class ExportPlan:
                 f"shortest chunk of {chunks[0]}"
             )
         sources: tuple[int, ...] = ()
+        if self.codec:
+            require_decoder_alone(cfg, "contexts of programs", "leave --codec out")
         if cfg.encoder is not None:
             longest = min(cfg.encoder.window_tokens, context)
             sources = (*(each for each in chunks if each < longest), longest)
@@ -124,6 +140,7 @@ class ExportPlan:
             verify_tokens=self.verify_tokens,
             block_tokens=self.block_tokens,
             cache_tokens=self.cache_tokens or (),
+            codec=(self.codec, min(_CODED_TOKENS, self.context_tokens) if self.codec else 0),
             file=file,
         )
 
@@ -142,6 +159,8 @@ def step_shapes(
         arrays = tiny_weights(subject.tiny_lm)
         tiny = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in arrays.items()}
         return (tiny, *input_shapes(signature, level.cfg, 0, cache_dtype))
+    if signature.kind in CODED_KINDS:
+        return ({}, *input_shapes(signature, level.cfg, plan.room(signature), cache_dtype))
     weights = {
         name: jax.ShapeDtypeStruct(each.shape, subject.arrays[each.stored].dtype)
         for name, each in level.weights.items()
@@ -163,5 +182,8 @@ def subject_step(
         assert subject.tiny_lm is not None
         return tiny_step(subject.tiny_lm)
     cfg = subject.levels[signature.level].cfg
+    if signature.kind in CODED_KINDS:
+        run = run_encode_chunks if signature.kind == "encode_chunks" else run_load_chunks
+        return functools.partial(run, cfg=cfg, form=chunk_format(signature.codec), bits=signature.bits)
     inputs = None if subject.adapters is None else subject.adapters.inputs
     return step_of(signature, cfg, dtype, loops=loops, adapters=inputs)

@@ -22,7 +22,7 @@ from export.tiny_lm import tiny_signatures, tiny_weights
 from export.trial import require_alike, trial
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import without_native_kernels
-from jaxllm.program_folder.manifest import WEIGHTS, Manifest, Signature
+from jaxllm.program_folder.manifest import CODED_KINDS, WEIGHTS, Manifest, Signature
 from jaxllm.program_folder.tiny_lm import TINY_WEIGHTS
 from jaxllm.program_folder.weights import read_weights, write_weights
 from jaxllm.steps.exported import ParamsOf
@@ -104,14 +104,16 @@ def traced(
     precision: str,
     platforms: Sequence[str],
     params_of: ParamsOf | None = None,
+    branches: bool = True,
 ) -> jax.export.Exported:
     """A signature's program. Unused weights stay arguments, so that all programs take the same ones;
-    `params_of` makes parameters of weights that are stored in another form."""
+    `params_of` makes parameters of weights that are stored in another form. For `branches` see
+    `without_native_kernels`."""
     dtype = DTYPES[precision]
     step = subject_step(signature, subject, dtype)
     step = step if params_of is None else functools.partial(step, params_of=params_of)
     shapes = step_shapes(signature, subject, plan, dtype)
-    with without_native_kernels():
+    with without_native_kernels(branches=branches):
         return jax.export.export(jax.jit(step, keep_unused=True), platforms=tuple(platforms))(*shapes)
 
 
@@ -125,6 +127,8 @@ def verify(folder: Path, signature: Signature, subject: Subject, plan: ExportPla
     caches, inputs, wanted = trial(signature, subject, plan, DTYPES[precision])
     if signature.kind == "tiny_lm":
         weights = read_weights(folder / TINY_WEIGHTS, model=subject.model)
+    elif signature.kind in CODED_KINDS:
+        weights = {}
     else:
         stored = read_weights(folder / WEIGHTS, model=subject.model)
         weights = subject.levels[signature.level].views(stored)

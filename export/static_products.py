@@ -39,6 +39,8 @@ _LEAST, _TOP = -128, 127
 # Tokens of the text per forward pass.
 WINDOW_TOKENS = 256
 _SMALLEST = 1e-6
+# Most arrays that one of XNNPACK's operators joins.
+_JOINED = 5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,17 +69,29 @@ class StaticProduct:
 
     def of(self, name: str, weights: Mapping[str, Weight]) -> Product:
         """The product of the weight `name`, with its float rows if it has some."""
-        rows = weights[f"{name}{ROWS}"] if len(self.channels) else None
-        return functools.partial(self._multiply, rows=rows)
+        if not len(self.channels):
+            return self.clipped
+        shadow = self.shadow(name, weights)
+        return lambda x, matrix, axis: self.clipped(x, matrix, axis) + shadow(x, matrix, axis)
 
-    def _multiply(self, x: jax.Array, matrix: jax.Array, axis: int, *, rows: Any) -> jax.Array:
+    def shadow(self, name: str, weights: Mapping[str, Weight]) -> Product:
+        """What the product of the weight `name` lacks: that of what was clipped off, in floats."""
+        if not len(self.channels):
+            return lambda x, matrix, axis: jnp.zeros((x.shape[0], len(self.outputs)), x.dtype)
+        rows: Any = weights[f"{name}{ROWS}"]
+
+        def product(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+            del matrix, axis
+            return plain_product(self._excess(_columns(x, self.channels)), rows.astype(jnp.float32), -1)
+
+        return product
+
+    def clipped(self, x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+        """The product of int8 with int8, of clipped inputs."""
         weight = quantized_matrix(matrix, axis, self.scales)
         out = plain_product(fake_quant(x, np.array([self.step])), weight, -1)
         # Keeps the converter from propagating int8 into following operations, above all the cache.
-        out = jax.lax.optimization_barrier(fake_quant(out, np.array([1 / _TOP]))) * self.outputs
-        if rows is None:
-            return out
-        return out + plain_product(self._excess(x[:, self.channels]), rows.astype(jnp.float32), -1)
+        return jax.lax.optimization_barrier(fake_quant(out, np.array([1 / _TOP]))) * self.outputs
 
     def _excess(self, x: jax.Array) -> jax.Array:
         return x - jnp.clip(x, np.float32(_LEAST * self.step), np.float32(_TOP * self.step))
@@ -166,6 +180,15 @@ def _calibrated(subject: Subject, level: int) -> dict[str, tuple[float, np.ndarr
             for name in product_names(layer, product, subject.cfg):
                 found[name] = float(steps[layer, product]), channels[channels >= 0]
     return found
+
+
+def _columns(x: jax.Array, channels: np.ndarray) -> jax.Array:
+    """Some columns `[T, R]` of `x` `[T, inputs]`, as slices, which XNNPACK computes. An index becomes a
+    gather between two transpositions of all of `x`, which it does not compute."""
+    taken = [x[:, at : at + 1] for at in channels.tolist()]
+    while len(taken) > 1:
+        taken = [jnp.concatenate(taken[at : at + _JOINED], 1) for at in range(0, len(taken), _JOINED)]
+    return taken[0]
 
 
 def _ranges(subject: Subject, level: int, tokens: Sequence[int]) -> dict[str, Ranges]:

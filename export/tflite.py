@@ -26,19 +26,22 @@ from export.folder import ProgramKind, finish, new_folder
 from export.mlir import Traced, convert
 from export.quantized import LEVELS, SCALE, annotated, left_out, quantized_subject
 from export.signatures import MASKED_KINDS, ExportPlan, step_shapes, subject_step
+from export.stages import stage_facts, stage_models
 from export.static_products import Ranges, StaticProduct, static_level, with_shadow
 from export.subject import Subject
 from export.tiny_lm import tiny_signatures, tiny_weights
-from jaxllm.config import ModelConfig
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.models.rooms import require_room
 from jaxllm.program_folder.adapters import ADAPTER
 from jaxllm.program_folder.arrays import SOURCE_TOKENS, source_shapes
+from jaxllm.program_folder.codecs import CHUNKS
 from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS, control_shapes
 from jaxllm.program_folder.levels import Argument, ProgramLevel
-from jaxllm.program_folder.manifest import Manifest, Precision, Signature
+from jaxllm.program_folder.manifest import CODED_KINDS, Manifest, Precision, Signature
+from jaxllm.program_folder.stages import STAGE_FILES
 from jaxllm.program_folder.tiny_lm import KEEP, MASK, MODEL, PROMPT
 from jaxllm.quant import FirstUnits, Weight
 from jaxllm.steps.exported import ATTENTION_MASK, ParamsOf, run_masked_step, with_adapters
@@ -82,11 +85,18 @@ def export_tflite(
     plan = plan.resolved(subject.cfg)
     signatures = [each for level in subject.levels for each in plan.signatures(level, lambda _: FILE)]
     signatures += tiny_signatures(subject.tiny_lm, lambda _: FILE)
+    if plan.stages and precision != "w8a8":
+        raise ConfigError("stages for two processors are of w8a8 models; give --precision w8a8")
+    facts = stage_facts(subject, plan) if plan.stages else None
+    quantized = _quantized(subject, plan, precision, ranges)
     with new_folder(out) as folder:
-        model, sharing = tflite_model(
-            subject, plan, signatures, precision=precision, ranges=ranges, progress=progress
-        )
+        model, sharing = _model(quantized, plan, signatures, progress)
         (folder / FILE).write_bytes(model)
+        if facts is not None:
+            of, products = quantized.static[WHOLE]
+            made = stage_models(of, facts, products, quantized.scales, cache_tokens=plan.context_tokens)
+            for processor, each in made.items():
+                (folder / STAGE_FILES[processor]).write_bytes(each)
         if beside is not None:
             beside(folder)
         manifest = finish(
@@ -101,6 +111,7 @@ def export_tflite(
                 platforms=("cpu",),
                 holds_weights=True,
                 made_with={name: importlib.metadata.version(name) for name in _PACKAGES},
+                stages=facts,
             ),
         )
     return manifest, sharing
@@ -116,6 +127,30 @@ def tflite_model(
     progress: Progress | None = None,
 ) -> tuple[bytes, Sharing]:
     """The model as bytes, and the bytes of its weights (see `export_tflite`); `plan` is resolved."""
+    return _model(_quantized(subject, plan, precision, ranges), plan, signatures, progress)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Quantized:
+    """A subject as its programs multiply.
+
+    Attributes:
+      subject: with the arrays of dynamic products.
+      scales: of weights, by name; empty in floats.
+      static: by level, the subject with the arrays of static products, and these.
+    """
+
+    subject: Subject
+    scales: Mapping[str, np.ndarray]
+    static: Mapping[int, tuple[Subject, dict[str, StaticProduct]]]
+
+
+def _quantized(
+    subject: Subject,
+    plan: ExportPlan,
+    precision: Precision,
+    ranges: Mapping[int, Mapping[str, Ranges]] | None,
+) -> _Quantized:
     require_holdable(subject.cfg)
     if precision not in PRECISIONS:
         raise ConfigError(f"a tflite model is {', '.join(PRECISIONS)}, not {precision}; choose one")
@@ -133,12 +168,18 @@ def tflite_model(
     }
     subject = dataclasses.replace(subject, levels=whole)
     static = {level: static_level(subject, level, scales, each) for level, each in (ranges or {}).items()}
-    traced = []
+    return _Quantized(subject, scales, static)
+
+
+def _model(
+    quantized: _Quantized, plan: ExportPlan, signatures: list[Signature], progress: Progress | None
+) -> tuple[bytes, Sharing]:
+    subject, traced = quantized.subject, []
     for done, signature in enumerate(signatures):
         of, products = subject, {}
-        if signature.level in static and signature.kind in plan.static_kinds:
-            of, products = static[signature.level]
-        traced.append(_traced(signature, of, plan, scales=scales, static=products))
+        if signature.level in quantized.static and signature.kind in plan.static_kinds:
+            of, products = quantized.static[signature.level]
+        traced.append(_traced(signature, of, plan, scales=quantized.scales, static=products))
         if progress is not None:
             progress("export", done + 1, len(signatures))
     # The converter turns them into float32.
@@ -201,6 +242,8 @@ def _traced(
     # Adapters are stored under names of their level.
     if signature.kind == "tiny_lm":
         return _traced_tiny_lm(signature, subject, plan)
+    if signature.kind in CODED_KINDS:
+        return _traced_codec(signature, subject, plan)
     own = {name: scales[each.stored] for name, each in level.weights.items() if each.stored in scales}
     masked = plan.masked and signature.kind in MASKED_KINDS
     step = functools.partial(
@@ -228,6 +271,16 @@ def _traced(
         # As JAX flattens them.
         sorted(results),
     )
+
+
+def _traced_codec(signature: Signature, subject: Subject, plan: ExportPlan) -> Traced:
+    """A program of chunks of contexts, which has no weights."""
+    step, shapes = subject_step(signature, subject, _FLOAT), step_shapes(signature, subject, plan, _FLOAT)
+    with without_native_kernels():
+        exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
+    results = sorted(jax.eval_shape(step, *shapes))
+    inputs = [*sorted(shapes[1]), CHUNKS, *(sorted(shapes[3]) if len(shapes) > 3 else ())]
+    return Traced(signature.name, exported.mlir_module_serialized, [], inputs, results)
 
 
 def _traced_tiny_lm(signature: Signature, subject: Subject, plan: ExportPlan) -> Traced:

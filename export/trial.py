@@ -14,8 +14,9 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ProgramError
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.program_folder.arrays import SOURCE_TOKENS, cache_shapes, source_shapes
+from jaxllm.program_folder.codecs import CHUNK_TOKENS, coded_shapes
 from jaxllm.program_folder.controls import STOP_IDS, controls
-from jaxllm.program_folder.manifest import Signature
+from jaxllm.program_folder.manifest import CODED_KINDS, Signature
 from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
 from jaxllm.steps.exported import ParamsOf
 
@@ -46,6 +47,8 @@ def trial(
     `stablehlo.traced`."""
     if signature.kind == "tiny_lm":
         return _tiny_trial(signature, subject, dtype)
+    if signature.kind in CODED_KINDS:
+        return _coded_trial(signature, subject, plan, dtype)
     cfg, room = subject.levels[signature.level].cfg, plan.room(signature)
     inputs, draw = example_inputs(signature, cfg, room), np.random.default_rng(0)
     if signature.kind == "encode":
@@ -66,6 +69,23 @@ def trial(
         step = subject_step(signature, subject, dtype)
         step = jax.jit(step if params_of is None else functools.partial(step, params_of=params_of))
         wanted = step(subject.weights(signature.level), caches, *inputs)
+    return Trial(caches, inputs, wanted)
+
+
+def _coded_trial(signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dtype) -> Trial:
+    """Chunks of random caches, or such arrays of them as another program would give."""
+    cfg, draw = subject.levels[signature.level].cfg, np.random.default_rng(signature.bits)
+    shapes, count = cache_shapes(cfg, plan.room(signature)), signature.tokens // CHUNK_TOKENS
+    caches = {name: draw.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    inputs: tuple[Any, ...] = (np.arange(count, dtype=np.int32)[::-1].copy(),)
+    if signature.kind == "load_chunks":
+        coded = coded_shapes(cfg, signature.codec, signature.bits, count)
+        inputs = (
+            *inputs,
+            {name: draw.integers(0, 99, shape).astype(to) for name, (shape, to) in coded.items()},
+        )
+    with without_native_kernels():
+        wanted = jax.jit(subject_step(signature, subject, dtype))({}, caches, *inputs)
     return Trial(caches, inputs, wanted)
 
 

@@ -1,7 +1,7 @@
 """One LLM for every app on a device: this module is the front door, and everything public is named here.
 
 from jaxllm import Engine
-engine = Engine.open()  # the packaged model; or a bundle, or a Hugging Face folder
+engine = Engine.open()  # the packaged model; or a bundle, a Hugging Face folder or a GGUF file
 for text in engine.stream("Once upon a time"):
     print(text, end="")
 

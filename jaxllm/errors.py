@@ -32,7 +32,8 @@ class ProgramError(CheckpointError):
 
 
 class ContextGone(JaxllmError):
-    """A stored context cannot be used any more: its model changed, or its data is lost."""
+    """A stored context cannot be used: it was deleted, its key was erased, its adapter is not loaded, or its
+    tokens are of another model's tokenizer."""
 
 
 class BudgetExceeded(JaxllmError):

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.bundle import Bundle, Part, WeightFormat, lay_experts_apart, write_bundle
 from jaxllm.bundle.images import StoredImageEncoder, image_encoder_parts
-from jaxllm.bundle.writer import Kept
+from jaxllm.bundle.stored import Kept
 from jaxllm.checkpoints.gguf_file import is_gguf
 from jaxllm.checkpoints.huggingface import quantization_of, read_config, read_params, read_stored_params
 from jaxllm.checkpoints.smolvlm_folder import has_images, read_image_encoder, read_image_input
@@ -19,15 +19,12 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.parameters import parameter_count, sparse_layers
 from jaxllm.quant import QArray
+from jaxllm.quant.row_parts import RowParts
 from jaxllm.text.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int, int], None]
 # Config, tokenizer, parameters in order, and the format of matrices.
-_Params = (
-    Iterator[tuple[str, np.ndarray]]
-    | Iterator[tuple[str, np.ndarray | QArray]]
-    | Iterator[tuple[str, QArray | Kept]]
-)
+_Params = Iterator[tuple[str, np.ndarray | QArray | Kept | RowParts]]
 _Source = tuple[ModelConfig, TokenizerFiles, _Params, WeightFormat]
 _OWN_FORMAT: dict[str, WeightFormat] = {"float32": "f32", "float16": "f32", "bfloat16": "bf16"}
 
@@ -96,7 +93,10 @@ def prepare(
         )
     widths = np.broadcast_to(expert_bits, (len(sparse_layers(cfg)), cfg.experts))
     if apart and not cfg.experts:
-        raise ConfigError(f"{folder} is no mixture of experts: there are none to store apart")
+        raise ConfigError(
+            f"{folder} is no mixture of experts: there are none to store apart; prepare it "
+            "without --expert-bits"
+        )
     name = name or (folder.stem if folder.is_file() else folder.resolve().name)
     try:
         write_bundle(
@@ -130,12 +130,11 @@ def _read_folder(folder: Path, weights: WeightFormat | None, ignore_keys: Collec
     cfg = read_config(folder, ignore_keys=ignore_keys)
     tokenizer = read_tokenizer(folder)
     own = weight_format_of(folder, cfg)
-    if quantization_of(folder) is None:
-        return cfg, tokenizer, read_params(folder, cfg), weights or own
-    if weights not in (None, own):
-        return cfg, tokenizer, read_params(folder, cfg), weights
-    params = read_stored_params(folder, cfg)
-    return cfg, tokenizer, params if weights else _kept(params), own
+    quantized = quantization_of(folder) is not None
+    if quantized and weights not in (None, own):
+        return cfg, tokenizer, iter(read_params(folder, cfg)), weights
+    params = read_stored_params(folder, cfg, by_rows=True)
+    return cfg, tokenizer, _kept(params) if quantized and not weights else params, weights or own
 
 
 def _read_gguf(path: Path, weights: WeightFormat | None, ignore_keys: Collection[str]) -> _Source:
@@ -148,14 +147,18 @@ def _read_gguf(path: Path, weights: WeightFormat | None, ignore_keys: Collection
     file = read_gguf(path)
     cfg = read_gguf_config(file, ignore_keys=ignore_keys)
     tokenizer = read_gguf_tokenizer(file, cfg.vocab_size)
-    params = read_gguf_params(file, cfg, weights)
+    params = read_gguf_params(file, cfg, weights, by_rows=True)
     return cfg, tokenizer, params if weights else _kept(params), weights or own_format(file)
 
 
-def _kept(params: Iterable[tuple[str, np.ndarray | QArray]]) -> Iterator[tuple[str, QArray | Kept]]:
+def _kept(params: Iterable[tuple[str, np.ndarray | QArray | RowParts]]) -> _Params:
     """Parameters of which floats keep their width beside quantized ones."""
+
+    def kept(value: np.ndarray | QArray) -> QArray | Kept:
+        return value if isinstance(value, QArray) else Kept(value)
+
     for name, value in params:
-        yield name, value if isinstance(value, QArray) else Kept(value)
+        yield name, value.map(kept) if isinstance(value, RowParts) else kept(value)
 
 
 def _experts_apart(
@@ -190,5 +193,8 @@ def weight_format_of(folder: str | os.PathLike[str], cfg: ModelConfig | None = N
     quantization = quantization_of(folder)
     if quantization is not None:
         return quantization.form
-    _, first = next(iter(read_params(folder, cfg or read_config(folder))))
+    _, first = next(read_stored_params(folder, cfg or read_config(folder), by_rows=True))
+    if isinstance(first, RowParts):
+        first = next(iter(first.parts))
+    assert isinstance(first, np.ndarray)  # it is not quantized
     return _OWN_FORMAT[first.dtype.name]

@@ -82,8 +82,8 @@ class Engine(Generic[AnyModel]):
         """Opens a model and compiles its buckets.
 
         Args:
-          model: a bundle, a Hugging Face folder (prepared on the fly and cached), or None for the
-            model inside the package.
+          model: a bundle, a Hugging Face folder or a GGUF file (prepared on the fly and cached), a packaged
+            model's name, or None for the default one.
           weights: width for a folder's weights; None keeps the checkpoint's own.
           options: shapes of buckets and caches.
           adapter: a low-rank adapter in PEFT's layout to start with; its rank and targets are used unless the

@@ -197,6 +197,11 @@ class EngineOptions:
         targets = self.adapter_targets or LoraConfig.targets if self.adapter_rank else ()
         # A chunk longer than the context never pays; keep at least the shortest.
         chunks = tuple(c for c in chunks if c < 2 * context) or chunks[:1]
+        if cfg.states is not None and (self.kv_codec not in ("", "raw") or self.attend_coded):
+            raise ConfigError(
+                f"contexts of {cfg.model_type} are kept as they are, for its states go with exactly these "
+                "keys and values: kv_codec must be raw, without attend_coded"
+            )
         if self.kv_codec and context < self.kv_chunk_tokens:
             raise ConfigError(f"kv_chunk_tokens {self.kv_chunk_tokens} is more than the context of {context}")
         if self.kv_codec and all(tokens % self.kv_chunk_tokens for tokens in chunks):

@@ -117,7 +117,7 @@ class PlannedService:
           ContextOverflow: the prompt is too long.
         """
         if app and app not in self._apps:
-            raise ConfigError(f"the app {app!r:.80} has no objective; bind it first")
+            raise ConfigError(f"the app {app!r:.80} has no objective; bind it first (service.bind)")
         bound = self._apps.get(app, Binding(ANYTHING))
         objective = Slo.parse(slo) if isinstance(slo, str) else slo or bound.objective
         # Planning runs buckets, too.

@@ -77,18 +77,19 @@ class LLMService(PlannedService):
         confidence: float = CONFIDENCE,
         progress: Progress | None = None,
     ) -> "LLMService":
-        """Opens an elastic bundle, and measures this device's profile where there is none yet.
+        """Opens a model, and measures this device's profile where there is none yet.
 
         Buckets are compiled, or read from disk where an earlier process left them. Measuring takes some
-        seconds, once.
+        seconds of the packaged model and minutes of larger ones, once.
 
         Args:
-          model: a bundle; None for the model inside the package.
+          model: an elastic bundle, or another model, which has one level alone; see `Engine.open`.
           levels: to serve, in percent; None for all of the bundle.
           options: of the engine.
           proposer: proposes levels and prompt ratios instead of the bundle's tiny LM.
           contexts: options of contexts that outlive calls; None for no contexts. Their chunks are stored by
-            the options' codec; if that is empty as its bundle's calibration chose, else by "channel".
+            the options' codec; if that is empty as its bundle's calibration chose, else by "channel", or by
+            "raw" of a model with state layers.
           speculation: drafts for the whole model's answers; None for no drafts.
           confidence: the share of answers that should be in time, where a choice can be in time so surely; a
             higher one takes smaller levels.
@@ -229,17 +230,18 @@ def engine_options(
 ) -> EngineOptions:
     """The options of a service's engine: with the levels that are planned with, and where there are contexts
     a codec: the one that was asked for, else the one that the bundle's calibration chose for its model and,
-    unless another was asked for, its length of chunks, else `CODEC` (see `LLMService.open`).
+    unless another was asked for, its length of chunks, else `CODEC` or, of a model with states, "raw"
+    (see `LLMService.open`).
 
     Raises:
       JaxllmError: the model cannot be opened.
     """
-    calibration = None
-    if contexts is not None and not options.kv_codec:
+    calibration, codec = None, options.kv_codec
+    if contexts is not None and not codec:
         with open_model(model) as bundle:
             calibration = read_contexts(bundle)
+            codec = CODEC if bundle.cfg.states is None else "raw"
     levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
-    codec = options.kv_codec or ("" if contexts is None else CODEC)
     if calibration is not None:
         codec = calibration.chosen.codec
         if options.kv_chunk_tokens == EngineOptions.kv_chunk_tokens:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.bundle import Bundle
+from jaxllm.checkpoints import safetensors_folder
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
-from jaxllm.models.parameters import parameter_count
+from jaxllm.models.parameters import param_specs, parameter_count
 from jaxllm.prepare import prepare, weight_format_of
-from jaxllm.quant import Bfloat16Bits, dequantize
+from jaxllm.quant import Bfloat16Bits, dequantize, row_parts
+from tests.checkpoints.memory import mapped_bytes, traced
 from tests.tiny import TINY, random_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
 
 TYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
@@ -247,3 +250,68 @@ def test_weights_beyond_their_width_are_refused_by_name(tmp_path: Path) -> None:
             pytest.raises(ConfigError, match=r"parameter layers\.1\.ffn\.up: (it holds|weights above)"),
         ):
             write_tiny_bundle(tmp_path / "narrow.jaxllm", weights, params=params)
+
+
+# Large embeddings: in parts
+
+
+@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int8-nested", "int4", "int4-all", "int4-min"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_matrix_in_parts_is_stored_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Any, tied: bool
+) -> None:
+    """Byte for byte, with a last part of no whole panel."""
+    cfg = dataclasses.replace(TINY, vocab_size=61, tied_head=tied)
+    folder = write_tiny_folder(tmp_path / "model", cfg=cfg, params=random_params(cfg))
+    prepare(folder, tmp_path / "whole.jaxllm", weights=weights)
+    monkeypatch.setattr(row_parts, "PART_NUMBERS", 16 * cfg.hidden_size)
+    assert len(list(row_parts.part_rows(61, cfg.hidden_size))) == 4
+    prepare(folder, tmp_path / "parts.jaxllm", weights=weights)
+    assert (tmp_path / "parts.jaxllm").read_bytes() == (tmp_path / "whole.jaxllm").read_bytes()
+
+
+def test_a_part_that_is_not_finite_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_parts, "PART_NUMBERS", 16 * TINY.hidden_size)
+    params = random_params(TINY)
+    params["embed.tokens"] = params["embed.tokens"].copy()
+    params["embed.tokens"][40, 3] = np.nan
+    folder = write_tiny_folder(tmp_path / "model", params=params)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight .* NaN"):
+        prepare(folder, tmp_path / "m.jaxllm")
+    assert not (tmp_path / "m.jaxllm").exists()
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int4-all"])
+def test_preparing_takes_a_part_of_a_large_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Any
+) -> None:
+    """In memory of Python and NumPy, and in pages of the file that stay mapped."""
+    monkeypatch.setattr(row_parts, "PART_NUMBERS", 1 << 18)
+    monkeypatch.setattr(safetensors_folder, "_MOST_MAPPED_BYTES", 1 << 20)
+    cfg = dataclasses.replace(TINY, vocab_size=1 << 15, hidden_size=128)
+    draw = np.random.default_rng(0)
+    shapes = {name: spec.shape for name, spec in param_specs(cfg).items()}
+    params = {
+        name: draw.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+        for name, shape in shapes.items()
+    }
+    folder = write_tiny_folder(tmp_path / "model", cfg=cfg, params=params)
+    file = folder / "model.safetensors"
+    seen = []
+
+    def watch(*_: Any) -> None:
+        seen.append(mapped_bytes(file))
+
+    with traced():
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        prepare(
+            folder,
+            tmp_path / "m.jaxllm",
+            weights=weights,
+            progress=lambda *_: seen.append(mapped_bytes(file)),
+        )
+        peak = tracemalloc.get_traced_memory()[1] - before
+    assert peak < file.stat().st_size
+    if seen[0] is not None:
+        assert max(seen) < 4 << 20 < file.stat().st_size / 2

@@ -16,33 +16,19 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from jaxllm.bundle import Part, WeightFormat, write_bundle
 from jaxllm.checkpoints.huggingface import write_folder
 from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
-from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.config import ModelConfig
 from jaxllm.models import parameters
 from jaxllm.text.tokenizer import TokenizerFiles
+from tests.tiny_config import BEGIN_ID as BEGIN_ID
+from tests.tiny_config import END_ID as END_ID
+from tests.tiny_config import MERGES, SPECIAL_TOKENS
+from tests.tiny_config import TINY as TINY
+from tests.tiny_config import VOCAB_SIZE as VOCAB_SIZE
+from tests.tiny_config import WINDOW_TOKENS as WINDOW_TOKENS
 
-WINDOW_TOKENS = 128
-MERGES = (("h", "e"), ("l", "l"), ("Ġ", "t"), ("he", "ll"), ("Ġt", "he"))
-SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-# Ids: 256 bytes, the merges, then the special tokens.
-BEGIN_ID = 256 + len(MERGES)
-END_ID = BEGIN_ID + 1
-VOCAB_SIZE = 256 + len(MERGES) + len(SPECIAL_TOKENS)
-
-TINY = ModelConfig(
-    model_type="llama",
-    vocab_size=VOCAB_SIZE,
-    hidden_size=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    ffn_size=80,
-    window_tokens=WINDOW_TOKENS,
-    rope=RopeConfig(dim=16),
 )
 
 

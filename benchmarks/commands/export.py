@@ -52,11 +52,11 @@ def export_command(
         text = text or stories_file(None)
     plan = run.Plan.quick() if report.quick else run.Plan()
     if missing := exported.missing():
-        parts = parts_without(parts, ("sampling", "shadow"), f"{missing} is not installed")
+        parts = parts_without(parts, ("sampling", "shadow", "stages"), f"{missing} is not installed")
     with progress_bars() as progress:
         asked = run.Subject(model=subject.path(progress), text=text, threads=threads)
         integer = asked.model
-        if "shadow" in parts:
+        if {"shadow", "stages"} & {*parts}:
             try:
                 integer, _ = (
                     calibrated_model(integer, progress)
@@ -64,6 +64,6 @@ def export_command(
                     else calibrated_shapes(subject.shape, progress)
                 )
             except ConfigError as error:
-                parts = parts_without(parts, ("shadow",), str(error))
+                parts = parts_without(parts, ("shadow", "stages"), str(error))
         rows = run.run_parts(asked, integer, parts, plan, progress, tell)
     report.emit("export", rows)

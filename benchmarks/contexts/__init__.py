@@ -14,7 +14,7 @@ idea alone. The baselines, by their names in LLMS (arXiv 2403.11805, section 4):
 - jaxllm-no-overlap: ours, whose prompts are computed when all chunks have been read, as those of baselines.
 - jaxllm-attend-coded: ours with `EngineOptions.attend_coded`; the others decode chunks into a cache.
 
-`jaxllm-decoded`: chunks are decoded into a cache before they are attended to.
+The part `resident` has `attend_coded` on as `jaxllm`, and off as `jaxllm-decoded`.
 
 A switch is timed from the call until its first token: chunks of others are evicted, and written if they were
 not written ahead, missing chunks are restored into the cache, and the new prompt is computed, with the

@@ -5,4 +5,5 @@ PARTS = {
     "formats": "every format beside the live engine",
     "sampling": "TFLite programs that draw several tokens per dispatch beside a dispatch for each token",
     "shadow": "prefill of W8A8 with shadow beside other 8-bit programs and llama.cpp",
+    "stages": "stages of W8A8 prefill on two processors, in each order, beside the simulator",
 }

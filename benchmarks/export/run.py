@@ -28,6 +28,7 @@ from benchmarks.export.formats import (
 )
 from benchmarks.export.litert_lm import measure_litert_lm
 from benchmarks.export.rows import agreement_rows, opening_rows, quality_rows, speed_rows
+from benchmarks.export.stages import stage_rows
 from benchmarks.export.tflite_parts import Sizes, sampling_rows, shadow_rows
 from benchmarks.measuring.report import Row
 from benchmarks.models.checkpoint import Checkpoint
@@ -36,7 +37,7 @@ from benchmarks.peers.alternation import System, alternate, prompt_ids
 from benchmarks.peers.jaxllm_engine import BLOCKS
 from benchmarks.peers.perplexity import Text
 from benchmarks.peers.process import Child
-from benchmarks.samples.stories import SEPARATOR, stories_file
+from benchmarks.samples.stories import SEPARATOR
 from jaxllm.text.tokenizer import Tokenizer
 from serving.bundles import open_model
 from serving.host.progress import Progress
@@ -101,7 +102,7 @@ def run_parts(
     """Measures the parts of `benchmarks.export.PARTS`.
 
     Args:
-      subject: the model. integer: calibrated, for the shadow alone.
+      subject: the model. integer: calibrated, for the shadow and the stages alone.
       parts, plan: what and how much.
       progress: called with (stage, done, total).
       tell: called with a line for what is left out.
@@ -124,7 +125,9 @@ def run_parts(
             path = bundle.path
         rows += sampling_rows(path, plan.sampled_precisions, sizes, progress)
     if "shadow" in parts:
-        rows += shadow_rows(integer, subject.text or stories_file(None), sizes, progress, tell)
+        rows += shadow_rows(integer, subject.text, sizes, progress, tell)
+    if "stages" in parts:
+        rows += stage_rows(integer, subject.text, sizes, progress)
     return rows
 
 

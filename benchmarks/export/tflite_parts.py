@@ -15,12 +15,14 @@ from benchmarks.peers.alternation import Result, System, alternate, prompt_ids
 from benchmarks.peers.process import Child
 from benchmarks.peers.programs import DRAWN, GREEDY
 from jaxllm.bundle import Bundle
+from jaxllm.text.tokenizer import Tokenizer
 from serving.host.progress import Progress
 
 BLOCK_TOKENS = 16
 SHADOW = f"{TFLITE['w8a8']}-shadow"
 _SUFFIX = "-blocks"
 _CALIBRATION_BYTES = 1 << 16
+_CALIBRATION_WORDS = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,10 +45,10 @@ class Sizes:
     patience_s: float
     threads: int
 
-    def export_options(self) -> list[str]:
-        """The options of an export of these sizes, with one length of caches."""
+    def export_options(self, lengths: Sequence[int] = (16, 64, 256)) -> list[str]:
+        """The options of an export of these sizes, with one length of caches and chunks of `lengths`."""
         chunks = (
-            part for each in (16, 64, 256) if each <= self.context_tokens for part in ("--chunk-tokens", each)
+            part for each in lengths if each <= self.context_tokens for part in ("--chunk-tokens", each)
         )
         return [str(each) for each in ("--context", self.context_tokens, "--cache-tokens", 0, *chunks)]
 
@@ -94,21 +96,20 @@ def sampling_rows(bundle: Path, precisions: Sequence[str], sizes: Sizes, progres
     return rows
 
 
-def shadow_rows(integer: Path, text: Path, sizes: Sizes, progress: Progress, tell: Tell) -> list[Row]:
+def shadow_rows(integer: Path, text: Path | None, sizes: Sizes, progress: Progress, tell: Tell) -> list[Row]:
     """Prefill by W8A8 programs with the shadow of a calibrated bundle, beside those without, the int8
     programs, and llama.cpp.
 
     Args:
       integer: a calibrated bundle.
-      text: its end gives the steps of outputs.
+      text: its end gives the steps of outputs; None for words of the model's.
       sizes: of the measurement.
       progress: called with (stage, done, total).
       tell: called with a line for what is left out.
     """
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        part = scratch / "calibration.txt"
-        part.write_bytes(text.read_bytes()[-_CALIBRATION_BYTES:])
+        part = calibration_text(integer, text, scratch)
         static = ["--precision", "w8a8", "--calibration-text", part]
         forms = {
             SHADOW: static,
@@ -136,6 +137,18 @@ def shadow_rows(integer: Path, text: Path, sizes: Sizes, progress: Progress, tel
         case = f"prompt {prompt}"
         rows += compared(rates, ours=SHADOW, case=case, metric="prefill_tokens_per_s", unit="tokens/s")
     return rows
+
+
+def calibration_text(integer: Path, text: Path | None, folder: Path) -> Path:
+    """A file with the end of a text, or with words of a bundle's vocabulary."""
+    part = folder / "calibration.txt"
+    if text is not None:
+        part.write_bytes(text.read_bytes()[-_CALIBRATION_BYTES:])
+        return part
+    with Bundle.open(integer) as bundle:
+        words = prompt_ids(bundle.cfg.vocab_size, _CALIBRATION_WORDS)
+        part.write_text(Tokenizer(bundle.tokenizer_files()).decode(words), encoding="utf-8")
+    return part
 
 
 def _alternated(

@@ -1,5 +1,6 @@
 """Times systems fairly on a shared machine, and reports what was measured.
 
-`alternation` lets systems answer in turns, `quiet` repeats what other processes disturbed, `memory`,
-`bandwidth` and `perplexity` measure, `storage` says where weights lie, `report` prints and draws rows.
+`quiet` repeats what other processes disturbed, `memory`, `bandwidth` and `energy` measure, `intervals` are of
+ratios, `storage` says where weights lie, `report` prints and draws rows. Systems answer in turns by
+`benchmarks.peers.alternation`.
 """

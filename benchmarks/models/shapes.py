@@ -152,13 +152,16 @@ def shape_folder(name: str, progress: Progress) -> Path:
     return folder
 
 
-def write_random(folder: Path, cfg: ModelConfig, progress: Progress) -> None:
-    """Writes a model of random weights and a tokenizer of as many words as a Hugging Face folder."""
+def write_random(
+    folder: Path, cfg: ModelConfig, progress: Progress, tokenizer: TokenizerFiles | None = None
+) -> None:
+    """Writes a model of random weights and a tokenizer, of as many words if none is given, as a Hugging Face
+    folder."""
     from jaxllm.checkpoints.huggingface import write_folder
     from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
 
     params = dict(drawn_params(cfg, progress))
-    write_tokenizer(folder, _word_tokenizer(cfg.vocab_size))
+    write_tokenizer(folder, tokenizer or _word_tokenizer(cfg.vocab_size))
     if cfg.encoder is not None:
         (folder / "generation_config.json").write_text('{"decoder_start_token_id": 0}\n', encoding="utf-8")
     write_folder(folder, cfg, params)

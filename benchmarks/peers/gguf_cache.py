@@ -28,7 +28,7 @@ def gguf_of(folder: Path, file_type: str, *, threads: int, progress: Progress) -
     """
     cache = cache_folder() / "benchmarks" / "gguf" / _digest(str(folder.resolve()))
     cache.mkdir(parents=True, exist_ok=True)
-    key = _content_key(folder)
+    key = content_key(folder)
     wanted, floats = cache / f"{key}-{file_type}.gguf", cache / f"{key}-F32.gguf"
     with _locked(cache):
         for older in cache.glob("*.gguf"):
@@ -53,7 +53,7 @@ def _write_floats(folder: Path, path: Path, progress: Progress) -> None:
     write_gguf(path, cfg, read_params(folder, cfg), progress)
 
 
-def _content_key(folder: Path) -> str:
+def content_key(folder: Path) -> str:
     """A key of a folder's content: name, size and time of its config and weights."""
     parts = [_VERSION]
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):

@@ -1,8 +1,9 @@
 """Writes our parameters as a GGUF file of llama.cpp's `llama` architecture, at any of its widths.
 
 The float weights are written once, in float32 so that llama.cpp's own quantizer starts from what the
-checkpoint holds; it makes the other formats. In its vocabulary every token is one character: benchmarks feed
-token ids, or texts of as many characters where a server takes no ids.
+checkpoint holds; it makes the other formats, or the package `gguf` those that it can. In its vocabulary every
+token is one character unless one is given: benchmarks feed token ids, or texts of as many characters where a
+server takes no ids.
 
 Only rotary pairs differ. Hugging Face's Llama rotates dimension j of a head together with j + H/2;
 llama.cpp's rotates 2j together with 2j + 1. So the rows of q and k are interleaved within each head, as
@@ -12,7 +13,7 @@ llama.cpp's converter does; scores, sums over a head's dimensions, do not depend
 import ctypes
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ FILE_TYPES = {
     "Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0",
     "Q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0",
     "Q4_1": "LLAMA_FTYPE_MOSTLY_Q4_1",
+    "Q4_K": "LLAMA_FTYPE_MOSTLY_Q4_K_S",
 }
+# Types that the package `gguf` writes, too.
+PACKAGE_TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")
 # Characters of the supplementary planes, of which there are enough for any vocabulary.
 _FIRST_CHARACTER = 0x20000
 # SPM's kinds of tokens.
@@ -64,15 +68,24 @@ def refusal(cfg: ModelConfig) -> str | None:
 
 
 def write_gguf(
-    path: Path, cfg: ModelConfig, params: Iterable[tuple[str, np.ndarray]], progress: Progress
+    path: Path,
+    cfg: ModelConfig,
+    params: Iterable[tuple[str, np.ndarray]],
+    progress: Progress,
+    *,
+    kind: str = "F32",
+    vocabulary: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a float32 GGUF; at no moment is there a partial file at `path`.
+    """Writes a GGUF; at no moment is there a partial file at `path`.
 
     Args:
       path: of the file.
       cfg: the model; `refusal(cfg)` is None.
       params: (name, float array) pairs in the order of `param_specs(cfg)`; taken one by one.
       progress: called with ("Writing GGUF", parameters written, parameters in all).
+      kind: one of `PACKAGE_TYPES`; rows that do not divide into its blocks are F16, vectors F32.
+      vocabulary: metadata of the tokenizer without the prefix `tokenizer.ggml.`; None for one character a
+        token.
     """
     import gguf
 
@@ -83,14 +96,21 @@ def write_gguf(
     writer = gguf.GGUFWriter(temporary, "llama")
     try:
         _add_config(writer, cfg)
+        if vocabulary is None:
+            _add_vocabulary(writer, cfg.vocab_size)
+        else:
+            _add_keys(writer, vocabulary)
+        types = {name: _type(gguf, _gguf_shape(name, spec.shape), kind) for name, spec in specs.items()}
         for name, spec in specs.items():
-            shape = _gguf_shape(name, spec.shape)
-            writer.add_tensor_info(gguf_name(name), shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
+            size = gguf.quant_shape_to_byte_shape(_gguf_shape(name, spec.shape), types[name])
+            count = int(np.prod(size))
+            writer.add_tensor_info(gguf_name(name), size, np.dtype(np.uint8), count, raw_dtype=types[name])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for done, (name, value) in enumerate(params, start=1):
-            writer.write_tensor_data(_gguf_values(name, np.asarray(value, np.float32), cfg))
+            values = _gguf_values(name, np.asarray(value, np.float32), cfg)
+            writer.write_tensor_data(gguf.quants.quantize(values, types[name]))
             progress("Writing GGUF", done, len(specs))
         writer.close()
         temporary.replace(path)
@@ -178,7 +198,12 @@ def _add_config(writer: Any, cfg: ModelConfig) -> None:
         writer.add_rope_scaling_factor(cfg.rope.factor)
     writer.add_vocab_size(cfg.vocab_size)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    _add_vocabulary(writer, cfg.vocab_size)
+
+
+def _add_keys(writer: Any, keys: Mapping[str, Any]) -> None:
+    adds = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+    for key, value in keys.items():
+        adds.get(type(value), writer.add_array)(f"tokenizer.ggml.{key}", value)
 
 
 def _add_vocabulary(writer: Any, size: int) -> None:
@@ -193,6 +218,12 @@ def _add_vocabulary(writer: Any, size: int) -> None:
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
+
+
+def _type(gguf: Any, shape: tuple[int, ...], kind: str) -> Any:
+    found = gguf.GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
+    whole = not shape or shape[-1] % gguf.GGML_QUANT_SIZES[found][0] == 0
+    return found if whole else gguf.GGMLQuantizationType.F16
 
 
 def _gguf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -54,8 +54,10 @@ class LlamaCpp:
         return {self.name: FORMATS[weights]}
 
     def open(self, opening: Opening, progress: Progress) -> Session:
-        """Writes and quantizes the GGUF unless that has been done, and loads it."""
-        path = gguf_of(opening.model, opening.format, threads=opening.threads, progress=progress)
+        """Writes and quantizes the GGUF unless that has been done or the model is one, and loads it."""
+        path = opening.model
+        if path.is_dir():
+            path = gguf_of(path, opening.format, threads=opening.threads, progress=progress)
         return LlamaCppSession(path, opening)
 
 

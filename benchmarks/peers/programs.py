@@ -80,7 +80,7 @@ class LiveSteps(Programs):
             **opening.options,
         )
         loaded = time.perf_counter()
-        with without_native_kernels():
+        with without_native_kernels(branches=True):
             for signature in executor.manifest.signatures:
                 # One after the other: `without_native_kernels` does not apply to other threads.
                 executor.compile(signature)

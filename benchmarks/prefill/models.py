@@ -1,9 +1,11 @@
 """Provides calibrated models at 8 bits and in floats: trained ones, and random weights with outliers."""
 
+import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 
 from benchmarks.models.checkpoint import Checkpoint
 from benchmarks.models.shapes import SHAPES, shape_folder
@@ -16,6 +18,7 @@ from jaxllm.int8_prefill.calibration import shadow_counts
 from jaxllm.int8_prefill.fitting import LEAST_TOKENS, random_calibration
 from jaxllm.int8_prefill.outliers import OutlierRecipe, with_outliers
 from jaxllm.int8_prefill.recipe import ShadowRecipe
+from jaxllm.text.tokenizer import TokenizerFiles
 from serving.bundles import open_model
 from serving.host.progress import Progress
 from serving.host.user_cache import cache_folder
@@ -23,7 +26,7 @@ from serving.host.user_cache import cache_folder
 # The least text that a calibration takes: channels that are small in it are outliers later.
 _ROWS, _ROW_TOKENS = LEAST_TOKENS // 256, 256
 # Of the files; a change of this function needs another one.
-_VERSION = 2
+_VERSION = 3
 
 
 def calibrated_model(model: Path, progress: Progress) -> tuple[Path, Path]:
@@ -80,8 +83,15 @@ def calibrated_shapes(name: str, progress: Progress) -> tuple[Path, Path]:
             cfg=cfg,
             params=params.items(),
             weights=weights,
-            tokenizer=read_tokenizer(source),
+            tokenizer=_split_at_spaces(read_tokenizer(source)),
             name=f"{name} with outliers",
             parts=parts,
         )
     return integer, floats
+
+
+def _split_at_spaces(files: TokenizerFiles) -> TokenizerFiles:
+    """A tokenizer of words that reads them from a text, which w8a8 programs are calibrated on."""
+    library = tokenizers.Tokenizer.from_str(files.tokenizer_json)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return dataclasses.replace(files, tokenizer_json=library.to_str())

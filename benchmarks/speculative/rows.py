@@ -59,8 +59,14 @@ def quality_rows(case: str, answers: Mapping[str, Answers]) -> list[Row]:
     return compared(means, ours=OURS, case=f"{case}: {ALL}", metric="rouge_l", unit="share", notes=notes)
 
 
-def draft_rows(engines: Mapping[str, Engine], case: str) -> list[Row]:
-    """Acceptance of drafts, and the share of them that was used."""
+def draft_rows(engines: Mapping[str, Engine], device: Device, case: str) -> list[Row]:
+    """Acceptance of drafts, the share of them that was used, and what a pass's time goes to.
+
+    Args:
+      engines: by system.
+      device: that weights were read from.
+      case: of the rows.
+    """
     rows = []
     for name, engine in engines.items():
         if engine.speculation is None:
@@ -75,7 +81,28 @@ def draft_rows(engines: Mapping[str, Engine], case: str) -> list[Row]:
             ("useful_share", counts.useful_share, "share"),
         ):
             rows.append(Row(case=case, system=name, metric=metric, value=value, unit=unit, note=note))
+        if counts.verifications:
+            rows += _pass_rows(engine, device, case, name)
     return rows
+
+
+def _pass_rows(engine: Engine, device: Device, case: str, name: str) -> list[Row]:
+    """Time per verification: of drafting before it, and of itself, with what is read meanwhile."""
+    assert engine.speculation is not None
+    counts = engine.speculation.counts
+    draft_ms, verify_ms, hidden_ms = (
+        1000 * each / counts.verifications for each in (counts.draft_s, counts.verify_s, counts.hidden_s)
+    )
+    parts = [f"{hidden_ms:.1f} ms of it drafting on"]
+    if (streamed := engine.model.streamed) is not None and "pass_bytes" in (facts := streamed.facts()):
+        read = f"{facts['pass_bytes'] / 1e6:.1f} MB read"
+        if speed := device.storage.bytes_per_s:
+            read += f", in {1000 * facts['pass_bytes'] / speed:.1f} ms at least"
+        parts.append(read)
+    return [
+        Row(case=case, system=name, metric="draft_ms", value=draft_ms, unit="ms"),
+        Row(case=case, system=name, metric="verify_ms", value=verify_ms, unit="ms", note="; ".join(parts)),
+    ]
 
 
 def notes_of(engines: Mapping[str, Engine], device: Device, how: Mapping[str, str]) -> dict[str, str]:

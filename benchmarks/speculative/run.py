@@ -283,7 +283,7 @@ class _Systems:
             rows += time_rows(case, answers, notes)
             if "systems" in self._plan.parts:
                 rows += quality_rows(case, answers)
-            rows += draft_rows(self.engines, case)
+            rows += draft_rows(self.engines, self._device, case)
         if "unguessable" in self._plan.parts:
             rows += self._unguessable_rows(case)
         return rows

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from export.commands.plain import PLAIN, export_plain
 from export.contents import CONTENTS, require_contents, require_family
 from jaxllm.option_types import Level
 from serving.commands.console import progress_bars, read_text
@@ -18,10 +19,9 @@ if TYPE_CHECKING:
     from jaxllm.program_folder.manifest import Manifest
     from serving.host.progress import Progress
 
-# Formats of models for other engines, and the precisions that each takes; the others are of programs.
-PLAIN = {"hf": ("f32", "bf16", "f16"), "gguf": ("f32", "bf16", "f16", "int8")}
 PRECISIONS = ("f32", "bf16", "f16", "int8", "w8a8")
 PLATFORMS = ("cpu", "cuda", "tpu")
+CODECS = ("channel", "token", "kivi", "rotated")
 CHUNK_TOKENS = (16, 64, 256)
 # Enough for the largest magnitudes of a text to have been seen.
 _CALIBRATION_TOKENS = 4096
@@ -130,6 +130,18 @@ _CALIBRATION_CHARACTERS = 1 << 20
     "compiler then takes for an NPU; takes one --chunk-tokens.",
 )
 @click.option(
+    "--stages",
+    is_flag=True,
+    help="For w8a8 as tflite or device, also make the stages of prefill programs of their own, which two "
+    "processors run out of order.",
+)
+@click.option(
+    "--codec",
+    type=click.Choice(CODECS),
+    help="For stablehlo, tflite and device, make programs that encode chunks of contexts at 8, 4 and 2 bits "
+    "by this codec, and that load them.  [default: none]",
+)
+@click.option(
     "--level",
     "levels",
     multiple=True,
@@ -192,7 +204,7 @@ def export_command(
     if kind in PLAIN:
         if shapes["inputs"] or shapes["input_rank"]:
             raise click.UsageError(f"--adapter-input goes with programs; --format {kind} takes --adapter")
-        _export_plain(bundle, output, kind, precision, shapes["levels"], adapter)
+        export_plain(bundle, output, kind, precision, shapes["levels"], adapter)
         return
     from export import extras, quantized
     from export.stablehlo import DTYPES, export_stablehlo
@@ -261,35 +273,6 @@ def _check_usage(
         raise click.UsageError(f"--format {kind} takes --precision {', '.join(allowed)}, not {precision}")
 
 
-def _export_plain(
-    path: Path, output: Path, kind: str, precision: str, levels: tuple[int, ...], adapter: Path | None
-) -> None:
-    """Exports as hf or gguf."""
-    context = click.get_current_context()
-    for name in ("context_tokens", "chunk_tokens", "cache_tokens", "verify_tokens", "block_tokens"):
-        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-            raise click.UsageError(f"--{name.split('_')[0]} options shape programs; --format {kind} has none")
-    if len(levels) > 1:
-        raise click.UsageError(f"--format {kind} writes one model; give one --level")
-    from export import extras
-    from export.gguf_file import write_plain_gguf
-    from export.plain_model import read_plain, write_plain_folder
-    from jaxllm.bundle import Bundle
-    from jaxllm.config import WHOLE
-    from jaxllm.models.parameters import parameter_count
-
-    extras.require_format(kind)
-    write = write_plain_folder if kind == "hf" else write_plain_gguf
-    with Bundle.open(path) as bundle:
-        model = read_plain(bundle, level=levels[0] if levels else WHOLE, adapter=adapter)
-        written = parameter_count(write(output, model, precision))
-    files = output.iterdir() if output.is_dir() else [output]
-    size_mb = sum(each.stat().st_size for each in files) / 1e6
-    zeros = 1 - parameter_count(model.cfg) / written
-    padded = f", {zeros:.0%} of it zeros, as all layers have one size there" if zeros else ""
-    click.echo(f"{output}: {model.name}, {written / 1e6:.1f} M parameters, {size_mb:.1f} MB{padded}")
-
-
 def _adapter_inputs(given: tuple[str, ...], rank: int) -> "AdapterOptions | None":
     """The adapters that programs take as an input; None for none."""
     from export.input_adapters import AdapterOptions
@@ -328,6 +311,8 @@ def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
         static_verify=shapes["static_verify"],
         masked=shapes["masked"],
         npu=shapes["npu"],
+        stages=shapes["stages"],
+        codec=shapes["codec"] or "",
     )
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from jaxllm.bundle.elastic import read_ladder
 from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
-from jaxllm.bundle.writer import Stored, rewrite_bundle, stored_form, widths_by_layer
+from jaxllm.bundle.stored import Stored, stored_form
+from jaxllm.bundle.writer import rewrite_bundle, widths_by_layer
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import ParamSpec, expert_parameter, sparse_layers, specs_apart
 from jaxllm.models.rooms import room_refusal
@@ -59,10 +60,15 @@ def lay_experts_apart(
     """
     cfg = source.cfg
     if not cfg.experts:
-        raise ConfigError(f"{source.path} is no mixture of experts: there are none to store apart")
+        raise ConfigError(
+            f"{source.path} is no mixture of experts: there are none to store apart; prepare it "
+            "without --expert-bits"
+        )
     if cfg.post_norms or read_ladder(source) is not None:
         kind = "with norms behind its blocks" if cfg.post_norms else "with levels"
-        raise ConfigError(f"{source.path}: experts of a model {kind} cannot be stored apart")
+        raise ConfigError(
+            f"{source.path}: experts of a model {kind} cannot be stored apart; keep them together"
+        )
     if (reason := room_refusal(cfg, "experts apart")) is not None:
         raise ConfigError(f"{source.path}: {reason}")
     widths, own = widths_by_layer(cfg, expert_bits), expert_widths(source)

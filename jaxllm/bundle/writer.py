@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import jax
-import ml_dtypes
 import numpy as np
 import xxhash
 
@@ -24,45 +22,28 @@ from jaxllm.bundle.layout import (
     VERSION,
     Part,
     Segment,
-    contracted_axis,
     low_segment,
     part_segment,
     segment_of,
 )
 from jaxllm.bundle.reader import Bundle
+from jaxllm.bundle.stored import Kept, Stored, stored_by_rows, stored_form
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
 from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs, sparse_layers
 from jaxllm.models.rooms import require_room
-from jaxllm.quant import PANEL, BlockedArray, QArray, nested_blocks, quantize, to_blocks
-from jaxllm.quant.finite import all_finite
+from jaxllm.quant import BlockedArray, QArray
+from jaxllm.quant.row_parts import RowParts
 from jaxllm.text.tokenizer import TokenizerFiles
-
-# Numbers that are put into blocks at once.
-_MOST_AT_ONCE = 1 << 24
-# A parameter as it is stored.
-Stored = np.ndarray | BlockedArray
-
-
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """A parameter of floats that keeps its width, whatever the format: 16 bits if it is bfloat16, else 32."""
-
-    value: np.ndarray
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return self.value.shape
 
 
 def write_bundle(
     path: str | os.PathLike[str],
     *,
     cfg: ModelConfig,
-    params: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray | QArray | Kept]],
+    params: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray | QArray | Kept | RowParts]],
     weights: WeightFormat,
     tokenizer: TokenizerFiles,
     name: str,
@@ -76,7 +57,7 @@ def write_bundle(
       cfg: the model.
       params: float arrays by name; or (name, array) pairs in the order of `param_specs(cfg)`, which are
         consumed one by one. An array is of floats, or `Kept` ones, or a quantized weight, which
-        stays as it is.
+        stays as it is; or it comes in `RowParts` of these.
       weights: format of matrices. Vectors (norms, biases, positions) stay float32; with int4 and
         int4-min, embedding and head stay at 8 bits.
       tokenizer: the model's tokenizer.
@@ -99,6 +80,9 @@ def write_bundle(
         writer.tokenizer(tokenizer)
         for param, spec, value, width in _in_file_order(cfg, pairs, expert_bits):
             try:
+                if isinstance(value, RowParts):
+                    writer.matrix(param, segment_of(param), stored_by_rows(value, spec, weights, width))
+                    continue
                 stored = stored_form(value, spec, weights, width)
             except ConfigError as error:
                 raise ConfigError(f"parameter {param}: {error}") from error
@@ -142,55 +126,6 @@ def rewrite_bundle(
                 writer.part(each, part)
         apart = layout.experts_apart or weights is not None
         writer.finish(name or layout.name, layout.cfg, layout.weights, experts_apart=apart)
-
-
-def stored_form(
-    value: np.ndarray | QArray | Kept, spec: ParamSpec, weights: WeightFormat, width: int = 0
-) -> np.ndarray | BlockedArray:
-    """A parameter at the bits that `weights` gives its role, or at `width` bits if that is not 0."""
-    if isinstance(value, QArray):
-        return _blocks(value)
-    if isinstance(value, Kept):
-        value, width = value.value, 16 if value.value.dtype == ml_dtypes.bfloat16 else 32
-    bits = 32 if spec.role == "vector" else width or _width(spec, weights)
-    # Embedding and head stay int8: drafts by 4-bit ones are much worse.
-    if weights == "int8-nested" and bits == 8 and spec.role != "embed":
-        return nested_blocks(np.asarray(value, np.float32), contracted_axis(spec))
-    if bits in (16, 32):
-        stored = np.asarray(value).astype(np.float32 if bits == 32 else ml_dtypes.bfloat16, copy=False)
-        if not all_finite(stored):
-            raise ConfigError(
-                "it holds NaN or infinite values, or larger ones than its width can store; take another copy "
-                "of the weights, or wider ones"
-            )
-        return stored
-    levels = quantize(
-        np.asarray(value),
-        bits=bits,  # pyright: ignore[reportArgumentType]: of `EXPERT_BITS`, and no float
-        axis=contracted_axis(spec),
-        minima=weights == "int4-min" and bits == 4 and not width,
-    )
-    return _blocks(levels)
-
-
-def _blocks(weight: QArray) -> BlockedArray:
-    """`to_blocks`; of a large one by parts of whole panels, because its levels are larger than all else."""
-    rows = _MOST_AT_ONCE // weight.columns // PANEL * PANEL
-    if weight.axis != -1 or weight.ndim != 2 or not 0 < rows < len(weight.data):
-        return to_blocks(weight)
-    parts = []
-    for first in range(0, len(weight.data), rows):
-        part = jax.tree.map(lambda array, first=first: array[first : first + rows], weight)
-        parts.append(dataclasses.replace(to_blocks(part), shape=weight.shape))
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
-
-
-def _width(spec: ParamSpec, weights: WeightFormat) -> int:
-    floats = {"f32": 32, "bf16": 16}
-    if weights in floats:
-        return floats[weights]
-    wide = weights in ("int8", "int8-nested") or (weights in ("int4", "int4-min") and spec.role == "embed")
-    return 8 if wide else 4
 
 
 def _sorted_pairs(cfg: ModelConfig, params: Mapping[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
@@ -300,6 +235,30 @@ class _Writer:
         if isinstance(stored, BlockedArray) and stored.low is not None:
             self._low[name] = np.asarray(stored.low)
 
+    def matrix(self, name: str, segment: str, parts: RowParts) -> None:
+        """Writes a matrix part by part. Scales, which follow it, are of a tenth of its size or less."""
+        self._segment(segment)
+        self._pad(ALIGN)
+        offset, rows, scales = self._position, 0, []
+        first: Stored | None = None
+        for part in parts.parts:
+            first = part if first is None else first
+            data = np.asarray(part.data if isinstance(part, BlockedArray) else part)
+            self._put(_bytes_of(data))
+            rows += len(data)
+            if isinstance(part, BlockedArray):
+                scales.append(np.asarray(part.scale))
+        assert first is not None
+        data = np.asarray(first.data if isinstance(first, BlockedArray) else first)
+        entry: dict[str, Any] = {
+            "segment": segment,
+            "data": {"offset": offset, "dtype": data.dtype.name, "shape": [rows, *data.shape[1:]]},
+        }
+        if isinstance(first, BlockedArray):
+            entry["scale"] = self._extent(np.concatenate(scales))
+            entry |= {"bits": first.bits, "group": first.group, "axis": first.axis}
+        self._tensors[name] = entry
+
     def part(self, name: str, part: Part) -> None:
         """Writes a part."""
         self._segment(part_segment(name))
@@ -358,7 +317,7 @@ class _Writer:
     def _extent(self, array: np.ndarray) -> dict[str, Any]:
         self._pad(ALIGN)
         offset = self._position
-        self._put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        self._put(_bytes_of(array))
         return {"offset": offset, "dtype": array.dtype.name, "shape": list(array.shape)}
 
     def _close(self) -> None:
@@ -381,3 +340,7 @@ class _Writer:
         self._file.write(data)
         self._hash.update(data)
         self._position += len(data)
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -7,6 +7,7 @@ are taken here, and in `gguf_blocks.py` what widens them.
 
 import dataclasses
 import math
+import mmap
 import os
 import re
 import struct
@@ -106,11 +107,19 @@ class GgufFile:
       path: of the file, or of its first part.
       metadata: values by key: numbers, texts, `GgufArray`s. Of a split file those of its first part.
       tensors: by name.
+      mapped: the memory in which the tensors of each part lie.
     """
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+    mapped: tuple[mmap.mmap, ...] = ()
+
+    def drop_pages(self) -> None:
+        """Gives back the memory of what has been read; it is read again when it is touched."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for each in self.mapped:
+                each.madvise(mmap.MADV_DONTNEED)
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
@@ -154,7 +163,9 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     total = parts[0].metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
         raise CheckpointError(f"{path}: its parts have {len(tensors)} tensors, not {total!r:.80}; {_HINT}")
-    return GgufFile(parts[0].path, parts[0].metadata, tensors)
+    return GgufFile(
+        parts[0].path, parts[0].metadata, tensors, tuple(each for part in parts for each in part.mapped)
+    )
 
 
 def _parts(path: Path, count: Any) -> list[Path]:
@@ -176,16 +187,16 @@ def _parts(path: Path, count: Any) -> list[Path]:
 def _read_one(path: Path) -> GgufFile:
     try:
         with open_regular(path) as file:
-            mapped = (
-                np.memmap(file, np.uint8, "r") if os.fstat(file.fileno()).st_size else np.zeros(0, np.uint8)
-            )
+            # An empty file cannot be mapped.
+            size = os.fstat(file.fileno()).st_size
+            mapped = (mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ),) if size else ()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file; give the path of a GGUF file") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from error
-    header = _Header(path, mapped)
+    header = _Header(path, np.frombuffer(mapped[0], np.uint8) if mapped else np.zeros(0, np.uint8))
     metadata = header.metadata()
-    return GgufFile(path, metadata, header.tensors(metadata))
+    return GgufFile(path, metadata, header.tensors(metadata), mapped)
 
 
 class _Header:

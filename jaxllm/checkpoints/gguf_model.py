@@ -8,11 +8,9 @@ number changes.
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxllm.checkpoints import gguf_blocks
@@ -27,9 +25,8 @@ from jaxllm.models.architectures import architecture
 from jaxllm.models.parameters import ParamSpec, param_specs
 from jaxllm.models.translate import Architecture, Tensor
 from jaxllm.quant import QArray
+from jaxllm.quant.row_parts import RowParts, part_rows
 
-# Numbers that are unpacked at once.
-_MOST_AT_ONCE = 1 << 24
 _EXPERTS = {
     "experts.gate": "ffn_gate_exps.weight",
     "experts.up": "ffn_up_exps.weight",
@@ -81,8 +78,8 @@ def _refuse(file: GgufFile, kinds: set[str]) -> None:
 
 
 def read_gguf_params(
-    file: GgufFile, cfg: ModelConfig, weights: WeightFormat | None = None
-) -> Iterator[tuple[str, np.ndarray | QArray]]:
+    file: GgufFile, cfg: ModelConfig, weights: WeightFormat | None = None, *, by_rows: bool = False
+) -> Iterator[tuple[str, np.ndarray | QArray | RowParts]]:
     """Yields our parameters from a GGUF file, lazily and in the order of `param_specs(cfg)`.
 
     Names and shapes of all tensors are checked by this call, before anything is yielded.
@@ -91,6 +88,8 @@ def read_gguf_params(
       file: the file.
       cfg: the result of `read_gguf_config` for it.
       weights: the format that is wanted; None keeps that of each tensor.
+      by_rows: whether embeddings and heads come as `RowParts`, which have to be taken before the next
+        parameter.
 
     Returns:
       An iterator over (name, array): floats, or weights of groups of 32 where both the tensor and the format
@@ -104,13 +103,30 @@ def read_gguf_params(
     if weights is None:
         own_format(file)
 
-    def load() -> Iterator[tuple[str, np.ndarray | QArray]]:
-        for name in specs:
-            source = sources[name]
-            try:
-                yield name, _read(source, name, specs, weights)
-            except CheckpointError as error:
-                raise CheckpointError(f"{file.path}: {source.name}: {error}") from error
+    def read(param: str, source: _Source, of: Mapping[str, ParamSpec] = specs) -> np.ndarray | QArray:
+        try:
+            return _read(source, param, of, weights)
+        except CheckpointError as error:
+            raise CheckpointError(f"{file.path}: {source.name}: {error}") from error
+
+    def rows(param: str) -> Iterator[np.ndarray | QArray]:
+        source, spec = sources[param], specs[param]
+        stored, skipped = source.stored, source.tensor.skip_rows
+        tensor = dataclasses.replace(source.tensor, skip_rows=0)
+        for first, last in part_rows(*spec.shape):
+            shape = (last - first, spec.shape[1])
+            own = dataclasses.replace(stored, shape=shape, data=stored.data[skipped + first : skipped + last])
+            part = {**specs, param: dataclasses.replace(spec, shape=shape)}
+            yield read(param, _Source(source.name, own, tensor), part)
+            file.drop_pages()
+
+    def load() -> Iterator[tuple[str, np.ndarray | QArray | RowParts]]:
+        for name, spec in specs.items():
+            if by_rows and spec.role == "embed":
+                yield name, RowParts(spec.shape, rows(name))
+            else:
+                yield name, read(name, sources[name])
+                file.drop_pages()
 
     return load()
 
@@ -198,24 +214,6 @@ def stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
 
 
 def _read(
-    source: _Source, param: str, specs: Mapping[str, ParamSpec], weights: WeightFormat | None
-) -> np.ndarray | QArray:
-    """One parameter; a large embedding by parts of its rows, because what is unpacked of it is larger than
-    all else."""
-    spec, stored = specs[param], source.stored
-    if spec.role != "embed" or math.prod(stored.shape) <= _MOST_AT_ONCE or source.tensor.skip_rows:
-        return _read_whole(source, param, specs, weights)
-    rows = stored.data.reshape(stored.shape[0], -1)
-    parts = []
-    for part in np.array_split(rows, -(-math.prod(stored.shape) // _MOST_AT_ONCE)):
-        shape = (len(part), *stored.shape[1:])
-        own = dataclasses.replace(source, stored=dataclasses.replace(stored, data=part, shape=shape))
-        specs_of = {**specs, param: dataclasses.replace(spec, shape=shape)}
-        parts.append(_read_whole(own, param, specs_of, weights))
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
-
-
-def _read_whole(
     source: _Source, param: str, specs: Mapping[str, ParamSpec], weights: WeightFormat | None
 ) -> np.ndarray | QArray:
     """One parameter, in the widest form that both the tensor and `weights` allow."""

@@ -88,7 +88,10 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
     ends = [of.token_id(key, tokens) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
     named = {"bos_token": begin, "eos_token": end, "unk_token": of.token_id("unknown_token_id", tokens)}
     named["pad_token"] = of.token_id("padding_token_id", tokens)
+    special = {name: tokens[number] for name, number in named.items() if number is not None}
     text = json.dumps(data, ensure_ascii=False)
+    # What the library makes of the text has its own copy of all: both would be more than a small model.
+    del data, tokens, types
     try:
         open_tokenizer(text)
     except CheckpointError as error:
@@ -96,7 +99,7 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
     return TokenizerFiles(
         tokenizer_json=text,
         chat_template=of.text("chat_template"),
-        special={name: tokens[number] for name, number in named.items() if number is not None},
+        special=special,
         eos_ids=tuple(dict.fromkeys(number for number in ends if number is not None)),
         bos_id=begin,
     )
@@ -190,12 +193,14 @@ def _byte_pairs(of: _Reader, tokens: Sequence[str]) -> tuple[dict[str, Any], boo
             f"{', '.join(_SPLITS)}: take the model's Hugging Face folder"
         )
     digits, expression = _SPLITS[name]
-    known = set(tokens)
-    merges: list[tuple[str, ...]] = [
-        tuple(each.split(" ")) for each in of.array("merges", 4 * _MAX_TOKENS).texts()
-    ]
-    if not all(len(each) == 2 and {*each, "".join(each)} <= known for each in merges):
-        raise CheckpointError(f"{of.path} has merges of tokens that it does not have; download it again")
+    # Merges consist of the tokens' own texts: there are hundreds of thousands of them.
+    known = {each: each for each in tokens}
+    merges: list[tuple[str, ...]] = []
+    for each in of.array("merges", 4 * _MAX_TOKENS).texts():
+        pair = each.split(" ")
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= known.keys():
+            raise CheckpointError(f"{of.path} has merges of tokens that it does not have; download it again")
+        merges.append((known[pair[0]], known[pair[1]]))
     split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     first = [{"type": "Digits", "individual_digits": True}] if digits else []

@@ -32,6 +32,7 @@ from jaxllm.models.parameters import ParamSpec, param_specs
 from jaxllm.models.translate import Architecture, Tensor
 from jaxllm.models.wrappers import WRAPPERS, Wrapper, read_text_config
 from jaxllm.quant import QArray, dequantize, quantize
+from jaxllm.quant.row_parts import RowParts, part_rows
 
 CONFIG_FILE = "config.json"
 
@@ -69,11 +70,12 @@ def quantization_of(folder: Path) -> Quantization | None:
 
 def read_params(folder: Path, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """`read_stored_params`, with quantized weights as the floats that they stand for, in float32."""
-    stored = read_stored_params(folder, cfg)
-    return ((name, _widened(value) if isinstance(value, QArray) else value) for name, value in stored)
+    return ((name, _floats(value)) for name, value in read_stored_params(folder, cfg))
 
 
-def read_stored_params(folder: Path, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray | QArray]]:
+def read_stored_params(
+    folder: Path, cfg: ModelConfig, *, by_rows: bool = False
+) -> Iterator[tuple[str, np.ndarray | QArray | RowParts]]:
     """Yields our parameters from a folder's weights, lazily and in the order of `param_specs(cfg)`.
 
     Names, shapes and types of all tensors are checked by this call, before anything is yielded.
@@ -81,6 +83,8 @@ def read_stored_params(folder: Path, cfg: ModelConfig) -> Iterator[tuple[str, np
     Args:
       folder: a Hugging Face model folder with `model.safetensors`, whole or sharded with its index.
       cfg: the result of `read_config` for the folder.
+      by_rows: whether large embeddings and heads come as `RowParts`, which have to be taken before the next
+        parameter.
 
     Returns:
       An iterator over (name, array) in the stored type: float32, float16 or bfloat16 (ml_dtypes), or
@@ -106,15 +110,22 @@ def read_stored_params(folder: Path, cfg: ModelConfig) -> Iterator[tuple[str, np
         ((stored, tensor),) = sources["embed.tokens"]
         sources["head"] = [(stored, dataclasses.replace(tensor, params=("head",)))]
 
-    def read(stored: str, tensor: Tensor, name: str) -> np.ndarray | QArray:
+    def read(stored: str, tensor: Tensor, name: str) -> np.ndarray | QArray | RowParts:
         if quantization is not None and _packed(stored, quantization, weights):
             return _read_packed(weights, quantization, stored, tensor, name, specs)
+        if (
+            by_rows
+            and specs[name].role == "embed"
+            and tensor == Tensor(tensor.name, (name,), skip_rows=tensor.skip_rows, in_body=tensor.in_body)
+        ):
+            return _by_rows(weights, stored, tensor.skip_rows, specs[name].shape)
         return weights.read(stored, lambda rows: tensor.read(rows, name, specs))
 
-    def load() -> Iterator[tuple[str, np.ndarray | QArray]]:
+    def load() -> Iterator[tuple[str, np.ndarray | QArray | RowParts]]:
         for name in specs:
             parts = [read(stored, tensor, name) for stored, tensor in sources[name]]
-            yield name, parts[0] if sources[name][0][1].expert is None else _stacked(parts)
+            experts = [each for each in parts if not isinstance(each, RowParts)]
+            yield name, parts[0] if sources[name][0][1].expert is None else _stacked(experts)
 
     return load()
 
@@ -242,6 +253,12 @@ def _read_packed(
     return quantize(tensor.read(found, name, specs), bits=8, axis=axis, group=GROUP)
 
 
+def _by_rows(weights: SafetensorsFolder, stored: str, skipped: int, shape: tuple[int, ...]) -> RowParts:
+    """A matrix whose rows are stored as they are, after some that are skipped."""
+    places = [(skipped + first, skipped + last) for first, last in part_rows(*shape)]
+    return RowParts(shape, (weights.read(stored, lambda rows, at=at: rows[slice(*at)]) for at in places))
+
+
 def _stacked(parts: list[np.ndarray | QArray]) -> np.ndarray | QArray:
     """One array of those of experts."""
     alike = {
@@ -250,6 +267,11 @@ def _stacked(parts: list[np.ndarray | QArray]) -> np.ndarray | QArray:
     if len(alike) > 1 or None in alike:
         return np.stack([_widened(each) if isinstance(each, QArray) else each for each in parts])
     return jax.tree.map(lambda *each: np.stack(each), *parts)
+
+
+def _floats(value: np.ndarray | QArray | RowParts) -> np.ndarray:
+    assert not isinstance(value, RowParts)
+    return _widened(value) if isinstance(value, QArray) else value
 
 
 def _widened(weight: QArray) -> np.ndarray:

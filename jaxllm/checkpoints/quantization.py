@@ -198,11 +198,11 @@ def _compressed_tensors(reader: ConfigReader) -> Quantization:
         if packed:
             count = 32 // bits
             words = folder.integers(f"{stem}{name}", (rows, -(-columns // count)))
-            values = _unpacked(words, bits, 1)[:, :columns] - (1 << bits - 1)
+            values = _unpacked(words, bits, 1)[:, :columns] - np.int16(1 << bits - 1)
         else:
             values = folder.integers(f"{stem}{name}", shape, "I8")
         scale = folder.floats(f"{stem}weight_scale", (rows, groups))
-        return _grouped(stem, values, np.zeros((1, 1), np.int32), scale, bits, True)
+        return _grouped(stem, values, np.zeros((1, 1), np.int16), scale, bits, True)
 
     parts = (name, "weight_scale", "?weight_shape", "?weight_g_idx" if packed else "?weight_zero_point")
     return Quantization("compressed-tensors", _form(bits), parts, read)
@@ -217,7 +217,7 @@ def _bitsandbytes(reader: ConfigReader) -> Quantization:
     def read(folder: SafetensorsFolder, stem: str, shape: tuple[int, int]) -> Levels:
         levels = folder.integers(f"{stem}weight", shape, "I8")
         scale = folder.floats(f"{stem}SCB", (shape[0],)).reshape(-1, 1) / np.float32(127)
-        return _grouped(stem, levels, np.zeros((1, 1), np.int32), scale, 8, True)
+        return _grouped(stem, levels, np.zeros((1, 1), np.int16), scale, 8, True)
 
     return Quantization("bitsandbytes", "int8", ("weight", "SCB", "?weight_format"), read)
 
@@ -305,13 +305,15 @@ def _groups(columns: int, group: int) -> int:
 
 
 def _unpacked(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
-    """Numbers of words of 32 bits, lowest bits first along `axis`, as int32."""
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    unsigned = words.view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)
-    if axis == 0:
-        unsigned = np.moveaxis(unsigned, -1, 1)
-        return unsigned.reshape(-1, words.shape[1]).astype(np.int32)
-    return unsigned.reshape(words.shape[0], -1).astype(np.int32)
+    """Numbers of words of 32 bits, lowest bits first along `axis`, as int16."""
+    count, mask = 32 // bits, np.uint32((1 << bits) - 1)
+    unsigned = words.view(np.uint32)
+    # `[words, count, rows]` or `[rows, words, count]`; one shift at a time, for all would be 32 bits wide.
+    shape = (len(words), count, words.shape[1]) if axis == 0 else (*words.shape, count)
+    found = np.empty(shape, np.int16)
+    for at in range(count):
+        found[(slice(None), at) if axis == 0 else (..., at)] = unsigned >> np.uint32(bits * at) & mask
+    return found.reshape(-1, words.shape[1]) if axis == 0 else found.reshape(len(words), -1)
 
 
 def _grouped(
@@ -320,16 +322,17 @@ def _grouped(
     """Levels of `values - zero` `[out, in]`, and scales `[out, groups]` as ours have them."""
     columns, groups = values.shape[1], scale.shape[1]
     if bits == 4 and not symmetric:
-        halves, minimum = (_halves(stem, each, columns) for each in (scale, -zero * scale))
+        halves, minimum = (_halves(stem, each, columns) for each in (scale, -zero.astype(np.int32) * scale))
         return Levels((values - 8).astype(np.int8), halves, 4, minimum=minimum)
-    if zero.size > 1:
-        each = -(-columns // groups)
-        # Groups are of `each` inputs, the last one may be short.
-        zero = zero.repeat(each, 1)[:, :columns]
-        if symmetric and (zero != 1 << bits - 1).any():
+    if zero.size > 1 and symmetric:
+        if (zero != 1 << bits - 1).any():
             raise CheckpointError(
                 f"{stem}qzeros are not those of symmetric weights; the config belongs to others"
             )
+        zero = zero[:1, :1]
+    if zero.size > 1:
+        # Groups are of as many inputs, the last one may be short.
+        zero = zero.repeat(-(-columns // groups), 1)[:, :columns]
     levels = values - zero
     if levels.min() < -127 or levels.max() > 127:
         if levels.min() < -128 or bits != 8:

@@ -33,6 +33,8 @@ FLOAT_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # How many names a message lists; the others are counted.
 _NAMED = 3
+# Pages that were read stay in memory while a file is mapped: after so many bytes it is mapped anew.
+_MOST_MAPPED_BYTES = 64 << 20
 
 
 class SafetensorsFolder:
@@ -47,6 +49,7 @@ class SafetensorsFolder:
         """
         self.folder = folder
         self._files: dict[str, Any] = {}
+        self._read_bytes: dict[str, int] = {}
         if (folder / WEIGHTS_FILE).is_file():
             self._file_of = dict.fromkeys(self._open(WEIGHTS_FILE).keys(), WEIGHTS_FILE)
         elif (folder / INDEX_FILE).is_file():
@@ -91,6 +94,7 @@ class SafetensorsFolder:
             values = take(self._slices(name))
         except (SafetensorError, OSError) as error:
             raise self._corrupt(self._file_of[name], error) from error
+        self._count(name, values)
         if not all_finite(values):
             raise CheckpointError(
                 f"tensor {name} of {self.folder} holds NaN or infinite values, so the model can only answer "
@@ -136,9 +140,21 @@ class SafetensorsFolder:
         self._require(name, shape, dtypes)
         try:
             # A scalar has no slices.
-            return np.asarray(self._slices(name)[:] if shape else self._file(name).get_tensor(name))
+            values = np.asarray(self._slices(name)[:] if shape else self._file(name).get_tensor(name))
         except (SafetensorError, OSError) as error:
             raise self._corrupt(self._file_of[name], error) from error
+        self._count(name, values)
+        return values
+
+    def _count(self, name: str, values: np.ndarray) -> None:
+        """Gives back the pages of a file of which much has been read."""
+        file = self._file_of[name]
+        self._read_bytes[file] = self._read_bytes.get(file, 0) + values.nbytes
+        if self._read_bytes[file] > _MOST_MAPPED_BYTES:
+            self._read_bytes[file] = 0
+            # The old mapping must end before there is a new one.
+            del self._files[file]
+            self._open(file)
 
     def _require(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
         if name not in self._file_of:

@@ -17,6 +17,9 @@ from jaxllm.errors import CheckpointError, one_line
 # Far above any config, index or manifest; parsed JSON of this size still fits a small memory.
 MAX_JSON_BYTES = 32 << 20
 
+# Of files that are longer than their size says, read at once.
+_PIECE_BYTES = 64 << 10
+
 # Never wait for a pipe's other end, and never translate line ends.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
@@ -46,8 +49,11 @@ def read_bytes(path: Path, limit_bytes: int) -> bytes:
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
+        # No more than there is: a read takes memory for all that it may get.
+        data = b"" if size > limit_bytes else file.read(size + 1)
         # Some file systems (/proc) report 0 for files that are not empty.
-        data = b"" if size > limit_bytes else file.read(limit_bytes + 1)
+        while size < len(data) <= limit_bytes and (more := file.read(_PIECE_BYTES)):
+            data += more
     if max(size, len(data)) > limit_bytes:
         raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes, the most that it may have", str(path))
     return data

@@ -22,7 +22,8 @@ from jaxllm.errors import ConfigError
 CHOICE_VARIABLE = "JAXLLM_KERNELS"
 THREADS_VARIABLE = "JAXLLM_THREADS"
 _MOST_THREADS = 256
-_without_native = contextvars.ContextVar("without_native", default=False)
+# None where native kernels are in use; else whether XLA's steps may have branches.
+_without_native: contextvars.ContextVar[bool | None] = contextvars.ContextVar("without_native", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +35,15 @@ class Kernels:
       reason: why this one was chosen.
       choices: instruction sets that this processor runs, fastest first; empty without the library.
       missing: whether the native library could not be loaded although it was not switched off.
+      branches: whether attention on CPUs reads a prefix of a cache by branches (see
+        `jaxllm.nn.used_prefix`).
     """
 
     name: str
     reason: str
     choices: tuple[str, ...] = ()
     missing: bool = False
+    branches: bool = False
 
     @property
     def native(self) -> bool:
@@ -48,10 +52,10 @@ class Kernels:
 
 
 @contextlib.contextmanager
-def without_native_kernels() -> Iterator[None]:
-    """Within this context, steps are traced and weights are placed for XLA's kernels, for other
-    machines."""
-    token = _without_native.set(True)
+def without_native_kernels(*, branches: bool = False) -> Iterator[None]:
+    """Within this context, steps are traced and weights are placed for XLA's kernels, for other machines;
+    with `branches` for runtimes that have these (see `Kernels`)."""
+    token = _without_native.set(branches)
     try:
         yield
     finally:
@@ -64,7 +68,10 @@ def kernels() -> Kernels:
     Raises:
       ConfigError: see `process_kernels`.
     """
-    return Kernels("xla", "the steps are for other machines") if _without_native.get() else process_kernels()
+    branches = _without_native.get()
+    if branches is None:
+        return process_kernels()
+    return Kernels("xla", "the steps are for other machines", branches=branches)
 
 
 @functools.cache

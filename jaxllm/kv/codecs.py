@@ -34,10 +34,13 @@ _REFERENCE_BITS = 8 + 2 * 16 / 16
 # Bits of a stored value, best first; `RAW` stores the floats of the cache.
 RAW = 0
 WIDTHS = (8, 4, 2)
+# Stands for the width of the last chunk of a context whose model has state layers: the states, and the rows
+# behind the last whole chunk, as they are.
+STATE = 1
 
 Sharing = Literal["channel", "token"]
 # The axis of `[N, K, C, H]` along which values share a low and a scale.
-_AXES: Mapping[Sharing, int] = MappingProxyType({"channel": -2, "token": -1})
+AXES: Mapping[Sharing, int] = MappingProxyType({"channel": -2, "token": -1})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,8 +129,8 @@ class Codec:
             parts = [bytes_of(part.astype(shape.dtype)) for part in (keys, values)]
         else:
             parts = [
-                encode_part(self._turned(keys), _AXES[self.keys], bits),
-                encode_part(self._turned(values), _AXES[self.values], bits),
+                encode_part(self._turned(keys), AXES[self.keys], bits),
+                encode_part(self._turned(values), AXES[self.values], bits),
             ]
         return jnp.concatenate(parts, axis=-1)
 

@@ -17,14 +17,22 @@ _MOST = np.float32(np.finfo(np.float16).max)
 def encode_part(rows: jax.Array, axis: int, bits: int) -> jax.Array:
     """Levels, lows and scales of keys or values `[N, K, C, H]`, concatenated as bytes; the values along
     `axis` share a low and a scale."""
-    most = np.float32(2**bits - 1)
+    levels, low, scale = quantized_part(rows, axis, np.float32(2**bits - 1))
+    return jnp.concatenate([_packed(levels.astype(jnp.uint8), bits), bytes_of(low), bytes_of(scale)], axis=-1)
+
+
+def quantized_part(
+    rows: jax.Array, axis: int, most: jax.Array | np.float32
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Levels `[N, K, C, H]` float32, and float16 lows and scales of what lies along `axis`, of keys or values
+    `[N, K, C, H]` float32; `most` is the highest level."""
     rows = jnp.clip(rows, -_MOST, _MOST)
     least, highest = rows.min(axis, keepdims=True), rows.max(axis, keepdims=True)
     low = jnp.maximum(least - jnp.abs(least) * _ROUNDING - _TINY, -_MOST).astype(jnp.float16)
     base = low.astype(jnp.float32)
     scale = jnp.maximum((highest - base) / most * (1 + _ROUNDING), _TINY).astype(jnp.float16)
-    levels = jnp.clip(jnp.round((rows - base) / scale.astype(jnp.float32)), 0, most).astype(jnp.uint8)
-    return jnp.concatenate([_packed(levels, bits), bytes_of(low), bytes_of(scale)], axis=-1)
+    levels = jnp.clip(jnp.round((rows - base) / scale.astype(jnp.float32)), 0, most)
+    return levels, low, scale
 
 
 def decode_part(

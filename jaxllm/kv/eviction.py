@@ -11,7 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.kv.codecs import RAW
+from jaxllm.kv.codecs import RAW, STATE
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True)
@@ -112,5 +112,5 @@ def find_policy(name: str) -> Policy:
 
 
 def _width(chunk: Resident) -> int:
-    """Bits of a chunk; a raw chunk is wider than all others."""
-    return 1 << 10 if chunk.bits == RAW else chunk.bits
+    """Bits of a chunk; a chunk that is stored as it is is wider than all others."""
+    return 1 << 10 if chunk.bits in (RAW, STATE) else chunk.bits

@@ -74,6 +74,11 @@ class TokenPositions:
         """The rows `[T]` of the cache into which new tokens are written."""
         return self.positions if self.tree is None else self.tree.rows
 
+    @property
+    def used_rows(self) -> jax.Array:
+        """How many rows of the cache real tokens may attend to, int32 scalar: those up to their last one."""
+        return self.rows[jnp.maximum(self.valid, 1) - 1] + 1
+
     def visible(self, keys: int, window: int) -> jax.Array:
         """The attention mask `[T, keys]` bool of new tokens over the first `keys` rows, True = attend.
 

@@ -38,12 +38,11 @@ _STATE_REFUSALS: dict[Room, tuple[str, str]] = {
     "integer prefill": ("whose states are computed in floats", "prefill in floats"),
     "experts apart": ("whose layers run together", "prepare the model without --expert-bits"),
     "drafter": ("whose states cannot go back over rejected tokens", "draft with another model, or ngram"),
-    "contexts": (
-        "whose states cannot be cut into chunks nor recomputed in the middle",
-        "send the conversation with each call",
-    ),
     "adapters": ("of which some layers have no attention to adapt", "merge the adapter into the folder"),
-    "tasks": ("whose states follow one line of tokens", "judge the model by --text"),
+    "tasks": (
+        "whose states follow one line of tokens",
+        "judge the model by a text (jaxllm eval perplexity)",
+    ),
     "programs": ("whose caches hold states", "run the model by jaxllm itself"),
     "tflite": ("whose caches hold states", "run the model by jaxllm itself"),
 }
@@ -56,7 +55,10 @@ _MIXED_REFUSALS: dict[Room, tuple[str, str]] = {
     "integer prefill": ("which are computed in floats", "prefill in floats"),
     "contexts": ("whose chunks have no one shape", "send the conversation with each call"),
     "adapters": ("some of which have nothing to adapt", "merge the adapter into the folder"),
-    "tasks": ("which read documents without branches", "judge the model by --text"),
+    "tasks": (
+        "which read documents without branches",
+        "judge the model by a text (jaxllm eval perplexity)",
+    ),
     "programs": ("whose caches have no one shape", "run the model by jaxllm itself"),
     "tflite": ("whose caches have no one shape", "run the model by jaxllm itself"),
 }

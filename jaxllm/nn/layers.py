@@ -4,6 +4,7 @@ Softmax is computed in float32, whatever the dtype of the activations.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from jaxllm.kv.cache import Past
 from jaxllm.kv.coded import CodedChunks
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.kv.source import Source, SourceKV
+from jaxllm.nn.used_prefix import Attend, over_used_prefix
 
 # Large but finite: a query with all keys masked must give a uniform softmax, not NaN.
 MASKED = -1e30
@@ -143,7 +145,12 @@ def attention(
       `[B, T, K, G, H]` in q's dtype.
     """
     options = AttentionOptions(scale=scale, softcap=softcap, sink_logits=sink_logits)
-    return _weighted(v, _weights(q, k, mask, options), q)
+    return _attends(options)(q, k, v, mask)
+
+
+def _attends(options: "AttentionOptions") -> Attend:
+    """`attention` with these options."""
+    return lambda q, k, v, mask: _weighted(v, _weights(q, k, mask, options), q)
 
 
 def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, options: "AttentionOptions") -> jax.Array:
@@ -157,8 +164,7 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, options: "AttentionOpt
         scores = jnp.tanh(scores / np.float32(options.softcap)) * np.float32(options.softcap)
     scores = scores.reshape(batch, kv_heads, new, group, -1)
     # Masked by addition, not `where`: runtimes of exported programs have fast kernels only for addition. A
-    # score is
-    # lost in float32 rounding beside MASKED, so the result is the same.
+    # score is lost in float32 rounding beside MASKED, so the result is the same.
     if mask.dtype != jnp.bool_:
         return _softmax(scores + mask, options.sink_logits)
     bias = jnp.where(mask, np.float32(0), np.float32(MASKED))
@@ -252,8 +258,7 @@ def cached_attention(
       Outputs `[B, T, K, G, H]` in q's dtype (undefined for tokens that are not real), the updated keys and
       values, and the updated mass.
     """
-    q, k, v, _ = new
-    window = options.window
+    (q, k, v, _), window = new, options.window
 
     def by_kernel(q: jax.Array, past: Past, mass: jax.Array | None):
         wide = jnp.float32
@@ -286,7 +291,7 @@ def cached_attention(
         past = dataclasses.replace(past, keys=keys, values=values, coded=coded)
         return out.astype(q.dtype), past, mass
 
-    def by_xla(q: jax.Array, past: Past, mass: jax.Array | None):
+    def by_xla(q: jax.Array, past: Past, mass: jax.Array | None, *, branches: bool = False):
         turned = k if rotary is None else rotate(k, *rotary)
         q = q if rotary is None else rotate(q, *rotary)
         past = past.written(at, turned.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
@@ -298,6 +303,8 @@ def cached_attention(
             visible = _behind_chunks(at, coded, front[0].shape[2], mask.shape[1], window)
         if options.bias is not None:
             visible = _biased(options.bias, at, visible)
+        if branches:
+            return over_used_prefix(_attends(options), q, keys, values, visible, at.used_rows), past, mass
         weights = _weights(q, keys, visible, options)
         if mass is not None:
             real = jnp.arange(q.shape[1], dtype=jnp.int32) < at.valid
@@ -320,6 +327,9 @@ def cached_attention(
     by_address = past.coded is not None and past.coded.by_address
     if past.coded is not None and not by_address:
         return by_xla(q, past, mass)
+    if native.kernels().branches and mass is None:
+        branching = functools.partial(by_xla, branches=True)
+        return jax.lax.platform_dependent(q, past, mass, cpu=branching, default=by_xla)
     if not native.kernels().native or past.keys.dtype not in (jnp.float32, jnp.float16):
         return by_xla(q, past, mass)
     if by_address or (used is not None and isinstance(used.counts, TableArray)):

@@ -12,6 +12,7 @@ over programs needs, so that running them takes neither model code nor the bundl
 
 import collections
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,16 +23,20 @@ import xxhash
 from jaxllm.config import MAX_DIMENSION, WHOLE
 from jaxllm.errors import ConfigError, ProgramError
 from jaxllm.files.input_files import read_bytes
+from jaxllm.kv.codecs import WIDTHS
 from jaxllm.program_folder.adapters import AdapterInputs, adapter_file
 from jaxllm.program_folder.arrays import cache_shapes, source_shapes
+from jaxllm.program_folder.codecs import CHUNK_TOKENS, require_codec
 from jaxllm.program_folder.files import StoredFile, require_ints, require_text
 from jaxllm.program_folder.levels import ProgramLevel, read_level
+from jaxllm.program_folder.stages import STAGE_FILES, StageFacts
 from jaxllm.program_folder.tiny_lm import TINY_TOKENIZER, TinyLmFacts
 
 # "live" programs are in no folder: a process traces them for itself.
 ProgramFormat = Literal["stablehlo", "tflite", "iree", "live"]
 FORMATS: tuple[ProgramFormat, ...] = ("stablehlo", "tflite", "iree")
-Kind = Literal["prefill", "decode", "block", "verify", "encode", "tiny_lm"]
+Kind = Literal["prefill", "decode", "block", "verify", "encode", "tiny_lm", "encode_chunks", "load_chunks"]
+CODED_KINDS: tuple[Kind, ...] = ("encode_chunks", "load_chunks")
 Precision = Literal["f32", "bf16", "int8", "w8a8"]
 CACHE_DTYPES = ("float32", "bfloat16")
 
@@ -48,12 +53,13 @@ class Signature:
     """One program.
 
     Attributes:
-      kind: prefill, decode, block (decodes several tokens), verify, encode (reads a source) or tiny_lm (reads
-        a row of a prompt, to plan).
+      kind: prefill, decode, block (decodes several tokens), verify, encode (reads a source), tiny_lm (reads a
+        row of a prompt, to plan), encode_chunks or load_chunks (of contexts).
       tokens: T, number of new tokens; of a block, the most; of an encode program the longest source.
       level: the sub-model, in percent; 100 of a tiny LM's, which all levels share.
       cache_tokens: S, length of its caches; 0 for the whole context.
       file: name of its file.
+      codec, bits: of chunks of contexts, by its name and its width; empty and 0 of other programs.
     """
 
     kind: Kind
@@ -61,6 +67,8 @@ class Signature:
     level: int
     cache_tokens: int = 0
     file: str
+    codec: str = ""
+    bits: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -68,6 +76,10 @@ class Signature:
         require_text("a program's file", self.file)
         require_ints("a program", (self.tokens, self.level), 1, MAX_DIMENSION)
         require_ints("a program's cache", (self.cache_tokens,), 0, MAX_DIMENSION)
+        if self.kind in CODED_KINDS:
+            require_codec(self.codec, self.bits, self.tokens)
+        elif self.codec or self.bits:
+            raise ValueError("a codec of a program that has none")
 
     @property
     def name(self) -> str:
@@ -75,7 +87,8 @@ class Signature:
         prefixes, does not take their signatures for the model's."""
         parts = [] if self.level == WHOLE else [f"level_{self.level}"]
         parts += [f"cache_{self.cache_tokens}"] if self.cache_tokens else []
-        parts += [self.kind] if self.kind == "decode" else [f"{self.kind}_{self.tokens}"]
+        size = self.bits or self.tokens
+        parts += [self.kind] if self.kind == "decode" else [f"{self.kind}_{size}"]
         return "_".join(parts)
 
 
@@ -87,6 +100,7 @@ def level_signatures(
     block_tokens: int = 0,
     cache_tokens: Sequence[int] = (),
     encode_tokens: Sequence[int] = (),
+    codec: tuple[str, int] = ("", 0),
     file: Callable[[str], str] = lambda _: "",
 ) -> list[Signature]:
     """The signatures of a level.
@@ -97,6 +111,7 @@ def level_signatures(
       block_tokens: most tokens that a program decodes; 0 for no program but that of one token.
       cache_tokens: lengths of caches besides the whole context; each gets the chunks and trees that fit.
       encode_tokens: lengths of sources; these programs have no caches.
+      codec: of chunks of contexts, and tokens of as many chunks as a program takes; 0 for no such programs.
       file: name of a program -> its file.
     """
     found = []
@@ -112,6 +127,12 @@ def level_signatures(
             if not cache or tokens <= cache:
                 bare = Signature(kind=kind, tokens=tokens, level=level, cache_tokens=cache, file="")
                 found.append(dataclasses.replace(bare, file=file(bare.name)))
+        coded = min(codec[1], cache or codec[1]) // CHUNK_TOKENS * CHUNK_TOKENS
+        for kind, bits in itertools.product(CODED_KINDS if coded else (), WIDTHS):
+            bare = Signature(
+                kind=kind, tokens=coded, level=level, cache_tokens=cache, file="", codec=codec[0], bits=bits
+            )
+            found.append(dataclasses.replace(bare, file=file(bare.name)))
     return found
 
 
@@ -134,6 +155,7 @@ class Manifest:
       left_out: features of the bundle that the programs do not have, for people.
       tiny_lm: that plans requests; None for none.
       adapters: that programs take as an input; None where they take none.
+      stages: programs of single stages, for two processors; None for none.
     """
 
     format: ProgramFormat
@@ -150,6 +172,7 @@ class Manifest:
     left_out: tuple[str, ...] = ()
     tiny_lm: TinyLmFacts | None = None
     adapters: AdapterInputs | None = None
+    stages: StageFacts | None = None
 
     def __post_init__(self) -> None:
         for what in (self.name, self.model, *self.platforms, *self.made_with.values(), *self.left_out):
@@ -188,6 +211,11 @@ class Manifest:
             self.tiny_lm.require_programs(self.tiny_lm_tokens())
         if self.adapters is not None and self.adapters.shapes.keys() != self.levels.keys():
             raise ValueError("adapters are of other levels")
+        if self.stages is not None and (
+            len(self.stages.shadowed) != self.levels[WHOLE].cfg.layers
+            or self.stages.chunk_tokens[-1] > self.context_tokens
+        ):
+            raise ValueError("stages are of other layers, or do not fit the context")
 
     def tiny_lm_tokens(self) -> tuple[int, ...]:
         """Lengths of rows that the tiny LM has programs for, ascending."""
@@ -221,6 +249,16 @@ class Manifest:
     def block_tokens(self, level: int, cache_tokens: int) -> int:
         """Most tokens that a level decodes in one dispatch over caches of a length."""
         return max(self._sizes("block", level, cache_tokens), default=1)
+
+    def coding(self, kind: Kind, bits: int, level: int, cache_tokens: int) -> Signature | None:
+        """The program that encodes or loads chunks of `bits` bits over caches of a length; None for none."""
+        own = self._of(level, cache_tokens)
+        return next((each for each in own if (each.kind, each.bits) == (kind, bits)), None)
+
+    @property
+    def codec(self) -> str:
+        """The codec of contexts that there are programs for, by its name; empty for none."""
+        return next((each.codec for each in self.signatures if each.codec), "")
 
     def signature(self, kind: Kind, tokens: int, level: int, cache_tokens: int) -> Signature:
         """The signature of these values.
@@ -302,6 +340,7 @@ class Manifest:
         fields["files"] = {name: StoredFile(**each) for name, each in fields["files"].items()}
         fields["tiny_lm"] = TinyLmFacts.from_json(fields.get("tiny_lm"))
         fields["adapters"] = AdapterInputs.from_json(fields.get("adapters"))
+        fields["stages"] = StageFacts.from_json(fields.get("stages"))
         fields["levels"] = {int(level): read_level(each) for level, each in fields["levels"].items()}
         manifest = cls(**fields)
         wanted = [TOKENIZER, *(each.file for each in manifest.signatures)]
@@ -309,6 +348,8 @@ class Manifest:
             wanted.append(TINY_TOKENIZER)
         if manifest.adapters is not None:
             wanted += map(adapter_file, manifest.adapters.names)
+        if manifest.stages is not None:
+            wanted += STAGE_FILES.values()
         if unknown := [each for each in wanted if each not in manifest.files]:
             raise ValueError(f"there is no file {', '.join(unknown)}")
         return manifest

@@ -7,8 +7,9 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.program_folder.arrays import SOURCE_TOKENS, cache_shapes, source_shapes
+from jaxllm.program_folder.codecs import CHUNK_TOKENS, coded_shapes
 from jaxllm.program_folder.controls import control_shapes
-from jaxllm.program_folder.manifest import Signature
+from jaxllm.program_folder.manifest import CODED_KINDS, Signature
 
 
 def input_shapes(
@@ -22,6 +23,7 @@ def input_shapes(
     """Caches by name, `tokens`, `input_pos`; for a tree, its mask (see `jaxllm.steps.exported`), for a block
     its controls by name (see `controls`); for an encoder-decoder its source by name. A program that encodes
     takes no caches, and the number of tokens in place of positions; one of the tiny LM a row, and its mask.
+    A program of chunks takes caches, their numbers and, to load them, their arrays (see `codecs`).
     With adapters, the last argument is `adapter` `[N]` (see `adapters`).
 
     Args:
@@ -35,6 +37,17 @@ def input_shapes(
     if signature.kind == "tiny_lm":
         row = (1, signature.tokens)
         return {}, jax.ShapeDtypeStruct(row, np.int32), jax.ShapeDtypeStruct(row, np.bool_)
+    if signature.kind in CODED_KINDS:
+        caches = {
+            name: jax.ShapeDtypeStruct(shape, cache_dtype)
+            for name, shape in cache_shapes(cfg, cache_tokens).items()
+        }
+        count = signature.tokens // CHUNK_TOKENS
+        numbers = jax.ShapeDtypeStruct((count,), np.int32)
+        if signature.kind == "encode_chunks":
+            return caches, numbers
+        coded = coded_shapes(cfg, signature.codec, signature.bits, count)
+        return caches, numbers, {name: jax.ShapeDtypeStruct(*each) for name, each in coded.items()}
     if signature.kind == "encode":
         tokens = jax.ShapeDtypeStruct((1, signature.tokens), np.int32)
         return {}, tokens, jax.ShapeDtypeStruct((1,), np.int32)

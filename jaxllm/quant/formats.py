@@ -20,9 +20,9 @@ from jaxllm.errors import ConfigError
 from jaxllm.quant.grid import grid_scale, on_grid
 
 INT4_GROUP = 32
-# Numbers of a weight that are quantized at once: an embedding in float32, and copies of it, would be
-# more than all else.
-_MOST_AT_ONCE = 1 << 24
+# Numbers of a weight that are quantized at once: float32 copies of so few stay near a processor's caches, and
+# of large weights they would be more than all else in memory.
+_MOST_AT_ONCE = 1 << 20
 Bits = Literal[2, 4, 8]
 BITS: tuple[Bits, ...] = (2, 4, 8)
 # The largest magnitude of a level, by bits.
@@ -115,7 +115,7 @@ def quantize(
       weight: `[..., R, C]` floats, finite.
       bits: 8, 4 or 2. At 2 bits the levels are -3, -1, 1 and 3, which serve normal weights better than four
         with a zero.
-              axis: the axis that a product contracts, -1 or -2.
+      axis: the axis that a product contracts, -1 or -2.
       group: inputs that share a float16 scale, 32 or 64; 0 for one float32 scale per output channel
         (8 bits only). None is 0 for 8 bits and 32 for fewer.
       per_tensor: one scale for the whole tensor instead, at 8 bits without groups; it is stored once per
@@ -149,42 +149,47 @@ def quantize(
         )
     if minima and bits != 4:
         raise ConfigError(f"weights with a minimum per group have 4 bits, got {bits}")
-    if weight.size > _MOST_AT_ONCE and len(weight) > 1 and not per_tensor and (axis == -1 or weight.ndim > 2):
-        parts = np.array_split(weight, min(len(weight), -(-weight.size // _MOST_AT_ONCE)))
-        each = [quantize(part, bits=bits, axis=axis, group=group, minima=minima) for part in parts]
-        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *each)
     # The contracted axis is last until `_back`.
-    moved = np.moveaxis(np.asarray(weight, np.float32), axis, -1)
-    if not np.isfinite(moved).all():
-        raise ConfigError("weights hold NaN or infinite values and cannot be quantized")
-    most = _TOP_LEVELS[bits] * float(np.finfo(np.float16).max)
-    minimum = None
-    if group and np.abs(moved).max() > (float(np.finfo(np.float16).max) if minima else most):
-        raise ConfigError(f"weights above {most:g} have no int{bits} scale in float16; use one per channel")
-    if group == 0:
-        scale = np.abs(moved).max(-1, keepdims=True) / 127.0
-        scale = np.full_like(scale, scale.max()) if per_tensor else scale
-        data = _back(_int8_levels(moved, scale), axis)
-    else:
-        grouped = _in_groups(moved, group)
-        if minima:
-            scale, minimum, levels = _best_with_minima(grouped)
-            minimum = cast(jax.Array, _back(minimum[..., 0], axis))
-        else:
-            scale, levels = {8: _int8_by_group, 4: _best_int4, 2: _best_int2}[bits](grouped)
-        scale = scale[..., 0]
-        data = _back(levels.reshape(*moved.shape[:-1], -1)[..., : moved.shape[-1]], axis)
-        data = {8: np.asarray, 4: pack_int4, 2: pack_int2}[bits](data)
+    moved = np.moveaxis(np.asarray(weight), axis, -1)
+    # One scale for all takes all values at once.
+    count = 1 if per_tensor else max(1, min(len(moved), -(-moved.size // _MOST_AT_ONCE)))
+    parts = [_quantized(part, bits, group, per_tensor, minima) for part in np.array_split(moved, count)]
+    scale, minimum, levels = (_joined(each, axis) for each in zip(*parts, strict=True))
+    data = {8: np.asarray, 4: pack_int4, 2: pack_int2}[bits](cast(np.ndarray, levels))
     return QArray(
         # Host arrays until the caller puts them on a device.
         data=cast(jax.Array, data),
-        scale=cast(jax.Array, _back(scale, axis)),
+        scale=cast(jax.Array, scale),
         bits=bits,
         group=group,
         axis=axis,
         columns=weight.shape[-1],
-        minimum=minimum,
+        minimum=cast("jax.Array | None", minimum),
     )
+
+
+def _quantized(
+    values: np.ndarray, bits: Bits, group: int, per_tensor: bool, minima: bool
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    """Scales, minima and levels of values whose last axis is contracted."""
+    values = np.asarray(values, np.float32)
+    if not np.isfinite(values).all():
+        raise ConfigError("weights hold NaN or infinite values and cannot be quantized")
+    most = _TOP_LEVELS[bits] * float(np.finfo(np.float16).max)
+    if group and np.abs(values).max() > (float(np.finfo(np.float16).max) if minima else most):
+        raise ConfigError(f"weights above {most:g} have no int{bits} scale in float16; use one per channel")
+    if group == 0:
+        scale = np.abs(values).max(-1, keepdims=True) / 127.0
+        scale = np.full_like(scale, scale.max()) if per_tensor else scale
+        return scale, None, _int8_levels(values, scale)
+    grouped, minimum = _in_groups(values, group), None
+    if minima:
+        scale, minimum, levels = _best_with_minima(grouped)
+        minimum = minimum[..., 0]
+    else:
+        scale, levels = {8: _int8_by_group, 4: _best_int4, 2: _best_int2}[bits](grouped)
+    levels = levels.reshape(*values.shape[:-1], -1)[..., : values.shape[-1]]
+    return scale[..., 0], minimum, levels
 
 
 def scaled(
@@ -214,6 +219,11 @@ def _nonzero(scale: np.ndarray) -> np.ndarray:
 
 def _back(moved: np.ndarray, axis: int) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(moved, -1, axis))
+
+
+def _joined(parts: Sequence[np.ndarray | None], axis: int) -> np.ndarray | None:
+    found = [part for part in parts if part is not None]
+    return _back(np.concatenate(found), axis) if found else None
 
 
 def _in_groups(moved: np.ndarray, group: int) -> np.ndarray:

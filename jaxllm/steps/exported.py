@@ -201,6 +201,9 @@ def with_adapters(weights: Mapping[str, Weight], cfg: ModelConfig) -> dict[str, 
     input besides (see `jaxllm.program_folder.adapters`) once more."""
     params: dict[str, Weight] = {}
     for name in param_specs(cfg):
+        if name not in weights:
+            # A stage has the parameters of its own.
+            continue
         params[name] = weights[name]
         for sides in ((LEFT, RIGHT), (INPUT_LEFT, INPUT_RIGHT)):
             left, right = (weights.get(f"{name}{side}") for side in sides)

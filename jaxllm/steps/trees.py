@@ -100,7 +100,8 @@ def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     # In the rows behind coded chunks.
     end = cache.length if cache.coded is None else cache.length - cache.coded.tokens
     rows = jnp.minimum(end + source, np.int32(cache.capacity_tokens - 1))
-    destination = TokenPositions(positions=end + index, valid=count)
+    # One block, which is written in place: XLA copies a whole cache for each write to rows apart.
+    destination = TokenPositions.after(end, nodes.shape[0], count)
 
     def moved(values: jax.Array) -> jax.Array:
         if cache.places is None:
@@ -337,6 +338,35 @@ def follow(
     total = read + jnp.sum(later, dtype=jnp.int32)
     cache = _moved(cache, rows.astype(jnp.int32), total)
     return dataclasses.replace(cache, length=cache.length + read), grown, fed_then, count - read
+
+
+def prune(
+    cache: KVCache, tree: TokenTree, fed: jax.Array, most: jax.Array
+) -> tuple[KVCache, TokenTree, jax.Array, jax.Array]:
+    """Drops the least confident nodes of a tree, so that others can grow.
+
+    Args:
+      cache: of the drafter, with the tree's rows.
+      tree: the tree.
+      fed: `[M]` bool, nodes whose rows the cache has.
+      most: int32 scalar, at least 1; so many nodes are kept, among them the parent of each.
+
+    Returns:
+      The cache with the rows of the nodes that are kept; the tree of them; its `fed`; and `[M]` int32, the
+      new index of each node, -1 where it was dropped.
+    """
+    axes = Axes("prune", B=1)
+    tree.check(axes)
+    axes.check(jnp.bool_, "M", fed=fed)
+    axes.check(jnp.int32, "", most=most)
+    cache.check(axes)
+    # A parent is at least as confident as its children, and comes before them.
+    order = jnp.argsort(jnp.where(tree.used, -tree.confidences, 1.0), stable=True)
+    kept = jnp.zeros(tree.room, jnp.bool_).at[order].set(jnp.arange(tree.room) < most) & tree.used
+    found, fed_then = _subtree(tree, fed, kept, tree.tokens[0])
+    rows = jnp.nonzero(kept, size=tree.room, fill_value=np.iinfo(np.int32).max)[0].astype(jnp.int32)
+    places = jnp.where(kept, jnp.cumsum(kept.astype(jnp.int32)) - 1, -1)
+    return _moved(cache, rows, found.count), found, fed_then, places
 
 
 def _subtree(

@@ -123,7 +123,7 @@ class ModelShapes:
             self.cfg,
             batch=1,
             dtype=jnp.dtype(self.options.cache_dtype),
-            mass=bool(self.options.kv_codec),
+            mass=bool(self.options.kv_codec) and self.cfg.states is None,
             # Native attention updates a stack in place; without it only a loop over layers does.
             stacked=STACK in self.params or native.kernels().native,
             coded=no_chunks(self.options) if self.options.attend_coded else None,

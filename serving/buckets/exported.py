@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ProgramError, one_line
-from jaxllm.program_folder.manifest import Manifest, Signature
+from jaxllm.program_folder.manifest import CODED_KINDS, Manifest, Signature
 from jaxllm.program_folder.shapes import input_shapes
 from jaxllm.sampling import Sampling, sample, sampler_state
 from jaxllm.speculative.acceptance import choices
@@ -59,8 +59,11 @@ class ProgramBucket(Bucket):
         adapter = 0 if manifest.adapters is None else manifest.adapters.size(signature.level)
         shapes = input_shapes(signature, cfg, manifest.room(signature), dtype, sources, adapter)
         weights = model.tiny_lm if signature.kind == "tiny_lm" else model.weights
-        # Exported functions do not donate: without donation here every step would copy the caches.
-        step = jax.jit(model.step(signature), donate_argnums=(1,), keep_unused=True)
+        weights = {} if signature.kind in CODED_KINDS else weights
+        # Exported functions do not donate: without donation here every step would copy the caches. Those that
+        # are encoded stay.
+        donated = () if signature.kind == "encode_chunks" else (1,)
+        step = jax.jit(model.step(signature), donate_argnums=donated, keep_unused=True)
         return step.lower(weights, *shapes)
 
     def compile(self, model: ProgramShapes, /) -> jax.stages.Compiled:

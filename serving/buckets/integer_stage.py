@@ -65,13 +65,13 @@ class IntegerStageBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(stage's params, its calibration, operands...) -> see `subgraphs`."""
-        known_by = model.params if self.stage == "layer" else model.weights
+        known_by = model.params if takes_addresses(self.stage, model.cfg) else model.weights
         weights = _of_stage(layer_shapes(known_by, self.layer), self.layer, self.stage)
         if not self.blocks:
             weights = shapes_of(without_blocks(jax.tree.map(_zeros, weights)))
         # A bucket of all levels has the units of the whole model.
-        by_address = isinstance(model.params.get(STACK), LayerStack)
-        own = model.cfg.whole if by_address else model.cfg
+        counted = isinstance(model.params.get(STACK), LayerStack)
+        own = model.cfg.whole if counted else model.cfg
         step = _STEPS[self.stage]
 
         def run(params: Params, *rest: Any) -> Any:
@@ -92,6 +92,13 @@ class IntegerStageBucket(Bucket):
         # XLA's own threads would take the other processor's cores.
         options = (("xla_cpu_multi_thread_eigen", False),) if self.own_cores else ()
         return Placement(device_named(self.device), self.blocks, options)
+
+
+def takes_addresses(stage: Stage, cfg: ModelConfig) -> bool:
+    """Whether a stage takes its layer as the model's other buckets do, perhaps by address. The shadow stages
+    of two processors take single rows of weights, as do shadows behind norms with biases, which no native
+    kernel adds."""
+    return stage == "layer" and cfg.norm == "rms"
 
 
 def shadow_products(stage: Stage, *, shadowed: bool) -> tuple[int, ...]:

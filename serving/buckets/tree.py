@@ -12,7 +12,7 @@ from jaxllm.models.parameters import Params
 from jaxllm.sampling import Progress, SamplerState
 from jaxllm.speculative.growth import Growth
 from jaxllm.speculative.tree import TokenTree
-from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, settle, verify
+from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, prune, settle, verify
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids, mass_by_node, shapes_of, tree_shapes
 
 
@@ -87,6 +87,24 @@ class FollowBucket(Bucket):
         cache, tree = model.cache(self.cache_tokens), tree_shapes(self.nodes)
         step = jax.jit(follow, donate_argnums=(0,))
         return step.lower(cache, tree, _fed(self.nodes), ids(self.nodes), SCALAR, SCALAR)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PruneBucket(Bucket):
+    """Drops the least confident nodes of the drafter's tree (see `steps.trees.prune`).
+
+    Attributes:
+      nodes: capacity of the tree (M).
+      cache_tokens: length of the drafter's cache.
+    """
+
+    nodes: int
+    cache_tokens: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(cache, tree, fed, most) -> cache, tree, fed, new indices of nodes."""
+        cache, tree = model.cache(self.cache_tokens), tree_shapes(self.nodes)
+        return jax.jit(prune, donate_argnums=(0,)).lower(cache, tree, _fed(self.nodes), SCALAR)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

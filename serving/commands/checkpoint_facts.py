@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,31 @@ def _memory(cfg: ModelConfig, width: WeightFormat) -> dict[str, int]:
         del layers[""]
         slots = SLOTS * max(layers.values())
         found["least --memory"] = whole_budget(fixed + kept_rows_bytes(weights) + slots)
+    if room_refusal(cfg, "experts apart") is None:
+        found["least --memory, experts apart"] = _least_with_experts_apart(cfg, sizes, fixed)
     return found
+
+
+def _least_with_experts_apart(cfg: ModelConfig, sizes: Mapping[str, int], fixed: int) -> int:
+    """The least `--memory` where each expert is read when a token visits it: of the experts, those that a
+    token visits at one layer are in memory.
+
+    Args:
+      cfg: of a mixture.
+      sizes: bytes of each parameter.
+      fixed: bytes of all but weights.
+    """
+    from serving.options import EngineOptions
+    from serving.weights.footprint import outputs_bytes
+    from serving.weights.runtime_share import whole_budget
+
+    layers: collections.Counter[str] = collections.Counter()
+    for name, size in sizes.items():
+        layer, apart, _ = name.partition(".experts.")
+        layers[layer if apart else ""] += size
+    staying = layers.pop("")
+    visited = max(layers.values()) * cfg.experts_per_token // cfg.experts
+    return whole_budget(fixed + outputs_bytes(cfg, EngineOptions().resolve(cfg)) + staying + visited)
 
 
 def _bytes(spec: ParamSpec, width: WeightFormat) -> int:

@@ -20,7 +20,10 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
 
 @click.command("serve", cls=EngineCommand)
 @click.option(
-    "-m", "--model", metavar="MODEL", help="A bundle, or a packaged model's name.  [default: default]"
+    "-m",
+    "--model",
+    metavar="MODEL",
+    help="A bundle, a Hugging Face folder, a GGUF file, or a packaged model's name.  [default: default]",
 )
 @click.option(
     "--http",

@@ -48,7 +48,7 @@ model_option = click.option(
     "--model",
     type=click.Path(path_type=Path),
     metavar="MODEL",
-    help="A bundle, a Hugging Face folder, or a packaged model's name.  [default: default]",
+    help="A bundle, a Hugging Face folder, a GGUF file, or a packaged model's name.  [default: default]",
 )
 
 context_option = click.option(
@@ -79,7 +79,7 @@ _MODEL_OPTIONS = (
     click.option(
         "--weights",
         type=click.Choice(WEIGHT_FORMATS),
-        help="Width of a Hugging Face folder's weights.  [default: the checkpoint's own]",
+        help="Width of the weights of a Hugging Face folder or a GGUF file.  [default: the checkpoint's own]",
     ),
     context_option,
     click.option(

@@ -16,6 +16,7 @@ from jaxllm.kv.cache import KVCache
 from jaxllm.kv.chunks import LayerChunks, chunk_shapes, reads_addresses
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.kv.recompute import LOST
+from jaxllm.kv.states import states_bytes
 from jaxllm.kv.tolerance import KEPT
 from serving.buckets.context import ENCODED_CHUNKS, source_shape
 from serving.contexts.blobs import Blobs, Stored, blob_memory
@@ -68,6 +69,16 @@ class ChunkIO:
     def layers(self) -> int:
         """Number of layers of the model."""
         return self._cfg.layers
+
+    @property
+    def computes(self) -> bool:
+        """Whether a chunk can be computed by itself, between others that are loaded."""
+        return True
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what a context has besides its whole chunks."""
+        return 0
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -326,6 +337,7 @@ def origin_of(engine: Engine, chunks: ChunkIO) -> Origin:
         dtype=options.cache_dtype,
         heads=chunks.heads,
         head_width=chunks.head_width,
+        state_bytes=states_bytes(chunks.runner.cfg),
     )
 
 

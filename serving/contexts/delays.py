@@ -22,6 +22,7 @@ from serving.host.direct_io import PieceReader, Storage, aligned
 _SIZES_BYTES = (1 << 14, 1 << 18, 1 << 20)
 _REPEATS = 5
 _TIMED = "timed"
+_NEVER_MS = 1e9
 # Per byte: the slowest storage of phones, eMMC 5.1 (250 MB/s, 11,000 reads per second: Samsung's press
 # release of the 512 GB eUFS 3.1, 17 March 2020).
 UNMEASURED_READ = Delay(fixed_ms=1000 / 11_000, per_unit_ms=1e3 / 250e6)
@@ -74,7 +75,9 @@ def measure_read(folder: Path, storage: Storage) -> Delay:
 
 def measure_compute(chunk_io: ChunkIO) -> Delay:
     """Times one layer over each number of chunks that has a bucket; also over fewer, where a bucket's time is
-    that of its chunks."""
+    that of its chunks. Where no chunk can be computed by itself, it takes `_NEVER_MS`."""
+    if not chunk_io.computes:
+        return Delay(fixed_ms=0.0, per_unit_ms=_NEVER_MS)
     options, counts = chunk_io.runner.options, chunk_io.runner.options.recomputed_chunks
     if options.exact_chunks:
         counts = tuple(sorted({1, *counts, max(1, counts[-1] // 4)}))

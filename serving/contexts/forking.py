@@ -29,6 +29,9 @@ def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
       CheckpointError: it cannot be written.
     """
     count = min(tokens // record.origin.chunk_tokens, len(record.bits))
+    if record.state_tokens:
+        # States are of all their tokens, or of none.
+        count = len(record.bits) if tokens >= record.state_tokens else 0
     made = contexts.create(record.app, level=record.origin.level)
     try:
         first = dataclasses.replace(
@@ -37,6 +40,7 @@ def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
             source=record.source if tokens else (),
             mass=record.mass[:count],
             seen=record.seen[:count],
+            state_tokens=record.state_tokens if count else 0,
         )
         contexts.store.wait(record.name)
         wanted = dict(enumerate(record.bits[:count]))
@@ -54,7 +58,7 @@ def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
 
 def _stored(contexts: Contexts, record: Record, count: int, linked: Linked) -> Chunks:
     """The first chunks of a context that are on storage, but for those that are linked."""
-    tokens = count * record.origin.chunk_tokens
+    tokens = record.state_tokens or count * record.origin.chunk_tokens
     try:
         there = contexts.store.record(record.name)
         if there.tokens[:tokens] != record.tokens[:tokens]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache
-from jaxllm.kv.codecs import RAW, WIDTHS
+from jaxllm.kv.codecs import RAW, STATE, WIDTHS
 from jaxllm.kv.recompute import LOST
 from jaxllm.kv.tolerance import allocate, chunk_mass, sightings
 from serving.contexts.chunk_io import ChunkIO
@@ -125,6 +125,8 @@ def ended_record(
     """
     if session.cache is None:
         return agreeing_record(before, tokens, chunk_io.chunk_tokens)
+    if session.state_tokens is not None:
+        return _record_with_states(before, tokens, session, chunk_io.chunk_tokens)
     return grown_record(
         before.beside(resident),
         chunk_io,
@@ -136,10 +138,25 @@ def ended_record(
     )
 
 
+def _record_with_states(before: Record, tokens: Sequence[int], session: Session, chunk_tokens: int) -> Record:
+    """A context's record after a call of a model with state layers. Where the states have gone beyond its
+    tokens, as after a stop string, the states that are stored stay, and the next call goes on from them."""
+    count = session.state_tokens
+    if not count or len(session.tokens) != count or session.tokens != list(tokens[:count]):
+        return agreeing_record(before, tokens, chunk_tokens)
+    bits = (*[RAW] * (count // chunk_tokens), STATE)
+    none = (0.0,) * len(bits)
+    return dataclasses.replace(
+        before, tokens=tuple(tokens), bits=bits, mass=none, seen=none, state_tokens=count
+    )
+
+
 def slid_record(record: Record, *, chunk_tokens: int, most: int) -> Record:
     """The rest of a context that drops its middle before a call: its first chunk and its newest tokens,
     `most` together. The newest are computed again at their new positions (see `serving.sliding`)."""
     tokens = slid(record.tokens, sink_tokens=chunk_tokens, most=most)
+    if record.state_tokens:
+        return dataclasses.replace(record.cut(0), tokens=tuple(tokens))
     first = {field: getattr(record, field)[:1] for field in ("bits", "mass", "seen", "files")}
     return dataclasses.replace(record, tokens=tuple(tokens), **first)
 
@@ -157,7 +174,7 @@ def position_mass(cache: KVCache, chunk_tokens: int) -> np.ndarray:
 def most_bytes(chunk_io: ChunkIO, options: ContextOptions, chunks: int) -> int:
     """The most bytes that so many chunks of a context take, whatever their widths."""
     if chunk_io.widths == (RAW,):
-        return chunks * chunk_io.chunk_bytes(RAW)
+        return chunks * chunk_io.chunk_bytes(RAW) + chunk_io.state_bytes
     wanted = int(options.ratio * chunk_io.reference_bytes * chunks + _ROUNDING)
     return min(wanted, chunks * max(chunk_io.chunk_bytes(bits) for bits in WIDTHS))
 
@@ -216,7 +233,11 @@ def _attended(
 
 def agreeing_record(before: Record, tokens: Sequence[int], chunk_tokens: int) -> Record:
     """The record of a context whose tokens changed, with those of its chunks whose tokens are the same."""
-    count = min(len(before.bits), _agreed(before.tokens, tokens) // chunk_tokens)
+    common = _agreed(before.tokens, tokens)
+    if before.state_tokens:
+        kept = before if common >= before.state_tokens else before.cut(0)
+        return dataclasses.replace(kept, tokens=tuple(tokens))
+    count = min(len(before.bits), common // chunk_tokens)
     kept = {field: getattr(before, field)[:count] for field in ("bits", "mass", "seen", "files")}
     return dataclasses.replace(before, tokens=tuple(tokens), **kept)
 

@@ -2,6 +2,7 @@
 tokens."""
 
 import concurrent.futures
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -69,8 +70,11 @@ class ChunkLoader:
         chunk_io, (name, there), session = levels[turn.base.origin.level], last, turn.session
         same = name == turn.record.name and there.weights_version == chunk_io.runner.weights_version
         same = same and turn.base.source == (there.source or ())
+        # States that have gone beyond the tokens are of no use; those on storage may be.
+        same = same and there.state_tokens in (None, len(there.tokens))
         if same and not _outgrown(chunk_io, turn, there):
             session.tokens, session.cache = there.take()
+            session.state_tokens = there.state_tokens
             session.weights_version, session.chunks = there.weights_version, there.chunks
             session.source = there.source
             return Restoration(resident=len(turn.base.bits), cached=True)
@@ -100,7 +104,7 @@ class ChunkLoader:
                 return _swapped(turn, chunk_io, _sourced(runner, cache, turn.base), made)
             cache = chunk_io.behind(cache, None, 0)
         for attempt in range(2):
-            base = turn.base = turn.base.before_lost_rows(runner.cfg.vocab_size)
+            base = turn.base = turn.base.restorable(runner.cfg.vocab_size)
             # Chunks that are computed again attend to the source.
             cache = _sourced(runner, runner.start(tokens) if attempt else cache, base)
             resident = self._resident(name, base)
@@ -118,7 +122,7 @@ class ChunkLoader:
                     resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
                     reader=Reader(self._store.open(source, wanted).read if wanted else _nothing, self._pool),
                     # Chunks with rows are read: rows are no tokens, to be computed from.
-                    delays=self._delays[runner.level] if self._recompute and not base.rows else None,
+                    delays=self._delays[runner.level] if self._recomputes(chunk_io, base) else None,
                     new=self._new_tokens(turn, chunk_io),
                 )
             except CheckpointError:
@@ -133,6 +137,10 @@ class ChunkLoader:
             return back.how
         raise AssertionError("either of two attempts returns or raises")
 
+    def _recomputes(self, chunk_io: ChunkIO, base: Record) -> bool:
+        """Whether chunks that are on storage may be computed instead."""
+        return self._recompute and chunk_io.computes and not base.rows
+
     def _take(self, turn: Turn, chunk_io: ChunkIO, back: Restored) -> None:
         """Gives a restored context to a call's session, and to memory what was read."""
         name, base, session, cache = turn.record.name, turn.base, turn.session, back.cache
@@ -145,7 +153,10 @@ class ChunkLoader:
             cache = chunk_io.behind(cache, session.chunks, len(base.bits))
         session.cache, session.weights_version = cache, chunk_io.runner.weights_version
         session.source = base.source or None
-        session.tokens = list(base.tokens[: len(base.bits) * chunk_io.chunk_tokens])
+        session.tokens = list(base.tokens[: base.cached_tokens])
+        if cache.states is not None:
+            session.state_tokens = base.cached_tokens
+            session.cache = dataclasses.replace(cache, length=np.int32(base.cached_tokens))  # pyright: ignore
         if back.fed is not None:
             session.tokens += turn.sequence[len(session.tokens) :][: back.how.fed_tokens]
             session.fed = back.fed

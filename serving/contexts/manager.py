@@ -61,6 +61,10 @@ class Contexts(ContextRegistry):
         turn = next(each for each in self._claims.running() if each.session is session)
         cache = session.cache
         assert cache is not None
+        if cache.states is not None:
+            # They begin anew, and with them all chunks.
+            turn.base = turn.base.cut(0)
+            return
         chunk_io = self._chunk_io[turn.base.origin.level]
         first = first if turn.counted_from is None else turn.counted_from
         mass = position_mass(cache, chunk_io.chunk_tokens)
@@ -281,15 +285,18 @@ class Contexts(ContextRegistry):
         coded: Mapping[int, Stored] = {}
         ready: Callable[[], object] | None = None
         there = {n: (each.bits, each.blobs) for n, each in self.memory.chunks(name).items()}
-        if session.cache is not None:
+        # Other states take the place of those that are there.
+        states = {len(record.bits) - 1} if record.state_tokens != before.state_tokens else set()
+        stale = bool(record.state_tokens) and not states
+        if session.cache is not None and not stale:
             # Chunks that were computed again at the same width are on storage already.
-            wanted = {n: bits for n, bits in enumerate(record.bits) if resident.get(n) != bits}
+            wanted = {n: bits for n, bits in enumerate(record.bits) if resident.get(n) != bits or n in states}
             if wanted and self.options.writing == "background":
                 encoding = self._encoder.later(chunk_io, name, session.cache, wanted, there)
                 coded, ready = encoding.chunks, encoding.require
             elif wanted:
                 coded = chunk_io.encode(session.cache, wanted, there)
-        changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)}
+        changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)} | states
         source, linked = turn.source, {}
         if source:
             same = {n: bits for n, bits in enumerate(record.bits) if n not in changed}
@@ -319,7 +326,7 @@ class Contexts(ContextRegistry):
         # From here on memory agrees with the store.
         self._claims.changed(turn, record)
         if session.cache is not None:
-            session.cache = session.cache.at_rest()
+            session.cache = session.cache if session.cache.mass is None else session.cache.at_rest()
             self._last = (name, session)
         return record
 

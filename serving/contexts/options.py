@@ -18,7 +18,7 @@ class ContextOptions:
 
     Attributes:
       folder: of the store, made if missing; for one process at a time.
-      budget_bytes: most bytes of all chunks in memory; the cache of the running context comes on top.
+      budget_bytes: most bytes of all chunks in memory; caches of contexts that run come on top.
       ratio: bytes of a context's chunks, scales included, relative to the same tokens at 8 bits with a low
         and a scale per channel of 16 tokens; above 0 and at most 1. The codec and the length of chunks decide
         how low it may be: 0.4 for "channel" in chunks of 16 tokens, where 4 bits take 0.6, and 0.25 in

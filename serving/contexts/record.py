@@ -9,11 +9,11 @@ from types import MappingProxyType
 import numpy as np
 import xxhash
 
-from jaxllm.kv.codecs import ChunkFormat, ChunkShape
+from jaxllm.kv.codecs import RAW, STATE, ChunkFormat, ChunkShape
 from jaxllm.kv.recompute import LOST
 
 # Fields of an origin that follow from others, and from the kernels that read chunks.
-_LAYOUT = ("heads", "head_width")
+_LAYOUT = ("heads", "head_width", "state_bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class Origin:
       heads: kv heads in chunks of each layer: those of the level where native kernels read them, else those
         of the buckets' caches.
       head_width: of each head (H).
+      state_bytes: of the states, where a model has state layers: its chunks have the attention layers alone,
+        all in one blob (see `serving.contexts.state_chunks`). 0 of other models.
     """
 
     model: str
@@ -41,6 +43,7 @@ class Origin:
     dtype: str
     heads: tuple[int, ...]
     head_width: int
+    state_bytes: int = 0
 
     @functools.cached_property
     def layer_bytes(self) -> Mapping[int, tuple[int, ...]]:
@@ -52,17 +55,23 @@ class Origin:
             )
             for heads in self.heads
         ]
+        if self.state_bytes:
+            whole = sum(each[RAW] for each in sizes)
+            return MappingProxyType({RAW: (whole,), STATE: (whole + self.state_bytes,)})
         return MappingProxyType({bits: tuple(each[bits] for each in sizes) for bits in form.widths})
 
     def facts(self) -> dict[str, object]:
         """Its fields as JSON values."""
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if not self.state_bytes:
+            # Sources of chunks that were stored before stay as they are.
+            del facts["state_bytes"]
         return {**facts, "heads": list(self.heads)}
 
     def differing(self, other: "Origin") -> tuple[str, ...]:
         """Names of the fields in which `other` differs; those of the layout where no other does."""
-        ours, theirs = self.facts(), other.facts()
-        found = tuple(each for each in ours if ours[each] != theirs[each])
+        names = [field.name for field in dataclasses.fields(self)]
+        found = tuple(each for each in names if getattr(self, each) != getattr(other, each))
         return tuple(each for each in found if each not in _LAYOUT) or found
 
 
@@ -78,6 +87,9 @@ class Record:
         encoder-decoder those of its decoder.
       source: of an encoder-decoder, the tokens that its encoder reads: its first turn's.
       bits: width of each chunk in order, or `LOST`; tokens after the last chunk are computed again.
+      state_tokens: where a model has state layers, the tokens that the states have gone through: the last
+        chunk, of width `STATE`, has them; without it, or another chunk, all tokens are computed again. 0
+        where there are none.
       mass: attention that the tokens of each chunk got so far.
       seen: the most attention they could have got (see `jaxllm.kv.tolerance`).
       files: name of each chunk's segment; empty where the chunk is lost.
@@ -107,6 +119,12 @@ class Record:
     tokenizer: str = ""
     used: int = 0
     created_s: int = 0
+    state_tokens: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many tokens a cache has that all chunks are loaded into."""
+        return self.state_tokens or len(self.bits) * self.origin.chunk_tokens
 
     @property
     def segments(self) -> tuple[str, ...]:
@@ -131,12 +149,18 @@ class Record:
         for row in rows:
             digest.update(row.tobytes())
             found.append(digest.hexdigest())
+        if self.state_tokens:
+            whole = self.state_tokens // size
+            digest = xxhash.xxh3_64(json.dumps(self.origin.facts(), sort_keys=True).encode())
+            digest.update(np.asarray([STATE, *self.tokens[: self.state_tokens]], "<u4").tobytes())
+            found[whole:] = [digest.hexdigest()]
         return tuple(found)
 
     def agrees(self, other: "Record") -> bool:
         """Whether chunks of this record are those of `other`, wherever they are stored."""
         return all(
-            getattr(self, each) == getattr(other, each) for each in ("origin", "source", "tokens", "bits")
+            getattr(self, each) == getattr(other, each)
+            for each in ("origin", "source", "tokens", "bits", "state_tokens")
         )
 
     def moved(self, origin: Origin) -> "Record":
@@ -144,13 +168,19 @@ class Record:
         return dataclasses.replace(self.cut(0), origin=origin, checksums=self._checksums_of({self.rows}))
 
     def cut(self, chunks: int) -> "Record":
-        """This record with its first chunks; the tokens behind them are computed again."""
+        """This record with its first chunks; the tokens behind them are computed again: all where there are
+        states, which are of all chunks."""
+        state_tokens = self.state_tokens if chunks >= len(self.bits) else 0
+        chunks = chunks if state_tokens == self.state_tokens else 0
         first = {field: getattr(self, field)[:chunks] for field in ("bits", "mass", "seen", "files")}
-        return dataclasses.replace(self, **first)
+        return dataclasses.replace(self, state_tokens=state_tokens, **first)
 
-    def before_lost_rows(self, vocab_size: int) -> "Record":
-        """This record up to the first lost chunk that has rows in place of tokens: it is not computed by
-        itself, and all from there on are computed as a prompt is, with their rows."""
+    def restorable(self, vocab_size: int) -> "Record":
+        """This record up to the first chunk that is lost and is not computed by itself: one with rows in
+        place of tokens, behind which all are computed as a prompt is, with their rows; or any where there are
+        states, which nothing but the first token gives again."""
+        if self.state_tokens and LOST in self.bits:
+            return self.cut(0)
         size = self.origin.chunk_tokens
         for place, bits in enumerate(self.bits):
             own = self.tokens[place * size : (place + 1) * size]

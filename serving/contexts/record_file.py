@@ -4,10 +4,10 @@
                        record as JSON; one of them is enough
     record.previous    the record before, used where `record` is lost
 
-In an encrypted record (version 9) the text is encrypted (`encryption`), with its key's id and its salt. Older
-ones are read, too: those of versions 6 and 7 (encrypted) lack source and rows, those of versions 4 and 5
-(encrypted) also the tokenizer, those of versions 2 and 3 (encrypted) also the time at which the context was
-made.
+In an encrypted record (version 9) the text is encrypted (`encryption`), with its key's id and its salt. Those
+of contexts with states are of version 10, and 11 (encrypted). Older ones are read, too: those of versions 6
+and 7 (encrypted) lack source and rows, those of versions 4 and 5 (encrypted) also the tokenizer, those of
+versions 2 and 3 (encrypted) also the time at which the context was made.
 
 Files that storage refuses or that a newer version wrote raise `Unreadable` and stay in place. Anything else
 that is not a record of this folder's context is damaged.
@@ -26,7 +26,7 @@ import xxhash
 
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
 from jaxllm.files.atomic import atomic_file
-from jaxllm.kv.codecs import CODECS, ChunkFormat
+from jaxllm.kv.codecs import CODECS, STATE, ChunkFormat
 from jaxllm.kv.recompute import LOST
 from jaxllm.text.tokenizer import MAX_TOKEN_ID
 from serving.contexts.encryption import SALT_BYTES, NotOpened, Vault
@@ -44,21 +44,25 @@ from serving.contexts.root import (
 )
 
 VERSION, SEALED_VERSION = 8, 9
+STATE_VERSION, SEALED_STATE_VERSION = 10, 11
 # What records of older versions lack.
 _LACKING: Mapping[int, Mapping[str, Any]] = {
-    2: {"created_s": 0, "tokenizer": "", "source": [], "rows": ""},
-    3: {"created_s": 0, "tokenizer": "", "source": [], "rows": ""},
-    4: {"tokenizer": "", "source": [], "rows": ""},
-    5: {"tokenizer": "", "source": [], "rows": ""},
-    6: {"source": [], "rows": ""},
-    7: {"source": [], "rows": ""},
+    2: {"created_s": 0, "tokenizer": "", "source": [], "rows": "", "state_tokens": 0},
+    3: {"created_s": 0, "tokenizer": "", "source": [], "rows": "", "state_tokens": 0},
+    4: {"tokenizer": "", "source": [], "rows": "", "state_tokens": 0},
+    5: {"tokenizer": "", "source": [], "rows": "", "state_tokens": 0},
+    6: {"source": [], "rows": "", "state_tokens": 0},
+    7: {"source": [], "rows": "", "state_tokens": 0},
+    VERSION: {"state_tokens": 0},
+    SEALED_VERSION: {"state_tokens": 0},
 }
-_SEALED_VERSIONS = (3, 5, 7, SEALED_VERSION)
+_SEALED_VERSIONS = (3, 5, 7, SEALED_VERSION, SEALED_STATE_VERSION)
 MOST_USED = 1 << 53
 _COPIES = 2
 _MOST_BYTES = 1 << 26
 _MOST_TEXT = 1 << 10
 _MOST_ATTENTION = 1e18
+_MOST_STATE_BYTES = 1 << 31
 _DTYPES = ("float32", "float16", "bfloat16")
 # Names in the file, where they differ from the fields'.
 _FILE_NAMES = {"checksums": "tables"}
@@ -110,7 +114,10 @@ def write_record(
     path = folder / RECORD
     try:
         with atomic_file(path, flush=flush) as file:
-            file.write(encoded(record) if vault is None else _sealed(encoded_body(record), folder, vault))
+            if vault is None:
+                file.write(encoded(record))
+            else:
+                file.write(_sealed(encoded_body(record), folder, vault, states=bool(record.state_tokens)))
             file.flush()
             if flush:
                 os.fsync(file.fileno())
@@ -130,7 +137,7 @@ def encoded(record: Record) -> bytes:
     Raises:
       CheckpointError: see `encoded_body`.
     """
-    return signed(encoded_body(record))
+    return signed(encoded_body(record), STATE_VERSION if record.state_tokens else VERSION)
 
 
 def encoded_body(record: Record) -> str:
@@ -143,6 +150,8 @@ def encoded_body(record: Record) -> str:
     names = [field.name for field in dataclasses.fields(record)]
     facts = {_FILE_NAMES.get(name, name): getattr(record, name) for name in names}
     facts |= {"origin": record.origin.facts(), _FILE_NAMES["checksums"]: dict(record.checksums)}
+    if not record.state_tokens:
+        del facts["state_tokens"]
     try:
         return json.dumps(facts, separators=(",", ":"), sort_keys=True, allow_nan=False)
     except ValueError as error:
@@ -151,10 +160,10 @@ def encoded_body(record: Record) -> str:
         ) from error
 
 
-def _sealed(body: str, folder: Path, vault: Vault) -> bytes:
+def _sealed(body: str, folder: Path, vault: Vault, *, states: bool = False) -> bytes:
     seal = vault.new_seal(folder.parent.name)
     text = base64.b64encode(seal.salt + seal.sealed(0, body.encode(), folder.name)).decode()
-    return signed(f"{seal.key_id}:{text}", SEALED_VERSION)
+    return signed(f"{seal.key_id}:{text}", SEALED_STATE_VERSION if states else SEALED_VERSION)
 
 
 def _unsealed(body: str, folder: Path, vault: Vault | None) -> str:
@@ -263,9 +272,10 @@ def _of_line(line: bytes, path: Path, vault: Vault | None) -> Record:
     try:
         whole = json.loads(line)
         version = whole["version"]
-        if type(version) is int and not min(_LACKING) <= version <= SEALED_VERSION:
+        if type(version) is int and not min(_LACKING) <= version <= SEALED_STATE_VERSION:
             raise Unreadable(
-                f"{path} is of version {version!s:.20}, this jaxllm reads {min(_LACKING)} to {SEALED_VERSION}"
+                f"{path} is of version {version!s:.20}, this jaxllm reads {min(_LACKING)} to "
+                f"{SEALED_STATE_VERSION}"
             )
         body = whole["record"]
         if xxhash.xxh3_128_hexdigest(body.encode(errors="surrogatepass")) != whole["xxh3_128"]:
@@ -296,9 +306,17 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
     origin = _origin_of(facts["origin"])
     form = ChunkFormat.named(origin.codec, origin.chunk_tokens)
     tokens, source = (_row(facts, name, _is_token) for name in ("tokens", "source"))
-    bits = _row(facts, "bits", lambda each: type(each) is int and each in (LOST, *form.widths))
+    state_tokens = facts["state_tokens"]
+    _require("state_tokens", type(state_tokens) is int and 0 <= state_tokens <= len(tokens))
+    _require("state_tokens", not state_tokens or bool(origin.state_bytes))
+    widths = (LOST, *form.widths, *((STATE,) if state_tokens else ()))
+    bits = _row(facts, "bits", lambda each: type(each) is int and each in widths)
     count = len(bits)
-    _require("bits", count <= len(tokens) // origin.chunk_tokens)
+    if origin.state_bytes:
+        _require("bits", count == (state_tokens // origin.chunk_tokens + 1 if state_tokens else 0))
+        _require("bits", STATE not in bits[:-1] and bits[-1:] in ((), (LOST,), (STATE,)))
+    else:
+        _require("bits", count <= len(tokens) // origin.chunk_tokens)
     mass = _row(facts, "mass", _is_attention, count)
     seen = _row(facts, "seen", _is_attention, count)
     files = _row(facts, "files", lambda each: each == "" or _is_segment(each), count)
@@ -316,12 +334,14 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
         name=name, app=facts["app"], origin=origin, tokens=tokens, source=source, bits=bits, mass=mass,
         seen=seen, files=files, checksums=checksums, rows=rows, pinned=facts["pinned"],
         tokenizer=facts["tokenizer"], used=facts["used"],
-        created_s=facts["created_s"],
+        created_s=facts["created_s"], state_tokens=state_tokens,
     )  # fmt: skip
 
 
 def _origin_of(facts: Any) -> Origin:
-    _require("origin", isinstance(facts, dict) and facts.keys() == _ORIGIN_FIELDS)
+    _require("origin", isinstance(facts, dict))
+    facts = {"state_bytes": 0, **facts}
+    _require("origin", facts.keys() == _ORIGIN_FIELDS)
     _require("model", _is_text(facts["model"]))
     _require("adapter", _is_text(facts["adapter"]))
     _require("level", _is_count(facts["level"], 100))
@@ -331,6 +351,9 @@ def _origin_of(facts: Any) -> Origin:
     heads = _row(facts, "heads", lambda each: _is_count(each, 1 << 16))
     _require("heads", 0 < len(heads) <= 1 << 12)
     _require("head_width", _is_count(facts["head_width"], 1 << 16) and facts["head_width"] % 4 == 0)
+    state_bytes = facts["state_bytes"]
+    _require("state_bytes", type(state_bytes) is int and 0 <= state_bytes <= _MOST_STATE_BYTES)
+    _require("state_bytes", not state_bytes or facts["codec"] == "raw")
     return Origin(**{**facts, "heads": heads})
 
 

@@ -19,6 +19,7 @@ from serving.contexts.options import ContextOptions
 from serving.contexts.pending_errors import PendingErrors
 from serving.contexts.pins import require_share
 from serving.contexts.record import Record
+from serving.contexts.state_chunks import chunk_io_of
 from serving.contexts.store import ContextStore
 from serving.contexts.writing import ChunkWriter
 from serving.engine import Engine
@@ -73,7 +74,7 @@ class ContextRegistry:
             self._delays: dict[int, Delays] = {}
             self._loader = ChunkLoader(self.store, self.memory, self._delays, options)
             kept = kept_by(engine)
-            self._chunk_io = {level: ChunkIO(engine.runner_at(level), kept) for level in engine.levels}
+            self._chunk_io = {level: chunk_io_of(engine.runner_at(level), kept) for level in engine.levels}
             read_delay = measure_read(self.store.root, options.storage)
             for level, chunk_io in self._chunk_io.items():
                 require_ratio(chunk_io, options)

@@ -26,7 +26,7 @@ import xxhash
 
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
 from jaxllm.files.atomic import atomic_file
-from jaxllm.kv.codecs import RAW, WIDTHS
+from jaxllm.kv.codecs import RAW, STATE, WIDTHS
 from serving.contexts.blobs import copied_blob
 from serving.contexts.encryption import ID_DIGITS, SALT_BYTES, TAG_BYTES, NotOpened, Seal, Vault
 from serving.host.direct_io import PAGE, PieceReader, ScratchMemory, Storage, pages_bytes
@@ -371,7 +371,7 @@ def _is_chunk(each: Any) -> bool:
         type(number) is int
         and 0 <= number < _MOST_CHUNKS
         and type(bits) is int
-        and bits in (RAW, *WIDTHS)
+        and bits in (RAW, STATE, *WIDTHS)
         and type(source) is str
     )
 

@@ -104,6 +104,9 @@ def share_resident(store: ContextStore, memory: ChunkMemory, name: str, wanted: 
 def _common_chunks(record: Record, prompt: Sequence[int]) -> int:
     """The first whole chunks that a context has of a prompt, its last token left out."""
     size = record.origin.chunk_tokens
+    if record.state_tokens:
+        # Its chunks are of no use without its states, which are of all its tokens.
+        return 0
     kept = record.bits.index(LOST) if LOST in record.bits else len(record.bits)
     most = size * min(kept, (len(prompt) - 1) // size)
     if most == 0 or list(record.tokens[:size]) != list(prompt[:size]):

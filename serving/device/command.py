@@ -11,6 +11,7 @@ import click
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
+from jaxllm.kv.codecs import RAW, WIDTHS
 from jaxllm.option_types import Level, Size
 from jaxllm.text.prompts import Prompt
 from serving.answer import Answer
@@ -43,7 +44,7 @@ class _Choice:
 
     Attributes:
       folder: of programs.
-      threads, memory_bytes, drafts, machine_code: see `open_device`.
+      threads, memory_bytes, drafts, machine_code, processors: see `open_device`.
       adapter: name of the adapter that answers; None for none.
       imported_ms: age of the process when everything was imported; None where the system does not tell.
     """
@@ -53,6 +54,7 @@ class _Choice:
     memory_bytes: int
     drafts: SpeculationOptions | None
     machine_code: bool
+    processors: int
     adapter: str | None
     imported_ms: float | None
 
@@ -65,29 +67,34 @@ class _Choice:
             memory_bytes=self.memory_bytes,
             drafts=self.drafts,
             machine_code=self.machine_code,
+            processors=self.processors,
         )
         engine.set_adapter(self.adapter)
         return engine
 
-    def serve(self, contexts: Path | None, budget_bytes: int) -> DeviceService:
+    def serve(self, contexts: Path | None, budget_bytes: int, context_bits: int) -> DeviceService:
         """The service, with contexts where there is a folder for them."""
         with progress_bars() as progress:
-            service = DeviceService.open(
-                self.folder,
+            return DeviceService.over(
+                self.open(),
                 threads=self.threads,
-                memory_bytes=self.memory_bytes,
-                drafts=self.drafts,
                 contexts=contexts,
                 budget_bytes=budget_bytes,
-                machine_code=self.machine_code,
+                context_bits=context_bits,
                 progress=progress,
             )
-        service.set_adapter(self.adapter)
-        return service
 
 
 def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --contexts and --budget, passed to the command as `folder` and `budget_bytes`."""
+    """Adds --contexts, --budget and --context-bits, passed to the command as `folder`, `budget_bytes` and
+    `context_bits`."""
+    bits = click.option(
+        "--context-bits",
+        type=click.Choice([RAW, *WIDTHS]),
+        default=RAW,
+        help="Bits of stored values, by programs of the folder (jaxllm export --codec); 0 for the cache as "
+        "it is.  [default: 0]",
+    )
     budget = click.option(
         "--budget",
         "budget_bytes",
@@ -102,7 +109,7 @@ def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="DIR",
         help="Keep contexts there.",
     )
-    return place(budget(command))
+    return place(budget(bits(command)))
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -134,6 +141,12 @@ def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "would a library.",
 )
 @click.option(
+    "--processors",
+    type=click.IntRange(1, 2),
+    default=1,
+    help="2 runs the stages of a w8a8 folder (--stages) on two groups of cores, out of order.  [default: 1]",
+)
+@click.option(
     "--adapter",
     metavar="NAME",
     help="Answer with this adapter, which was exported with the model (--adapter-input); `serve` takes it by "
@@ -147,9 +160,9 @@ def device(
     threads: int,
     memory_bytes: int,
     draft: str,
-    machine_code: bool,
     adapter: str | None,
     folder: Path,
+    **runs: Any,
 ) -> None:
     """Run the programs in FOLDER, which `jaxllm export --format device` wrote.
 
@@ -161,7 +174,13 @@ def device(
     """
     del debug
     context.obj = _Choice(
-        folder, threads, memory_bytes, speculation(draft), machine_code, adapter, process_age_ms()
+        folder=folder,
+        threads=threads,
+        memory_bytes=memory_bytes,
+        drafts=speculation(draft),
+        adapter=adapter,
+        imported_ms=process_age_ms(),
+        **runs,
     )
     if context.invoked_subcommand is None:
         context.invoke(chat_command)
@@ -221,6 +240,7 @@ def call_command(
     """Answer a prompt by a plan, or in a context that outlives calls."""
     slo, strict, app = (options.pop(each) for each in ("slo", "strict", "app"))
     folder, name, budget_bytes = (options.pop(each) for each in ("folder", "name", "budget_bytes"))
+    context_bits = options.pop("context_bits")
     task, config = options["task"], generation_config(options)
     if task and name is not None:
         raise click.UsageError("--task goes without --context")
@@ -229,7 +249,7 @@ def call_command(
     if name is not None and (slo or strict):
         raise click.UsageError("a context keeps its level: leave --slo and --strict out, or --context")
     text = read_text(None) if prompt is None else prompt
-    service = choice.serve(folder, budget_bytes)
+    service = choice.serve(folder, budget_bytes, context_bits)
     try:
         if name is None:
             asked = Prompt(user=text, system=instruction, task=task) if task else text
@@ -273,7 +293,9 @@ def profile_command(choice: _Choice, as_json: bool) -> None:
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="[default: 8000; 0: a free one]")
 @_context_options
 @click.pass_obj
-def serve_command(choice: _Choice, host: str, port: int, folder: Path | None, budget_bytes: int) -> None:
+def serve_command(
+    choice: _Choice, host: str, port: int, folder: Path | None, budget_bytes: int, context_bits: int
+) -> None:
     """Serve the model to the apps of this device over HTTP."""
     try:
         # Here, because no other command takes these packages.
@@ -284,7 +306,7 @@ def serve_command(choice: _Choice, host: str, port: int, folder: Path | None, bu
 
     identity = own_identity()
     with bound_to(host, port, identity) as listening:
-        backend = DeviceBackend(choice.serve(folder, budget_bytes))
+        backend = DeviceBackend(choice.serve(folder, budget_bytes, context_bits))
         click.echo(f"listening on http://{host}:{listening.getsockname()[1]}", err=True)
         serve(backend, listening, identity, (host,))
 
@@ -340,8 +362,8 @@ def _costs(choice: _Choice, engine: Engine[ProgramModel]) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "import_ms": None if choice.imported_ms is None else round(choice.imported_ms),
         "age_ms": None if age_ms is None else round(age_ms),
-        "weights_bytes": weights_bytes(manifest),
-        "planned_bytes": needed_bytes(manifest),
+        "weights_bytes": weights_bytes(manifest, staged=choice.processors > 1),
+        "planned_bytes": needed_bytes(manifest, staged=choice.processors > 1),
     }
     try:
         memory = process_memory()

@@ -3,10 +3,12 @@
     begin     the chunks of the context, from memory or from storage, become the beginning of a cache
     finish    the rows of new whole chunks go to storage and to memory, which stays within its budget
 
-Programs give no attention density, so chunks are the floats of the cache (`codecs.RAW`), and a restored
-context is the cache that was stored, to the bit. Tokens after the last whole chunk, and those from the first
-chunk on that storage lost, are computed again from the record's tokens. A chunk may leave memory at any time,
-because it is on storage when its call has ended.
+Programs give no attention density, so all chunks have one width. They are the floats of the cache
+(`codecs.RAW`), and a restored context is the cache that was stored, to the bit; or, where a width is asked
+for, what the folder's programs make of it at 8, 4 or 2 bits, which are the bytes of the live service's codec.
+Tokens after the last whole chunk, and those from the first chunk on that storage lost, are computed again
+from the record's tokens. A chunk may leave memory at any time, because it is on storage when its call has
+ended.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,15 +27,17 @@ from jaxllm.kv.eviction import find_policy
 from jaxllm.kv.recompute import LOST
 from jaxllm.models.rooms import require_decoder_alone, require_room
 from jaxllm.program_folder.arrays import KEYS, VALUES
+from jaxllm.program_folder.codecs import CHUNK_TOKENS
+from serving.contexts.blobs import Stored
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.record import Origin, Record
 from serving.contexts.store import ContextStore
 from serving.engine import Engine
+from serving.programs.codecs import encoded, loaded, require_codec_programs
 from serving.programs.model import ProgramModel
 from serving.request import Session
 from serving.server.facts import ContextFacts
 
-CHUNK_TOKENS = 16
 _CODEC = "raw"
 
 
@@ -67,6 +72,7 @@ class DeviceContexts:
         budget_bytes: int,
         policy: str = "lctru",
         quota_bytes: int = 0,
+        bits: int = RAW,
     ) -> None:
         """Opens the store.
 
@@ -76,16 +82,19 @@ class DeviceContexts:
           budget_bytes: most bytes of all chunks in memory; the cache of the running context comes on top.
           policy: what leaves memory first, by its name in `jaxllm.kv.eviction.POLICIES`.
           quota_bytes: most bytes of all files of the store; 0 for no limit.
+          bits: of stored values, which the folder has programs for; `RAW` for the floats of the cache.
 
         Raises:
           ConfigError: the store is in use or cannot be made, or an argument is out of its domain.
         """
         require_room(engine.cfg, "contexts")
         require_decoder_alone(engine.cfg, "contexts of programs", "run its bundle by jaxllm itself")
-        self.engine = engine
+        self.engine, self.bits, codec = engine, bits, _CODEC
+        if bits != RAW:
+            (codec,) = {require_codec_programs(engine.runner_at(each), bits) for each in engine.levels}
         self.memory = ChunkMemory(budget_bytes, find_policy(policy))
         self.store = ContextStore(folder, quota_bytes=quota_bytes)
-        self._origins = {level: _origin(engine, level) for level in engine.levels}
+        self._origins = {level: _origin(engine, level, codec) for level in engine.levels}
         self.running = ""
 
     def close(self) -> None:
@@ -142,7 +151,7 @@ class DeviceContexts:
         """
         record = dataclasses.replace(self.record(app, name), pinned=pinned)
         if pinned:
-            self.memory.require(name, len(record.bits) * sum(record.origin.layer_bytes[RAW]))
+            self.memory.require(name, len(record.bits) * self._chunk_bytes(record))
         record = self.store.commit(record)
         self.memory.pin(name, pinned)
         return record
@@ -158,7 +167,7 @@ class DeviceContexts:
             tokens=len(record.tokens),
             level=record.origin.level,
             pinned=record.pinned,
-            stored_bytes=sum(bits == RAW for bits in record.bits) * sum(record.origin.layer_bytes[RAW]),
+            stored_bytes=sum(sum(record.origin.layer_bytes[bits]) for bits in record.bits if bits != LOST),
             created_s=record.created_s,
             adapter=self.adapter_of(record),
         )
@@ -185,7 +194,7 @@ class DeviceContexts:
         """
         if self.running:
             raise ConfigError(f"the context {self.running} is answering; one call at a time runs in contexts")
-        chunk_bytes, name = sum(record.origin.layer_bytes[RAW]), record.name
+        chunk_bytes, name = self._chunk_bytes(record), record.name
         most = min(most_tokens, self.engine.options.context_tokens) // CHUNK_TOKENS
         self.memory.pin(name, record.pinned)
         self.memory.require(name, most * chunk_bytes)
@@ -193,7 +202,7 @@ class DeviceContexts:
         self.running = name
         try:
             read = self._read(record, faults)
-            resident = {number: each.blobs for number, each in self.memory.chunks(name).items()}
+            resident = {number: (each.bits, each.blobs) for number, each in self.memory.chunks(name).items()}
             there = {**resident, **read}
             # A cache has no gaps: what follows the first lost chunk is computed again, too.
             count = next((each for each in range(len(record.bits)) if each not in there), len(record.bits))
@@ -226,19 +235,23 @@ class DeviceContexts:
                 lost = [number for number in range(min(known, cached)) if record.bits[number] == LOST]
                 if new := [*lost, *range(known, cached)]:
                     runner = self.engine.runner_at(record.origin.level)
-                    rows = runner.rows(session.cache, CHUNK_TOKENS * cached)
-                    fresh = {number: _blobs(rows, number) for number in new}
+                    if self.bits == RAW:
+                        rows = runner.rows(session.cache, CHUNK_TOKENS * cached)
+                        fresh = {number: _blobs(rows, number) for number in new}
+                    else:
+                        cache: Any = session.cache
+                        fresh = encoded(runner, cache, new, self.bits)
             count = max(known, cached)
-            bits = tuple(RAW if n in fresh else record.bits[n] for n in range(count))
+            bits = tuple(self.bits if n in fresh else record.bits[n] for n in range(count))
             zeros = (0.0,) * count
             self.store.commit(
                 dataclasses.replace(record, tokens=tuple(sequence), bits=bits, mass=zeros, seen=zeros),
-                {number: (RAW, blobs) for number, blobs in fresh.items()},
+                {number: (self.bits, blobs) for number, blobs in fresh.items()},
             )
             for number, blobs in fresh.items():
                 # Chunks that do not fit beside pinned ones stay on storage only.
                 with contextlib.suppress(BudgetExceeded):
-                    self.memory.load(record.name, number, RAW, blobs)
+                    self.memory.load(record.name, number, self.bits, blobs)
         finally:
             self.end(record)
 
@@ -247,7 +260,12 @@ class DeviceContexts:
         self.running = ""
         self.memory.release(record.name)
 
-    def _read(self, record: Record, faults: Sequence[int]) -> dict[int, tuple[np.ndarray, ...]]:
+    def _chunk_bytes(self, record: Record) -> int:
+        """Most bytes of a chunk: that of this service's width, or of a width of an earlier one."""
+        sizes = record.origin.layer_bytes
+        return max(sum(sizes[bits]) for bits in {self.bits, *record.bits} - {LOST})
+
+    def _read(self, record: Record, faults: Sequence[int]) -> dict[int, Stored]:
         """The missing chunks that storage has whole; those that fit are in memory from here on."""
         try:
             found = self._blobs_of(record, faults)
@@ -255,10 +273,11 @@ class DeviceContexts:
             # Damaged chunks are marked as lost, and their tokens are computed again.
             record = self.store.repair(record.name)
             found = self._blobs_of(record, faults)
-        for number, blobs in found.items():
+        coded: dict[int, Stored] = {number: (record.bits[number], blobs) for number, blobs in found.items()}
+        for number, (bits, blobs) in coded.items():
             with contextlib.suppress(BudgetExceeded):
-                self.memory.load(record.name, number, RAW, blobs)
-        return found
+                self.memory.load(record.name, number, bits, blobs)
+        return coded
 
     def _blobs_of(self, record: Record, faults: Sequence[int]) -> dict[int, tuple[np.ndarray, ...]]:
         stored = [each for each in faults if record.bits[each] != LOST and record.files[each]]
@@ -268,10 +287,21 @@ class DeviceContexts:
         layers = [opened.read(layer, stored) for layer in range(opened.layers)]
         return {number: tuple(layer[place] for layer in layers) for place, number in enumerate(stored)}
 
-    def _fill(self, record: Record, session: Session, chunks: Sequence[Sequence[np.ndarray]]) -> None:
+    def _fill(self, record: Record, session: Session, chunks: Sequence[Stored]) -> None:
         if not chunks:
             return
         runner = self.engine.runner_at(record.origin.level)
+        tokens = list(record.tokens[: CHUNK_TOKENS * len(chunks)])
+        if self.bits == RAW:
+            session.cache = runner.restored(self._rows(record, [blobs for _, blobs in chunks]), len(tokens))
+        else:
+            numbered = [(number, *each) for number, each in enumerate(chunks)]
+            cache: Any = loaded(runner, runner.start(len(tokens)), numbered)
+            session.cache = cache.after(cache.caches, len(tokens))
+        session.tokens, session.weights_version = tokens, runner.weights_version
+
+    def _rows(self, record: Record, chunks: Sequence[Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
+        """The rows of a cache by the raw chunks that it begins with."""
         rows: dict[str, np.ndarray] = {}
         for layer, heads in enumerate(record.origin.heads):
             shape = (2, heads, CHUNK_TOKENS, record.origin.head_width)
@@ -279,12 +309,10 @@ class DeviceContexts:
                 [each[layer].view(record.origin.dtype).reshape(shape) for each in chunks], axis=2
             )
             rows[KEYS.format(layer)], rows[VALUES.format(layer)] = sides[:1], sides[1:]
-        tokens = list(record.tokens[: CHUNK_TOKENS * len(chunks)])
-        session.cache, session.tokens = runner.restored(rows, len(tokens)), tokens
-        session.weights_version = runner.weights_version
+        return rows
 
 
-def _origin(engine: Engine[ProgramModel], level: int) -> Origin:
+def _origin(engine: Engine[ProgramModel], level: int, codec: str) -> Origin:
     """The origin of caches of a level: of these very programs, because others round differently."""
     manifest, cfg = engine.model.executor.manifest, engine.runner_at(level).cfg
     files = {name: each.xxh3_128 for name, each in sorted(manifest.files.items())}
@@ -293,7 +321,7 @@ def _origin(engine: Engine[ProgramModel], level: int) -> Origin:
         model=hashlib.sha256(facts.encode()).hexdigest(),
         level=level,
         adapter="",
-        codec=_CODEC,
+        codec=codec,
         chunk_tokens=CHUNK_TOKENS,
         dtype=manifest.cache_dtype,
         heads=tuple(cfg.units(layer).kv_heads for layer in range(cfg.layers)),

@@ -40,8 +40,12 @@ def choose(logits: np.ndarray, state: SamplerState) -> int:
             return _if_finite(logits, int(logits.argmax()))
         # Relative to the largest, so that division by a small temperature gives no positive infinity.
         kept = filtered((logits - logits.max()) / np.float32(state.temperature), state)
-        noise = gumbel_noise(np.asarray(state.seed), int(state.drawn), len(kept))
-        return _if_finite(kept, int((kept + noise).argmax()))
+        # Noise is most of the work, and each token's is its own: for tokens that are left alone.
+        left = np.flatnonzero(kept != -np.inf)
+        if not len(left):
+            return NO_TOKEN
+        noise = gumbel_noise(np.asarray(state.seed), int(state.drawn), left)
+        return _if_finite(kept, int(left[(kept[left] + noise).argmax()]))
 
 
 def penalized(logits: np.ndarray, state: SamplerState) -> np.ndarray:
@@ -63,21 +67,23 @@ def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:
         least = np.partition(logits, -top_k)[-top_k]
         logits = np.where(logits >= least, logits, -np.inf).astype(np.float32)
     if top_p < 1:
-        shares = np.exp(logits - logits.max())
-        shares /= shares.sum()
-        order = np.argsort(-logits, kind="stable")
-        last = np.searchsorted(np.cumsum(shares[order]), top_p)
-        logits = np.where(logits >= logits[order[min(last, len(order) - 1)]], logits, -np.inf)
+        # What top-k dropped has no share.
+        left = np.sort(logits[logits != -np.inf])[::-1]
+        shares = np.exp(left - logits.max())
+        last = np.searchsorted(np.cumsum(shares / shares.sum()), top_p)
+        if len(left):
+            logits = np.where(logits >= left[min(last, len(left) - 1)], logits, -np.inf)
     if float(state.min_p) > 0:
         floor = logits.max() + np.log(np.float32(state.min_p))
         logits = np.where(logits >= floor, logits, -np.inf)
     return logits.astype(np.float32)
 
 
-def gumbel_noise(seed: np.ndarray, drawn: int, count: int) -> np.ndarray:
-    """Gumbel noise `[count]` float32 (see `jaxllm.sampling.gumbel_noise`); `seed` is `[2]` uint32."""
+def gumbel_noise(seed: np.ndarray, drawn: int, tokens: np.ndarray) -> np.ndarray:
+    """Gumbel noise `[n]` float32 of `tokens` `[n]` (see `jaxllm.sampling.gumbel_noise`); `seed` is `[2]`
+    uint32."""
     key = threefry(seed, np.zeros(1, np.uint32), np.array([drawn], np.uint32))
-    high, low = threefry(np.concatenate(key), np.zeros(count, np.uint32), np.arange(count, dtype=np.uint32))
+    high, low = threefry(np.concatenate(key), np.zeros(len(tokens), np.uint32), tokens.astype(np.uint32))
     uniform = (((high ^ low) >> np.uint32(9)) | _ONE).view(np.float32) - np.float32(1)
     return -np.log(-np.log(np.maximum(uniform, _TINY)))
 

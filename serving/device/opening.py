@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxllm.config import WHOLE
 from jaxllm.errors import BudgetExceeded, ConfigError, ProgramError
 from jaxllm.program_folder.manifest import Manifest
+from jaxllm.program_folder.stages import STAGE_FILES
 from serving.device.host_chooser import HostChooser
 from serving.engine import Engine
 from serving.programs.model import ProgramModel, open_program
@@ -29,6 +30,7 @@ def open_device(
     memory_bytes: int = 0,
     drafts: SpeculationOptions | None = None,
     machine_code: bool = False,
+    processors: int = 1,
 ) -> Engine[ProgramModel]:
     """Opens a folder, and gets its programs and the chat template ready: no request compiles anything.
 
@@ -38,7 +40,7 @@ def open_device(
       threads: that compute; 0 for all cores of this process.
       memory_bytes: most that weights, caches and logits may take; 0 for no limit.
       drafts: how answers of the level are drafted; None for no drafts.
-      machine_code: see `open_executor`.
+      machine_code, processors: see `open_program`.
 
     Raises:
       ProgramError: the folder is corrupt, of several exports, or its runtime here is older than it takes.
@@ -49,8 +51,10 @@ def open_device(
         raise ConfigError(f"{folder}: no such folder; make one with `jaxllm export --format device`")
     manifest = Manifest.read(folder)
     require_runtime(folder, manifest)
-    require_memory(folder, manifest, memory_bytes)
-    model = open_program(folder, threads=threads, token_chooser=HostChooser(), machine_code=machine_code)
+    require_memory(folder, manifest, memory_bytes, staged=processors > 1)
+    model = open_program(
+        folder, threads=threads, token_chooser=HostChooser(), machine_code=machine_code, processors=processors
+    )
     speculation = None if drafts is None else model.drafts(level, drafts, threads=threads)
     engine = Engine(model, level, speculation)
     engine.warm_up()
@@ -83,13 +87,14 @@ def require_runtime(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def require_memory(folder: Path, manifest: Manifest, memory_bytes: int) -> None:
-    """Checks what a folder takes: its weights, the longest caches of the whole model, and its logits.
+def require_memory(folder: Path, manifest: Manifest, memory_bytes: int, *, staged: bool = False) -> None:
+    """Checks what a folder takes: its weights, with those of its stages if `staged`, the longest caches of
+    the whole model, and its logits.
 
     Raises:
       BudgetExceeded: more than `memory_bytes`, unless that is 0.
     """
-    taken = needed_bytes(manifest)
+    taken = needed_bytes(manifest, staged=staged)
     if memory_bytes and taken > memory_bytes:
         raise BudgetExceeded(
             f"{folder} takes {taken:,} bytes for weights, caches of {manifest.context_tokens} tokens and "
@@ -98,13 +103,17 @@ def require_memory(folder: Path, manifest: Manifest, memory_bytes: int) -> None:
         )
 
 
-def weights_bytes(manifest: Manifest) -> int:
-    """Bytes of a folder's weights, programs included where they hold them."""
-    return sum(each.size_bytes for name, each in manifest.files.items() if _holds_weights(name))
+def weights_bytes(manifest: Manifest, *, staged: bool = False) -> int:
+    """Bytes of a folder's weights, programs included where they hold them, with those of its stages if
+    `staged`."""
+    stages = () if staged else STAGE_FILES.values()
+    holding = [name for name in manifest.files if _holds_weights(name) and name not in stages]
+    return sum(manifest.files[name].size_bytes for name in holding)
 
 
-def needed_bytes(manifest: Manifest) -> int:
-    """Bytes of weights, of the longest caches of the whole model, and of the logits of all programs."""
+def needed_bytes(manifest: Manifest, *, staged: bool = False) -> int:
+    """Bytes of weights (see `weights_bytes`), of the longest caches of the whole model, and of the
+    logits of all programs."""
     itemsize = _FLOAT_BYTES if manifest.cache_dtype == "float32" else 2
     shapes = manifest.cache_shapes(WHOLE, manifest.context_tokens).values()
     caches = _CACHE_SETS.get(manifest.format, 1) * itemsize * sum(math.prod(each) for each in shapes)
@@ -116,7 +125,11 @@ def needed_bytes(manifest: Manifest) -> int:
     if (inputs := manifest.adapters) is not None:
         # None, and each of the folder, at every level.
         caches += _FLOAT_BYTES * (1 + len(inputs.names)) * sum(map(inputs.size, manifest.levels))
-    return weights_bytes(manifest) + caches + _FLOAT_BYTES * rows * manifest.levels[WHOLE].cfg.vocab_size
+    return (
+        weights_bytes(manifest, staged=staged)
+        + caches
+        + _FLOAT_BYTES * rows * manifest.levels[WHOLE].cfg.vocab_size
+    )
 
 
 def _holds_weights(name: str) -> bool:

@@ -56,6 +56,7 @@ def profile_path(engine: Engine[ProgramModel], *, threads: int = 0) -> Path:
         "programs": {name: dataclasses.asdict(each) for name, each in sorted(manifest.files.items())},
         "runtime": importlib.metadata.version(RUNTIMES[manifest.format]),
         "device": [*cpu_features(), threads or usable_cores()],
+        "processors": 1 if engine.model.stages is None else 2,
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder() / "profiles" / f"device-{key}.json"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from jaxllm.errors import ConfigError
+from jaxllm.kv.codecs import RAW
 from serving.device.context import DeviceContext
 from serving.device.contexts import DeviceContexts
 from serving.device.opening import open_device
@@ -65,21 +66,51 @@ class DeviceService(PlannedService):
 
         Args:
           folder, threads, memory_bytes, drafts, machine_code: see `open_device`.
-          contexts: folder of contexts that outlive calls; None for no contexts.
-          budget_bytes: most bytes of contexts' chunks in memory.
-          progress: called with (stage, done, total).
+          contexts, budget_bytes, progress: see `over`.
 
         Raises:
           JaxllmError: see `open_device`, `DeviceContexts`.
         """
         engine = open_device(
-            folder, threads=threads, memory_bytes=memory_bytes, drafts=drafts, machine_code=machine_code
+            folder,
+            threads=threads,
+            memory_bytes=memory_bytes,
+            drafts=drafts,
+            machine_code=machine_code,
         )
+        return cls.over(
+            engine, threads=threads, contexts=contexts, budget_bytes=budget_bytes, progress=progress
+        )
+
+    @classmethod
+    def over(
+        cls,
+        engine: Engine[ProgramModel],
+        *,
+        threads: int = 0,
+        contexts: Path | None = None,
+        budget_bytes: int = 256 << 20,
+        context_bits: int = RAW,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Serves an engine of `open_device`; measures a coarse profile of this device where there is none.
+
+        Args:
+          engine: that answers, closed with the service.
+          threads: that it computes with; 0 for all cores of this process.
+          contexts: folder of contexts that outlive calls; None for no contexts.
+          budget_bytes: most bytes of contexts' chunks in memory.
+          context_bits: of their values (see `DeviceContexts`).
+          progress: called with (stage, done, total).
+
+        Raises:
+          JaxllmError: see `DeviceContexts`.
+        """
         profile = device_profile(engine, threads=threads, progress=progress)
         with contextlib.ExitStack() as opened:
             kept = None
             if contexts is not None:
-                kept = DeviceContexts(engine, contexts, budget_bytes=budget_bytes)
+                kept = DeviceContexts(engine, contexts, budget_bytes=budget_bytes, bits=context_bits)
                 opened.callback(kept.close)
             service = cls(engine, profile, contexts=kept)
             service.rehearse()

@@ -48,7 +48,10 @@ def greedy_agreement(
       ConfigError: the tokenizers differ, the window does not fit, or nothing is left to predict.
     """
     if not engine.tokenizer.same_tokens(other.tokenizer):
-        raise ConfigError("the two models have different tokenizers: their tokens cannot be compared")
+        raise ConfigError(
+            "the two models have different tokenizers: their tokens cannot be compared; take a model of the "
+            "same tokenizer"
+        )
     shorter = min(engine.options.context_tokens, other.options.context_tokens)
     windows = windows_of(engine, documents, window_tokens or shorter)
     scorers = [each.runner.scorer() for each in (engine, other)]

@@ -40,7 +40,10 @@ def score_options(
     context = engine.options.context_tokens
     longest = max((question.longest_tokens for question in questions), default=0)
     if longest > context:
-        raise ContextOverflow(f"a question has {longest} tokens with its answer, the context has {context}")
+        raise ContextOverflow(
+            f"a question has {longest} tokens with its answer, the context has {context}; leave it out, or "
+            "ask for a longer --context"
+        )
     scorer: Scorer = engine.runner.scorer()
     if scorer.runner.int8 is not None:
         return _behind_prompts(scorer, questions, progress, stage)

@@ -64,7 +64,8 @@ class GrammarCompiler:
             )
         if not files.eos_ids:
             raise ConfigError(
-                "the model has no end token, which grammars need; prepare the model with eos_token_id"
+                "the model has no end token, which grammars need; name it in the folder's config.json "
+                "(eos_token_id), and prepare the folder again"
             )
         data = json.loads(files.tokenizer_json)
         # They would shorten or lengthen the texts that a grammar forces.

@@ -55,12 +55,13 @@ class PromptPass:
 
     def repeated(self, each: Subgraph) -> Callable[[], None]:
         """A function that runs a subgraph at each call; those that it depends on have run."""
-        at = self._values[each.chunk]
+        at, x = self._values[each.chunk], self.x[each.chunk]
         before = dict(at)
 
         def once() -> None:
             at.clear()
             at.update(before)
+            self.x[each.chunk] = x
             self.run(each)
 
         return once

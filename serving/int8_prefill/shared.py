@@ -1,6 +1,7 @@
 """Holds the parts of integer prefill that all levels of a model share."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 from jaxllm.int8_prefill.schedule import (
@@ -10,9 +11,7 @@ from jaxllm.int8_prefill.schedule import (
 )
 from jaxllm.int8_prefill.simulator import stage_operations
 from jaxllm.int8_prefill.stages import Stage
-from serving.buckets.integer_stage import (
-    stage_bytes,
-)
+from serving.buckets.integer_stage import IntegerStageBucket, stage_bytes
 from serving.int8_prefill.modes import PrefillModes
 from serving.int8_prefill.processors import TwoProcessors
 from serving.int8_prefill.subgraph_times import SubgraphTimes
@@ -49,7 +48,9 @@ class Int8Shared:
     modes: PrefillModes
     processors: TwoProcessors | None = None
     placed: Callable[[int, Stage], Processor] = natural_place
-    measured: SubgraphTimes = dataclasses.field(default_factory=SubgraphTimes)
+    measured: SubgraphTimes = dataclasses.field(
+        default_factory=functools.partial(SubgraphTimes, None, IntegerStageBucket)
+    )
     outliers: OutlierCounts = dataclasses.field(default_factory=OutlierCounts)
 
 

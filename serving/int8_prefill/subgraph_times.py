@@ -1,7 +1,8 @@
 """Times subgraphs on this machine's two processors once, and keeps the times for later processes.
 
 A file of times belongs to a bundle, a machine and an engine's options. It affects only the order of
-subgraphs: if it is missing or malformed, times are measured again.
+subgraphs: if it is missing or malformed, times are measured again. Imports no JAX, for loops over exported
+programs, which keep times, too.
 """
 
 import dataclasses
@@ -14,23 +15,37 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
-from jaxllm.bundle import Bundle
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.int8_prefill.schedule import PROCESSORS, Processor, Subgraph
-from jaxllm.kernels import native
-from serving.buckets.integer_stage import IntegerStageBucket
-from serving.buckets.store import compiled_options, digest_of, environment_facts
-from serving.host.user_cache import cache_folder, make_private_folder, private_file
-from serving.int8_prefill.processors import TwoProcessors
-from serving.int8_prefill.prompt_pass import PromptPass
-from serving.options import EngineOptions
+from serving.host.user_cache import make_private_folder, private_file
+from serving.int8_prefill.processor_pair import ProcessorPair
 
 _VERSION = 1
 _MAX_FILE_BYTES = 4 << 20
 _log = logging.getLogger(__name__)
+
+
+class StageKey(Protocol):
+    """Which stage has a time: a frozen dataclass of scalars, such as a bucket."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __hash__(self) -> int: ...
+
+
+class Prompt(Protocol):
+    """A prompt between its subgraphs (see `PromptPass`)."""
+
+    def run(self, each: Subgraph) -> None:
+        """Runs one subgraph; those that it depends on have run."""
+        ...
+
+    def repeated(self, each: Subgraph) -> Callable[[], None]:
+        """A function that runs a subgraph at each call; those that it depends on have run."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,27 +62,28 @@ class SubgraphTime:
 
 
 class SubgraphTimes:
-    """Times of subgraphs, by their buckets.
+    """Times of subgraphs, by their buckets or programs.
 
     Attributes:
       handover_ms: of a subgraph, besides its work.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
-        """Reads the file if it exists; None for times that are not kept."""
-        self._path = path
-        self._times: dict[IntegerStageBucket, SubgraphTime] = {}
+    def __init__(self, path: Path | None, key: Callable[..., StageKey]) -> None:
+        """Reads the file if it exists; None for times that are not kept. `key` is the class of what has
+        times."""
+        self._path, self._key = path, key
+        self._times: dict[StageKey, SubgraphTime] = {}
         self.handover_ms = 0.0
         if path is not None:
             self._read(path)
 
-    def __getitem__(self, bucket: IntegerStageBucket) -> SubgraphTime:
+    def __getitem__(self, bucket: StageKey) -> SubgraphTime:
         return self._times[bucket]
 
-    def __contains__(self, bucket: IntegerStageBucket) -> bool:
+    def __contains__(self, bucket: StageKey) -> bool:
         return bucket in self._times
 
-    def put(self, times: Mapping[IntegerStageBucket, SubgraphTime], handover_ms: float) -> None:
+    def put(self, times: Mapping[StageKey, SubgraphTime], handover_ms: float) -> None:
         """Replaces the times of some buckets."""
         self._times |= times
         self.handover_ms = handover_ms
@@ -77,7 +93,7 @@ class SubgraphTimes:
         it must not fail a request."""
         if self._path is None:
             return
-        kept = SubgraphTimes(self._path)
+        kept = SubgraphTimes(self._path, self._key)
         kept.put(self._times, self.handover_ms)
         rows = [
             {**dataclasses.asdict(each), **dataclasses.asdict(time)} for each, time in kept._times.items()
@@ -102,7 +118,7 @@ class SubgraphTimes:
             facts = json.loads(raw) if len(raw) <= _MAX_FILE_BYTES else {}
             if facts["version"] != _VERSION:
                 return
-            times = dict(map(_row, facts["times"]))
+            times = dict(map(self._row, facts["times"]))
             (handover_ms,) = _milliseconds([facts["handover_ms"]])
         except FileNotFoundError:
             return
@@ -111,27 +127,21 @@ class SubgraphTimes:
             return
         self._times, self.handover_ms = times, handover_ms
 
-
-def times_path(bundle: Bundle, options: EngineOptions) -> Path:
-    """Path of the times of a bundle's subgraphs on this machine with these resolved options."""
-    how = options.prefill
-    facts = [
-        bundle.fingerprint,
-        [native.kernels().name, native.threads()],
-        environment_facts(),
-        compiled_options(options),
-        [how.integer_device, how.integer_bytes],
-    ]
-    return cache_folder() / "profiles" / f"{digest_of(facts)[:32]}.subgraphs.json"
+    def _row(self, row: Mapping[str, Any]) -> tuple[StageKey, SubgraphTime]:
+        named = dict(row)
+        alone, shared = _milliseconds(named.pop("alone")), _milliseconds(named.pop("shared"))
+        if len(alone) != 2 or len(shared) != 2:
+            raise ValueError("a time is not a pair")
+        return self._key(**named), SubgraphTime(alone=(alone[0], alone[1]), shared=(shared[0], shared[1]))
 
 
 def measured_times(
-    processors: TwoProcessors,
-    begin: Callable[[bool], PromptPass],
-    subgraphs_of: Callable[[PromptPass], Sequence[Subgraph]],
-    bucket_of: Callable[[Subgraph], IntegerStageBucket],
+    processors: ProcessorPair,
+    begin: Callable[[bool], Any],
+    subgraphs_of: Callable[[Any], Sequence[Subgraph]],
+    bucket_of: Callable[[Subgraph], StageKey],
     runs: int,
-) -> tuple[dict[IntegerStageBucket, SubgraphTime], float]:
+) -> tuple[dict[StageKey, SubgraphTime], float]:
     """Times each kind of subgraph of one chunk.
 
     Args:
@@ -144,7 +154,7 @@ def measured_times(
     Returns:
       Times by bucket, and milliseconds of a handover.
     """
-    taken: dict[tuple[IntegerStageBucket, bool, bool], list[float]] = {}
+    taken: dict[tuple[StageKey, bool, bool], list[float]] = {}
     handovers: list[float] = []
     for _, full, busy in itertools.product(range(runs), (False, True), (False, True)):
         prompt = begin(full)
@@ -158,7 +168,7 @@ def measured_times(
                 handovers.append(handover_ms)
     medians = {key: statistics.median(times) for key, times in taken.items()}
 
-    def both(bucket: IntegerStageBucket, busy: bool) -> tuple[float, float]:
+    def both(bucket: StageKey, busy: bool) -> tuple[float, float]:
         return medians[bucket, False, busy], medians[bucket, True, busy]
 
     buckets = dict.fromkeys(bucket for bucket, _, _ in taken)
@@ -167,27 +177,21 @@ def measured_times(
 
 
 def _work_of_each(
-    processors: TwoProcessors, prompt: PromptPass, subgraphs_of: Callable[[PromptPass], Sequence[Subgraph]]
+    processors: ProcessorPair, prompt: Prompt, subgraphs_of: Callable[[Any], Sequence[Subgraph]]
 ) -> dict[Processor, Callable[[], None]]:
-    """Work that keeps each processor busy: its first long subgraph, repeated."""
-    found: dict[Processor, Callable[[], None]] = {}
+    """Work that keeps each processor busy: its subgraphs of the first layer in turn, as in a prompt."""
+    found: dict[Processor, list[Callable[[], None]]] = {each: [] for each in PROCESSORS}
     for each in subgraphs_of(prompt):
-        if each.processor not in found and (each.processor == "integer" or each.stage == "attend"):
-            found[each.processor] = prompt.repeated(each)
-        if len(found) == len(PROCESSORS):
+        if each.layer and all(found.values()):
             break
+        found[each.processor].append(prompt.repeated(each))
         processors.timed(each.processor, functools.partial(prompt.run, each))
-    return found
 
+    def in_turn(work: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        turns = itertools.cycle(work)
+        return lambda: next(turns)()
 
-def _row(row: Mapping[str, Any]) -> tuple[IntegerStageBucket, SubgraphTime]:
-    named = dict(row)
-    alone, shared = _milliseconds(named.pop("alone")), _milliseconds(named.pop("shared"))
-    if len(alone) != 2 or len(shared) != 2:
-        raise ValueError("a time is not a pair")
-    return IntegerStageBucket(**named), SubgraphTime(
-        alone=(alone[0], alone[1]), shared=(shared[0], shared[1])
-    )
+    return {processor: in_turn(work) for processor, work in found.items() if work}
 
 
 def _milliseconds(values: Iterable[Any]) -> list[float]:

@@ -204,7 +204,7 @@ def overrun(objective: Objective, cost: Cost, whole: Cost) -> Any:
         if cost.joules is None:
             raise ConfigError(
                 "this device's profile has no energy, so no energy budget can be met; add it with "
-                "`jaxllm profile --energy`"
+                "`jaxllm profile --energy FILE`"
             )
         return cost.joules / objective.joules
     if isinstance(objective, Slo):

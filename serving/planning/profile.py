@@ -145,7 +145,9 @@ class DeviceProfile:
     def all_joules(self, levels: Sequence[int], tokens: Sequence[int], answer_tokens: int) -> np.ndarray:
         """`joules` of levels and prompt lengths, `[levels, tokens]` float64."""
         if self.energy is None:
-            raise ConfigError("this device's profile has no energy; add it with `jaxllm profile --energy`")
+            raise ConfigError(
+                "this device's profile has no energy; add it with `jaxllm profile --energy FILE`"
+            )
         places = self._places(levels)
         prefill = np.array(self.energy.prefill_joules)[places, None]
         decode = np.array(self.energy.decode_joules)[places, None]

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxllm.program_folder.arrays import SOURCE_TOKENS, source_shapes
+from jaxllm.program_folder.codecs import CHUNK_TOKENS, coded_shapes
 from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS
 from jaxllm.program_folder.manifest import Manifest, Signature
 from jaxllm.program_folder.shapes import input_shapes
@@ -63,6 +64,10 @@ def results(signature: Signature, manifest: Manifest) -> dict[str, jax.ShapeDtyp
             PROMPT: len(manifest.tiny_lm.prompt_ratios),
         }
         return {name: jax.ShapeDtypeStruct((1, size), np.float32) for name, size in sizes.items()}
+    if signature.kind == "encode_chunks":
+        count = signature.tokens // CHUNK_TOKENS
+        coded = coded_shapes(manifest.levels[signature.level].cfg, signature.codec, signature.bits, count)
+        return {name: jax.ShapeDtypeStruct(*each) for name, each in coded.items()}
     if signature.kind == "encode":
         shapes = source_shapes(manifest.levels[signature.level].cfg, signature.tokens)
         return {
@@ -75,7 +80,7 @@ def results(signature: Signature, manifest: Manifest) -> dict[str, jax.ShapeDtyp
     if signature.kind == "block":
         found[NEXT_TOKENS] = jax.ShapeDtypeStruct((1, signature.tokens), np.int32)
         found[COUNT] = jax.ShapeDtypeStruct((1,), np.int32)
-    elif signature.kind != "prefill":
+    elif signature.kind not in ("prefill", "load_chunks"):
         vocab_size = manifest.levels[signature.level].cfg.vocab_size
         found["logits"] = jax.ShapeDtypeStruct((1, signature.tokens, vocab_size), np.float32)
     return found

@@ -146,6 +146,30 @@ class Executor(Protocol):
         """
         ...
 
+    def encode_chunks(self, signature: Signature, caches: Any, chunks: np.ndarray) -> dict[str, np.ndarray]:
+        """Encodes chunks of the caches, which stay.
+
+        Args:
+          signature: of a program that encodes chunks.
+          caches: see `run`.
+          chunks: `[n]` int32, their numbers, as many as the program takes; the last may come again.
+
+        Returns:
+          Their arrays by name (see `jaxllm.program_folder.codecs`).
+        """
+        ...
+
+    def load_chunks(
+        self, signature: Signature, caches: Any, chunks: np.ndarray, coded: Mapping[str, np.ndarray]
+    ) -> Any:
+        """Writes chunks by their arrays into caches, which are donated; for the arguments see
+        `encode_chunks`.
+
+        Returns:
+          The caches.
+        """
+        ...
+
     def keep(self, signature: Signature, caches: Any, at: int, path: np.ndarray) -> Any:
         """Moves an accepted path of a tree to the beginning of the tree in the caches.
 

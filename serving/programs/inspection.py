@@ -25,10 +25,10 @@ _PURE = (
     "abs", "add", "and", "bitcast_convert", "broadcast_in_dim", "case", "ceil", "clamp", "compare",
     "composite", "concatenate", "constant", "convert", "cosine", "divide", "dot_general", "dynamic_slice",
     "dynamic_update_slice", "exponential", "exponential_minus_one", "floor", "gather", "iota", "log",
-    "log_plus_one", "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "pad", "power",
-    "reduce", "reduce_window", "remainder", "reshape", "return", "reverse", "round_nearest_even", "rsqrt",
-    "scatter", "select", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sine",
-    "slice", "sort", "sqrt", "subtract", "tanh", "transpose", "xor",
+    "log_plus_one", "logistic", "maximum", "minimum", "multiply", "negate", "not", "optimization_barrier",
+    "or", "pad", "power", "reduce", "reduce_window", "remainder", "reshape", "return", "reverse",
+    "round_nearest_even", "rsqrt", "scatter", "select", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sine", "slice", "sort", "sqrt", "subtract", "tanh", "transpose", "xor",
 )  # fmt: skip
 _OPERATIONS = frozenset({*(f"stablehlo.{each}" for each in _PURE), "func.call", "func.return"})
 _LOOP, _CUSTOM_CALL, _FUNCTION = "stablehlo.while", "stablehlo.custom_call", "func.func"

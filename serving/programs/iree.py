@@ -160,6 +160,16 @@ class IreeExecutor:
         """Refuses: there are no modules of several tokens."""
         raise _absent(signature, caches, token, at, controls, source)
 
+    def encode_chunks(self, signature: Signature, caches: Any, chunks: np.ndarray) -> dict[str, np.ndarray]:
+        """Refuses (see `_absent`)."""
+        raise _absent(signature, caches, chunks)
+
+    def load_chunks(
+        self, signature: Signature, caches: Any, chunks: np.ndarray, coded: Mapping[str, np.ndarray]
+    ) -> Any:
+        """Refuses (see `_absent`)."""
+        raise _absent(signature, caches, chunks, coded)
+
     def run_tiny_lm(
         self, signature: Signature, tokens: np.ndarray, mask: np.ndarray
     ) -> dict[str, np.ndarray]:

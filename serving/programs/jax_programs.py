@@ -168,6 +168,19 @@ class JaxPrograms:
         out = self._buckets.get(self._program_bucket(signature))(self._tiny_lm, {}, tokens, mask)
         return {name: np.asarray(each) for name, each in out.items()}
 
+    def encode_chunks(
+        self, signature: Signature, caches: Caches, chunks: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """See `Executor`."""
+        out = self._ready(self._program_bucket(signature))({}, caches, chunks)
+        return {name: np.asarray(each) for name, each in out.items()}
+
+    def load_chunks(
+        self, signature: Signature, caches: Caches, chunks: np.ndarray, coded: Mapping[str, np.ndarray]
+    ) -> Caches:
+        """See `Executor`."""
+        return self._ready(self._program_bucket(signature))({}, caches, chunks, dict(coded))
+
     def _adapter(self, level: int) -> jax.Array | None:
         """The adapter in use as a level's programs take it, on the device; None where they take none."""
         name = self.adapters.used

@@ -21,8 +21,9 @@ import numpy as np
 from jaxllm.errors import ConfigError, ProgramError, one_line
 from jaxllm.program_folder.adapters import ADAPTER
 from jaxllm.program_folder.arrays import SOURCE_TOKENS, lengthened
+from jaxllm.program_folder.codecs import CHUNK_TOKENS, CHUNKS, coded_shapes
 from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS, PENALIZED, PENALTIES, control_shapes
-from jaxllm.program_folder.manifest import MANIFEST, Manifest, Signature
+from jaxllm.program_folder.manifest import CODED_KINDS, MANIFEST, Manifest, Signature
 from jaxllm.program_folder.tiny_lm import KEEP, MASK, MODEL, PROMPT
 from serving.host.machine import usable_cores
 from serving.host.progress import Progress
@@ -246,6 +247,32 @@ class LiteRtExecutor:
         sizes = {KEEP: signature.tokens, MODEL: len(facts.levels), PROMPT: len(facts.prompt_ratios)}
         return {name: np.array(outputs[name].read(size, np.float32))[None] for name, size in sizes.items()}
 
+    def encode_chunks(
+        self, signature: Signature, caches: Buffers, chunks: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """See `Executor`."""
+        inputs, outputs = self._inputs_and_outputs(signature)
+        inputs[CHUNKS].write(chunks)
+        self._run(signature, {**inputs, **caches.filled}, outputs)
+        found = {}
+        for name, (shape, dtype) in self._coded(signature).items():
+            found[name] = np.array(outputs[name].read(math.prod(shape), dtype.type)).reshape(shape)
+        return found
+
+    def load_chunks(
+        self, signature: Signature, caches: Buffers, chunks: np.ndarray, coded: Mapping[str, np.ndarray]
+    ) -> Buffers:
+        """See `Executor`."""
+        inputs, _ = self._inputs_and_outputs(signature)
+        for name, each in {CHUNKS: chunks, **coded}.items():
+            inputs[name].write(np.ascontiguousarray(each))
+        self._run(signature, {**inputs, **caches.filled}, caches.spare)
+        return Buffers(caches.cache_tokens, caches.spare, caches.filled)
+
+    def _coded(self, signature: Signature) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        cfg = self.manifest.levels[signature.level].cfg
+        return coded_shapes(cfg, signature.codec, signature.bits, signature.tokens // CHUNK_TOKENS)
+
     def _adapter(self, level: int) -> dict[str, Any]:
         """The buffer of the adapter in use, which a level's programs take; empty where they take none."""
         key = self.adapters.used, level
@@ -280,6 +307,13 @@ class LiteRtExecutor:
     def _inputs_and_outputs(self, signature: Signature) -> tuple[dict[str, Any], dict[str, Any]]:
         """The buffers of a signature by name, without its caches."""
         name = signature.name
+        if name not in self._buffers and signature.kind in CODED_KINDS:
+            coded = list(self._coded(signature))
+            takes, gives = ([], coded) if signature.kind == "encode_chunks" else (coded, [])
+            self._buffers[name] = (
+                {each: self._model.create_input_buffer_by_name(name, each) for each in (CHUNKS, *takes)},
+                {each: self._model.create_output_buffer_by_name(name, each) for each in gives},
+            )
         if name not in self._buffers:
             shapes = control_shapes(self.manifest.levels[signature.level].cfg.vocab_size)
             more = {"verify": ["mask"], "block": list(shapes)}.get(signature.kind, [])

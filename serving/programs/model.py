@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import WHOLE
 from jaxllm.program_folder.tokenizer import read_tokenizer
@@ -17,6 +17,9 @@ from serving.programs.token_chooser import TokenChooser, bucket_chooser
 from serving.speculation.options import SpeculationOptions
 from serving.speculation.speculation import Speculation
 
+if TYPE_CHECKING:
+    from serving.programs.stages import StagePrograms
+
 
 class ProgramModel:
     """The programs of one folder, with a runner for each level (see `serving.engine.Model`).
@@ -25,6 +28,7 @@ class ProgramModel:
       executor: runs the programs.
       tokenizer: the model's.
       tiny_lm: that plans requests; None for none.
+      stages: that prefill on two processors; None for one.
       load_ms: time to open the folder and place its weights.
       build_ms: time spent getting programs ready.
     """
@@ -36,12 +40,19 @@ class ProgramModel:
         token_chooser: TokenChooser | None = None,
         *,
         tiny_lm: ProgramTinyLm | None = None,
+        stages: "StagePrograms | None" = None,
     ) -> None:
-        """See `open_program`; `token_chooser` draws tokens, None makes one."""
+        """See `open_program`; `token_chooser` draws tokens, None makes one; `stages` prefill the whole
+        model's prompts, None for its prefill programs."""
         watch_for_forks()
         self.executor, self.tokenizer, self.tiny_lm = executor, tokenizer, tiny_lm
         self._token_chooser = token_chooser or bucket_chooser(executor.manifest.levels[WHOLE].cfg.vocab_size)
         self._runners: dict[int, ProgramRunner] = {}
+        self.stages = stages
+        if stages is not None:
+            from serving.programs.staged import StagedRunner
+
+            self._runners[WHOLE] = StagedRunner(executor, stages, self._token_chooser)
         self.load_ms = self.build_ms = 0.0
 
     @property
@@ -92,6 +103,8 @@ class ProgramModel:
             answer = max_tokens if speculation is None else speculation.cache_tokens(max_tokens)
             wanted, tokens = runner.request_signatures(prompt_tokens, answer, trees), prompt_tokens + answer
         self.executor.prepare(wanted, progress)
+        if self.stages is not None and level == WHOLE:
+            self.stages.warm_up()
         if speculation is not None:
             speculation.drafter.warm_up(progress, tokens=tokens)
         self.build_ms += 1000 * (time.perf_counter() - began)
@@ -116,7 +129,9 @@ class ProgramModel:
         return self.executor.adapters.names
 
     def close(self) -> None:
-        """Does nothing."""
+        """Ends the threads of two processors, if there are any."""
+        if self.stages is not None:
+            self.stages.close()
 
 
 def open_program(
@@ -125,6 +140,7 @@ def open_program(
     threads: int = 0,
     token_chooser: TokenChooser | None = None,
     machine_code: bool = False,
+    processors: int = 1,
 ) -> ProgramModel:
     """Opens a folder that `jaxllm export` wrote.
 
@@ -133,10 +149,11 @@ def open_program(
       threads: of LiteRT and IREE; 0 for all cores of this process.
       token_chooser: draws tokens that are not the likeliest; None compiles buckets, which are kept on disk.
       machine_code: see `open_executor`.
+      processors: 2 to prefill by the folder's stages on two processors, whose measured times are kept.
 
     Raises:
       ProgramError: it is not a program folder, corrupt, or of other weights.
-      ConfigError: its runtime is not installed.
+      ConfigError: its runtime is not installed, or two processors are wanted of programs without stages.
     """
     require_not_forked()
     began = time.perf_counter()
@@ -147,6 +164,12 @@ def open_program(
         from serving.programs.bucket_chooser import BucketChooser
 
         token_chooser = BucketChooser(executor.manifest.levels[WHOLE].cfg.vocab_size, kept_buckets())
-    model = ProgramModel(executor, tokenizer, token_chooser, tiny_lm=read_tiny_lm(executor.manifest, folder))
+    tiny_lm, stages = read_tiny_lm(executor.manifest, folder), None
+    if processors > 1:
+        # Here, because few folders have stages.
+        from serving.programs.stages import StagePrograms, times_path
+
+        stages = StagePrograms(executor.manifest, folder, times=times_path(executor.manifest))
+    model = ProgramModel(executor, tokenizer, token_chooser, tiny_lm=tiny_lm, stages=stages)
     model.load_ms = 1000 * (time.perf_counter() - began)
     return model

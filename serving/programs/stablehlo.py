@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, ProgramError
 from jaxllm.program_folder.levels import ProgramLevel
-from jaxllm.program_folder.manifest import WEIGHTS, Manifest, Signature
+from jaxllm.program_folder.manifest import CODED_KINDS, WEIGHTS, Manifest, Signature
 from jaxllm.program_folder.tiny_lm import TINY_WEIGHTS
 from jaxllm.program_folder.weights import read_weights
 from serving.buckets.compiled_folder import CompiledBucketFolder
@@ -102,6 +102,8 @@ class StableHloExecutor(JaxPrograms):
         return raw, allowance(signature, self.manifest, self._weights_of(signature))
 
     def _weights_of(self, signature: Signature) -> Mapping[str, Any]:
+        if signature.kind in CODED_KINDS:
+            return {}
         return self._tiny_lm if signature.kind == "tiny_lm" else self._weights[signature.level]
 
     def _path(self, signature: Signature) -> str:

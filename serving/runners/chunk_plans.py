@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from jaxllm.int8_prefill.schedule import Order, Subgraph, Times
 from jaxllm.int8_prefill.simulator import simulate
 from jaxllm.int8_prefill.stages import Stage
-from serving.buckets.integer_stage import IntegerStageBucket
-from serving.int8_prefill.subgraph_times import SubgraphTimes
+from serving.int8_prefill.subgraph_times import StageKey, SubgraphTimes
 from serving.runners.chunks import plan_chunks
 
 # Lengths of a prompt's chunks.
@@ -42,7 +41,7 @@ class ChunkPlanner:
     lengths: tuple[int, ...]
     order: Order
     measured: SubgraphTimes
-    bucket_of: Callable[[int, Stage, int, int], IntegerStageBucket]
+    bucket_of: Callable[[int, Stage, int, int], StageKey]
     subgraphs_of: Callable[[int], Sequence[Subgraph]]
     chosen: dict[tuple[int, int, int], Plan] = dataclasses.field(default_factory=dict)
 

@@ -38,6 +38,7 @@ from serving.buckets.integer_stage import (
     known_to,
     shadow_products,
     stage_params,
+    takes_addresses,
     without_blocks,
 )
 from serving.buckets.layer import EmbedBucket, HeadBucket, NormBucket
@@ -371,8 +372,8 @@ class Int8Prefill:
             key = layer, stage, bucket.device
             if key not in self._placed_weights:
                 known = known_to(self._known[layer], stage, shadowed=bucket.shadowed)
-                # The shadow stages of two processors take single rows of weights.
-                own = self.model.params if stage == "layer" else self.model.weights
+                addresses = takes_addresses(stage, self.model.cfg)
+                own = self.model.params if addresses else self.model.weights
                 weights = stage_params(own, layer, bucket.layer, stage)
                 weights = weights if bucket.blocks else without_blocks(weights)
                 device = _device(bucket)

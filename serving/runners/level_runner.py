@@ -150,7 +150,8 @@ class LevelRunner(abc.ABC):
     def context_buckets(self) -> list[Bucket]:
         """The buckets that restore and encode contexts; empty if no contexts are kept."""
         options = self.options
-        if not options.kv_codec:
+        if not options.kv_codec or self.cfg.states is not None:
+            # Of models with states chunks are cut and put together on the host.
             return []
         counts = [count * options.kv_chunk_tokens for count in options.recomputed_chunks]
         buckets = [self.embed_bucket(count) for count in counts]

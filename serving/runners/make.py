@@ -178,7 +178,9 @@ def _require_addresses(options: EngineOptions, *, streamed: bool, integers: bool
     }
     for reason, applies in because.items():
         if applies:
-            raise ConfigError(f"attend_coded: the model cannot attend to stored chunks, because {reason}")
+            raise ConfigError(
+                f"attend_coded: the model cannot attend to stored chunks, because {reason}; leave it out"
+            )
 
 
 # What few models need is imported where they need it, because a start waits for imports.
@@ -221,14 +223,16 @@ def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTab
 
 def _share_int8(bundle: Bundle, whole: ModelLevel, modes: PrefillModes) -> "Int8Shared":
     """The shared parts of integer prefill; the bundle's memory of the calibration is released."""
+    from serving.buckets.integer_stage import IntegerStageBucket
     from serving.int8_prefill.processors import TwoProcessors
     from serving.int8_prefill.shared import Int8Shared, placed_stages
-    from serving.int8_prefill.subgraph_times import SubgraphTimes, times_path
+    from serving.int8_prefill.subgraph_times import SubgraphTimes
+    from serving.int8_prefill.times_path import times_path
 
     prefill, shared = whole.options.prefill, Int8Shared(modes)
     if prefill.processors > 1:
         shared.placed = placed_stages(whole, modes)
-        shared.measured = SubgraphTimes(times_path(bundle, whole.options))
+        shared.measured = SubgraphTimes(times_path(bundle, whole.options), IntegerStageBucket)
         shared.processors = TwoProcessors(prefill.integer_device)
     release_prefill(bundle)
     return shared

@@ -25,7 +25,7 @@ from serving.buckets.layer import EmbedBucket
 from serving.buckets.parts import embedding_params, layer_params
 from serving.buckets.prefill import PrefillBucket
 from serving.buckets.source import SourceBucket, source_lengths
-from serving.buckets.tree import DraftBucket, FollowBucket, VerifyBucket
+from serving.buckets.tree import DraftBucket, FollowBucket, PruneBucket, VerifyBucket
 from serving.int8_prefill.modes import PrefillMode
 from serving.prompt_rows import PromptRows
 from serving.runners.batch import Batch
@@ -80,7 +80,8 @@ class ResidentRunner(LevelRunner):
     @property
     def restored_prefill(self) -> RestoredPrefill | None:
         """See `LevelRunner`."""
-        return RestoredPrefill(self) if self.options.kv_codec and self.cfg.encoder is None else None
+        alone = self.cfg.encoder is None and self.cfg.states is None
+        return RestoredPrefill(self) if self.options.kv_codec and alone else None
 
     def _answer_buckets(self, caches: Sequence[int]) -> list[Bucket]:
         """The buckets of any request in caches of these lengths."""
@@ -302,6 +303,7 @@ class ResidentRunner(LevelRunner):
         buckets = self.all_buckets() if caches is None else self._answer_buckets(caches)
         for cache in caches or self.options.cache_tokens:
             buckets += [self._draft_bucket(shape, cache), self._follow_bucket(shape, cache)]
+            buckets.append(self._prune_bucket(shape, cache))
         return buckets
 
     def tree_growing_buckets(self, shape: TreeShape, caches: Sequence[int]) -> list[Bucket]:
@@ -359,6 +361,18 @@ class ResidentRunner(LevelRunner):
         compiled = self.buckets.get(self._follow_bucket(shape, cache.capacity_tokens))
         cache, tree, fed, missing = compiled(cache, tree, fed, nodes, np.int32(len(path)), np.int32(token))
         return tree, fed, cache, int(missing)  # pyright: ignore[reportReturnType]: of the device
+
+    def prune(
+        self, tree: TokenTree, fed: jax.Array | np.ndarray, cache: KVCache, shape: TreeShape, most: int
+    ) -> tuple[TokenTree, jax.Array, KVCache, np.ndarray]:
+        """Keeps the `most` most confident nodes of a tree of `draft` (see `steps.trees.prune`); the cache is
+        donated. Returns the tree, `fed`, the cache, and each node's new index, -1 where it was dropped."""
+        compiled = self.buckets.get(self._prune_bucket(shape, cache.capacity_tokens))
+        cache, left, fed_then, places = compiled(cache, tree, fed, np.int32(most))
+        return left, fed_then, cache, np.asarray(places)
+
+    def _prune_bucket(self, shape: TreeShape, cache: int) -> PruneBucket:
+        return PruneBucket(nodes=shape.room, cache_tokens=cache, level=self.model.bucket_level)
 
     def _draft_bucket(self, shape: TreeShape, cache: int) -> DraftBucket:
         return DraftBucket(

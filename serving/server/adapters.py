@@ -66,7 +66,10 @@ class AdapterOptions:
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} must be a whole number from 1 up, got {value!r:.80}")
         if len(self.given) > self.most:
-            raise ConfigError(f"{len(self.given)} adapters are given, and adapter_count is {self.most}")
+            raise ConfigError(
+                f"{len(self.given)} adapters are given, and adapter_count is {self.most}; raise it, "
+                "or give fewer"
+            )
 
     @property
     def any(self) -> bool:
@@ -156,7 +159,8 @@ class Adapters:
             raise AdapterBusy(f"there is an adapter {name!r}; delete it first, or take another name")
         if len(self._named) >= self.options.most:
             raise BudgetExceeded(
-                f"{len(self._named)} adapters are loaded, which is the most; delete one first"
+                f"{len(self._named)} adapters are loaded, which is the most; delete one first, or raise "
+                "adapter_count"
             )
 
     def read(self, folder: Path) -> LoadedAdapter:

@@ -13,7 +13,7 @@ from datetime import datetime
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, ContextGone, JaxllmError
-from jaxllm.kv.codecs import RAW
+from jaxllm.kv.codecs import RAW, STATE
 from jaxllm.text.droppable import PromptTokens
 from serving.contexts.answer import ContextCall
 from serving.contexts.forking import fork
@@ -125,7 +125,7 @@ class ContextTurns:
             own["pinned"] = own.get("pinned", 0) + record.pinned
             own["stored_bytes"] = own.get("stored_bytes", 0) + _stored_bytes(record)
             chunks.setdefault(record.app, Counter()).update(
-                "raw" if each.bits == RAW else str(each.bits)
+                "raw" if each.bits in (RAW, STATE) else str(each.bits)
                 for each in self._contexts.memory.chunks(record.name).values()
             )
         for app, own in told.items():
@@ -164,7 +164,7 @@ class ContextTurns:
             if not 0 <= call.context_tokens <= len(before):
                 raise ConfigError(
                     f"the context {record.name} has {len(before)} tokens, and the call continues the first "
-                    f"{call.context_tokens}"
+                    f"{call.context_tokens}; continue a later response, or begin a new context"
                 )
             before = before[: call.context_tokens]
             forks = not free or len(before) < len(record.tokens)
@@ -371,6 +371,9 @@ class _TurnCall(ContextCall):
 
 def _computed(record: Record, before: int, prompt_tokens: int) -> int:
     size = record.origin.chunk_tokens
+    if record.state_tokens:
+        # States are of use with all chunks, or not at all.
+        return max(1, prompt_tokens - (record.state_tokens if all(record.files) else 0))
     stored = sum(map(bool, record.files[: before // size]))
     return max(1, prompt_tokens - stored * size)
 

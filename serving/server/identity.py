@@ -79,7 +79,7 @@ class Identity:
         if not self.options.remote:
             raise ConfigError(
                 f"{host!r:.80} is not a loopback address, so other machines could reach the service; use "
-                "127.0.0.1, or say that this is meant"
+                "127.0.0.1, or set remote = true in the file of options (--config)"
             )
         if self.keys is None or not self.keys.needed():
             raise ConfigError(

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import jax
 
 from jaxllm.errors import BudgetExceeded, ConfigError, JaxllmError
-from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.growth import most_bytes
 from serving.contexts.manager import Contexts
+from serving.contexts.state_chunks import chunk_io_of
 from serving.host.machine import memory_bytes
 from serving.host.pressure import memory_pressure
 from serving.host.process_memory import resident_bytes
@@ -195,7 +195,7 @@ def _chunks(contexts: Contexts) -> ContextChunks:
     """The chunks of contexts, of which those of the longest context have room in any case."""
     engine = contexts.engine
     count = engine.options.context_tokens // engine.options.kv_chunk_tokens
-    forms = [ChunkIO(engine.runner_at(level)) for level in engine.levels]
+    forms = [chunk_io_of(engine.runner_at(level)) for level in engine.levels]
     return ContextChunks(
         memory=contexts.memory,
         floor_bytes=max(most_bytes(each, contexts.options, count) for each in forms),

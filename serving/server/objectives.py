@@ -92,7 +92,10 @@ class Bindings:
           BudgetExceeded: too many apps are bound.
         """
         if app not in self._own and len(self._own) >= _MOST_BOUND:
-            raise BudgetExceeded(f"{_MOST_BOUND} apps are bound to objectives, which is the most")
+            raise BudgetExceeded(
+                f"{_MOST_BOUND} apps are bound to objectives, which is the most; unbind one, or name the "
+                "objective in each call"
+            )
         self._own[app] = binding
 
     def unbind(self, app: str) -> None:

@@ -43,7 +43,8 @@ class ServerOptions:
     """Options of the service.
 
     Attributes:
-      model: a bundle or a packaged model's name; empty for the default model.
+      model: a bundle, a Hugging Face folder, a GGUF file or a packaged model's name; empty for the default
+        model.
       http: host and port to listen on, such as "127.0.0.1:8080" or "[::1]:8080"; port 0 takes a free one.
         Without it and `socket`, 127.0.0.1:8080.
       socket: path of a Unix socket to listen on; None for none.

@@ -24,10 +24,13 @@ from serving.speculation.drafter import DrafterMemory, Growing, require_same_kin
 from serving.speculation.grower import Grower, GrowingDrafter
 from serving.speculation.host_tree import on_host, root_alone
 from serving.speculation.options import SpeculationOptions
+from serving.speculation.shared_rows import has_own_rows, with_rows
 from serving.weights.footprint import cache_bytes, draft_options
 
 # While the target waits for weights, drafting never ends for lack of confidence: the device would be idle.
 _ANY_CONFIDENCE = 1e-30
+# Where no room is left for that, so many of the most confident nodes stay, as a share of the room.
+_PRUNED_SHARE = 0.75
 
 
 def model_drafter(
@@ -68,6 +71,7 @@ class ModelDrafter(GrowingDrafter):
         *,
         own: Bundle | None = None,
         greedy_temperature: float = 1.0,
+        takes_rows: bool = False,
     ) -> None:
         """Makes the drafter.
 
@@ -76,8 +80,11 @@ class ModelDrafter(GrowingDrafter):
           options: of speculation.
           own: has the model's weights; None for weights of the target.
           greedy_temperature: see `serving.speculation.confidence.confidence_temperature`.
+          takes_rows: whether it goes on from the target's own keys and values, where its weights are the
+            target's at fewer bits; it does not read the tokens itself then.
         """
         self._runner, self._shape = runner, options.trees
+        self._takes_rows, self._target_cache = takes_rows, None
         self._confidence = Confidence(greedy_temperature, calibrated=options.calibrated)
         self._grower = Grower(runner, options.trees, self._confidence)
         # The source as the target has it, for a drafter of the target's weights.
@@ -93,6 +100,9 @@ class ModelDrafter(GrowingDrafter):
         self._version = runner.weights_version
         self._tree: TokenTree | None = None
         self._fed: jax.Array | np.ndarray | None = None
+        # The tree before it was first pruned, and where each of its nodes is now, or -1.
+        self._whole: TokenTree | None = None
+        self._places = np.zeros(0, np.int32)
 
     @property
     def memory(self) -> DrafterMemory:
@@ -123,6 +133,7 @@ class ModelDrafter(GrowingDrafter):
                 self._cache = self._runner.start(capacity)
                 self._grown([0], 0, Growing(_ANY_CONFIDENCE, 2))
                 self.step()
+                self._prune()
                 self.follow([0], 0)
         self._forget()
         self._grower.forget()
@@ -137,7 +148,12 @@ class ModelDrafter(GrowingDrafter):
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; it has a cache of its own."""
         self._of_target = None if self._encodes else cache.source
-        return self._grown(sequence, root, growing), cache
+        self._target_cache = cache if self._takes_rows and has_own_rows(cache) else None
+        try:
+            return self._grown(sequence, root, growing), cache
+        finally:
+            # It is donated to the next dispatch of the target.
+            self._target_cache = None
 
     def _grown(self, sequence: Sequence[int], root: int, growing: Growing) -> TokenTree:
         runner = self._runner
@@ -152,27 +168,50 @@ class ModelDrafter(GrowingDrafter):
         if self._tree is None or int(np.asarray(self._tree.tokens)[0]) != root:
             self._tree = root_alone(root, self._shape.room)
             self._fed = np.zeros(self._shape.room, bool)
+        self._whole = None
         self._run(growing, self._shape.room)
         return on_host(self._tree)
 
     def step(self) -> bool:
         """See `Drafter`."""
-        if self._tree is None or int(self._tree.count) >= self._shape.room:
+        if self._tree is None:
             return False
+        if int(self._tree.count) >= self._shape.room:
+            self._prune()
         return self._run(Growing(_ANY_CONFIDENCE, self._shape.room), 1, hidden=True) > 0
 
     def follow(self, path: Sequence[int], token: int) -> None:
         """See `Drafter`."""
         if self._tree is None or self._cache is None:
             return
-        drafted = on_host(self._tree)
+        drafted = self._whole or on_host(self._tree)
         self._confidence.learn(drafted, path, token)
+        places = list(path) if self._whole is None else self._places[np.asarray(path)].tolist()
+        if -1 in places:
+            # From the first node on that was pruned, the drafter has nothing of the path.
+            dropped = places.index(-1)
+            places, token = places[:dropped], int(drafted.tokens[path[dropped]])
         cache, self._cache = self._cache, None
         assert self._fed is not None
         self._tree, self._fed, self._cache, missing = self._runner.follow(
-            self._tree, self._fed, cache, self._shape, path=path, token=token
+            self._tree, self._fed, cache, self._shape, path=places, token=token
         )
-        self._cached += [int(drafted.tokens[node]) for node in path[: len(path) - missing]]
+        self._cached += [int(drafted.tokens[node]) for node in path[: len(places) - missing]]
+
+    def _prune(self) -> None:
+        cache, self._cache = self._cache, None
+        assert self._tree is not None
+        assert self._fed is not None
+        assert cache is not None
+        before, most = self._tree, int(_PRUNED_SHARE * self._shape.room)
+        whole = on_host(before)
+        self._tree, self._fed, self._cache, places = self._runner.prune(
+            before, self._fed, cache, self._shape, most
+        )
+        if self._whole is None:
+            self._whole, self._places = whole, places
+        else:
+            self._places = np.where(self._places < 0, -1, places[self._places])
 
     def _run(self, growing: Growing, limit: int, *, hidden: bool = False) -> int:
         """Grows the tree by up to `limit` steps; returns their number."""
@@ -196,12 +235,16 @@ class ModelDrafter(GrowingDrafter):
             return
         self._tree = None
         cache, self._cache = self._cache, None
+        if self._target_cache is not None:
+            # What it had is given up first: of an empty cache no memory is taken yet.
+            cache = None
+            empty = self._with_target_source(self._runner.start(len(sequence) + 1 + self._shape.room))
+            self._cache, self._cached = with_rows(empty, self._target_cache, len(sequence)), list(sequence)
+            return
         if cache is None:
             cache, common = self._runner.start(len(sequence) + 1 + self._shape.room), 0
             if self._of_target is not None:
-                # A copy: the target's cache is donated.
-                copied = jax.tree.map(lambda each: jax.device_put(np.array(each)), self._of_target)
-                cache = dataclasses.replace(cache, source=copied)
+                cache = self._with_target_source(cache)
             elif self._source:
                 cache = self._runner.read_source(cache, self._source)
         cache = self._runner.make_room(cache, len(sequence) + 1 + self._shape.room)
@@ -209,6 +252,13 @@ class ModelDrafter(GrowingDrafter):
         common = min(common, len(sequence) - 1)
         _, self._cache = prefill_prompt(self._runner, cache, sequence[common:], common)
         self._cached = list(sequence)
+
+    def _with_target_source(self, cache: KVCache) -> KVCache:
+        """The cache with a copy of the target's source, if that has one: the target's cache is donated."""
+        if self._of_target is None:
+            return cache
+        copied = jax.tree.map(lambda each: jax.device_put(np.array(each)), self._of_target)
+        return dataclasses.replace(cache, source=copied)
 
     def _forget(self) -> None:
         self._cached, self._cache, self._tree = [], None, None

@@ -59,8 +59,8 @@ def nested_drafter(
         return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE)
     if not isinstance(streamed, StreamedWeights):
         raise ConfigError("the high planes of experts that are stored apart cannot draft; draft with a model")
-    runner = streamed_drafting_runner(target, drafting, streamed)
-    return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE)
+    runner, whole = streamed_drafting_runner(target, drafting, streamed), drafting == WHOLE
+    return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE, takes_rows=whole)
 
 
 def high_planes_runner(target: LoadedModel) -> ResidentRunner:

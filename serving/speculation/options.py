@@ -32,7 +32,7 @@ class TreeShape:
 
     nodes: tuple[int, ...] = (8, 16, 32, 64)
     room: int = 128
-    tips: int = 4
+    tips: int = 8
     branches: int = 6
     threshold: float = 0.02
     pacer: Pacer = "confidence"

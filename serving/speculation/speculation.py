@@ -39,6 +39,7 @@ class SpeculationCounts:
       draft_s: time spent drafting before verifications.
       verify_s: time spent verifying.
       hidden_steps: steps of the drafter while the target waited for weights.
+      hidden_s: time of these steps, a part of `verify_s`.
     """
 
     verifications: int = 0
@@ -49,6 +50,7 @@ class SpeculationCounts:
     draft_s: float = 0.0
     verify_s: float = 0.0
     hidden_steps: int = 0
+    hidden_s: float = 0.0
 
     @property
     def acceptance_length(self) -> float:
@@ -241,9 +243,11 @@ class Speculation:
 
     def _meanwhile(self, busy_s: float) -> bool:
         """Runs one step of the drafter, if it ends before the target goes on."""
+        began = time.perf_counter()
         if not self.options.pipelined or busy_s < self.drafter.step_s or not self.drafter.step():
             return False
         self.counts.hidden_steps += 1
+        self.counts.hidden_s += time.perf_counter() - began
         return True
 
     def _learn(self, tree: TokenTree, verdict: Verdict, limit: int, draft_s: float, verify_s: float) -> None:

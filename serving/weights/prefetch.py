@@ -1,8 +1,9 @@
-"""Prefetches weights piece by piece: a thread reads the next pieces while one is computed.
+"""Prefetches weights piece by piece: threads read the next pieces while one is computed.
 
 A pass over the model takes all pieces in the same order, so the next piece is always known, also across the
 end of a pass. Resident pieces are read once. The others share a few slots: when a piece is released, the next
-piece is read into its slot.
+piece is read into its slot. Two pieces are read at a time, so that storage has the next one's reads before
+the last of a piece has ended.
 """
 
 import collections
@@ -20,6 +21,9 @@ from serving.host.direct_io import PieceReader, aligned
 from serving.weights.first_read import READS, Checksums
 from serving.weights.pieces import READERS, LayerPiece, Piece, Range, read_blocks, read_bytes
 
+# Pieces that are read at a time, in the order of a pass.
+_AT_A_TIME = 2
+
 # Does a little other work while weights are loaded: takes the seconds for which storage is probably busy, and
 # returns whether it did any work.
 Meanwhile = Callable[[float], bool]
@@ -31,7 +35,7 @@ class StreamCounts:
 
     Attributes:
       read_bytes: of pieces, without resident ones.
-      read_s: time in which a piece was read.
+      read_s: time in which pieces were read, one or several.
       waited_s: time for which computation waited.
     """
 
@@ -49,14 +53,12 @@ class Slot:
       piece: number of the piece that is in it or is read into it; -1 for none.
       ready: whether the read has ended, also by an error.
       error: of the read.
-      began: start of the read, by `time.perf_counter`.
     """
 
     memory: np.ndarray
     piece: int = -1
     ready: bool = False
     error: Exception | None = None
-    began: float = 0.0
 
 
 class WeightStream:
@@ -93,7 +95,7 @@ class WeightStream:
         self._whole = list(pieces)
         self._checksums = checksums
         self._staying = {each: Slot(aligned(pieces[each].memory_bytes)) for each in resident}
-        self._coming = self._read_each_pass()
+        self._plan_reads()
         # What is read after this pass, if not the same again.
         self._then: list[Piece] | None = None
         self._slots, self._free = slots, [Slot(aligned(slot_bytes)) for _ in range(slots)]
@@ -104,19 +106,21 @@ class WeightStream:
         self._taken, self._idle_s, self._idle_before_s = -1, 0.0, 0.0
         self._changed = threading.Condition()
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        # Reads that are underway, the time up to which `read_s` counts, and when they are expected to end.
+        self._underway, self._counted_at, self._ends_at = 0, 0.0, 0.0
         self._pool = concurrent.futures.ThreadPoolExecutor(READERS)
 
     @property
     def idle_read_s(self) -> float:
         """For how long a pass may begin later without ending later: until all slots are full, or for as long
         as the last whole pass waited for pieces."""
-        counts = self.counts
-        if not counts.read_bytes or not self._read_ahead or not self._coming:
-            return 0.0
-        pieces = [read_bytes(self._pieces[number]) for number in self._coming]
-        fill_s = self._slots * float(np.mean(pieces)) * counts.read_s / counts.read_bytes
-        return min(fill_s, self._idle_before_s)
+        return min(self._slots * self._piece_s, self._idle_before_s) if self._read_ahead else 0.0
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes that are read in each pass."""
+        return round(self._piece_bytes * len(self._coming))
 
     def staying(self) -> dict[int, np.ndarray]:
         """Number of a resident piece -> its memory."""
@@ -148,16 +152,18 @@ class WeightStream:
     def _renumber(self) -> None:
         """Forgets what was read ahead, after resident pieces have changed; under the lock."""
         self._drop_all()
-        self._coming = self._read_each_pass()
+        self._plan_reads()
         self._next, self._wanted = 0, False
 
-    def _read_each_pass(self) -> list[int]:
-        """The numbers of the pieces that are read in each pass."""
-        return [
+    def _plan_reads(self) -> None:
+        """Sets the numbers of the pieces that are read in each pass, and their mean size."""
+        self._coming = [
             number
             for number, piece in enumerate(self._pieces)
             if piece.ranges and number not in self._staying
         ]
+        sizes = [read_bytes(self._pieces[number]) for number in self._coming]
+        self._piece_bytes = sum(sizes) / max(1, len(sizes))
 
     def keep(self, kept: Mapping[int, np.ndarray]) -> None:
         """Sets the memory with the `LayerPiece.kept` ranges of pieces that are read, by their numbers."""
@@ -208,21 +214,24 @@ class WeightStream:
                 self._release(slot)
 
     def close(self) -> None:
-        """Stops the thread and closes the file."""
+        """Stops the threads and closes the file."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+        for each in self._threads:
+            each.join()
         self._pool.shutdown()
         self._reader.close()
 
     def _take(self, number: int, meanwhile: Meanwhile | None) -> Slot:
         with self._changed:
             self._require_open()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
-                self._thread.start()
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._run, name="weights", daemon=True) for _ in range(_AT_A_TIME)
+                ]
+                for each in self._threads:
+                    each.start()
             if not (self._ahead and self._ahead[0].piece == number):
                 # The pass before ended early: the pieces read for it are not needed now.
                 self._drop_all()
@@ -234,7 +243,7 @@ class WeightStream:
         if number <= self._taken:
             self._idle_before_s, self._idle_s = self._idle_s, 0.0
         self._taken, asked = number, time.perf_counter()
-        while not slot.ready and meanwhile is not None and meanwhile(self._busy_s(slot)):
+        while not slot.ready and meanwhile is not None and meanwhile(self._busy_s):
             pass
         began = time.perf_counter()
         with self._changed:
@@ -252,15 +261,18 @@ class WeightStream:
         if self._closed:
             raise ConfigError("the engine of these weights is closed; open another one")
 
-    def _busy_s(self, slot: Slot) -> float:
-        """Expected seconds until storage has nothing to read: the piece that is read, then one for each free
-        slot."""
+    @property
+    def _busy_s(self) -> float:
+        """Expected seconds until storage has nothing to read: the pieces that are read, then one for each
+        free slot."""
+        further = len(self._free) * self._piece_s if self._read_ahead else 0.0
+        return max(0.0, self._ends_at - time.perf_counter()) + further
+
+    @property
+    def _piece_s(self) -> float:
+        """Expected seconds of the read of a piece; 0 before the first."""
         counts = self.counts
-        if not counts.read_bytes:
-            return 0.0
-        takes = read_bytes(self._pieces[slot.piece]) * counts.read_s / counts.read_bytes
-        further = len(self._free) * takes if self._read_ahead else 0.0
-        return max(0.0, slot.began + takes - time.perf_counter()) + further
+        return self._piece_bytes * counts.read_s / counts.read_bytes if counts.read_bytes else 0.0
 
     def _drop_all(self) -> None:
         """Frees all slots, after their reads have ended."""
@@ -281,7 +293,7 @@ class WeightStream:
         self._changed.notify_all()
 
     def _run(self) -> None:
-        """Reads pieces in the thread."""
+        """Reads pieces in a thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -299,8 +311,10 @@ class WeightStream:
                 piece = self._pieces[number]
                 if not self._next and self._then is not None:
                     self._pieces, self._then = self._then, None
-                    self._coming = self._read_each_pass()
-                slot.began = began = time.perf_counter()
+                    self._plan_reads()
+                self._count_time()
+                self._underway += 1
+                self._ends_at = max(self._ends_at, self._counted_at) + self._piece_s
                 self._changed.notify_all()
             try:
                 self._read(piece.ranges, slot.memory)
@@ -308,10 +322,19 @@ class WeightStream:
             except Exception as error:  # Raised by the thread that waits.
                 slot.error = error
             with self._changed:
-                self.counts.read_s += time.perf_counter() - began
+                self._count_time()
+                self._underway -= 1
+                if not self._underway:
+                    self._ends_at = self._counted_at
                 self.counts.read_bytes += read_bytes(piece)
                 slot.ready = True
                 self._changed.notify_all()
+
+    def _count_time(self) -> None:
+        """Counts the time since the last count, if something was read in it; under the lock."""
+        now = time.perf_counter()
+        self.counts.read_s += now - self._counted_at if self._underway else 0.0
+        self._counted_at = now
 
     def _read(self, ranges: Sequence[Range], memory: np.ndarray) -> None:
         def read(block: tuple[int, int, int]) -> None:

@@ -186,6 +186,7 @@ class StreamedWeights:
             "planned_bytes": plan.planned_bytes,
             "resident_layers": len(self._stream.staying()),
             "read_bytes": counts.read_bytes,
+            "pass_bytes": self._stream.pass_bytes,
             "read_bytes_per_s": round(counts.read_bytes / counts.read_s) if counts.read_s else None,
             "caching": self.caching,
         }

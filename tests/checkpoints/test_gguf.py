@@ -23,9 +23,10 @@ from jaxllm.models import decoder
 from jaxllm.models.parameters import param_specs
 from jaxllm.nn.layers import inverse_frequencies
 from jaxllm.prepare import prepare
-from jaxllm.quant import QArray, dequantize
+from jaxllm.quant import QArray, dequantize, row_parts
 from jaxllm.text.tokenizer import Tokenizer
 from tests.checkpoints.gguf_files import config_keys, gguf_tensors, tokenizer_keys, write_file, write_model
+from tests.checkpoints.memory import mapped_bytes
 from tests.quick_jit import jit
 
 TEXT = "Once upon a time, there was a little girl named Lily. She saw 2 birds — “hello”, she said!\n\tEnd"
@@ -104,6 +105,36 @@ def test_prepared_bundle_gives_the_logits_of_its_numbers(stories, tmp_path, kind
     assert relative(np.asarray(logits(loaded)), expected) < 0.05
 
 
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+def test_an_embedding_in_parts_is_stored_as_one(stories, tmp_path, monkeypatch, kind):
+    """Byte for byte; what was read is given back before the next parameter."""
+    path = write_model(tmp_path / "m.gguf", stories, kind)
+    prepare(path, tmp_path / "whole.jaxllm")
+    monkeypatch.setattr(row_parts, "PART_NUMBERS", 48 * 64)
+    file, dropped = read_gguf(path), []
+    monkeypatch.setattr(type(file), "drop_pages", lambda own: dropped.append(own))
+    name, embedding = next(read_gguf_params(file, read_gguf_config(file), by_rows=True))
+    parts = list(embedding.parts)
+    assert (name, len(parts), len(dropped)) == ("embed.tokens", 11, 11)
+    monkeypatch.undo()
+    monkeypatch.setattr(row_parts, "PART_NUMBERS", 48 * 64)
+    prepare(path, tmp_path / "parts.jaxllm")
+    assert (tmp_path / "parts.jaxllm").read_bytes() == (tmp_path / "whole.jaxllm").read_bytes()
+
+
+def test_pages_that_were_read_are_given_back(stories, tmp_path):
+    path = write_model(tmp_path / "m.gguf", stories)
+    file = read_gguf(path)
+    before = {name: np.array(each.data) for name, each in file.tensors.items()}
+    if mapped_bytes(path) is None:
+        pytest.skip("the system does not tell")
+    assert mapped_bytes(path) > 500_000
+    file.drop_pages()
+    assert mapped_bytes(path) == 0
+    for name, each in file.tensors.items():
+        np.testing.assert_array_equal(each.data, before[name])
+
+
 @pytest.mark.parametrize(("kind", "most"), [("Q6_K", 0.01), ("Q5_0", 0.01), ("Q5_K", 0.012)])
 def test_other_blocks_become_groups_of_eight_bits(tmp_path, kind, most):
     """With the error that the documents state, of a model whose rows divide into blocks of 256."""
@@ -136,6 +167,16 @@ def test_blocks_of_fewer_bits_are_a_choice(tmp_path, kind):
     _, params = read(path, "int8")
     found = params["layers.0.ffn.down"]
     assert isinstance(found, QArray)
+    assert relative(values(found), expected["layers.0.ffn.down"]) < 0.012
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q4_1", "Q5_K", "Q6_K"])
+def test_blocks_with_minima_become_eight_bits_by_option(tmp_path, kind):
+    path, expected = wide_model(tmp_path, kind)
+    _, params = read(path, "int8")
+    found = params["layers.0.ffn.down"]
+    assert isinstance(found, QArray)
+    assert (found.bits, found.group, found.minimum) == (8, 32, None)
     assert relative(values(found), expected["layers.0.ffn.down"]) < 0.012
 
 
@@ -231,8 +272,8 @@ def test_byte_pairs_are_rebuilt(tmp_path, split):
 # Families
 
 FAMILY_VARIANTS = (
-    "llama", "llama-linear-rope", "llama-yarn", "mixtral", "qwen2", "qwen2_moe", "qwen3_moe", "olmoe",
-    "gemma2", "gemma3", "phi", "phi3-partial", "smollm3", "granite", "stablelm",
+    "llama", "llama-linear-rope", "llama-yarn", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "olmo2", "olmoe", "gemma", "gemma2", "gemma3", "phi", "phi3-partial", "smollm3", "granite", "stablelm",
     "ernie4_5", "gpt_oss",
 )  # fmt: skip
 # What llama.cpp fixes by architecture, or the file has as float32, and the tiny variants have otherwise.
@@ -244,12 +285,17 @@ _FIXED = {
 }
 
 
+# Whose variants have biases, which neither llama.cpp nor published models have.
+_BIASED = ("qwen3", "olmo2", "gemma")
+
+
 @pytest.mark.parametrize("variant", FAMILY_VARIANTS)
 def test_every_family_gives_the_folders_model(tmp_path, variant):
     pytest.importorskip("transformers")
     from tests import tiny_hf
 
-    folder = tiny_hf.save(variant, tmp_path / "hf")
+    keys = {**tiny_hf.VARIANTS[variant][1], **({"attention_bias": False} if variant in _BIASED else {})}
+    folder = tiny_hf.save(variant, tmp_path / "hf", keys=keys)
     cfg, params = read(write_model(tmp_path / "m.gguf", folder))
     theirs = read_config(folder)
     names = [each.name for each in dataclasses.fields(cfg)]

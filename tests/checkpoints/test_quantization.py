@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import time
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +15,7 @@ from jaxllm.checkpoints.huggingface import read_config, read_params, read_stored
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
 from jaxllm.prepare import prepare
 from jaxllm.quant import QArray
+from tests.checkpoints.memory import Most, bounded, traced
 from tests.tiny import TINY, random_params, write_tiny_folder
 
 CFG = dataclasses.replace(TINY, ffn_size=256, hidden_size=128)
@@ -307,27 +309,45 @@ def test_mutated_folders_give_one_line(tmp_path, case):
 
 
 def mutate(folder):
-    """Values of the config and bytes of the header of the weights are changed."""
+    """Values of the config, and bytes of the weights, most of them of their header, are changed; or the
+    weights are cut."""
     config = json.loads((folder / "config.json").read_text())
     data = (folder / "model.safetensors").read_bytes()
     header = 8 + int.from_bytes(data[:8], "little")
     junk = (None, 0, -1, 3, 1 << 60, 0.5, "x", [], {}, [1, 2], True, float("nan"))
-    for seed in range(MUTATIONS):
-        draw = np.random.default_rng(seed)
-        changed, raw = json.loads(json.dumps(config)), bytearray(data)
-        if seed % 2:
-            section = changed["quantization_config"]
-            section[sorted(section)[int(draw.integers(len(section)))]] = junk[int(draw.integers(len(junk)))]
-        else:
-            for _ in range(int(draw.integers(1, 4))):
-                raw[int(draw.integers(8, header))] = int(draw.integers(32, 127))
-        (folder / "config.json").write_text(json.dumps(changed))
-        (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors").write_bytes(raw)
-        message = ""
-        try:
-            for _ in read_params(folder, read_config(folder)):
-                pass
-        except JaxllmError as error:
-            message = str(error)
-        assert "\n" not in message, f"seed {seed}"
+    refusals, most = 0, Most()
+    # What widens weights is compiled once, for the shapes of the sound folder.
+    assert dict(read_params(folder, read_config(folder)))
+    with traced():
+        for seed in range(MUTATIONS):
+            draw = np.random.default_rng(seed)
+            changed, raw = json.loads(json.dumps(config)), bytearray(data)
+            if seed % 2:
+                section = changed["quantization_config"]
+                key = sorted(section)[int(draw.integers(len(section)))]
+                section[key] = junk[int(draw.integers(len(junk)))]
+            elif seed % 16 == 2:
+                del raw[int(draw.integers(0, len(raw))) :]
+            elif seed % 16 == 4:
+                # Scales that are not finite, levels that no quantizer writes.
+                for _ in range(64):
+                    raw[int(draw.integers(header, len(raw)))] = 255
+            else:
+                first = 0 if seed % 16 == 6 else 8
+                for _ in range(int(draw.integers(1, 4))):
+                    raw[int(draw.integers(first, header))] = int(draw.integers(32, 127))
+            (folder / "config.json").write_text(json.dumps(changed))
+            (folder / "model.safetensors").unlink()
+            (folder / "model.safetensors").write_bytes(raw)
+            start, message = time.perf_counter(), ""
+            # Never less than for the whole: what is cut off is missed only when it is read.
+            with bounded(len(data), f"seed {seed}", most):
+                try:
+                    for _ in read_params(folder, read_config(folder)):
+                        pass
+                except JaxllmError as error:
+                    refusals, message = refusals + 1, str(error)
+            assert "\n" not in message, f"seed {seed}"
+            assert time.perf_counter() - start < 5, f"seed {seed}"
+    print(f"{MUTATIONS} mutated folders, {refusals} refused, at most {most.share:.1f} times a file's size")
+    assert refusals > MUTATIONS // 4

@@ -3,6 +3,7 @@
 A comment before a block says how it is run:
   <!-- excerpt: why -->    not at all; options of its commands are still checked
   <!-- slow -->            by the full suite alone
+  <!-- service -->         by the full suite, with a running service at 127.0.0.1:8080 (see `running_service`)
   <!-- needs: data -->     where that is: `data` (the folder JAXLLM_DATA), or a Python package
   <!-- input: text -->     with this text on standard input
   <!-- prints: text -->    what each of its commands prints has this text
@@ -22,7 +23,7 @@ SHOWN = ("text", "json", "toml", "yaml", "markdown", "kotlin")
 
 _FENCE = re.compile(r"^(?P<ticks>```+)(?P<language>[^\n`]*)\n(?P<body>.*?)^(?P=ticks)[ ]*$", re.M | re.S)
 _MARKS = re.compile(r"((?:<!--[^>]*-->\s*)+)\Z")
-_MARK = re.compile(r"<!--\s*(?P<name>excerpt|slow|needs|input|prints)\b:?\s*(?P<value>.*?)\s*-->")
+_MARK = re.compile(r"<!--\s*(?P<name>excerpt|slow|service|needs|input|prints)\b:?\s*(?P<value>.*?)\s*-->")
 _INLINE = re.compile(r"(?<!`)`(jaxllm [^`]+)`(?!`)")
 
 
@@ -46,8 +47,13 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        """Whether a test runs it."""
-        return self.language in RUN and "excerpt" not in self.marks
+        """Whether a test runs it by itself."""
+        return self.language in RUN and not self.marks.keys() & {"excerpt", "service"}
+
+    @property
+    def calls(self) -> bool:
+        """Whether a test runs it beside a service."""
+        return "service" in self.marks
 
     @property
     def place(self) -> str:

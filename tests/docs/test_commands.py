@@ -8,8 +8,10 @@ import click
 import pytest
 
 from serving.cli import cli
-from tests.docs.pages import named_commands, pages
+from tests.docs.pages import ROOT, named_commands, pages, text_of
 
+_ROOMS = ("jaxllm", "serving", "training", "export", "benchmarks")
+_VARIABLE = re.compile(r"(?<!\w)JAXLLM_[A-Z]+(?:_[A-Z]+)*(?!\w)")
 # What stands for a name of the reader's choice, as in `jaxllm bench NAME`.
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9_]*|\.\.\.|\[.*")
 
@@ -90,3 +92,10 @@ def test_a_wrong_command_is_seen(command: str, part: str) -> None:
 )
 def test_a_right_command_passes(command: str) -> None:
     assert not list(faults_of(command.split()))
+
+
+def test_every_variable_of_the_environment_is_listed():
+    files = [ROOT / "setup.py", *(path for room in _ROOMS for path in (ROOT / room).rglob("*.py"))]
+    read = {name for path in files for name in _VARIABLE.findall(path.read_text(encoding="utf-8"))}
+    listed = re.findall(r"^\| `(JAXLLM_\w+)` \|", text_of("docs/cli.md"), re.M)
+    assert set(listed) == read

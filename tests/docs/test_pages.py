@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import RUN, SHOWN, Block, blocks_of, pages, text_of
+from tests.docs.running_service import RunningService
 from tests.docs.world import Missing, World
 
 pytestmark = pytest.mark.usefixtures("kept_buckets")
 
 RUNNABLE = [page for page in pages() if any(block.runs for block in blocks_of(page))]
+CALLING = [page for page in pages() if any(block.calls for block in blocks_of(page))]
 SLOW = [page for page in RUNNABLE if any(block.runs and "slow" in block.marks for block in blocks_of(page))]
 
 
@@ -44,6 +46,16 @@ def test_quick_blocks_run(page: str, tmp_path: Path, request: pytest.FixtureRequ
 @pytest.mark.parametrize("page", SLOW)
 def test_all_blocks_run(page: str, tmp_path: Path) -> None:
     run_blocks([block for block in blocks_of(page) if block.runs], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_blocks_call_a_service(tmp_path: Path, documentation_cache: Path) -> None:
+    with RunningService(tmp_path, documentation_cache) as service:
+        for page in CALLING:
+            service.turn_page()
+            for block in filter(lambda block: block.calls, blocks_of(page)):
+                service.run(block)
 
 
 @pytest.mark.parametrize("page", pages())

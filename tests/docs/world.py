@@ -82,6 +82,15 @@ PROPS: dict[str, Callable[[Path], None]] = {
 }
 
 
+def close_all(names: dict[str, Any]) -> None:
+    """Closes what can be closed, and forgets it."""
+    for value in names.values():
+        close = getattr(value, "close", None)
+        if callable(close) and not isinstance(value, type):
+            close()
+    names.clear()
+
+
 class World:
     """Where the blocks of a page run one after another, and what they have left."""
 
@@ -111,11 +120,7 @@ class World:
 
     def close(self) -> None:
         """Closes what Python blocks have opened, so that no store stays locked."""
-        for value in self._names.values():
-            close = getattr(value, "close", None)
-            if callable(close) and not isinstance(value, type):
-                close()
-        self._names.clear()
+        close_all(self._names)
 
     def _require(self, block: Block) -> None:
         for need in filter(None, re.split(r"[,\s]+", block.marks.get("needs", ""))):

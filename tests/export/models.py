@@ -13,28 +13,20 @@ from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.models.lora import LoraConfig, init_adapter
 from jaxllm.models.tiny_lm import TlmConfig
 from serving.options import EngineOptions
-from serving.request import GenerationConfig
+from tests.export.sizes import CFG as CFG
+from tests.export.sizes import CHUNKS as CHUNKS
+from tests.export.sizes import CONFIG as CONFIG
+from tests.export.sizes import CONTEXT as CONTEXT
+from tests.export.sizes import PROMPTS as PROMPTS
+from tests.export.sizes import answers as answers
 from tests.models.test_lora import random_adapter
-from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
+from tests.tiny import tiny_params, tiny_tokenizer, write_tiny_bundle
 from tests.tiny_tlm import ENCODER, random_tlm, tiny_lm
 
-# Widths at which the runtimes' weight caches tell matrices apart, and tests stay quick.
-CFG = dataclasses.replace(TINY, heads=8, kv_heads=4)
 LADDER = Ladder(levels=(40, 70, 100))
-CONTEXT = 64
-CHUNKS = (16,)
 OPTIONS = EngineOptions(
     context_tokens=CONTEXT, cache_tokens=(CONTEXT,), chunk_tokens=CHUNKS, levels=(40,), buckets_bytes=0
 )
-CONFIG = GenerationConfig(max_tokens=12, ignore_eos=True)
-PROMPTS = [
-    [1],
-    [1, 50, 7, 99, 23],
-    [(7 * i) % CFG.vocab_size for i in range(17)],
-    # Its answer outgrows caches of 32.
-    [(5 * i) % CFG.vocab_size for i in range(25)],
-    [(11 * i) % CFG.vocab_size for i in range(52)],
-]
 
 
 def write_elastic(path, scaling=0.5):
@@ -68,11 +60,6 @@ def write_adapters(folder):
         lora = LoraConfig(rank=rank, alpha=16, targets=targets)
         write_adapter(folder / name, CFG, lora, random_adapter(CFG, lora, seed))
     return {name: folder / name for name in named}
-
-
-def answers(engine):
-    """The greedy tokens of all prompts."""
-    return [engine.generate(prompt, CONFIG).tokens for prompt in PROMPTS]
 
 
 def models_of(path, folder):

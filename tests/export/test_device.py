@@ -1,9 +1,11 @@
-"""The folder of a device: it answers as the live service does, without JAX and without these sources."""
+"""The folder of a device: it answers as the live service does, where JAX is not installed, and without these
+sources."""
 
 import json
+import re
 import shutil
 import subprocess
-import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +16,10 @@ from jaxllm.errors import ProgramError
 from jaxllm.program_folder.manifest import MANIFEST, Manifest
 from serving.engine import Engine
 from serving.request import GenerationConfig
+from tests.export.bare_python import DEVICE, TESTING, bare_python
 from tests.export.conftest import PLAN
 from tests.export.models import CFG, OPTIONS
+from tests.serving.device.conftest import FOLDER_VARIABLE
 
 pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
@@ -24,23 +28,22 @@ from export.device import write_loop
 from export.tflite import FILE, export_tflite
 
 CONFIG = GenerationConfig(max_tokens=12, ignore_eos=True)
+# Above the weights, at the peak.
+MOST_BYTES = 120 << 20
 _DRAW = np.random.default_rng(3)
 PROMPTS = [_DRAW.integers(0, CFG.vocab_size, 1 + 2 * n).tolist() for n in range(20)]
-# What a device does without JAX; prints one JSON object.
+TEXTS = [" ".join(["the", "hello", "there", "one"][n % 4] for n in range(count)) for count in range(1, 21)]
+# What a device does, in an environment without JAX; prints one JSON object.
 SCRIPT = """
-import importlib.abc, json, sys
+import importlib.util, json, sys
 from pathlib import Path
-class Absent(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("jax", "jaxlib", "flax", "chex", "export", "training"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Absent())
-folder, place, prompts = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+folder, place, prompts, texts = Path(sys.argv[1]), Path(sys.argv[2]), *json.loads(sys.argv[3])
 sys.path.insert(0, str(folder / "loop.pyz"))
 from jaxllm.elastic.slo import Slo
 from jaxllm.sampling_state import Sampling
 from serving.device.opening import open_device
 from serving.device.service import DeviceService
+from serving.planning.objectives import Latency
 from serving.request import GenerationConfig
 from serving.speculation.options import SpeculationOptions
 config = GenerationConfig(max_tokens=12, ignore_eos=True)
@@ -68,10 +71,17 @@ chunk_bytes = sum(
     8 * 16 * engine.cfg.units(layer).kv_heads * engine.cfg.head_dim for layer in range(engine.cfg.layers)
 )
 def opened():
-    return DeviceService.open(folder, threads=1, contexts=place, budget_bytes=3 * chunk_bytes)
+    return DeviceService.open(
+        folder, threads=1, contexts=place, budget_bytes=3 * chunk_bytes, drafts=drafts
+    )
 service = opened()
-answer = service.call("the hello there", slo=Slo.parse("<60,60>"), max_tokens=4).result()
-out["plan"] = [answer.plan.level, answer.plan.source]
+# What any level meets, what none meets, and what a device decides.
+objectives = [Latency(ttft_ms=1e6, tpot_ms=1e6), Latency(ttft_ms=1e-6, tpot_ms=1e-6), Slo.parse("<60,60>")]
+out["planned"] = []
+for number, text in enumerate(texts):
+    answer = service.call(text, slo=objectives[number % 3], max_tokens=12).result()
+    facts = [answer.plan.level, answer.plan.source, service.tokenize(text, "").ids.tolist(), answer.tokens]
+    out["planned"].append(facts)
 names, turns = [], prompts[9:12]
 for turn in turns:
     context = service.new_context("app")
@@ -84,7 +94,7 @@ answers = [service.context("app", each).generate([5, 6, 7], config=config).resul
 out["second"] = [each.tokens for each in answers]
 out["read"] = [each.restored.read for each in answers]
 service.close()
-out["jax"] = [each for each in sys.modules if each.partition(".")[0] in ("jax", "jaxlib", "flax", "chex")]
+out["installed"] = [each for each in ("jax", "jaxlib", "flax", "optax") if importlib.util.find_spec(each)]
 out["sources"] = sys.modules["serving.engine"].__file__
 print(json.dumps(out))
 """
@@ -98,11 +108,18 @@ def folder(subject, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def said(folder, tmp_path_factory):
+def python(tmp_path_factory):
+    """The Python of a device's environment."""
+    return bare_python(tmp_path_factory.mktemp("bare") / "environment", (*DEVICE, *TESTING))
+
+
+@pytest.fixture(scope="module")
+def said(python, folder, tmp_path_factory):
     """What a device says of all prompts."""
     place = tmp_path_factory.mktemp("place")
+    asked = json.dumps([PROMPTS, TEXTS])
     done = subprocess.run(
-        [sys.executable, "-P", "-c", SCRIPT, str(folder), str(place / "store"), json.dumps(PROMPTS)],
+        [str(python), "-P", "-c", SCRIPT, str(folder), str(place / "store"), asked],
         cwd=place, env={"JAXLLM_CACHE": str(place / "cache")}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -124,15 +141,20 @@ def test_twenty_prompts_token_for_token(said, live_engine):
 
 
 def test_nothing_of_jax_or_of_the_sources(said, folder):
-    assert said["jax"] == []
+    assert said["installed"] == []
     assert said["sources"].startswith(str(folder / LOOP))
     assert said["new_buffers"] == 0
 
 
-def test_a_call_has_a_plan(said):
-    level, source = said["plan"]
-    assert level in (40, WHOLE)
-    assert source in ("whole", "fallback", "nearest")
+def test_twenty_calls_have_plans_and_drafts(said, live_engine):
+    assert len(said["planned"]) == 20
+    levels = set()
+    for number, (level, source, prompt, tokens) in enumerate(said["planned"]):
+        config = GenerationConfig(max_tokens=12)
+        assert tokens == live_engine.stream(prompt, config, level=level).result().tokens
+        assert source in (("whole",), ("nearest",), ("whole", "fallback", "nearest"))[number % 3]
+        levels.add(level)
+    assert levels == {40, WHOLE}
 
 
 def test_contexts_are_swapped_and_outlive_the_process(said, live_engine):
@@ -145,14 +167,42 @@ def test_contexts_are_swapped_and_outlive_the_process(said, live_engine):
     assert said["read"] == [16, 32, 32]
 
 
-def test_the_folder_runs_by_itself(folder, tmp_path):
+def test_the_folder_runs_by_itself(python, folder, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-P", str(folder), "generate", "--json", "-p", "the hello", "--max-tokens", "4"],
+        [str(python), "-P", str(folder), "generate", "--json", "-p", "the hello", "--max-tokens", "4"],
         cwd=tmp_path, env={"JAXLLM_CACHE": str(tmp_path)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (answer,) = json.loads(done.stdout)["answers"]
+    facts = json.loads(done.stdout)
+    (answer,) = facts["answers"]
     assert len(answer["tokens"]) <= 4
+    if "peak_memory_bytes" in facts:
+        assert facts["peak_memory_bytes"] - facts["weights_bytes"] <= MOST_BYTES
+
+
+def test_the_suite_of_a_device_passes_there(python, folder, tmp_path):
+    """All of its tests but those of HTTP, which takes other packages, and of draws and executors beside
+    JAX's."""
+    room = Path("tests/serving/device")
+    files = [str(room / f"test_{each}.py") for each in ("command", "contexts", "opening", "service")]
+    plugins = [
+        "--noconftest",
+        "-p",
+        "tests.serving.device.conftest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:anyio",
+    ]
+    done = subprocess.run(
+        [str(python), "-m", "pytest", "-q", *plugins, f"--basetemp={tmp_path / 'its'}", *files],
+        env={FOLDER_VARIABLE: str(folder), "JAXLLM_CACHE": str(tmp_path / "cache")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    passed, skipped = (int(re.search(rf"(\d+) {each}", done.stdout)[1]) for each in ("passed", "skipped"))
+    assert passed >= 30
+    assert skipped == done.stdout.count("could not import 'jax'") == 3
 
 
 def test_the_manifest_lists_the_loop(folder):

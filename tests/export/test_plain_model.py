@@ -23,6 +23,7 @@ from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import WHOLE
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import ConfigError
+from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.text.tokenizer import Tokenizer
 from tests.export.models import LADDER, write_elastic
@@ -160,6 +161,37 @@ def test_a_gguf_of_equal_layers_gives_the_levels_logits(tmp_path):
     file = read_gguf(tmp_path / "m.gguf")
     cfg = read_gguf_config(file)
     np.testing.assert_allclose(logits(dict(read_gguf_params(file, cfg)), cfg), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_llama_cpp_says_what_the_level_says(tmp_path, stories_folder, shipped_compilations):
+    """100 greedy tokens of a trained model's level whose layers differ."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    with Bundle.open(elastic_of(stories_folder, tmp_path / "m.jaxllm")) as opened:
+        model = read_plain(opened, level=40)
+        write_plain_gguf(tmp_path / "m.gguf", model, "f32")
+        params = {name: jnp.asarray(np.asarray(each)) for name, each in model.params(model.cfg, F32).items()}
+    assert model.cfg.layer_units
+    theirs = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=128, logits_all=True, verbose=False, n_threads=1)
+    ids = theirs.tokenize(b"Once upon a time")
+    assert ids == Tokenizer(model.tokenizer).encode("Once upon a time")
+    theirs.eval(ids)
+    expected = []
+    for _ in range(100):
+        expected.append(int(np.argmax(theirs.scores[len(ids) + len(expected) - 1])))
+        theirs.eval(expected[-1:])
+    cfg, cache = model.cfg, new_cache(model.cfg, batch=1, tokens=128, dtype=jnp.float32)
+
+    @jit
+    def step(params, tokens, cache):
+        hidden, cache = decoder.forward(params, tokens, cache, cfg=cfg)
+        return decoder.logits(params, hidden[:, -1], cfg=cfg), cache
+
+    found, fed = [], ids
+    for _ in range(100):
+        scores, cache = step(params, jnp.asarray([fed], jnp.int32), cache)
+        found.append(int(np.argmax(scores[0])))
+        fed = found[-1:]
+    assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Files that others made: only regular ones are opened, and a limit holds whatever their size says."""
 
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,16 @@ def test_the_limit_holds_where_the_file_system_says_that_a_file_is_empty():
     assert Path("/proc/self/status").stat().st_size == 0
     with pytest.raises(OSError, match="larger than 10 bytes"):
         read_bytes(Path("/proc/self/status"), 10)
+
+
+def test_a_limit_takes_no_memory(tmp_path: Path):
+    (tmp_path / "a").write_bytes(b"content")
+    tracemalloc.start()
+    try:
+        assert read_bytes(tmp_path / "a", 1 << 24) == b"content"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 18
+    finally:
+        tracemalloc.stop()
 
 
 @PIPES

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.quant import INT4_GROUP, QArray, pack_int4, packed_columns, quantize
+from jaxllm.quant import INT4_GROUP, QArray, formats, pack_int4, packed_columns, quantize
 from jaxllm.quant.grid import on_grid
 from tests.quant.plain import levels_of, step_of, wide
 
@@ -309,3 +309,25 @@ def test_qarray_is_a_tree_of_its_arrays():
     again = jax.tree.unflatten(structure, leaves)
     assert isinstance(again, QArray)
     assert (again.bits, again.group, again.axis, again.columns) == (8, 0, -1, 6)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"bits": 8},
+        {"bits": 8, "group": 32},
+        {"bits": 8, "per_tensor": True},
+        {"bits": 4},
+        {"bits": 4, "minima": True},
+        {"bits": 2},
+    ],
+)
+@pytest.mark.parametrize("shape", [(70, 96), (3, 40, 96)])
+def test_parts_are_quantized_as_the_whole(monkeypatch, shape, how, axis):
+    weight = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    whole = quantize(weight, axis=axis, **how)
+    monkeypatch.setattr(formats, "_MOST_AT_ONCE", 1000)
+    parts = quantize(weight, axis=axis, **how)
+    for name in ("data", "scale", "minimum"):
+        np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name), strict=True)

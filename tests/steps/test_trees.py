@@ -14,8 +14,9 @@ from jaxllm.models import decoder
 from jaxllm.sampling import Sampling, sample, sampler_state
 from jaxllm.speculative.growth import Growth
 from jaxllm.speculative.tree import new_tree
-from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, read_nodes, verify
+from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, prune, read_nodes, verify
 from serving.speculation.host_tree import by_confidence, some_nodes
+from tests.copied_bytes import copied_bytes
 from tests.quick_jit import jit
 from tests.speculative.test_tree import tree_of, walk
 from tests.tiny import TINY, tiny_params
@@ -46,7 +47,7 @@ documents = jit(decoder.forward_documents, static_argnames=("cfg",))
 logits = jit(decoder.logits, static_argnames=("cfg",))
 read = jit(functools.partial(read_nodes, cfg=CFG, dtype=DTYPE))
 verifying = jit(functools.partial(verify, cfg=CFG, dtype=DTYPE))
-keep, following, choose = jit(keep_path), jit(follow), jit(sample)
+keep, following, pruned, choose = jit(keep_path), jit(follow), jit(prune), jit(sample)
 
 
 def cache_of(cfg, params, tokens):
@@ -78,6 +79,22 @@ def test_a_tree_reads_as_each_of_its_paths_alone(cfg):
         np.testing.assert_allclose(out[node], expected, atol=2e-4 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacks", "layers"])
+def test_rows_move_without_a_copy_of_the_cache(stacked, shipped_compilations):
+    cache = new_cache(CFG, batch=1, tokens=4096, dtype=DTYPE, stacked=stacked)
+    tree, fed, one = new_tree(jnp.int32(7), ROOM), jnp.zeros(ROOM, bool), jnp.int32(1)
+    nodes = jnp.arange(ROOM, dtype=jnp.int32)
+    moves = {
+        keep_path: (cache, nodes, one),
+        follow: (cache, tree, fed, nodes, one, one),
+        prune: (cache, tree, fed, one),
+    }
+    for step, given in moves.items():
+        compiled = jax.jit(step, donate_argnums=(0,)).lower(*given).compile()
+        # Of a token tree, and not of thousands of tokens.
+        assert copied_bytes(compiled) < cache.keys[0].nbytes // 8, step.__name__
+
+
 @pytest.mark.slow
 def test_a_path_that_is_kept_is_as_if_it_had_been_fed():
     tree = tree_of(PARENTS, TOKENS, room=ROOM)
@@ -92,6 +109,25 @@ def test_a_path_that_is_kept_is_as_if_it_had_been_fed():
         jax.tree.map(lambda rows: rows[..., :10, :], (each.keys, each.values)) for each in (kept, fed)
     )
     chex.assert_trees_all_close(ours, theirs, atol=1e-4, rtol=1e-7, strict=True)
+
+
+def test_a_pruned_tree_reads_on_as_before():
+    # Along their paths: 1, .5, .9, .4, .1, .36; 1 and 4, the least confident ones, are dropped after 0 to 4
+    # were read.
+    tree = tree_of([0, 0, 2, 1, 3], TOKENS, confidences=[0.3, 0.9, 0.5, 0.2, 0.9], room=ROOM)
+    cache = cache_of(CFG, PARAMS, PROMPT)
+    nodes = jnp.arange(ROOM, dtype=jnp.int32)
+    whole, _ = read(PARAMS, tree, nodes, tree.count, cache)
+    _, begun = read(PARAMS, tree, nodes, jnp.int32(5), cache)
+    cache, left, fed, places = pruned(begun, tree, nodes < 5, jnp.int32(4))
+    assert places[:7].tolist() == [0, -1, 1, 2, -1, 3, -1]
+    assert left.tokens[:4].tolist() == [7, 12, 13, 15]
+    assert left.parents[:4].tolist() == [-1, 0, 1, 2]
+    assert left.confidences[:4].tolist() == pytest.approx([1, 0.9, 0.45, 0.405])
+    assert (int(left.count), np.flatnonzero(fed).tolist()) == (4, [0, 1, 2])
+    assert int(cache.length) == PROMPT.shape[1]
+    out, _ = read(PARAMS, left, jnp.arange(3, ROOM, dtype=jnp.int32), jnp.int32(1), cache)
+    np.testing.assert_allclose(out[0], whole[5], atol=1e-4)
 
 
 def test_what_was_attended_to_goes_with_the_path():

@@ -97,6 +97,11 @@ def calibrate_contexts(
         )
     with Bundle.open(model) as bundle:
         require_room(bundle.cfg, "contexts")
+        if bundle.cfg.states is not None:
+            raise ConfigError(
+                f"contexts of {bundle.cfg.model_type} are kept as they are, with their states: there is no "
+                "codec to choose; serve the model without a calibration"
+            )
         require_decoder_alone(bundle.cfg, "calibration of contexts", "services keep its contexts without one")
         rows = _rows(bundle, recipe, texts)
         params = jax.tree.map(jnp.asarray, bundle.load())

@@ -175,7 +175,8 @@ def _split(
     )
     if longest > LENGTHS[-1]:
         raise ConfigError(
-            f"a source or a target has {longest} tokens; experts are measured on at most {LENGTHS[-1]}"
+            f"a source or a target has {longest} tokens; experts are measured on at most "
+            f"{LENGTHS[-1]}: leave such pairs out"
         )
     places: tuple[list[int], list[int]] = ([], [])
     room = [recipe.tokens, recipe.tokens]

@@ -23,7 +23,8 @@ class _LocalPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if "://" in str(value):
-            hint = "; --checkpoints takes gs://" if param is not None and param.name == "run_dir" else ""
+            of_run = param is not None and param.name == "run_dir"
+            hint = "; --checkpoints takes gs:// and s3://" if of_run else ""
             self.fail(
                 f"{value} is a URL, and this is a path of this machine or of a mounted file system{hint}"
             )
@@ -59,7 +60,7 @@ run_option = click.option(
 checkpoints_option = click.option(
     "--checkpoints",
     metavar="URL",
-    help="Keep checkpoints at gs://bucket/path instead of in RUN.",
+    help="Keep checkpoints at gs://bucket/path or s3://bucket/path instead of in RUN.",
 )
 data_option = click.option(
     "--data",

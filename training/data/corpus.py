@@ -3,14 +3,20 @@
 A recipe names its sources by paths under the folder of all data. Documents are read one by one as often as
 they are needed, so a corpus may be larger than memory. Nothing is shuffled or dropped here:
 `training.data.packing` draws batches from these files.
+
+The processes of a group open and encode a corpus together, each its own files (see `process_shards`).
 """
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import numpy as np
 from rich.console import Console
 
@@ -29,7 +35,8 @@ from training.data.documents import (
     text_document,
 )
 from training.data.encoders import Encoder
-from training.data.remote_files import is_remote, remote_files
+from training.data.process_shards import exchanged, takes_block, takes_file
+from training.data.remote_files import RemoteFile, is_remote, remote_files
 from training.data.shortened_prompts import shortened_document
 from training.data.sources import Source
 
@@ -86,18 +93,34 @@ class Corpus:
           ConfigError: a source cannot be read, or there are too few documents.
         """
         sources = tuple(sources)
+
+        def read() -> bytes:
+            bad: list[str] = []
+            files, own, digests = _files(sources, data), [], []
+            for number, (_, documents) in enumerate(files):
+                if number % jax.process_count() == jax.process_index():
+                    of_file = [each.digest() + each.origin_digest() for each in documents(bad.append)]
+                    own.append((number, len(of_file)))
+                    digests += of_file
+            return json.dumps({"files": own, "bad": bad}).encode() + b"\n" + b"".join(digests)
+
+        by_file: dict[int, list[bytes]] = {}
         bad: list[str] = []
-        documents = _documents(sources, data, bad.append)
-        both = [(each.digest(), each.origin_digest()) for _, each in documents]
-        held_out = held_out_digests((origin for _, origin in both), held_out_share)
-        return cls(sources, data, tuple(digest for digest, _ in both), held_out, shortened_share, tuple(bad))
+        for told in exchanged(read):
+            head, _, joined = told.partition(b"\n")
+            head, at = json.loads(head), 0
+            bad += head["bad"]
+            for number, count in head["files"]:
+                by_file[number] = [joined[32 * row : 32 * row + 32] for row in range(at, at + count)]
+                at += count
+        both = [each for number in sorted(by_file) for each in by_file[number]]
+        held_out = held_out_digests((each[16:] for each in both), held_out_share)
+        return cls(sources, data, tuple(each[:16] for each in both), held_out, shortened_share, tuple(bad))
 
     def documents(self, split: Split) -> Iterator[tuple[int, Document]]:
         """The documents of a split, each with the number of its source."""
-        for source, document in _documents(self.sources, self.data):
-            if (document.origin_digest() in self.held_out) == (split == "held_out"):
-                share = self.shortened_share if split == "train" else 0.0
-                yield source, shortened_document(document, share)
+        for source, documents in _files(self.sources, self.data):
+            yield from self._of_split(source, documents, split)
 
     def training_texts(self) -> Iterator[str]:
         """What a tokenizer may learn from."""
@@ -118,9 +141,60 @@ class Corpus:
         if split == "train" and self.shortened_share:
             key.update(repr(self.shortened_share).encode())
         place = Path(folder) / f"{split}-{key.hexdigest()}"
-        if not place.exists():
-            write_tokens(place, self.documents(split), encoder)
+        # Asked together: a file system may show a folder to one process before another.
+        if b"\0" in exchanged(lambda: bytes([place.exists()])):
+            if jax.process_count() == 1:
+                write_tokens(place, self.documents(split), encoder)
+            else:
+                self._write_together(place, split, encoder)
         return TokenizedDocuments.read(place)
+
+    def _of_split(self, source: int, documents: "_Documents", split: Split) -> Iterator[tuple[int, Document]]:
+        for document in documents(_ignored):
+            if (document.origin_digest() in self.held_out) == (split == "held_out"):
+                share = self.shortened_share if split == "train" else 0.0
+                yield source, shortened_document(document, share)
+
+    def _write_together(self, place: Path, split: Split, encoder: Encoder) -> None:
+        """`write_tokens` of a split by all processes, each its own; the first joins them in order."""
+
+        def shard(process: int) -> Path:
+            return place.with_name(f"{place.name}.shard-{process}")
+
+        def write() -> bytes:
+            files, blocks = _files(self.sources, self.data), []
+            shutil.rmtree(shard(jax.process_index()), ignore_errors=True)
+
+            def own() -> Iterator[tuple[int, Document]]:
+                for number, (source, documents) in enumerate(files):
+                    if not takes_file(number, len(files)):
+                        continue
+                    for at, each in enumerate(self._of_split(source, documents, split)):
+                        block = at // _ENCODE_DOCUMENTS
+                        if takes_block(block, len(files)):
+                            if not blocks or blocks[-1][:2] != [number, block]:
+                                blocks.append([number, block, 0])
+                            blocks[-1][2] += 1
+                            yield each
+
+            write_tokens(shard(jax.process_index()), own(), encoder)
+            return json.dumps(blocks).encode()
+
+        blocks = [
+            (number, block, process, count)
+            for process, told in enumerate(exchanged(write))
+            for number, block, count in json.loads(told)
+        ]
+
+        def join() -> bytes:
+            if jax.process_index() == 0:
+                shards = {process: shard(process) for _, _, process, _ in blocks}
+                join_tokens(place, shards, [each[2:] for each in sorted(blocks)])
+                for process in range(jax.process_count()):
+                    shutil.rmtree(shard(process), ignore_errors=True)
+            return b""
+
+        exchanged(join)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,12 +257,43 @@ def write_tokens(folder: Path, documents: Iterable[tuple[int, Document]], encode
                 text_bytes += sum(len(text.encode()) for text in document.texts)
                 file.write(np.asarray(ids, dtype).tobytes())
         columns.append((at, 0, 0))
-        np.savez(
-            partial / "index.npz",
-            columns=np.asarray(columns, np.int64),
-            dtype=dtype.name,
-            text_bytes=np.int64(text_bytes),
+        _write_index(partial, np.asarray(columns), dtype, text_bytes)
+
+
+def join_tokens(folder: Path, shards: Mapping[int, Path], blocks: Sequence[tuple[int, int]]) -> None:
+    """Writes one folder of tokens from several, whole or not at all.
+
+    Args:
+      folder: the new one.
+      shards: what `write_tokens` wrote.
+      blocks: (shard, documents) in their order; each takes a shard's next documents.
+    """
+    read = {name: TokenizedDocuments.read(path) for name, path in shards.items()}
+    taken, at, columns = dict.fromkeys(read, 0), 0, []
+    with atomic_folder(folder) as partial:
+        with (partial / "tokens.bin").open("wb") as file:
+            for name, count in blocks:
+                part, rows = read[name], slice(taken[name], taken[name] + count)
+                begin, end = (int(part.starts[each]) for each in (rows.start, rows.stop))
+                of_part = part.starts[rows] - begin + at, part.prompt_tokens[rows], part.sources[rows]
+                columns.append(np.stack(of_part, axis=1))
+                part.tokens[begin:end].tofile(file)
+                taken[name], at = rows.stop, at + end - begin
+        _write_index(
+            partial,
+            np.concatenate([*columns, [(at, 0, 0)]]),
+            next(iter(read.values())).tokens.dtype,
+            sum(part.text_bytes for part in read.values()),
         )
+
+
+def _write_index(folder: Path, columns: np.ndarray, dtype: np.dtype[Any], text_bytes: int) -> None:
+    np.savez(
+        folder / "index.npz",
+        columns=np.asarray(columns, np.int64),
+        dtype=dtype.name,
+        text_bytes=np.int64(text_bytes),
+    )
 
 
 def _encoded(
@@ -210,21 +315,27 @@ def _encoded(
     yield from encode()
 
 
-def _documents(
-    sources: Sequence[Source], data: Path | None, on_bad: OnBad = lambda wrong: None
-) -> Iterator[tuple[int, Document]]:
+# The documents of a file, read anew; the function is called for lines that are left out.
+_Documents = Callable[[OnBad], Iterator[Document]]
+
+
+def _ignored(wrong: str) -> None:
+    """For lines that were told before."""
+
+
+def _files(sources: Sequence[Source], data: Path | None) -> list[tuple[int, _Documents]]:
+    """Each file of the sources in order, or what stands for one: its source's number, and its documents."""
     if not sources:
-        yield from ((0, text_document(text)) for text in builtin_texts())
-    for number, source in enumerate(sources):
-        yield from ((number, document) for document in _source_documents(source, data, on_bad))
+        return [(0, lambda on_bad: map(text_document, builtin_texts()))]
+    return [(number, each) for number, source in enumerate(sources) for each in _source_files(source, data)]
 
 
-def _source_documents(source: Source, data: Path | None, on_bad: OnBad) -> Iterator[Document]:
+def _source_files(source: Source, data: Path | None) -> Iterator[_Documents]:
     if source.pairs:
         raise ConfigError("pairs of sources and targets are for encoder-decoders; give --text or --chat")
     if source.task:
-        for example in find_task(source.task).read(_root(source, data), "train"):
-            yield chat_document(example)
+        root = _root(source, data)
+        yield lambda on_bad: map(chat_document, find_task(source.task).read(root, "train"))
         return
     named = source.text or source.stories or source.chat
     suffixes = _CHAT_SUFFIXES if source.chat else _TEXT_SUFFIXES
@@ -233,16 +344,18 @@ def _source_documents(source: Source, data: Path | None, on_bad: OnBad) -> Itera
     else:
         path = Path(named)
         files = source_files(path if path.is_absolute() else _root(source, data) / path, suffixes)
+    yield from (functools.partial(_documents_of, source, file) for file in files)
+
+
+def _documents_of(source: Source, file: Path | RemoteFile, on_bad: OnBad) -> Iterator[Document]:
     if source.chat:
-        for file in files:
-            yield from read_chats(file, on_bad if source.skip_bad else None)
+        yield from read_chats(file, on_bad if source.skip_bad else None)
         return
-    for file in files:
-        for text in read_texts(file):
-            if source.text:
-                yield text_document(text)
-            elif (example := story_example(text)) is not None:
-                yield chat_document(example, origin=text)
+    for text in read_texts(file):
+        if source.text:
+            yield text_document(text)
+        elif (example := story_example(text)) is not None:
+            yield chat_document(example, origin=text)
 
 
 def _root(source: Source, data: Path | None) -> Path:

@@ -7,12 +7,15 @@ count from it, so that a row's other documents change nothing.
 
 The batch of a step is a pure function of (documents, mixture, seed, step): there is no position to save. Each
 epoch draws every source as often as its `repeats` says, packs anew and visits the rows in a new order.
+
+Of several processes each fills the rows of its own devices alone (`own`), and so reads its share of the token
+files; which documents are in which row does not depend on how many processes there are.
 """
 
 import bisect
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +29,8 @@ from training.data.sources import Source
 from training.data.windows import WindowRows
 from training.settings import TrainSettings
 
+# What a batch's rows are filled for: their numbers, ascending; None for all.
+Rows = tuple[int, ...] | None
 # How training rows are made: packed documents, or windows by grain.
 Loader = Literal["packed", "grain"]
 LOADERS = ("packed", "grain")
@@ -41,6 +46,8 @@ class Batch:
       starts: `[B, T]` int32, where in the row each token's document begins.
       weights: `[B, T]` float32, weight of each target's loss; 0 in padding.
       sources: `[B, T]` int32, the number of each document's source.
+
+    Rows that another process fills are zero here.
     """
 
     tokens: np.ndarray
@@ -60,6 +67,7 @@ class PackedBatches:
       row_tokens: T.
       batch: B, rows per step.
       seed: of the order.
+      own: the rows of each batch that this process fills.
     """
 
     documents: TokenizedDocuments
@@ -67,6 +75,7 @@ class PackedBatches:
     row_tokens: int
     batch: int
     seed: int
+    own: Rows = None
 
     def __post_init__(self) -> None:
         if not self.epoch(0):
@@ -75,13 +84,14 @@ class PackedBatches:
                 "source with repeats below 1 must leave some"
             )
 
-    def batch_at(self, step: int) -> Batch:
-        """The batch of step `step` (from 0). Batches run across epochs' ends."""
-        rows = []
-        for pick in range(step * self.batch, (step + 1) * self.batch):
-            epoch, place = self._place(pick)
-            rows.append(self._row(self.epoch(epoch)[place]))
-        return Batch(*(np.stack(each) for each in zip(*rows, strict=True)))
+    def batch_at(self, step: int, *, whole: bool = False) -> Batch:
+        """The batch of step `step` (from 0), with `whole` all rows of it. Batches run across epochs' ends."""
+
+        def row(number: int) -> tuple[np.ndarray, ...]:
+            epoch, place = self._place(step * self.batch + number)
+            return self._row(self.epoch(epoch)[place])
+
+        return filled(self.batch, None if whole else self.own, row)
 
     def epoch(self, number: int) -> list[np.ndarray]:
         """The rows of an epoch: each row's parts `[parts, 3]` int64 (document, first, last token + 1)."""
@@ -108,10 +118,12 @@ class PackedBatches:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WindowBatches:
-    """The batches of a run, by step, of windows of the token files; see `training.data.windows`."""
+    """The batches of a run, by step, of windows of the token files (see `training.data.windows`); for `own`
+    see `PackedBatches`."""
 
     rows: WindowRows
     batch: int
+    own: Rows = None
 
     @property
     def documents(self) -> TokenizedDocuments:
@@ -128,10 +140,10 @@ class WindowBatches:
         """T."""
         return self.rows.row_tokens
 
-    def batch_at(self, step: int) -> Batch:
-        """The batch of step `step` (from 0)."""
-        rows = [self.rows.row(number) for number in range(step * self.batch, (step + 1) * self.batch)]
-        return Batch(*(np.stack(each) for each in zip(*rows, strict=True)))
+    def batch_at(self, step: int, *, whole: bool = False) -> Batch:
+        """The batch of step `step` (from 0), with `whole` all rows of it."""
+        own = None if whole else self.own
+        return filled(self.batch, own, lambda number: self.rows.row(step * self.batch + number))
 
     def epoch(self, number: int) -> range:
         """The numbers of an epoch's rows."""
@@ -145,11 +157,12 @@ class WindowBatches:
 @dataclasses.dataclass(frozen=True)
 class Splits:
     """A run's tokens: the training batches by step, and the held-out documents, of which losses are measured
-    on `most_batches` at most, or on all if that is 0."""
+    on `most_batches` at most, or on all if that is 0; for `own` see `PackedBatches`."""
 
     train: PackedBatches | WindowBatches
     held_out: TokenizedDocuments
     most_batches: int = 0
+    own: Rows = None
 
     @classmethod
     def of(
@@ -160,8 +173,17 @@ class Splits:
         folder: Path,
         *,
         loader: Loader = "packed",
+        own: Rows = None,
     ) -> "Splits":
         """Reads both splits' tokens from `folder`, or writes them there first.
+
+        Args:
+          corpus: the documents.
+          encoder: makes tokens of them.
+          settings: of the run.
+          folder: of the token files.
+          loader: how rows are made.
+          own: the rows of each batch that this process fills (see `training.loop.parallel.own_rows`).
 
         Raises:
           ConfigError: there are too few to train on, or what the loader needs is not installed.
@@ -170,10 +192,10 @@ class Splits:
         shape = settings.row_tokens, settings.batch
         if loader == "grain":
             rows = WindowRows(train, corpus.sources, settings.row_tokens, settings.seed)
-            batches = WindowBatches(rows, settings.batch)
+            batches = WindowBatches(rows, settings.batch, own)
         else:
-            batches = PackedBatches(train, corpus.sources, *shape, settings.seed)
-        return cls(batches, held_out, settings.evaluation_batches)
+            batches = PackedBatches(train, corpus.sources, *shape, settings.seed, own)
+        return cls(batches, held_out, settings.evaluation_batches, own)
 
     @property
     def source_names(self) -> list[str]:
@@ -190,14 +212,15 @@ class Splits:
         return f"{len(training):,} documents, {len(training.tokens):,} tokens"
 
     def first_epoch(self) -> Iterator[Batch]:
-        """The training batches of the first epoch."""
+        """The training batches of the first epoch, all rows of them."""
         steps = -(-len(self.train.epoch(0)) // self.train.batch)
-        return (self.train.batch_at(step) for step in range(steps))
+        return (self.train.batch_at(step, whole=True) for step in range(steps))
 
     def held_out_batches(self) -> Iterator[Batch]:
         """The held-out documents that losses are measured on, weighted as in training."""
         shape = self.train.row_tokens, self.train.batch
-        return spread(evaluation_batches(self.held_out, *shape, self.train.mixture), self.most_batches)
+        batches = evaluation_batches(self.held_out, *shape, self.train.mixture, own=self.own)
+        return spread(batches, self.most_batches)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -303,7 +326,7 @@ class EvaluationBatches(Sequence[Batch]):
     asked for.
 
     Attributes:
-      documents, mixture, row_tokens: see `PackedBatches`.
+      documents, mixture, row_tokens, own: see `PackedBatches`.
       parts: `[parts, 3]`, see `cut`.
       rows: of each batch and row, places in `parts`.
     """
@@ -313,6 +336,7 @@ class EvaluationBatches(Sequence[Batch]):
     row_tokens: int
     parts: np.ndarray
     rows: tuple[tuple[list[int], ...], ...]
+    own: Rows = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -320,23 +344,37 @@ class EvaluationBatches(Sequence[Batch]):
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
             return dataclasses.replace(self, rows=self.rows[number])
-        filled = [
-            fill_row(self.documents, self.parts[row], self.row_tokens, self.mixture)
-            for row in self.rows[number]
-        ]
-        return Batch(*(np.stack(each) for each in zip(*filled, strict=True)))
+        rows = self.rows[number]
+        return filled(
+            len(rows),
+            self.own,
+            lambda row: fill_row(self.documents, self.parts[rows[row]], self.row_tokens, self.mixture),
+        )
+
+
+def filled(batch: int, own: Rows, row: Callable[[int], tuple[np.ndarray, ...]]) -> Batch:
+    """A batch of `batch` rows, of which `row` fills those of `own`."""
+    found = {number: row(number) for number in (range(batch) if own is None else own)}
+    nothing = tuple(map(np.zeros_like, next(iter(found.values()))))
+    rows = [found.get(number, nothing) for number in range(batch)]
+    return Batch(*(np.stack(each) for each in zip(*rows, strict=True)))
 
 
 def evaluation_batches(
-    documents: TokenizedDocuments, row_tokens: int, batch: int, mixture: Sequence[Source] = ()
+    documents: TokenizedDocuments,
+    row_tokens: int,
+    batch: int,
+    mixture: Sequence[Source] = (),
+    *,
+    own: Rows = None,
 ) -> EvaluationBatches:
-    """The batches of documents for a loss."""
+    """The batches of documents for a loss; `own`: see `PackedBatches`."""
     parts = cut(documents.lengths, np.arange(len(documents)), row_tokens)
     rows = best_fit(parts[:, 2] - parts[:, 1] - 1, row_tokens)
     # Rows without documents fill the last batch.
     rows += [[]] * (-len(rows) % batch)
     grouped = tuple(tuple(rows[first : first + batch]) for first in range(0, len(rows), batch))
-    return EvaluationBatches(documents, tuple(mixture), row_tokens, parts, grouped)
+    return EvaluationBatches(documents, tuple(mixture), row_tokens, parts, grouped, own)
 
 
 def spread(batches: Iterable[Any], most: int) -> Iterator[Any]:

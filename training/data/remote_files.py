@@ -41,18 +41,25 @@ def require_local(path: Path | str, what: str) -> Path:
     return Path(path)
 
 
+def is_s3(url: str) -> bool:
+    """Whether a URL names an object of S3, or of another service that speaks its protocol."""
+    return url.startswith("s3://")
+
+
 def require_bucket(url: str) -> None:
-    """Checks, before anything is written, that orbax can keep checkpoints at a URL.
+    """Checks, before anything is written, that checkpoints can be kept at a URL.
 
     Raises:
-      ConfigError: it is no `gs://bucket/path`, or what writes there is not installed.
+      ConfigError: it is no `gs://bucket/path` or `s3://bucket/path`, or what writes there is not installed.
     """
-    if not url.startswith("gs://") or not url.removeprefix("gs://").strip("/"):
+    kind, _, place = url.partition("://")
+    bucket, _, path = place.partition("/")
+    if kind not in ("gs", "s3") or not bucket or (kind == "s3" and not path.strip("/")):
         raise ConfigError(
-            f"checkpoints are kept in folders and at gs://bucket/path, not at {url}; mount other storage as "
-            "a folder, and give --run in it"
+            f"checkpoints are kept in folders, at gs://bucket/path and at s3://bucket/path, not at {url}; "
+            "mount other storage as a folder, and give --run in it"
         )
-    if importlib.util.find_spec("gcsfs") is None:
+    if kind == "gs" and importlib.util.find_spec("gcsfs") is None:
         raise ConfigError(f"cannot keep checkpoints at {url}: `pip install gcsfs` first")
 
 

@@ -18,7 +18,7 @@ from rich.progress import Progress as ProgressBar
 
 from jaxllm.bundle import WeightFormat
 from jaxllm.bundle.elastic import Recovery
-from jaxllm.bundle.writer import stored_form
+from jaxllm.bundle.stored import stored_form
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import Ladder, layer_parameters, sub_config
 from jaxllm.models.parameters import Params, param_specs

@@ -83,7 +83,10 @@ def elasticize(
     console = monitoring.own_console()
     model = Path(model)
     if not model.is_dir():
-        raise CheckpointError(f"{model} is no Hugging Face folder; units are ordered before a bundle is made")
+        raise CheckpointError(
+            f"{model} is no Hugging Face folder; units are ordered before a bundle is made: give the folder "
+            "that it was prepared from"
+        )
     if tiny_lm is not None and data is None:
         raise ConfigError(
             "a tiny LM learns from tasks: say with --data where they are, or leave it out (--tiny-lm none)"

@@ -1,4 +1,4 @@
-"""Keeps checkpoints of a run by orbax: the last two, to resume, and the best by held-out loss."""
+"""Keeps checkpoints of a run: the last two, to resume, and the best by held-out loss."""
 
 import math
 from pathlib import Path
@@ -12,9 +12,11 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
 from jaxllm.errors import CheckpointError
-from training.data.remote_files import is_remote, require_bucket, require_local
+from training.data.remote_files import is_remote, is_s3, require_bucket, require_local
+from training.loop.s3_checkpoints import S3Checkpoints
 
 Params = dict[str, jax.Array]
+_LATEST = 2
 
 
 @flax.struct.dataclass
@@ -33,42 +35,32 @@ class TrainState:
 
 
 class Checkpoints:
-    """The checkpoints in a folder, or at a `gs://` URL.
+    """The checkpoints in a folder, or at a `gs://` or `s3://` URL.
 
     They are written in the background; one gets its name when it is whole. Opening a run that another
     process is writing changes nothing in it.
 
     Raises:
       ConfigError: the URL is of another kind, or what writes it is not installed.
+      CheckpointError: what is at the URL cannot be listed.
     """
 
     def __init__(self, folder: Path | str) -> None:
-        keep = [
-            checkpoint_managers.LatestN(2),
-            checkpoint_managers.BestN(get_metric_fn=_held_out_loss, reverse=True, n=1),
-        ]
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=checkpoint_managers.AnyPreservationPolicy(keep),
-            # orbax stores metrics only where `best_fn` ranks them.
-            best_fn=_held_out_loss,
-            best_mode="min",
-            enable_async_checkpointing=True,
-        )
         self._folder = _location(folder)
-        self._manager = ocp.CheckpointManager(
-            self._folder, options=options, item_handlers=ocp.StandardCheckpointHandler()
-        )
+        if isinstance(self._folder, str):
+            self._store = S3Checkpoints(self._folder, latest=_LATEST)
+        else:
+            self._store = _OrbaxCheckpoints(self._folder)
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+        self._store.close()
 
     def latest(self) -> int | None:
         """Steps done in the newest checkpoint."""
-        return self._manager.latest_step()
+        return max(self._store.steps(), default=None)
 
     def best(self) -> tuple[int, float]:
         """The checkpoint with the lowest held-out loss: its step and that loss.
@@ -76,8 +68,7 @@ class Checkpoints:
         Raises:
           CheckpointError: there is none yet.
         """
-        losses = {step: _held_out_loss(self._manager.metrics(step)) for step in self._manager.all_steps()}
-        losses = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
+        losses = {step: loss for step, loss in self._store.losses().items() if math.isfinite(loss)}
         if not losses:
             raise CheckpointError(f"there is no checkpoint in {self._folder} yet; train first")
         step = min(losses, key=losses.__getitem__)
@@ -87,9 +78,9 @@ class Checkpoints:
         """Begins to write `state` under its step, and deletes checkpoints that are no longer needed; without
         a held-out loss it is there to resume from, and never the best."""
         loss = math.inf if held_out_loss is None else held_out_loss
-        # A copy: the next step reuses the donated buffers, and on a CPU orbax would write from those.
+        # A copy: the next step reuses the donated buffers, and on a CPU it would be written from those.
         kept = jax.tree.map(jnp.copy, state)
-        self._manager.save(int(state.step), args=ocp.args.StandardSave(kept), metrics={"held_out_loss": loss})
+        self._store.save(int(state.step), kept, loss)
 
     def restore(self, step: int, abstract: Any) -> Any:
         """The state after `step` steps.
@@ -102,12 +93,48 @@ class Checkpoints:
           CheckpointError: the checkpoint is damaged, or of another tree.
         """
         try:
-            return self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+            return self._store.restore(step, abstract)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"cannot read the checkpoint {self._folder / str(step)}: {error}; remove it to go on "
-                "from an earlier one"
+                f"cannot read the checkpoint {self._folder}/{step}: {error}; remove it to go on from an "
+                "earlier one"
             ) from error
+
+
+class _OrbaxCheckpoints:
+    """Those in a folder or at a `gs://` URL."""
+
+    def __init__(self, folder: epath.Path) -> None:
+        keep = [
+            checkpoint_managers.LatestN(_LATEST),
+            checkpoint_managers.BestN(get_metric_fn=_held_out_loss, reverse=True, n=1),
+        ]
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(keep),
+            # orbax stores metrics only where `best_fn` ranks them.
+            best_fn=_held_out_loss,
+            best_mode="min",
+            enable_async_checkpointing=True,
+        )
+        handlers = ocp.StandardCheckpointHandler()
+        self._manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
+
+    def steps(self) -> list[int]:
+        return list(self._manager.all_steps())
+
+    def losses(self) -> dict[int, float]:
+        return {step: _held_out_loss(self._manager.metrics(step)) for step in self.steps()}
+
+    def save(self, step: int, state: Any, held_out_loss: float) -> None:
+        metrics = {"held_out_loss": held_out_loss}
+        self._manager.save(step, args=ocp.args.StandardSave(state), metrics=metrics)
+
+    def restore(self, step: int, abstract: Any) -> Any:
+        return self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+
+    def close(self) -> None:
+        self._manager.wait_until_finished()
+        self._manager.close()
 
 
 def read_best(folder: Path | str, abstract: TrainState) -> tuple[TrainState, int, float]:
@@ -121,17 +148,19 @@ def read_best(folder: Path | str, abstract: TrainState) -> tuple[TrainState, int
       CheckpointError: there is none yet, or it is damaged.
       ConfigError: see `Checkpoints`.
     """
-    if not _location(folder).is_dir():
+    place = _location(folder)
+    if not isinstance(place, str) and not place.is_dir():
         raise CheckpointError(f"there is no checkpoint in {folder} yet; train first")
     with Checkpoints(folder) as checkpoints:
         step, loss = checkpoints.best()
         return checkpoints.restore(step, abstract), step, loss
 
 
-def _location(folder: Path | str) -> epath.Path:
+def _location(folder: Path | str) -> epath.Path | str:
+    """A folder or `gs://` URL for orbax, or an `s3://` URL as it is."""
     if is_remote(folder):
         require_bucket(str(folder))
-        return epath.Path(folder)
+        return str(folder) if is_s3(str(folder)) else epath.Path(folder)
     # orbax wants paths from the root.
     return epath.Path(require_local(folder, "a folder of checkpoints").resolve())
 

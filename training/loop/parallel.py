@@ -183,10 +183,26 @@ def shardings_of(tree: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
+def own_rows(mesh: Mesh, rows: int, parts: int) -> tuple[int, ...] | None:
+    """The rows of a batch that this process's devices compute, ascending; None for all.
+
+    Args:
+      mesh: the devices.
+      rows: B, of the whole batch.
+      parts: as which it is placed (see `place_rows`).
+    """
+    if jax.process_count() == 1:
+        return None
+    numbers = np.arange(rows).reshape(parts, -1)
+    places = NamedSharding(mesh, PartitionSpec(None, *ROWS)).addressable_devices_indices_map(numbers.shape)
+    own = {int(row) for place in places.values() for row in numbers[place].flat}
+    return None if len(own) == rows else tuple(sorted(own))
+
+
 def place_rows(batch: Any, mesh: Mesh, parts: int) -> Any:
     """Puts the arrays `[B, ...]` of a batch on the devices as `[parts, B/parts, ...]`, rows divided.
 
-    Every process has the whole batch and hands over its devices' rows.
+    Every process has arrays of the whole batch, and hands over its devices' rows (`own_rows`) alone.
     """
     sharding = NamedSharding(mesh, PartitionSpec(None, *ROWS))
 

@@ -42,11 +42,11 @@ def keep_checkpoints_at(run_dir: Path, url: str | None) -> None:
 
     Args:
       run_dir: the run's folder, made if missing.
-      url: `gs://bucket/path`; stages of a run have folders of their own under it.
+      url: `gs://bucket/path` or `s3://bucket/path`; stages of a run have folders of their own under it.
 
     Raises:
-      ConfigError: orbax writes no such URL, what writes it is not installed, or the run has its checkpoints
-        elsewhere.
+      ConfigError: no checkpoints are written to such a URL, what writes it is not installed, or the run has
+        its checkpoints elsewhere.
     """
     earlier = _url_of(require_local(run_dir, "a run's folder"))
     if url is None:
@@ -105,7 +105,8 @@ def write_json(path: Path, value: Any) -> None:
 def claimed(run_dir: Path, recipe: RunRecipe, **learns_from: str) -> Iterator[bool]:
     """Prepares a run's folder, made if it is missing, to start a run or to resume one.
 
-    A new run claims the folder, by its `recipe.json`, when the block ends without an error.
+    A new run claims the folder, by its `recipe.json`, when the block ends without an error. Of a group the
+    first process does; the others may enter with it where all wait for each other within the block.
 
     Args:
       run_dir: the folder.
@@ -129,7 +130,7 @@ def claimed(run_dir: Path, recipe: RunRecipe, **learns_from: str) -> Iterator[bo
     if resuming:
         _check_identity(run_dir, recipe, learns_from)
     yield resuming
-    if not resuming:
+    if not resuming and jax.process_index() == 0:
         write_json(run_dir / RECIPE_FILE, {"recipe": recipe.to_json(), **learns_from})
 
 

@@ -147,6 +147,7 @@ class Trainer:
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self.compile_s = 0.0
         self._sums = jax.jit(self._source_sums, static_argnums=3, out_shardings=(copied, copied))
+        self._most = jax.jit(jnp.max, out_shardings=copied)
 
     def initial(self) -> TrainState:
         """The job's parameters, from the settings' seed, and a fresh optimizer state."""
@@ -220,9 +221,10 @@ class Trainer:
         nats: dict[int, float] = {}
         weight: dict[int, float] = {}
         for batch in batches:
-            count = int(batch.sources.max()) + 1
             with jax.set_mesh(self.mesh):
                 placed = place_rows(batch, self.mesh, self.settings.accumulate)
+                # Of this process's own rows alone it may be less than of others'.
+                count = int(self._most(placed.sources)) + 1
                 # A multiple of 8: few compilations, whatever number of sources a batch has.
                 sums, weights = self._sums(params, self._frozen, placed, -(-count // 8) * 8)
             for source, (each, own) in enumerate(zip(np.asarray(sums), np.asarray(weights), strict=True)):

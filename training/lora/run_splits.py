@@ -12,6 +12,7 @@ from training.data.corpus import Corpus
 from training.data.encoders import ModelEncoder
 from training.data.packing import Splits
 from training.loop.frozen_model import FrozenModel
+from training.loop.parallel import own_rows
 from training.loop.run_files import claimed, wait_for_first
 from training.lora.recipe import LoraRecipe
 from training.seq2seq.recipe import FAMILIES
@@ -33,7 +34,8 @@ def require_trainable(cfg: ModelConfig, recipe: LoraRecipe, what: str) -> None:
         return
     if cfg.model_type not in FAMILIES:
         raise ConfigError(
-            f"{what} of encoder-decoders are trained of {', '.join(FAMILIES)}, and this is {cfg.model_type}"
+            f"{what} of encoder-decoders are trained of {', '.join(FAMILIES)}, and this is {cfg.model_type}; "
+            "take one of these"
         )
     if recipe.remat != "none":
         raise ConfigError(
@@ -88,13 +90,9 @@ def claimed_splits(
         return pairs
     corpus = Corpus.open(recipe.sources, data, recipe.held_out_share, shortened_share=shortened_share)
     corpus.tell(console)
-    encoder, splits = ModelEncoder(frozen.tokenizer), None
-
-    def read() -> Splits:
-        return Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
-
-    if jax.process_index() == 0:
-        with claimed(run_dir, recipe, **identity, documents=corpus.digest()):
-            splits = read()
-    wait_for_first("tokens")
-    return splits or read()
+    own = own_rows(mesh, recipe.batch, recipe.accumulate)
+    with claimed(run_dir, recipe, **identity, documents=corpus.digest()):
+        encoder, folder = ModelEncoder(frozen.tokenizer), run_dir / "tokens"
+        splits = Splits.of(corpus, encoder, recipe, folder, loader=recipe.loader, own=own)
+    wait_for_first("recipe")
+    return splits

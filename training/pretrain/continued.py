@@ -21,7 +21,7 @@ from training.data.packing import Splits
 from training.loop.fitting import fit, fitted_to_window
 from training.loop.frozen_model import FrozenModel
 from training.loop.monitoring import Monitoring
-from training.loop.parallel import MeshShape, make_mesh
+from training.loop.parallel import MeshShape, make_mesh, own_rows
 from training.loop.run_end import MODEL_FOLDER, tell_summary
 from training.loop.run_files import claimed, wait_for_first
 from training.loop.trainer import Trainer
@@ -72,12 +72,10 @@ def train_on(
         ModelEncoder(start.tokenizer),
         {"model": start.fingerprint(), "documents": corpus.digest()},
     )
-    splits = None
-    if first:
-        with claimed(run_dir, recipe, **identity):
-            splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
-    wait_for_first("tokens")
-    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
+    own = own_rows(mesh, recipe.batch, recipe.accumulate)
+    with claimed(run_dir, recipe, **identity):
+        splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader, own=own)
+    wait_for_first("recipe")
     job = dataclasses.replace(pretrain_job(recipe), init=dict(start.params))
     trainer = Trainer(job, recipe, mesh)
     training = splits.train.documents

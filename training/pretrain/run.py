@@ -19,11 +19,13 @@ from tokenizers import Tokenizer
 from jaxllm.checkpoints import huggingface, tokenizer_folder
 from jaxllm.errors import ConfigError
 from jaxllm.models import parameters
+from jaxllm.text.library_tokenizer import parse_tokenizer_json
 from jaxllm.text.tokenizer import TokenizerFiles
 from training.data.corpus import Corpus, TokenizedDocuments, write_tokens
 from training.data.documents import read_texts, text_document
 from training.data.encoders import PieceEncoder
-from training.data.packing import Splits, evaluation_batches
+from training.data.packing import Rows, Splits, evaluation_batches
+from training.data.process_shards import exchanged
 from training.data.remote_files import source_name
 from training.data.sources import Source
 from training.data.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, ROLE_TEMPLATE, token_id, train_tokenizer
@@ -31,7 +33,7 @@ from training.loop.checkpoints import Params
 from training.loop.dry_run import estimate
 from training.loop.fitting import fit
 from training.loop.monitoring import Monitoring
-from training.loop.parallel import MeshShape, make_mesh
+from training.loop.parallel import MeshShape, make_mesh, own_rows
 from training.loop.run_end import (
     MODEL_FOLDER,
     TOKENIZER_FILE,
@@ -98,11 +100,9 @@ def pretrain(
     )
     job = pretrain_job(recipe, taught)
     corpus = Corpus.open(_sources(recipe, texts.train), texts.data, recipe.held_out_share)
-    splits = _prepare_run(recipe, corpus, run_dir, tokenizer) if first else None
-    wait_for_first("tokens")
-    vocabulary = read_tokenizer_file(run_dir / TOKENIZER_FILE)
+    own = own_rows(mesh, recipe.batch, recipe.accumulate)
+    vocabulary, splits = _prepare_run(recipe, corpus, run_dir, tokenizer, own)
     encoder = PieceEncoder(vocabulary)
-    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader)
     batches, training = splits.train, splits.train.documents
     trainer = Trainer(job, recipe, mesh)
     tokens_per_step = recipe.batch * recipe.row_tokens
@@ -123,7 +123,7 @@ def pretrain(
         "tokens_seen": best.step * tokens_per_step,
         "epochs": round(batches.epochs_at(best.step), 3),
         "training": _size(training),
-        "held_out": {"weighted_loss": best.loss, **_losses(trainer, params, splits.held_out)},
+        "held_out": {"weighted_loss": best.loss, **_losses(trainer, params, splits.held_out, own)},
     }
     if texts.valid:
         if first:
@@ -131,7 +131,9 @@ def pretrain(
             shutil.rmtree(run_dir / "tokens" / "valid", ignore_errors=True)
             write_tokens(run_dir / "tokens" / "valid", ((0, each) for each in valid), encoder)
         wait_for_first("valid")
-        summary["valid"] = _losses(trainer, params, TokenizedDocuments.read(run_dir / "tokens" / "valid"))
+        summary["valid"] = _losses(
+            trainer, params, TokenizedDocuments.read(run_dir / "tokens" / "valid"), own
+        )
     if first:
         tell_summary(run_dir, summary, console)
     return run_dir / MODEL_FOLDER
@@ -224,27 +226,40 @@ def _sources(recipe: PretrainRecipe, text_paths: Sequence[Path]) -> tuple[Source
 
 
 def _prepare_run(
-    recipe: PretrainRecipe, corpus: Corpus, run_dir: Path, tokenizer_file: Path | None
-) -> Splits:
-    """Writes the run's tokenizer, tokens and identity, or reads those of a resumed run."""
+    recipe: PretrainRecipe, corpus: Corpus, run_dir: Path, tokenizer_file: Path | None, own: Rows
+) -> tuple[Tokenizer, Splits]:
+    """Writes the run's tokenizer, tokens and identity, or reads those of a resumed run; all processes
+    together."""
     with claimed(run_dir, recipe, documents=corpus.digest()) as resuming:
-        if resuming:
-            tokenizer = read_tokenizer_file(run_dir / TOKENIZER_FILE)
-        elif tokenizer_file is not None:
-            tokenizer = _given_tokenizer(tokenizer_file, recipe.model.vocab_size)
-        else:
-            tokenizer = train_tokenizer(corpus.training_texts(), recipe.model.vocab_size)
-        splits = Splits.of(corpus, PieceEncoder(tokenizer), recipe, run_dir / "tokens", loader=recipe.loader)
+
+        def tokenizer_json() -> bytes:
+            if jax.process_index():
+                return b""
+            if resuming:
+                tokenizer = read_tokenizer_file(run_dir / TOKENIZER_FILE)
+            elif tokenizer_file is not None:
+                tokenizer = _given_tokenizer(tokenizer_file, recipe.model.vocab_size)
+            else:
+                tokenizer = train_tokenizer(corpus.training_texts(), recipe.model.vocab_size)
+            return tokenizer.to_str(pretty=True).encode()
+
+        text = exchanged(tokenizer_json)[0].decode()
+        tokenizer = parse_tokenizer_json(text)
+        encoder, folder = PieceEncoder(tokenizer), run_dir / "tokens"
+        splits = Splits.of(corpus, encoder, recipe, folder, loader=recipe.loader, own=own)
         # Last, when sources and recipe have proved to fit.
-        write_text(run_dir / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
-    return splits
+        if jax.process_index() == 0:
+            write_text(run_dir / TOKENIZER_FILE, text)
+    wait_for_first("recipe")
+    return tokenizer, splits
 
 
 def _given_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
     tokenizer = read_tokenizer_file(path)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ConfigError(
-            f"{path} has {tokenizer.get_vocab_size()} tokens, but the recipe's model has {vocab_size}"
+            f"{path} has {tokenizer.get_vocab_size()} tokens, but the recipe's model has {vocab_size}; "
+            "give another --tokenizer, or set the model's vocab_size"
         )
     token_id(tokenizer, END_OF_TURN)
     return tokenizer
@@ -254,10 +269,10 @@ def _size(documents: TokenizedDocuments) -> dict[str, int]:
     return {"documents": len(documents), "tokens": len(documents.tokens), "bytes": documents.text_bytes}
 
 
-def _losses(trainer: Trainer, params: Params, documents: TokenizedDocuments) -> dict[str, float]:
+def _losses(trainer: Trainer, params: Params, documents: TokenizedDocuments, own: Rows) -> dict[str, float]:
     """Loss per token and per UTF-8 byte of text; special tokens cost nats but are no bytes."""
     shape = trainer.settings.row_tokens, trainer.settings.batch
-    loss, _ = trainer.evaluate(params, evaluation_batches(documents, *shape))
+    loss, _ = trainer.evaluate(params, evaluation_batches(documents, *shape, own=own))
     size = _size(documents)
     per_byte = loss * (size["tokens"] - size["documents"]) / max(size["bytes"], 1)
     return {"nats_per_token": loss, "nats_per_byte": per_byte, **size}

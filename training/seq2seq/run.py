@@ -152,7 +152,7 @@ def _require_vocabulary(tokenizer: Tokenizer, recipe: Seq2SeqRecipe) -> None:
     if tokenizer.get_vocab_size() != recipe.cfg.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.get_vocab_size()} tokens, but the recipe's model has "
-            f"{recipe.cfg.vocab_size}"
+            f"{recipe.cfg.vocab_size}; give another --tokenizer, or set the model's vocab_size"
         )
     for name in (END_OF_TEXT, PAD, *(source.prefix for source in recipe.sources)):
         token_id(tokenizer, name)

@@ -85,7 +85,8 @@ def read_splits(
         )
     if not tokenizer.files.start_ids:
         raise ConfigError(
-            "the model does not say which token its decoder begins with (decoder_start_token_id)"
+            "the model does not say which token its decoder begins with; set decoder_start_token_id in the "
+            "folder's generation_config.json"
         )
     pairs = read_pairs([(source.pairs, source.fields) for source in sources], data)
     taken, kept = pairs.split(held_out_share)

@@ -70,7 +70,9 @@ class Start:
             cfg = TlmConfig(encoder=words, **sizes)
             params = tlm.init_tlm(cfg, key)
         else:
-            raise ConfigError("the recipe has no encoder: give it one, or the folder of a MobileBERT")
+            raise ConfigError(
+                "the recipe has no encoder: give it one, or the folder of a MobileBERT (--tiny-lm-encoder)"
+            )
         reads = tokenizer if own is None else Tokenizer(own)
         window, rows = cfg.encoder.window_tokens, recipe.score.row_tokens
         if rows > window:

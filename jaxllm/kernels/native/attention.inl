@@ -50,7 +50,7 @@ ALWAYS_INLINE bool weigh(float* row, size_t from, size_t to, float softcap, floa
 }
 
 // Fewer queries of a block of keys than this use each key a few times only: they read along the head.
-constexpr size_t kFewRows = 8;
+constexpr size_t kFewRows = 9;
 
 // What a tile works in: queries [rows][wide], as they are and transformed as coded keys are, scores
 // [rows][kKeyBlock], keys and values [kKeyBlock][wide], and what chunks take.

@@ -158,7 +158,7 @@ class ExpertCache:
         if budget_bytes < least:
             raise BudgetExceeded(
                 f"experts cannot do with {budget_bytes:,} bytes of memory: those that a token visits at one "
-                f"layer take {least:,}"
+                f"layer take {least:,}; give more"
             )
         with self._lock:
             self._budget = budget_bytes

@@ -20,8 +20,9 @@ class ExpertOptions:
         first layers of a pass "router" predicts as "tokens" does.
       layers_ahead: number of layers for which experts are predicted.
       loss: the most of a token's mixture, as a share of the weights of its experts, that is computed by high
-        planes alone: those of its least probable experts (HOBBIT's idea). It applies
-        to nested experts, whatever lies in memory. 0 is exact.
+        planes alone: those of its least probable experts (HOBBIT's idea), whichever planes are in memory. It
+        applies to nested experts that are read from storage; with memory for all, experts are computed whole.
+        0 is exact.
     """
 
     eviction: str = "frequency-nearness"

@@ -20,7 +20,9 @@ from serving.bundles import packaged_models
 from serving.cli import cli
 from serving.traces.switching import PATTERNS
 
-NAMES = ("engine", "elastic", "speculative", "contexts", "experts", "prefill", "service", "export")
+NAMES = (
+    "engine", "elastic", "speculative", "contexts", "experts", "prefill", "prepare", "service", "export"
+)  # fmt: skip
 
 
 def test_values_are_those_of_the_modules_that_define_them():

@@ -228,7 +228,8 @@ def test_a_run_has_rows_of_every_system(setting, tmp_path, monkeypatch):
     others = {PUBLISHED, "Std", "StdPL", "SP", "BLD", "STI"}
     assert others <= {*whole}
     assert {row.system for row in rows} == {OURS, *others}
-    assert {row.metric for row in rows} == {"tpot_ms", "rouge_l", "acceptance_length", "useful_share"}
+    metrics = {"tpot_ms", "rouge_l", "acceptance_length", "useful_share", "draft_ms", "verify_ms"}
+    assert {row.metric for row in rows} == metrics
     assert [row.value for row in rows if row.metric == "rouge_l" and row.system == OURS] == [1, 1]
     with pytest.raises(ConfigError, match="no budget holds a draft"):
         run.run(subject, dataclasses.replace(plan, shares=(0.01,)))

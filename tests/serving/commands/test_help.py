@@ -85,6 +85,7 @@ def test_values_are_those_of_the_modules_that_define_them() -> None:
     from export.contents import CONTENTS
     from export.stablehlo import DTYPES, PLATFORMS
     from jaxllm.int8_prefill.recipe import MOST_LOSS
+    from jaxllm.kv.codecs import CODECS
     from serving.commands import profile, trace
     from serving.commands import shared_options as options
     from serving.int8_prefill.options import INTEGER_DEVICES, MODES, PrefillOptions
@@ -105,6 +106,7 @@ def test_values_are_those_of_the_modules_that_define_them() -> None:
     assert export_options.PLATFORMS == PLATFORMS
     assert CONTENTS["stablehlo"].precisions == tuple(DTYPES)
     assert export_options.CHUNK_TOKENS == CPU_CHUNK_TOKENS
+    assert tuple(CODECS) == export_options.CODECS
     assert calibrate_prefill.MAX_LOSS == MOST_LOSS
     assert PrefillRecipe().tokens == calibrate_prefill.TOKENS
     assert calibrate_prefill.WEIGHT_SCALES == WEIGHT_SCALES

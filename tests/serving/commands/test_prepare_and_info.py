@@ -1,5 +1,6 @@
 """`jaxllm prepare` and `info`: bundles made and described."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import serving.bundles
 from jaxllm.bundle import Bundle
 from jaxllm.models.parameters import parameter_count
 from tests.serving.commands.outcome import CFG, PARAMS, Run, answer, edit_config, failed, succeeded
-from tests.tiny import write_tiny_bundle, write_tiny_folder
+from tests.tiny import tiny_params, write_tiny_bundle, write_tiny_folder
 
 
 def test_prepare_at_another_width(run: Run, home: Path, tmp_path: Path) -> None:
@@ -109,6 +110,20 @@ def test_info_of_a_folder(run: Run, folder: Path) -> None:
     assert least * 0.9 < memory["least --memory"] < least * 1.1
     assert "rooms: levels" in succeeded(run("info", folder))
     failed(run("info", folder, "--verify"), "no checksums")
+
+
+def test_info_of_a_mixture(run: Run, tmp_path: Path) -> None:
+    cfg = dataclasses.replace(CFG, model_type="mixtral", experts=8, experts_per_token=2, attention_windows=())
+    folder = write_tiny_folder(tmp_path / "model", cfg=cfg, params=tiny_params(cfg))
+    facts = answer(run("info", folder, "--json"))
+    assert facts["rooms"]["experts apart"] == "yes"
+    apart = tmp_path / "apart.jaxllm"
+    succeeded(run("prepare", folder, "-o", apart, "--weights", "int8", "--expert-bits", "8"))
+    too_small = run("generate", "--model", apart, "--memory", "1", "--prompt", "a")
+    failed(too_small, "needs at least")
+    least = int(re.search(r"at least ([\d,]+)", too_small.err)[1].replace(",", ""))
+    said = facts["memory_bytes"]["int8"]["least --memory, experts apart"]
+    assert least * 0.9 < said < least * 1.1
 
 
 def test_info_recognizes_a_grid_of_four_bits(run: Run, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from serving.options import EngineOptions
+from tests import tiny_states
 from tests.serving.contexts.dying import Known, live_and_die
 from tests.tiny import write_tiny_bundle
 
@@ -25,13 +26,15 @@ OPTIONS = EngineOptions(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lane", "kills"), [(0, 3), *(pytest.param(lane, KILLS // LANES, marks=LONG) for lane in range(LANES))]
+    ("lane", "kills"),
+    [(0, 3), (LANES, 3), *(pytest.param(lane, KILLS // LANES, marks=LONG) for lane in range(LANES))],
 )
 def test_kills_lose_at_most_what_was_running(lane, kills, tmp_path):
     """What ended before a kill is there after it, and goes on token for token."""
-    # In one lane chunks are stored at fewer bits, and widened while nothing runs.
+    # In one lane chunks are stored at fewer bits, and widened while nothing runs; one more model has states.
     options = dataclasses.replace(OPTIONS, kv_codec="kivi" if lane == LANES - 1 else "raw")
-    bundle, draw, known = write_tiny_bundle(tmp_path / "tiny.jaxllm"), random.Random(lane), Known()
+    path, draw, known = tmp_path / "tiny.jaxllm", random.Random(lane), Known()
+    bundle = write_tiny_bundle(path) if lane < LANES else tiny_states.write_bundle(path, "delta_rule")
     for seed in range(lane * kills, (lane + 1) * kills):
         after_s = draw.uniform(0.0, 0.4)
         live_and_die(

@@ -1,16 +1,26 @@
-"""A tiny elastic model as StableHLO programs, opened as a device opens them."""
+"""A tiny elastic model as programs, opened as a device opens them."""
+
+import os
+from pathlib import Path
 
 import pytest
 
-from tests.export.models import CHUNKS, CONTEXT, write_elastic
+from tests.export.sizes import CHUNKS, CONTEXT
+
+# A folder of TFLite programs, where JAX is not installed to make StableHLO ones (see
+# `tests/export/test_device.py`).
+FOLDER_VARIABLE = "JAXLLM_TEST_DEVICE"
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
+    if FOLDER_VARIABLE in os.environ:
+        return Path(os.environ[FOLDER_VARIABLE])
     pytest.importorskip("flatbuffers")
     from export.signatures import ExportPlan
     from export.stablehlo import export_stablehlo
     from export.subject import read_subject
+    from tests.export.models import write_elastic
 
     place = tmp_path_factory.mktemp("device")
     subject = read_subject(write_elastic(place / "tiny.jaxllm"), levels=(40,))

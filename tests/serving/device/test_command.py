@@ -8,14 +8,15 @@ from click.testing import CliRunner
 from jaxllm.program_folder.manifest import Manifest
 from serving.device import command
 from serving.device.service import DeviceService
+from tests.export.sizes import weights_file
 
 
 @pytest.fixture
 def run(engine, profile, folder, monkeypatch):
     """Runs a command on the engine that is open already."""
 
-    def serve(choice, contexts, budget_bytes):
-        del choice, budget_bytes
+    def serve(choice, contexts, budget_bytes, context_bits):
+        del choice, budget_bytes, context_bits
         assert contexts is None
         return DeviceService(engine, profile)
 
@@ -41,7 +42,7 @@ def test_prompts_are_continued(run, engine):
 def test_what_it_took_is_told(run, folder):
     facts = json.loads(run("facts", "--json").stdout)
     manifest = Manifest.read(folder)
-    assert facts["weights_bytes"] == manifest.files["weights.safetensors"].size_bytes
+    assert facts["weights_bytes"] == manifest.files[weights_file(manifest)].size_bytes
     assert facts["planned_bytes"] > facts["weights_bytes"]
     assert facts["peak_memory_bytes"] > 0
     assert "weights_bytes" in run("facts").stdout

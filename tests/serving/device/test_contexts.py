@@ -8,7 +8,7 @@ from serving.contexts.segment import SUFFIX
 from serving.device.context import DeviceContext
 from serving.device.contexts import CHUNK_TOKENS, DeviceContexts
 from serving.request import GenerationConfig, Session
-from tests.export.models import CFG
+from tests.export.sizes import CFG
 
 CONFIG = GenerationConfig(max_tokens=6, ignore_eos=True)
 TURNS = [[(seed * i + 3) % CFG.vocab_size for i in range(17)] for seed in (5, 7, 11)]

@@ -8,7 +8,7 @@ from jaxllm.errors import ConfigError, ObjectiveMissed
 from serving.device import profiles
 from serving.device.service import DeviceService
 from serving.planning.objectives import Latency
-from tests.export.models import CONTEXT
+from tests.export.sizes import CONTEXT
 
 
 @pytest.fixture

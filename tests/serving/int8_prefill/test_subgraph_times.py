@@ -18,12 +18,12 @@ TIME = SubgraphTime(alone=(1.0, 2.0), shared=(3.0, 4.0))
 def test_what_is_kept_comes_back(tmp_path):
     """Two processes that measured different stages both keep theirs."""
     path = tmp_path / "profiles" / "times.json"
-    here, there = SubgraphTimes(path), SubgraphTimes(path)
+    here, there = SubgraphTimes(path, IntegerStageBucket), SubgraphTimes(path, IntegerStageBucket)
     here.put({ONE: TIME}, 0.5)
     here.keep()
     there.put({OTHER: TIME}, 0.25)
     there.keep()
-    found = SubgraphTimes(path)
+    found = SubgraphTimes(path, IntegerStageBucket)
     assert (found[ONE], found[OTHER]) == (TIME, TIME)
     assert found.handover_ms == 0.25
 
@@ -45,24 +45,24 @@ def test_what_is_kept_comes_back(tmp_path):
 def test_what_is_malformed_is_as_nothing(tmp_path, content, caplog):
     path = tmp_path / "times.json"
     path.write_bytes(content)
-    found = SubgraphTimes(path)
+    found = SubgraphTimes(path, IntegerStageBucket)
     assert ONE not in found
     assert "measured again" in caplog.text
     found.put({ONE: TIME}, 0.5)
     found.keep()
-    assert SubgraphTimes(path)[ONE] == TIME
+    assert SubgraphTimes(path, IntegerStageBucket)[ONE] == TIME
 
 
 def test_another_version_is_as_nothing(tmp_path):
     path = tmp_path / "times.json"
     path.write_text(json.dumps({"version": 0}))
-    assert ONE not in SubgraphTimes(path)
+    assert ONE not in SubgraphTimes(path, IntegerStageBucket)
 
 
 def test_a_negative_time_is_none(tmp_path):
     path = tmp_path / "times.json"
-    kept = SubgraphTimes(path)
+    kept = SubgraphTimes(path, IntegerStageBucket)
     kept.put({ONE: TIME}, 0.5)
     kept.keep()
     path.write_text(path.read_text().replace("3.0", "-3.0"))
-    assert ONE not in SubgraphTimes(path)
+    assert ONE not in SubgraphTimes(path, IntegerStageBucket)

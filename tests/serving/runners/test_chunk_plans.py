@@ -23,7 +23,7 @@ def bucket_of(layer, stage, tokens, capacity):
 
 def planner(ms_of, lengths=LENGTHS, order: Order = "out-of-order"):
     """With times of stages by (stage, tokens)."""
-    measured = SubgraphTimes()
+    measured = SubgraphTimes(None, IntegerStageBucket)
     for stage, tokens in itertools.product(("project", "attend", "finish"), lengths):
         alone = (ms_of(stage, tokens),) * 2
         measured.put({bucket_of(0, stage, tokens, CAPACITY): SubgraphTime(alone=alone, shared=alone)}, 0.0)

@@ -14,6 +14,7 @@ from serving import loading
 from serving.commands.answer_facts import draft_facts
 from serving.engine import Engine
 from serving.host.direct_io import Storage
+from serving.speculation import model_drafter
 from serving.speculation.confidence import confidence_temperature
 from serving.speculation.options import SpeculationOptions
 from serving.weights.footprint import drafter_bytes, fixed_bytes, whole_budget
@@ -67,13 +68,17 @@ def memory_for(plain, share):
 @pytest.mark.parametrize(
     ("level", "share"), [(0, 0), (25, 0), (0, 0.8)], ids=["in memory", "a level", "streamed"]
 )
-def test_the_answer_is_that_of_both_planes(path, plain, level, share, compiles):
+def test_the_answer_is_that_of_both_planes(path, plain, level, share, compiles, monkeypatch):
     memory = memory_for(plain, share) if share else 0
     # So slow that there is something to wait for.
     options = dataclasses.replace(OPTIONS, memory_bytes=memory, storage=Storage(latency_ms=4))
     engine = opened(path, options, level)
     streamed = engine.model.streamed
     assert (streamed is not None) == bool(share)
+    if streamed is not None:
+        # The drafter goes on from the target's keys and values, and reads no prompt.
+        monkeypatch.delattr(model_drafter, "prefill_prompt")
+        prunes = counted(engine.speculation.drafter, "_prune", monkeypatch)
     with compiles() as count:
         found = [engine.generate(PROMPT, config).tokens for config in (GREEDY, DRAWN)]
     assert count() == 0
@@ -90,7 +95,16 @@ def test_the_answer_is_that_of_both_planes(path, plain, level, share, compiles):
         assert plan.slots == 2
         assert streamed.counts.read_bytes <= (passes + 1) * whole // 2
         assert counts.hidden_steps
+        # Where no room is left, it drafts on without the least likely nodes.
+        assert prunes
     engine.close()
+
+
+def counted(drafter, name, monkeypatch):
+    """A list that grows by one with each call of a method."""
+    calls, method = [], getattr(drafter, name)
+    monkeypatch.setattr(drafter, name, lambda: (calls.append(name), method()))
+    return calls
 
 
 def test_a_context_keeps_the_attention_of_the_target_alone(path, plain):

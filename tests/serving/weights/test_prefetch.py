@@ -89,6 +89,28 @@ def test_a_pass_may_begin_later_while_storage_reads(path):
     stream.close()
 
 
+def test_storage_has_the_next_piece_to_read_before_one_ends(path):
+    reader = PieceReader(path)
+    read_into, second = reader.read_into, threading.Event()
+
+    def read(memory, place, offset, size):
+        if offset:
+            second.set()
+        # A stream that read one piece at a time would never go on.
+        assert second.wait(10)
+        read_into(memory, place, offset, size)
+
+    reader.read_into = read
+    stream = WeightStream(reader, pieces(SIZE), resident=[], slots=3, slot_bytes=SIZE)
+    for layer in range(LAYERS):
+        with stream.piece(layer) as slot:
+            assert (slot.memory[:SIZE] == layer + 1).all()
+    # Time in which both were read counts once.
+    assert stream.counts.read_bytes >= LAYERS * SIZE
+    assert stream.counts.read_s < 5
+    stream.close()
+
+
 def test_a_closed_stream_is_refused_and_nobody_waits_for_it(path):
     stream = opened(path, pieces(SIZE))
     with stream.piece(0):

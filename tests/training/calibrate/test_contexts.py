@@ -11,6 +11,7 @@ from jaxllm.kv.codecs import CODECS
 from serving.contexts.options import ContextOptions
 from serving.options import EngineOptions
 from serving.service import engine_options
+from tests import tiny_states
 from tests.tiny import TINY, write_tiny_bundle
 from training.calibrate.contexts import ContextRecipe, calibrate_contexts
 
@@ -68,3 +69,9 @@ def test_bad_input_is_told(calibrated, tmp_path):
     text.write_text("Short.")
     with pytest.raises(ConfigError, match="are too few for contexts of"):
         calibrate_contexts(RECIPE, plain, tmp_path / "out.jaxllm", texts=[text])
+
+
+def test_models_with_states_have_one_codec(tmp_path):
+    path = tiny_states.write_bundle(tmp_path / "tiny.jaxllm", "short_conv")
+    with pytest.raises(ConfigError, match="kept as they are"):
+        calibrate_contexts(RECIPE, path, tmp_path / "out.jaxllm")

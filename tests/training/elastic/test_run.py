@@ -12,8 +12,8 @@ from click.testing import CliRunner
 import training.tiny_lm.run
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import read_ladder, read_order, read_recovery
+from jaxllm.bundle.stored import stored_form
 from jaxllm.bundle.tiny_lm import read_tiny_lm
-from jaxllm.bundle.writer import stored_form
 from jaxllm.elastic.ladder import layer_parameters, sub_config
 from jaxllm.elastic.slo import marks
 from jaxllm.elastic.units import reorder

@@ -1,0 +1,292 @@
+"""Measures preparing a folder of floats and GGUF files of the same weights: time and peak memory, each in a
+process of its own; then the speed of the bundles beside those prepared from floats at the same bits, in
+alternation; and perplexities beside llama.cpp's on the same files.
+"""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.measuring.report import Row, compared
+from benchmarks.models.checkpoint import Checkpoint
+from benchmarks.peers import OURS, PEERS, Opening
+from benchmarks.peers.alternation import System, alternate, prompt_ids
+from benchmarks.peers.jaxllm_engine import BLOCKS
+from benchmarks.peers.perplexity import REFERENCE, Text, perplexity
+from benchmarks.peers.process import Child, threads_of
+from benchmarks.prepare import PARTS
+from benchmarks.prepare.measured import measure
+from benchmarks.prepare.sources import FORMATS, SHAPES, Source, random_source
+from benchmarks.samples.stories import SEPARATOR, stories_file
+from jaxllm.bundle import Bundle
+from jaxllm.checkpoints.gguf_file import read_gguf
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models.parameters import parameter_count
+from serving.host.progress import Progress
+
+FROM_FLOATS, LLAMA_CPP = f"{OURS.name}-from-floats", "llama.cpp"
+# Of which peak memory may be this many times the file's size, and a layer more.
+_BOUND = 1.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured, and how long.
+
+    Attributes:
+      kinds: types of GGUF files, keys of `FORMATS`.
+      parts: of `PARTS`.
+      prompt_tokens, decode_tokens, rounds: of speeds.
+      context_tokens: of the engines.
+      text_windows: most windows of a text to score; 0 means all.
+      patience_s: for repeating what other processes disturbed.
+      threads: that every system computes with; 0 takes all cores of this process.
+    """
+
+    kinds: tuple[str, ...] = ("F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K")
+    parts: tuple[str, ...] = tuple(PARTS)
+    prompt_tokens: tuple[int, ...] = (64, 256)
+    decode_tokens: int = 64
+    rounds: int = 7
+    context_tokens: int = 512
+    text_windows: int = 256
+    patience_s: float = 120.0
+    threads: int = 0
+
+    @classmethod
+    def quick(cls) -> "Plan":
+        """Fits in a minute on two cores."""
+        return cls(
+            kinds=("Q8_0", "Q4_0"),
+            prompt_tokens=(64,),
+            decode_tokens=32,
+            rounds=3,
+            text_windows=8,
+            patience_s=5.0,
+        )
+
+
+def run(
+    model: Path | str,
+    plan: Plan,
+    *,
+    data: Path | None = None,
+    text: Path | None = None,
+    progress: Progress | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> list[Row]:
+    """Measures one model.
+
+    Args:
+      model: a bundle or a Hugging Face folder, or the name of one of `SHAPES`: random weights.
+      plan: what is measured.
+      data: a folder of data sets, of whose texts the tokenizer of a shape is learned.
+      text: whose perplexity is measured; None for the packaged stories.
+      progress: called with (stage, done, total).
+      tell: called with messages for the user.
+
+    Raises:
+      JaxllmError: the model cannot be written as GGUF, or a system fails.
+    """
+    progress, tell = progress or (lambda *_: None), tell or (lambda _: None)
+    threads = threads_of(plan.threads)
+    kinds = _kinds(plan.kinds, tell)
+    if isinstance(model, str):
+        source = random_source(model, SHAPES[model], data, progress, tell)
+    else:
+        found = Checkpoint.find(model)
+        source = Source(name=found.name, folder=found.folder(progress))
+    checkpoint = Checkpoint.find(source.folder)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="jaxllm-prepare-") as scratch:
+        bundles: dict[tuple[str, str], Path] = {}
+        for number, kind in enumerate(kinds):
+            path = source.gguf(kind, threads, progress)
+            prepared = Path(scratch, f"{kind}.jaxllm"), Path(scratch, f"{FORMATS[kind]}.jaxllm")
+            bundles[kind, OURS.name], bundles[kind, FROM_FLOATS] = prepared
+            rows += _memory_rows(
+                source.name, f"GGUF {kind}", path, prepared[0], None, checkpoint.cfg, threads
+            )
+            if not prepared[1].exists():
+                form, folder = FORMATS[kind], source.folder
+                name = f"floats to {form}"
+                rows += _memory_rows(source.name, name, folder, prepared[1], form, checkpoint.cfg, threads)
+            progress("Preparing", number + 1, len(kinds))
+        if "memory" not in plan.parts:
+            rows = []
+        scored = None
+        if "perplexity" in plan.parts:
+            scored = _Scored.of(text or stories_file(None), source, checkpoint, plan, progress)
+        for kind in kinds:
+            both = {system: bundles[kind, system] for system in (OURS.name, FROM_FLOATS)}
+            if "speed" in plan.parts:
+                rows += _speed_rows(f"{source.name} {kind}", both, checkpoint, plan, progress)
+            if scored is not None:
+                gguf = source.gguf(kind, threads, progress)
+                rows += _perplexity_rows(f"{source.name} {kind}", both, gguf, scored, plan, progress)
+    return rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scored:
+    """A text, and its perplexity by the model's floats in float32."""
+
+    text: Text
+    floats: float
+
+    @classmethod
+    def of(
+        cls, path: Path, source: Source, checkpoint: Checkpoint, plan: Plan, progress: Progress
+    ) -> "_Scored":
+        text = Text.read(
+            path,
+            checkpoint,
+            separator=SEPARATOR,
+            window_tokens=plan.context_tokens,
+            limit=plan.text_windows,
+        )
+        with _child(REFERENCE, source.folder, plan, progress) as child:
+            return cls(text=text, floats=perplexity(child, text, progress))
+
+
+def _kinds(wanted: tuple[str, ...], tell: Callable[[str], None]) -> tuple[str, ...]:
+    """The types of files that can be written here."""
+    from benchmarks.peers.peer import missing_packages
+
+    if missing := missing_packages("gguf"):
+        raise ConfigError(f"{missing} is not installed: pip install 'jaxllm[gguf]'")
+    if "Q4_K" in wanted and PEERS[LLAMA_CPP].missing():
+        tell("without Q4_K, which llama.cpp's quantizer writes: pip install 'jaxllm[peers]'")
+        return tuple(each for each in wanted if each != "Q4_K")
+    return wanted
+
+
+def _memory_rows(
+    name: str, what: str, model: Path, bundle: Path, weights: str | None, cfg: ModelConfig, threads: int
+) -> list[Row]:
+    """Time and peak memory of preparing a source, and sizes."""
+    found = measure(model, bundle, weights, threads)
+    files = [model] if model.is_file() else [*model.glob("*.safetensors")]
+    file_bytes = sum(each.stat().st_size for each in files)
+    # A layer as it is in the file.
+    shallow = dataclasses.replace(cfg, layers=cfg.layers - 1, **_shortened(cfg))
+    share = 1 - parameter_count(shallow) / parameter_count(cfg)
+    bound = _BOUND * file_bytes + share * file_bytes
+    above, case = found.peak_bytes - found.idle_bytes, f"{name}, prepare from {what}"
+    note = (
+        f"above {found.idle_bytes / 1e6:.0f} MB of Python and JAX, with mapped pages; "
+        f"{found.peak_bytes / 1e6:.0f} MB in all; the file has {file_bytes / 1e6:.0f} MB"
+    )
+
+    def row(metric: str, value: float, unit: str, **more: object) -> Row:
+        return Row(case=case, system=OURS.name, metric=metric, value=value, unit=unit, **more)  # pyright: ignore
+
+    return [
+        row("build_ms", 1000 * found.took_s, "ms", note=f"{found.cpu_s:.1f} s of processors"),
+        row(
+            "peak_memory_bytes",
+            above,
+            "bytes",
+            baseline=f"{_BOUND} files and a layer",
+            ratio=bound / max(1, above),
+            note=note,
+        ),
+        row("file_bytes", bundle.stat().st_size, "bytes"),
+    ]
+
+
+def _shortened(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """What has an entry for each layer, for a layer less."""
+    return {"attention_windows": cfg.attention_windows[:-1]} if cfg.attention_windows else {}
+
+
+def _speed_rows(
+    case: str, bundles: dict[str, Path], checkpoint: Checkpoint, plan: Plan, progress: Progress
+) -> list[Row]:
+    """Prefill and decode of a file's bundle beside that of floats."""
+    with contextlib.ExitStack() as stack:
+        children = {
+            system: stack.enter_context(_child(f"{system} {case}", bundle, plan, progress))
+            for system, bundle in bundles.items()
+        }
+        prompts = [prompt_ids(checkpoint.cfg.vocab_size, tokens) for tokens in plan.prompt_tokens]
+        results = alternate(
+            [System(system, child, (BLOCKS,)) for system, child in children.items()],
+            prompts,
+            decode_tokens=plan.decode_tokens,
+            rounds=plan.rounds,
+            patience_s=plan.patience_s,
+            progress=progress,
+        )
+        bits = {system: f"{child.facts['bits_per_weight']:.2f} bits" for system, child in children.items()}
+    rows = []
+    for tokens in plan.prompt_tokens:
+        found = {system: results[system, tokens] for system in bundles}
+        rates = {
+            (f"{case}, prompt {tokens}", "prefill_tokens_per_s"): {
+                system: 1000 * tokens / each.prefill_ms for system, each in found.items()
+            },
+            (f"{case}, decode {plan.decode_tokens} after {tokens}", "decode_tokens_per_s"): {
+                system: 1000 * plan.decode_tokens / each.decode_ms for system, each in found.items()
+            },
+        }
+        for (what, metric), values in rates.items():
+            rows += compared(values, ours=OURS.name, case=what, metric=metric, unit="tokens/s", notes=bits)
+    return rows
+
+
+def _perplexity_rows(
+    case: str,
+    bundles: dict[str, Path],
+    gguf: Path,
+    scored: _Scored,
+    plan: Plan,
+    progress: Progress,
+) -> list[Row]:
+    """Perplexity of a file, of floats at its bits, of float32, and of llama.cpp on the file."""
+
+    def systems() -> Iterator[tuple[str, Child]]:
+        for system, bundle in bundles.items():
+            yield system, _child(f"{system} {case}", bundle, plan, progress)
+        if not PEERS[LLAMA_CPP].missing():
+            yield LLAMA_CPP, _child(f"{LLAMA_CPP} {case}", gguf, plan, progress, peer=LLAMA_CPP)
+
+    values, text = {REFERENCE: scored.floats}, scored.text
+    # One after the other: each is in memory for its own text alone.
+    for system, child in systems():
+        with child:
+            values[system] = perplexity(child, text, progress)
+    # llama.cpp's quantizer gives rows that do not divide into blocks of a type another one.
+    kinds = {each.kind for each in read_gguf(gguf).tensors.values() if len(each.shape) > 1}
+    note = f"matrices of {' and '.join(sorted(kinds))}"
+    return compared(
+        values,
+        ours=OURS.name,
+        case=f"{case}, {text.name}, {text.tokens} tokens",
+        metric="perplexity",
+        unit="",
+        notes={OURS.name: note, LLAMA_CPP: note},
+        lower_is_better=True,
+    )
+
+
+def _child(label: str, model: Path, plan: Plan, progress: Progress, *, peer: str = OURS.name) -> Child:
+    if peer != OURS.name:
+        form = "GGUF"
+    elif model.is_dir():
+        form = "f32"
+    else:
+        with Bundle.open(model) as bundle:
+            form = bundle.layout.weights
+    opening = Opening(
+        peer=peer,
+        model=model,
+        format=form,
+        threads=threads_of(plan.threads),
+        context_tokens=plan.context_tokens,
+        options={"context_tokens": plan.context_tokens} if peer == OURS.name else {},
+    )
+    return Child(label, opening, progress)

@@ -1,0 +1,200 @@
+"""Runs the subgraphs of prompts on two processors, each a thread on cores of its own; imports no JAX."""
+
+import contextlib
+import dataclasses
+import os
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxllm.errors import ConfigError
+from jaxllm.int8_prefill.schedule import PROCESSORS, Dispatcher, Processor
+
+_END = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SubgraphRun:
+    """The time span of a subgraph, in milliseconds since its prompt began."""
+
+    index: int
+    start_ms: float
+    end_ms: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """The schedule of one prompt as it ran.
+
+    Attributes:
+      runs: of all subgraphs, in the order of their ends.
+      decision_us: median time of a scheduling decision, in microseconds.
+    """
+
+    runs: tuple[SubgraphRun, ...]
+    decision_us: float
+
+    @property
+    def makespan_ms(self) -> float:
+        """Milliseconds from the start of the first subgraph to the end of the last."""
+        return max(run.end_ms for run in self.runs) - min(run.start_ms for run in self.runs)
+
+
+class ProcessorPair:
+    """An integer and a float processor, each a thread that runs one subgraph at a time.
+
+    Attributes:
+      trace: of the last prompt; None before the first.
+    """
+
+    def __init__(
+        self,
+        cores: Mapping[Processor, Sequence[int]],
+        within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """Starts both threads; `close` stops them.
+
+        Args:
+          cores: of each processor; none for any.
+          within: made around what they run.
+        """
+        self.trace: Trace | None = None
+        self._within = within
+        self._answers: queue.Queue[Any] = queue.Queue()
+        self._workers = {name: _Worker(name, cores[name], self._answers) for name in PROCESSORS}
+
+    def close(self) -> None:
+        """Stops both threads."""
+        for worker in self._workers.values():
+            worker.close()
+
+    def timed(
+        self, processor: Processor, work: Callable[[], Any], beside: Callable[[], Any] | None = None
+    ) -> tuple[float, float]:
+        """Times `work` on an idle processor, while the other one is idle or repeats `beside`.
+
+        Returns:
+          Milliseconds of the work, and of the handover to the thread and back.
+        """
+        begun, enough = threading.Event(), threading.Event()
+
+        def keep_busy() -> None:
+            assert beside is not None
+            try:
+                while not enough.is_set():
+                    beside()
+                    begun.set()
+            finally:
+                begun.set()
+
+        with self._within():
+            if beside is not None:
+                (other,) = (each for each in PROCESSORS if each != processor)
+                self._workers[other].submit(1, keep_busy)
+                begun.wait()
+            began = time.perf_counter()
+            self._workers[processor].submit(0, work)
+            try:
+                spent_ms = self._answer(1 + (beside is not None))[2]
+                handover_ms = 1000 * (time.perf_counter() - began) - spent_ms
+            finally:
+                enough.set()
+            if beside is not None:
+                self._answer()
+            return spent_ms, handover_ms
+
+    def run(self, dispatcher: Dispatcher, run: Callable[[Any], Any]) -> Trace:
+        """Runs the subgraphs of a prompt in the order of the dispatcher.
+
+        Args:
+          dispatcher: at the prompt's beginning.
+          run: runs one subgraph to its end in the calling thread.
+
+        Returns:
+          The schedule as it ran; also stored as `trace`.
+        """
+        with self._within():
+            self.trace = self._run(dispatcher, run)
+        return self.trace
+
+    def _run(self, dispatcher: Dispatcher, run: Callable[[Any], Any]) -> Trace:
+        free, runs, decisions = set(PROCESSORS), [], []
+        began = time.perf_counter()
+        while not dispatcher.done:
+            for processor in PROCESSORS:
+                if processor not in free:
+                    continue
+                asked = time.perf_counter()
+                index = dispatcher.take(processor)
+                if index is None:
+                    continue
+                decisions.append(time.perf_counter() - asked)
+                free.remove(processor)
+                subgraph = dispatcher.subgraphs[index]
+                self._workers[processor].submit(index, lambda subgraph=subgraph: run(subgraph))
+            if len(free) == len(PROCESSORS):
+                raise ConfigError("no subgraph can run, and some are left: they wait for each other")
+            index, start, spent_ms = self._answer(len(PROCESSORS) - len(free))
+            free.add(dispatcher.subgraphs[index].processor)
+            start_ms = 1000 * (start - began)
+            runs.append(SubgraphRun(index, start_ms, start_ms + spent_ms))
+            dispatcher.finish(index)
+        return Trace(tuple(runs), 1e6 * statistics.median(decisions))
+
+    def _answer(self, running: int = 1) -> tuple[int, float, float]:
+        """Waits for the next work to end: (index, start, milliseconds). If it failed, raises its error after
+        all running work has ended."""
+        index, start, spent_ms, error = self._answers.get()
+        if error is not None:
+            for _ in range(running - 1):
+                self._answers.get()
+            raise error
+        return index, start, spent_ms
+
+
+class _Worker:
+    """A thread on cores of its own that runs submitted work in order."""
+
+    def __init__(self, name: str, cores: Sequence[int], answers: queue.Queue[Any]) -> None:
+        self._tasks: queue.Queue[Any] = queue.Queue()
+        self._answers, self._cores = answers, cores
+        self._thread = threading.Thread(target=self._serve, name=f"{name} processor", daemon=True)
+        self._thread.start()
+
+    def submit(self, index: int, work: Callable[[], Any]) -> None:
+        self._tasks.put((index, work))
+
+    def close(self) -> None:
+        self._tasks.put(_END)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        if self._cores:
+            # Applies to the calling thread alone.
+            os.sched_setaffinity(0, self._cores)
+        while (task := self._tasks.get()) is not _END:
+            index, work = task
+            start, error = time.perf_counter(), None
+            try:
+                work()
+            except BaseException as problem:
+                error = problem
+            self._answers.put((index, start, 1000 * (time.perf_counter() - start), error))
+
+
+def halved_cores() -> dict[Processor, Sequence[int]]:
+    """The cores of this process, one half for each processor; none where the system has no affinity.
+
+    Raises:
+      ConfigError: this process may use one core.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return dict.fromkeys(PROCESSORS, ())
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < len(PROCESSORS):
+        raise ConfigError(f"two processors take two cores, and this process may use {len(cores)}")
+    half = len(cores) // 2
+    return {"integer": cores[half:], "float": cores[:half]}

@@ -1,0 +1,119 @@
+"""Programs of contexts' codecs: the bytes of the live service's codec, and contexts on a device in them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from export.signatures import ExportPlan
+from export.subject import read_subject
+from jaxllm.errors import ConfigError
+from jaxllm.kv.cache import Past
+from jaxllm.kv.chunks import encode_chunks
+from jaxllm.kv.codecs import WIDTHS, ChunkShape
+from jaxllm.program_folder.arrays import KEYS, VALUES, cache_shapes
+from jaxllm.program_folder.codecs import CHUNK_TOKENS, chunk_format
+from serving.device.context import DeviceContext
+from serving.device.contexts import DeviceContexts
+from serving.device.opening import open_device
+from serving.programs.codecs import encoded, loaded
+from serving.request import GenerationConfig
+from tests.export.models import CFG, CHUNKS, CONTEXT
+
+PLAN = ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS, cache_tokens=(32,))
+GREEDY = GenerationConfig(max_tokens=6, ignore_eos=True)
+
+
+def exported(kind, codec, elastic, place):
+    """A folder with programs of a codec; skips where its packages are missing."""
+    subject, plan = read_subject(elastic), dataclasses.replace(PLAN, codec=codec)
+    if kind == "stablehlo":
+        pytest.importorskip("flatbuffers")
+        from export.stablehlo import export_stablehlo
+
+        export_stablehlo(subject, place / "programs", plan, platforms=("cpu",))
+    else:
+        pytest.importorskip("litert_converter")
+        from export.tflite import export_tflite
+
+        export_tflite(subject, place / "programs", plan)
+    return open_device(place / "programs")
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"),
+    [
+        ("stablehlo", "channel"),
+        ("tflite", "channel"),
+        ("tflite", "rotated"),
+        *(
+            pytest.param(kind, codec, marks=pytest.mark.slow)
+            for kind, codec in (("stablehlo", "rotated"), ("stablehlo", "kivi"), ("tflite", "kivi"))
+        ),
+    ],
+)
+def test_programs_encode_and_load_as_the_live_codec(kind, codec, elastic, tmp_path):
+    """To the byte, whatever the magnitudes of channels, in chunks that do not come in order."""
+    engine = exported(kind, codec, elastic, tmp_path)
+    runner, draw = engine.runner, np.random.default_rng(0)
+    scales = (10.0 ** draw.integers(-4, 3, CFG.head_dim)).astype(np.float32)
+    rows = {
+        name: draw.standard_normal(shape).astype(np.float32) * scales
+        for name, shape in cache_shapes(CFG, CONTEXT).items()
+    }
+    cache, form = runner.restored(rows, CONTEXT), chunk_format(codec)
+    wanted_chunks = [3, 0, 2]
+    for bits in WIDTHS:
+        found = encoded(runner, cache, wanted_chunks, bits)
+        encode = jax.jit(functools.partial(encode_chunks, form=form, bits=bits))
+        at = np.array(wanted_chunks, np.int32)
+        shape = ChunkShape(heads=CFG.kv_heads, tokens=CHUNK_TOKENS, width=CFG.head_dim)
+        back = loaded(runner, runner.start(CONTEXT), [(each, bits, found[each]) for each in wanted_chunks])
+        there = runner.rows(back, CONTEXT)
+        for layer in range(CFG.layers):
+            keys, values = (jnp.asarray(rows[name.format(layer)]) for name in (KEYS, VALUES))
+            blobs = np.asarray(encode(Past(keys, values), at))
+            decoded = form.codec.decode(jnp.asarray(blobs), shape, bits)
+            for place, number in enumerate(wanted_chunks):
+                assert (found[number][layer] == blobs[place]).all()
+                part = slice(number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
+                for name, side in zip((KEYS, VALUES), decoded, strict=True):
+                    got = there[name.format(layer)][0, :, part]
+                    np.testing.assert_allclose(got, np.asarray(side[place]), rtol=1e-6, atol=1e-6)
+            assert not there[KEYS.format(layer)][0, :, CHUNK_TOKENS : 2 * CHUNK_TOKENS].any()
+
+
+@pytest.mark.parametrize("kind", ["stablehlo", "tflite"])
+def test_a_context_at_few_bits_outlives_its_process(kind, elastic, tmp_path):
+    engine = exported(kind, "channel", elastic, tmp_path)
+    turns = [[(5 * i + 3) % CFG.vocab_size for i in range(34)], [9, 8, 7]]
+    sizes, answers = {}, {}
+    for bits in (0, 8, 4):
+        place = tmp_path / f"store{bits}"
+        contexts = DeviceContexts(engine, place, budget_bytes=1 << 20, bits=bits)
+        name = contexts.create("app").name
+        first = DeviceContext(contexts, contexts.record("app", name)).generate(turns[0], config=GREEDY)
+        first.result()
+        sizes[bits] = contexts.facts(contexts.record("app", name)).stored_bytes
+        contexts.close()
+        again = DeviceContexts(engine, place, budget_bytes=1 << 20, bits=bits)
+        answer = DeviceContext(again, again.record("app", name)).generate(turns[1], config=GREEDY).result()
+        assert answer.restored.read == 2 * CHUNK_TOKENS
+        answers[bits] = answer.tokens
+        again.close()
+    assert answers[8] == answers[0]
+    assert sizes[4] < sizes[8] < sizes[0]
+    # Two chunks; of each value 8 bits, and a low and a scale for each channel of 16 tokens.
+    assert sizes[8] * 32 == sizes[0] * (8 + 2)
+
+
+def test_what_a_folder_lacks_is_refused(elastic, tmp_path):
+    pytest.importorskip("flatbuffers")
+    engine = exported("stablehlo", "", elastic, tmp_path)
+    with pytest.raises(ConfigError, match=r"no programs of contexts at 8 bits.*--codec"):
+        DeviceContexts(engine, tmp_path / "store", budget_bytes=1 << 20, bits=8)
+    with pytest.raises(ConfigError, match="no codec 'other'"):
+        ExportPlan(codec="other")

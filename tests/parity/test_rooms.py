@@ -1,0 +1,359 @@
+"""Every family gives transformers' log-probabilities in every room that the table of families says it has.
+
+Each room has one law here, and each family one tiny random model (see `family`), whose compiled buckets its
+laws share. TFLite's runtime has an environment of its own: its law is in `tests/export/test_families.py`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import serving.contexts.context
+from export.contents import require_family
+from export.signatures import ExportPlan
+from export.stablehlo import traced
+from export.subject import read_subject
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.prefill import prefill_parts
+from jaxllm.checkpoints.peft_folder import write_adapter
+from jaxllm.config import WHOLE
+from jaxllm.errors import BudgetExceeded
+from jaxllm.int8_prefill.fitting import random_calibration
+from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule, plain_rule
+from jaxllm.kv.cache import new_cache
+from jaxllm.models import decoder, encoder_decoder
+from jaxllm.models.lora import LoraConfig, init_adapter, merge
+from jaxllm.models.parameters import sparse_layers
+from jaxllm.models.rooms import ROOMS, room_refusal
+from jaxllm.program_folder.levels import ProgramLevel
+from jaxllm.program_folder.manifest import Manifest
+from jaxllm.speculative.token_tree import TokenTree
+from jaxllm.steps.trees import keep_path, read_nodes
+from serving.buckets.decode import DecodeBucket
+from serving.contexts.context import Context
+from serving.contexts.manager import Contexts
+from serving.contexts.options import ContextOptions
+from serving.engine import Engine
+from serving.evaluation.scoring import score_options
+from serving.int8_prefill.options import PrefillOptions
+from serving.programs.jax_programs import JaxPrograms
+from serving.programs.model import ProgramModel
+from serving.request import GenerationConfig
+from serving.runners.runner import prefill_prompt
+from serving.weights.footprint import budget_with_experts
+from tests import tiny
+from tests.docs.families import PAGE, block_of, default_config
+from tests.quick_jit import jit
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from jaxllm.models.architectures import ARCHITECTURES
+from jaxllm.steps.branching import Branching
+from tests.parity.family import CHUNK, CONTEXT, LEVEL, OPTIONS, PROMPT, Family, drawn
+
+TOLERANCE = 1e-3
+
+
+# A tree of branches within branches: its tokens, and the node before each.
+_NODES = drawn(8, seed=4)
+_PARENTS = (-1, 0, 1, 0, 2, 3, 3, 6)
+
+
+def tokens_to(node, parents=_PARENTS):
+    """The tokens from a tree's root to a node."""
+    return [] if node < 0 else [*tokens_to(parents[node], parents), _NODES[node]]
+
+
+def token_tree(parents):
+    """A tree of `_NODES`."""
+    depths, ancestors = np.zeros(8, np.int32), np.eye(8, dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            depths[node] = depths[parent] + 1
+            ancestors[node] |= ancestors[parent]
+    ones = np.ones(8, np.float32)
+    return TokenTree(
+        tokens=np.asarray(_NODES, np.int32), parents=np.asarray(parents, np.int32), depths=depths,
+        confidences=ones, probabilities=ones, ancestors=ancestors, count=np.int32(8),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def family(request, tmp_path_factory):
+    made = Family(request.param, tmp_path_factory.mktemp(request.param))
+    yield made
+    made.close()
+
+
+def least_budget(family):
+    """Memory for no more of a family's weights than two of its largest pieces."""
+    options = dataclasses.replace(OPTIONS, memory_bytes=1)
+    with pytest.raises(BudgetExceeded) as caught:
+        Engine.open(family.path, options=options, warm_up=False)
+    return int(re.search(r"at least ([\d,]+)", str(caught.value))[1].replace(",", ""))
+
+
+class TreeSteps:
+    """The steps of token trees over a family's parameters, jitted once."""
+
+    def __init__(self, family):
+        cfg = family.cfg
+        self.params = {name: jnp.asarray(value) for name, value in family.params.items()}
+
+        @jit
+        def prefill(params, tokens, valid, source):
+            cache = new_cache(cfg, batch=1, tokens=CONTEXT, dtype=jnp.float32)
+            if cfg.encoder is not None:
+                encoder = encoder_decoder.encoder_params(params)
+                length = np.int32(len(PROMPT))
+                cache = encoder_decoder.read_source(params, encoder, source, length, cache, cfg=cfg)
+            return decoder.forward(params, tokens, cache, cfg=cfg, valid=valid)[1]
+
+        @jit
+        def read(params, tree, nodes, valid, cache):
+            if cfg.states is not None:
+                cache = dataclasses.replace(cache, states=cache.states.with_nodes(tree.room))
+            out, cache = read_nodes(params, tree, nodes, valid, cache, cfg=cfg, dtype=jnp.float32)
+            return jax.nn.log_softmax(out), cache
+
+        self._prefill, self._read, self._keep = prefill, read, jit(keep_path)
+
+    def prefilled(self, tokens):
+        row = np.zeros((1, CHUNK), np.int32)
+        row[0, : len(tokens)] = tokens
+        return self._prefill(self.params, row, np.int32(len(tokens)), np.asarray([PROMPT], np.int32))
+
+    def read(self, cache, nodes, parents=_PARENTS):
+        """Log-probabilities `[8, V]` after some nodes of a tree of `_NODES`, and the cache."""
+        tree = token_tree(parents)
+        ids = np.zeros(8, np.int32)
+        ids[: len(nodes)] = nodes
+        ids[len(nodes) :] = ids[len(nodes) - 1]
+        out, cache = self._read(self.params, tree, ids, np.int32(len(nodes)), cache)
+        return np.asarray(out), cache
+
+    def keep(self, cache, path):
+        nodes = np.zeros(8, np.int32)
+        nodes[: len(path)] = path
+        nodes[len(path) :] = path[-1]
+        return self._keep(cache, nodes, np.int32(len(path)))
+
+
+def in_memory(family):
+    assert family.error(family.engine) < TOLERANCE
+
+
+def streamed_weights(family):
+    engine = family.open(memory_bytes=least_budget(family))
+    assert engine.model.streamed is not None
+    assert family.error(engine) < TOLERANCE
+
+
+def levels(family):
+    engine = family.open(levels=(LEVEL,), filled=LEVEL).at(LEVEL)
+    assert engine.cfg != family.cfg
+    assert family.error(engine, of=family.level_reference(LEVEL)) < TOLERANCE
+
+
+def integer_prefill(family):
+    """The rule of its products is the model in floats; the engine's is that rule in integers, and near it."""
+    cfg, tokens = family.cfg, np.asarray(PROMPT, np.int32)
+    floats = {name: jnp.asarray(value) for name, value in family.params.items()}
+
+    def scores(hidden, params):
+        return jax.nn.log_softmax(decoder.logits(params, hidden, cfg=cfg), axis=-1)
+
+    @jit
+    def by_rule(params):
+        return scores(forward_by_rule(params, tokens, plain_rule(params, cfg), cfg=cfg), params)
+
+    wanted = family.scores(PROMPT)
+    assert np.abs(np.asarray(by_rule(floats)) - wanted).max() < TOLERANCE
+    texts = np.random.default_rng(1).integers(0, tiny.VOCAB_SIZE, (4, 48)).astype(np.int32)
+    calibration = random_calibration(cfg, floats, texts, shadows=1)
+    path = family.write("int8", "int8", parts=prefill_parts(calibration))
+    engine = family.open(path, prefill=PrefillOptions(mode="int8"))
+    assert engine.prefill_mode(len(PROMPT)) == "int8"
+    runner = engine.runner
+    logits, _ = prefill_prompt(runner, runner.start(CONTEXT), PROMPT, 0)
+    with Bundle.open(path) as bundle:
+        params = bundle.load()
+        layers = jax.tree.map(jnp.asarray, calibration.layers(WHOLE, cfg))
+
+        @jit
+        def in_integers(params, layers):
+            rule = integer_rule(params, layers, cfg)
+            return scores(forward_by_rule(params, tokens, rule, cfg=cfg), params)
+
+        expected = np.asarray(in_integers(params, layers))[-1]
+    found = np.asarray(jax.nn.log_softmax(logits[0]))
+    assert np.abs(found - expected).max() < TOLERANCE
+    # Eight bits of a tiny random model.
+    assert np.abs(found - wanted[-1]).max() < 0.5 * wanted[-1].std()
+
+
+def experts_apart(family):
+    """Experts in floats, with room for some of them."""
+    bits = np.full((len(sparse_layers(family.cfg)), family.cfg.experts), 32)
+    path = family.write("apart", expert_bits=bits)
+    with Bundle.open(path) as bundle:
+        one = bundle.weight_bytes // (bits.size + 1)
+        budget = budget_with_experts(bundle, OPTIONS.resolve(family.cfg), 3 * one)
+    engine = family.open(path, memory_bytes=budget)
+    assert engine.model.streamed is not None
+    assert family.error(engine) < TOLERANCE
+
+
+def drafter(family):
+    """Nodes that are fed in two runs, and what goes on behind an accepted path, are as in their own
+    sequences."""
+    steps = TreeSteps(family)
+    prompt = PROMPT[: CHUNK - 1]
+    cache = steps.prefilled(prompt)
+    first, cache = steps.read(cache, range(4))
+    second, cache = steps.read(cache, range(4, 8))
+    found = np.concatenate([first[:4], second[:4]])
+    for node in range(8):
+        expected = family.scores([*prompt, *tokens_to(node)], PROMPT)[-1]
+        assert np.abs(found[node] - expected).max() < TOLERANCE, f"node {node}"
+    # 0, 3, 6, 7
+    cache = steps.keep(cache, np.array([0, 3, 6, 7]))
+    line = np.arange(-1, 7)
+    after, _ = steps.read(cache, range(2), parents=line)
+    expected = family.scores([*prompt, *tokens_to(7), *_NODES[:2]], PROMPT)[-2:]
+    assert np.abs(after[:2] - expected).max() < TOLERANCE
+
+
+def contexts(family):
+    """Opened again, chunks are read; those that were lost are computed again."""
+    engine, cfg = family.engine, family.cfg
+    wanted = [each for each in engine.runner.all_buckets() if not isinstance(each, DecodeBucket)]
+    engine.runner.fill(wanted)
+    # By measured times some chunks would be computed, others read.
+    options = ContextOptions(folder=family.folder / "contexts", writing="ahead", recompute=False)
+    turns = [(drawn(20), 18), (drawn(5, 1), 4), (drawn(3, 2), 4)]
+    name, tokens = "", [tiny.BEGIN_ID] if cfg.encoder else []
+    for number, (turn, count) in enumerate(turns):
+        with contextlib.closing(Contexts(engine, options)) as kept:
+            record = kept.record("mail", name) if name else kept.create("mail")
+            context, name = Context(kept, record), record.name
+            answer = context.generate(turn, max_tokens=count, ignore_eos=True).result()
+            begun = [*tokens, *(() if cfg.encoder and not number else turn)]
+            tokens = [*begun, *answer.tokens]
+            scores = family.scores(tokens, context.source)[len(begun) - 1 : -1]
+            for at, each in enumerate(answer.logprobs):
+                for token, logprob in ((each.token, each.logprob), *each.top):
+                    assert abs(logprob - scores[at][token]) < TOLERANCE, f"turn {number}, token {at}"
+            found = answer.restoration
+            if number == 1:
+                assert found.read
+                assert not found.computed
+                kept.store.commit(kept.store.record(name).lose({0}))
+            elif number == 2 and cfg.states is None:
+                assert found.computed == (0,)
+            elif number == 2:
+                # Nothing but the first token gives states again.
+                assert answer.reused_tokens == 0
+
+
+def adapters(family):
+    """Matrices that a family has as one get the sum of their ranks: three at most."""
+    lora = LoraConfig(rank=1, alpha=2)
+    zero = init_adapter(family.cfg, lora, jax.random.key(2))
+    draw = np.random.default_rng(2)
+    adapter = {name: draw.normal(size=each.shape).astype(np.float32) * 0.2 for name, each in zero.items()}
+    write_adapter(family.folder / "adapter", family.cfg, lora, adapter)
+    merged = {name: np.asarray(each) for name, each in merge(family.params, adapter, lora.scaling).items()}
+    engine = family.engine
+    engine.set_adapter(family.folder / "adapter")
+    assert family.error(engine, of=family.reference("adapter", merged)) < TOLERANCE
+    engine.set_adapter(None)
+    assert family.error(engine) < TOLERANCE
+
+
+def tasks(family):
+    question = Branching(tuple(PROMPT), (tuple(drawn(3, 5)), tuple(drawn(1, 6)), tuple(drawn(5, 7))))
+    (found,) = score_options(family.engine, [question])
+    for branch, sum_ in zip(question.branches, found, strict=True):
+        scores = family.scores([*PROMPT, *branch])[len(PROMPT) - 1 : -1]
+        expected = np.take_along_axis(scores, np.array(branch)[:, None], axis=1).sum()
+        assert abs(sum_ - expected) < TOLERANCE
+
+
+def programs(family):
+    """As StableHLO, of its bytes."""
+    subject, cfg = read_subject(family.path), family.cfg
+    require_family("stablehlo", "f32", cfg, levels=False)
+    plan = ExportPlan(context_tokens=CONTEXT, chunk_tokens=(CHUNK,), cache_tokens=()).resolved(cfg)
+    manifest = Manifest(
+        format="live", name="tiny", model="", context_tokens=CONTEXT, precision="f32", cache_dtype="float32",
+        platforms=("cpu",), levels={WHOLE: ProgramLevel(cfg=cfg, weights={})},
+        signatures=tuple(plan.signatures(WHOLE, lambda name: "")), files={}, made_with={},
+    )  # fmt: skip
+
+    def step(signature):
+        program = traced(signature, subject, plan, precision="f32", platforms=("cpu",))
+        return jax.export.deserialize(bytearray(program.serialize())).call
+
+    weights = {WHOLE: subject.levels[WHOLE].views(subject.arrays)}
+    executor = JaxPrograms(manifest, weights, step, lambda each: each.name, None)
+    engine = Engine(ProgramModel(executor, family.engine.tokenizer))
+    assert family.error(engine) < TOLERANCE
+
+
+LAWS = {
+    "streamed weights": streamed_weights,
+    "levels": levels,
+    "integer prefill": integer_prefill,
+    "experts apart": experts_apart,
+    "drafter": drafter,
+    "contexts": contexts,
+    "adapters": adapters,
+    "tasks": tasks,
+    "programs": programs,
+}
+
+PAIRS = [
+    (name, room)
+    for name in sorted(ARCHITECTURES)
+    for room in ROOMS
+    if room in LAWS and not room_refusal(default_config(name), room)
+]
+
+
+@pytest.mark.parametrize(("family", "room"), PAIRS, indirect=["family"])
+def test_laws(family, room, monkeypatch):
+    # Answers in contexts tell log-probabilities, too.
+    telling = functools.partial(GenerationConfig, top_logprobs=20)
+    monkeypatch.setattr(serving.contexts.context, "GenerationConfig", telling)
+    LAWS[room](family)
+
+
+def test_the_table_claims_what_is_checked_here():
+    """But for TFLite, whose law is elsewhere."""
+    rows = [row.split("|")[1:-1] for row in block_of(PAGE.read_text(encoding="utf-8")).splitlines()]
+    rooms = [cell.strip() for cell in rows[0][2:]]
+    claimed = {
+        (row[0].strip(" `"), room)
+        for row in rows[2:]
+        for room, cell in zip(rooms, row[2:], strict=True)
+        if cell.strip() == "yes"
+    }
+    assert {pair for pair in claimed if pair[1] != "tflite"} == set(PAIRS)
+    assert set(LAWS) | {"tflite"} == set(ROOMS)
+
+
+@pytest.mark.parametrize("family", sorted(ARCHITECTURES), indirect=True)
+def test_in_memory(family):
+    """And the variant has the rooms that its family has."""
+    in_memory(family)
+    assert [room for room in ROOMS if room_refusal(family.cfg, room)] == [
+        room for room in ROOMS if room_refusal(default_config(family.name), room)
+    ]

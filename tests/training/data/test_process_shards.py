@@ -1,0 +1,148 @@
+"""Two processes divide files, encoding and rows, and train what one does; runs go on in any number."""
+
+import dataclasses
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from tests.training.data.test_packing import RAGGED
+from tests.training.jobs import SMOKE
+from tests.training.tiny_runs import SILENT
+from training.data import corpus
+from training.data.corpus import Corpus
+from training.data.encoders import PieceEncoder
+from training.data.packing import PackedBatches, evaluation_batches
+from training.data.process_shards import exchanged
+from training.data.sources import Source
+from training.loop.parallel import MeshShape, start_process_group
+from training.loop.run_end import TOKENIZER_FILE, read_tokenizer_file
+from training.pretrain.run import PretrainTexts, pretrain
+
+SOURCES = (Source(text="texts", repeats=1.5), Source(chat="chats.jsonl", answer_weight=2.0, skip_bad=True))
+RECIPE = dataclasses.replace(
+    SMOKE, model=dataclasses.replace(SMOKE.model, vocab_size=288), sources=SOURCES, held_out_share=0.1,
+    batch=4, accumulate=2, steps=4, checkpoint_steps=2, log_steps=1,
+)  # fmt: skip
+HALF = dataclasses.replace(RECIPE, steps=2)
+
+
+def write_data(folder):
+    (folder / "texts").mkdir(parents=True)
+    for file in range(3):
+        texts = (f"Story {file} of {n}: a cat sat on {n * 7} mats." for n in range(40))
+        (folder / "texts" / f"{file}.txt").write_text("\n\n".join(texts))
+    rows = [json.dumps({"prompt": f"How many is {n}?", "completion": f"{n} is {n}."}) for n in range(40)]
+    (folder / "chats.jsonl").write_text("\n".join([*rows, "no JSON"]))
+    (folder / "bad.jsonl").write_text("no JSON")
+    return folder
+
+
+def run(recipe, data, folder, mesh):
+    options = {"mesh_shape": MeshShape.parse(mesh), "monitoring": SILENT}
+    return pretrain(recipe, folder, texts=PretrainTexts(data=data), **options)
+
+
+def one_file(data, folder):
+    """Encodes a single file, by blocks."""
+    opened = Corpus.open((Source(text="texts/0.txt"),), data, 0.1)
+    encoder = PieceEncoder(read_tokenizer_file(folder / "half" / TOKENIZER_FILE))
+    opened.tokenized(encoder, "train", folder / "one")
+
+
+def main(data, folder, port, process):
+    """One process of two: begins a run, and goes on with another."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 1)
+    start_process_group(f"127.0.0.1:{port}", 2, int(process))
+    data, folder = Path(data), Path(folder)
+    read, real = [], corpus._documents_of
+
+    def noted(source, file, on_bad):
+        read.append(Path(str(file)).name)
+        return real(source, file, on_bad)
+
+    corpus._documents_of = noted
+    Corpus.open(SOURCES, data, 0.1)
+    opened = sorted(read)
+    run(HALF, data, folder / "half", "data=2")
+    run(RECIPE, data, folder / "begun", "data=1,fsdp=2")
+    corpus._ENCODE_DOCUMENTS = 4
+    one_file(data, folder)
+    try:
+        Corpus.open((*SOURCES, Source(chat="bad.jsonl")), data, 0.1)
+    except ConfigError as error:
+        print(json.dumps({"read": opened, "error": str(error)}))
+
+
+def files_of(folder):
+    return {path.parent.name: path.read_bytes() for path in sorted(folder.glob("*/tokens.bin"))}
+
+
+def losses_of(folder):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [[row["step"], row["loss"], row.get("held_out_loss") or 0.0] for row in rows]
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does_and_go_on_with_its_run(tmp_path):
+    data = write_data(tmp_path / "data")
+    group, alone = tmp_path / "group", tmp_path / "alone"
+    run(HALF, data, group / "begun", "data=1")
+    shutil.copytree(group / "begun", alone / "half")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = "import sys; from tests.training.data.test_process_shards import main; main(*sys.argv[1:])"
+    words = [sys.executable, "-c", script, str(data), str(group), str(port)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*words, str(process)], **pipes) for process in range(2)]
+    run(RECIPE, data, alone / "whole", "data=1")
+    told = []
+    for process in processes:
+        out, err = process.communicate(timeout=400)
+        assert process.returncode == 0, err[-3000:]
+        told.append(json.loads(out.splitlines()[-1]))
+    # Each file is read by one of them.
+    assert [each["read"] for each in told] == [["0.txt", "2.txt"], ["1.txt", "chats.jsonl"]]
+    assert all("process 0: " in each["error"] and "bad.jsonl" in each["error"] for each in told)
+    whole = losses_of(alone / "whole")
+    np.testing.assert_allclose(losses_of(group / "half"), whole[:2], rtol=1e-4)
+    np.testing.assert_allclose(losses_of(group / "begun"), whole, rtol=1e-4)
+    run(RECIPE, data, group / "half", "data=1")
+    np.testing.assert_allclose(losses_of(group / "half"), whole, rtol=1e-4)
+    assert len(files_of(group / "half" / "tokens")) == 2
+    assert files_of(group / "half" / "tokens") == files_of(alone / "half" / "tokens")
+    one_file(data, alone)
+    assert files_of(group / "one") == files_of(alone / "one")
+    assert not list(group.glob("**/*.shard-*"))
+
+
+@pytest.mark.parametrize("own", [(0, 2), (1,)])
+def test_rows_of_other_processes_are_not_read(own):
+    whole, part = (PackedBatches(RAGGED, (), 16, 3, 1, rows) for rows in (None, own))
+    others = [row for row in range(3) if row not in own]
+    pairs = [(part.batch_at(step), whole.batch_at(step)) for step in range(5)]
+    held_out = (evaluation_batches(RAGGED, 16, 3, own=rows) for rows in (own, None))
+    for found, wanted in [*pairs, *zip(*held_out, strict=True)]:
+        for one, other in zip(dataclasses.astuple(found), dataclasses.astuple(wanted), strict=True):
+            np.testing.assert_array_equal(one[list(own)], other[list(own)])
+            assert not one[others].any()
+    np.testing.assert_array_equal(part.batch_at(4, whole=True).tokens, whole.batch_at(4).tokens)
+
+
+def test_a_failure_alone_keeps_its_kind():
+    assert exchanged(lambda: b"told") == [b"told"]
+
+    def fails():
+        raise FileNotFoundError("gone")
+
+    with pytest.raises(FileNotFoundError):
+        exchanged(fails)

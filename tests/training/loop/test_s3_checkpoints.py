@@ -1,0 +1,182 @@
+"""Checkpoints at an S3 service: which stay, on which mesh they are read, and what damage is refused."""
+
+import dataclasses
+import json
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from safetensors.numpy import load_file
+
+from jaxllm.errors import CheckpointError
+from tests.training.jobs import SMOKE, one_device
+from tests.training.loop.fake_s3 import running
+from tests.training.tiny_runs import ONE, SILENT
+from training.loop import s3_checkpoints
+from training.loop.checkpoints import Checkpoints, TrainState, read_best
+from training.loop.parallel import MeshShape, make_mesh, spec_of, start_process_group
+from training.loop.run_files import keep_checkpoints_at
+from training.pretrain.run import PretrainTexts, pretrain
+
+SERVICE = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "AWS_REGION": "eu-central-1"}
+URL = "s3://bucket/run/checkpoints"
+
+
+@pytest.fixture
+def service(monkeypatch):
+    with running() as server:
+        for name, value in {**SERVICE, "AWS_ENDPOINT_URL": server.url}.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def state_on(mesh, step):
+    """A state of some shapes and types; its values follow from the step."""
+
+    def put(name, value):
+        place = NamedSharding(mesh, spec_of(name, value.shape, mesh))
+        return jax.make_array_from_callback(value.shape, place, lambda index: value[index])
+
+    matrix = np.arange(128, dtype=np.float32).reshape(8, 16) * step
+    params = {
+        "layers.0.attn.q": put("layers.0.attn.q", matrix),
+        "zeros": put("zeros", np.zeros(3, np.float32)),
+    }
+    half = put("half", np.asarray(matrix, jnp.bfloat16))
+    return TrainState(step=put("step", np.int32(step)), params=params, optimizer=(half,))
+
+
+def shapes_on(mesh):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state_on(mesh, 1)
+    )
+
+
+def assert_is_step(state, step):
+    for found, wanted in zip(
+        jax.tree.leaves(state), jax.tree.leaves(state_on(one_device(), step)), strict=True
+    ):
+        assert found.dtype == wanted.dtype
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+
+
+def test_the_last_two_and_the_best_stay(service, monkeypatch):
+    # A shard of several objects.
+    monkeypatch.setattr(s3_checkpoints, "_MOST_CHUNK_BYTES", 128)
+    mesh = one_device()
+    # What a killed process left of a step is written over.
+    service.objects["bucket/run/checkpoints/3/params/zeros/c/7"] = b"left"
+    with Checkpoints(URL) as checkpoints:
+        assert checkpoints.latest() is None
+        for step, loss in enumerate([0.5, 2.0, 0.0, 1.0, None], start=1):
+            checkpoints.save(state_on(mesh, step), loss)
+    with Checkpoints(URL) as checkpoints:
+        assert checkpoints.latest() == 5
+        assert checkpoints.best() == (3, 0.0)
+        for step in (3, 4, 5):
+            assert_is_step(checkpoints.restore(step, shapes_on(mesh)), step)
+    steps = {name.split("/")[3] for name in service.objects} - {"done"}
+    assert steps == {"3", "4", "5"}
+    assert "bucket/run/checkpoints/3/params/zeros/c/7" not in service.objects
+    state, step, loss = read_best(URL, shapes_on(mesh))
+    assert_is_step(state, 3)
+    assert (step, loss) == (3, 0.0)
+    # Zeros are written, too.
+    assert "bucket/run/checkpoints/5/params/zeros/c/0" in service.objects
+
+
+def test_what_is_damaged_or_of_another_run_is_refused(service):
+    mesh = one_device()
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        read_best(URL, shapes_on(mesh))
+    with Checkpoints(URL) as checkpoints:
+        checkpoints.save(state_on(mesh, 1), 1.0)
+    name = "bucket/run/checkpoints/1/params/layers.0.attn.q/c/0/0"
+    whole = service.objects[name]
+
+    def restored(abstract):
+        with Checkpoints(URL) as checkpoints:
+            return checkpoints.restore(1, abstract)
+
+    other = shapes_on(mesh)
+    other.params["zeros"] = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=other.params["zeros"].sharding)
+    with pytest.raises(CheckpointError, match="no params/zeros of the shape and type"):
+        restored(other)
+    with pytest.raises(CheckpointError, match="no optimizer/0"):
+        restored(dataclasses.replace(other, params=shapes_on(mesh).params, optimizer=()))
+    service.objects[name] = bytes([whole[0] ^ 1]) + whole[1:]
+    with pytest.raises(CheckpointError, match=r"cannot read the checkpoint s3://.*/1: .*remove it"):
+        restored(shapes_on(mesh))
+    del service.objects[name]
+    with pytest.raises(CheckpointError, match=r"\d of its \d objects are there"):
+        restored(shapes_on(mesh))
+    service.objects[name] = whole
+    assert_is_step(restored(shapes_on(mesh)), 1)
+
+
+def test_a_service_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setattr(s3_checkpoints, "_RETRIES", {"max_retries": 1})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {**SERVICE, "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CheckpointError, match="cannot list the checkpoints at s3://bucket/run"):
+        Checkpoints(URL)
+
+
+def main(port, process):
+    """One process of two, with two devices."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    start_process_group(f"127.0.0.1:{port}", 2, int(process))
+    mesh = make_mesh(MeshShape(data=1, fsdp=2, tensor=2), 2)
+    with Checkpoints(URL) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(state_on(mesh, step), float(step))
+    with Checkpoints(URL) as checkpoints:
+        state = checkpoints.restore(3, shapes_on(mesh))
+    same = jax.tree.map(lambda one, other: bool(jnp.array_equal(one, other)), state, state_on(mesh, 3))
+    print(json.dumps(all(jax.tree.leaves(same))))
+
+
+@pytest.mark.slow
+def test_two_processes_write_their_shards_and_one_reads_them(service):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = "import sys; from tests.training.loop.test_s3_checkpoints import main; main(*sys.argv[1:])"
+    words, pipes = [sys.executable, "-c", script, str(port)], {"stdout": -1, "stderr": -1, "text": True}
+    processes = [subprocess.Popen([*words, str(process)], **pipes) for process in range(2)]
+    for process in processes:
+        out, err = process.communicate(timeout=200)
+        assert process.returncode == 0, err[-3000:]
+        assert json.loads(out.splitlines()[-1])
+    shards = {name for name in service.objects if "/3/params/layers.0.attn.q/c/" in name}
+    assert len(shards) == 4
+    state, step, _ = read_best(URL, shapes_on(one_device()))
+    assert step == 1
+    assert_is_step(state, 1)
+    with Checkpoints(URL) as checkpoints:
+        assert_is_step(checkpoints.restore(3, shapes_on(one_device())), 3)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_from_s3(tmp_path, service):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"Story {n}: a cat sat on {n} mats." for n in range(400)))
+    options = {"texts": PretrainTexts(train=[text]), "mesh_shape": ONE, "monitoring": SILENT}
+    model = dataclasses.replace(SMOKE.model, vocab_size=288)
+    recipe = dataclasses.replace(SMOKE, model=model, steps=4, checkpoint_steps=2, held_out_share=0.1)
+    whole = pretrain(recipe, tmp_path / "local", **options)
+    run = tmp_path / "run"
+    keep_checkpoints_at(run, "s3://bucket/run")
+    pretrain(dataclasses.replace(recipe, steps=2), run, **options)
+    resumed = load_file(pretrain(recipe, run, **options) / "model.safetensors")
+    assert not (run / "checkpoints").exists()
+    for name, value in load_file(whole / "model.safetensors").items():
+        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
