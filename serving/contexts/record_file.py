@@ -47,14 +47,10 @@ VERSION, SEALED_VERSION = 8, 9
 STATE_VERSION, SEALED_STATE_VERSION = 10, 11
 # What records of older versions lack.
 _LACKING: Mapping[int, Mapping[str, Any]] = {
-    2: {"created_s": 0, "tokenizer": "", "source": [], "rows": "", "state_tokens": 0},
-    3: {"created_s": 0, "tokenizer": "", "source": [], "rows": "", "state_tokens": 0},
-    4: {"tokenizer": "", "source": [], "rows": "", "state_tokens": 0},
-    5: {"tokenizer": "", "source": [], "rows": "", "state_tokens": 0},
-    6: {"source": [], "rows": "", "state_tokens": 0},
-    7: {"source": [], "rows": "", "state_tokens": 0},
-    VERSION: {"state_tokens": 0},
-    SEALED_VERSION: {"state_tokens": 0},
+    **dict.fromkeys((2, 3), {"created_s": 0, "tokenizer": "", "source": [], "rows": "", "state_tokens": 0}),
+    **dict.fromkeys((4, 5), {"tokenizer": "", "source": [], "rows": "", "state_tokens": 0}),
+    **dict.fromkeys((6, 7), {"source": [], "rows": "", "state_tokens": 0}),
+    **dict.fromkeys((VERSION, SEALED_VERSION), {"state_tokens": 0}),
 }
 _SEALED_VERSIONS = (3, 5, 7, SEALED_VERSION, SEALED_STATE_VERSION)
 MOST_USED = 1 << 53
@@ -102,8 +98,7 @@ def write_record(
     """Replaces a context's record, whole or not at all; encrypted with a vault.
 
     Args:
-      folder: of the context.
-      record: of the context.
+      folder, record: of the context.
       vault: has the keys by which it is encrypted; None for no encryption.
       flush: wait until the device has it.
       keep: keep the record before, in place of the one before that.
@@ -113,6 +108,8 @@ def write_record(
     """
     path = folder / RECORD
     try:
+        # A kill may have left the one before alone; the unfinished file that tells of it is removed below.
+        _name_previous(folder)
         with atomic_file(path, flush=flush) as file:
             if vault is None:
                 file.write(encoded(record))
@@ -125,10 +122,14 @@ def write_record(
             if keep and path.is_file():
                 os.replace(path, folder / PREVIOUS)
     except BaseException:
-        if not os.path.lexists(path):
-            with contextlib.suppress(OSError):
-                os.replace(folder / PREVIOUS, path)
+        _name_previous(folder)
         raise
+
+
+def _name_previous(folder: Path) -> None:
+    if not os.path.lexists(folder / RECORD):
+        with contextlib.suppress(OSError):
+            os.replace(folder / PREVIOUS, folder / RECORD)
 
 
 def encoded(record: Record) -> bytes:
