@@ -45,13 +45,12 @@ from serving.contexts.root import (
 
 VERSION, SEALED_VERSION = 8, 9
 STATE_VERSION, SEALED_STATE_VERSION = 10, 11
-# What records of older versions lack.
-_LACKING: Mapping[int, Mapping[str, Any]] = {
-    **dict.fromkeys((2, 3), {"created_s": 0, "tokenizer": "", "source": [], "rows": "", "state_tokens": 0}),
-    **dict.fromkeys((4, 5), {"tokenizer": "", "source": [], "rows": "", "state_tokens": 0}),
-    **dict.fromkeys((6, 7), {"source": [], "rows": "", "state_tokens": 0}),
-    **dict.fromkeys((VERSION, SEALED_VERSION), {"state_tokens": 0}),
-}
+_OLDEST_VERSION = 2
+# The last version that lacks a field, the field, and what it is there.
+_LACKING = (
+    (3, "created_s", 0), (5, "tokenizer", ""), (7, "source", []), (7, "rows", ""),
+    (SEALED_VERSION, "state_tokens", 0),
+)  # fmt: skip
 _SEALED_VERSIONS = (3, 5, 7, SEALED_VERSION, SEALED_STATE_VERSION)
 MOST_USED = 1 << 53
 _COPIES = 2
@@ -273,9 +272,9 @@ def _of_line(line: bytes, path: Path, vault: Vault | None) -> Record:
     try:
         whole = json.loads(line)
         version = whole["version"]
-        if type(version) is int and not min(_LACKING) <= version <= SEALED_STATE_VERSION:
+        if type(version) is int and not _OLDEST_VERSION <= version <= SEALED_STATE_VERSION:
             raise Unreadable(
-                f"{path} is of version {version!s:.20}, this jaxllm reads {min(_LACKING)} to "
+                f"{path} is of version {version!s:.20}, this jaxllm reads {_OLDEST_VERSION} to "
                 f"{SEALED_STATE_VERSION}"
             )
         body = whole["record"]
@@ -284,7 +283,7 @@ def _of_line(line: bytes, path: Path, vault: Vault | None) -> Record:
         if version in _SEALED_VERSIONS:
             body = _unsealed(body, path.parent, vault)
         facts = json.loads(body)
-        facts = {**_LACKING.get(version, {}), **facts}
+        facts = {**{name: value for last, name, value in _LACKING if version <= last}, **facts}
         return record_of(facts, app_folder=path.parent.parent.name, name=path.parent.name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a record of a context ({error!s:.120})") from error

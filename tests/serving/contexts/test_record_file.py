@@ -111,7 +111,7 @@ def test_a_kill_between_two_names_is_no_damage(kept):
 
 
 def test_a_kill_as_the_record_is_written_again_is_no_damage(kept, monkeypatch):
-    """A kill left no record but the one before; the next writer is killed once what tells of it is removed."""
+    """A kill left no record but the one before; the next writer is killed once that is all there is."""
     root, record, folder = kept
     (folder / "record").rename(folder / "record.previous")
     (folder / ".record.jaxllm-0123456789ab.tmp").write_bytes(encoded(record))
