@@ -27,7 +27,7 @@ test-export: $(VENV)-export/.ready
 	  tests/export/test_edge_quantizer.py tests/export/test_iree.py tests/export/test_device.py \
 	  tests/export/test_blocks.py tests/export/test_shadow.py tests/export/test_native.py \
 	  tests/export/test_encoder_decoders.py tests/export/test_tiny_lm.py tests/export/test_adapter_inputs.py \
-	  tests/export/test_npu.py tests/export/test_stages.py tests/export/test_codecs.py
+	  tests/export/test_npu.py tests/export/test_stages.py tests/export/test_codecs.py tests/export/test_families.py
 
 # Harms files, processes, storage and calls at random for MINUTES, and tells what did not bear it.
 MINUTES ?= 20

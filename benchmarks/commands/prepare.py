@@ -35,7 +35,7 @@ VOCABULARY_SHAPES = ("0.5b-128k",)
 )
 @click.option(
     "--data",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=click.Path(path_type=Path),
     metavar="DIR",
     help="Learn the vocabulary of a shape of the texts in this folder.  [default: packaged stories]",
 )
@@ -67,6 +67,8 @@ def prepare_command(
 
     if data is not None and subject.shape is None:
         raise click.UsageError("--data goes with --shape")
+    if data is not None and not data.is_dir():
+        raise click.UsageError(f"--data names a folder of texts; {data} is none")
     if subject.shape is not None:
         parts = parts_without(parts, ("perplexity",), "random weights have no meaningful one")
     plan = run.Plan.quick() if report.quick else run.Plan()

@@ -3,7 +3,6 @@ tokens."""
 
 import concurrent.futures
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -215,7 +214,7 @@ def _swapped(turn: Turn, chunk_io: ChunkIO, cache: KVCache, chunks: ChunkTable) 
     count = len(base.bits)
     session.chunks, session.cache = chunks, chunk_io.behind(cache, chunks, count)
     session.weights_version = chunk_io.runner.weights_version
-    session.tokens = list(itertools.islice(base.tokens, count * chunk_io.chunk_tokens))
+    session.tokens = list(base.tokens[: count * chunk_io.chunk_tokens])
     return Restoration(resident=count)
 
 

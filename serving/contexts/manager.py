@@ -125,8 +125,6 @@ class Contexts(ContextRegistry):
             record = dataclasses.replace(record, rows=stored.rows, checksums=stored.checksums)
             base = base and dataclasses.replace(base, rows=stored.rows)
         size = self.chunk_bytes(record, most_tokens)
-        if prompt:
-            self._idle.called(name)
         if record.pinned:
             self._require_share(record, size)
         self.memory.pin(name, record.pinned)
@@ -248,6 +246,9 @@ class Contexts(ContextRegistry):
 
     def abandon(self, turn: Turn) -> None:
         """Unlocks a context whose call has ended, without storing anything."""
+        # Only then is there time for calls to come: a switch does not wait for what they may be.
+        if turn.sequence and self._claims.runs(turn):
+            self._idle.called(turn.record.name)
         self._claims.end(turn)
 
     def _begin_shared(self, turn: Turn, prompt: Sequence[int]) -> int:

@@ -45,17 +45,12 @@ from serving.contexts.root import (
 
 VERSION, SEALED_VERSION = 8, 9
 STATE_VERSION, SEALED_STATE_VERSION = 10, 11
-# What records of older versions lack.
-_LACKING: Mapping[int, Mapping[str, Any]] = {
-    2: {"created_s": 0, "tokenizer": "", "source": [], "rows": "", "state_tokens": 0},
-    3: {"created_s": 0, "tokenizer": "", "source": [], "rows": "", "state_tokens": 0},
-    4: {"tokenizer": "", "source": [], "rows": "", "state_tokens": 0},
-    5: {"tokenizer": "", "source": [], "rows": "", "state_tokens": 0},
-    6: {"source": [], "rows": "", "state_tokens": 0},
-    7: {"source": [], "rows": "", "state_tokens": 0},
-    VERSION: {"state_tokens": 0},
-    SEALED_VERSION: {"state_tokens": 0},
-}
+_OLDEST_VERSION = 2
+# The last version that lacks a field, the field, and what it is there.
+_LACKING = (
+    (3, "created_s", 0), (5, "tokenizer", ""), (7, "source", []), (7, "rows", ""),
+    (SEALED_VERSION, "state_tokens", 0),
+)  # fmt: skip
 _SEALED_VERSIONS = (3, 5, 7, SEALED_VERSION, SEALED_STATE_VERSION)
 MOST_USED = 1 << 53
 _COPIES = 2
@@ -102,8 +97,7 @@ def write_record(
     """Replaces a context's record, whole or not at all; encrypted with a vault.
 
     Args:
-      folder: of the context.
-      record: of the context.
+      folder, record: of the context.
       vault: has the keys by which it is encrypted; None for no encryption.
       flush: wait until the device has it.
       keep: keep the record before, in place of the one before that.
@@ -113,6 +107,8 @@ def write_record(
     """
     path = folder / RECORD
     try:
+        # A kill may have left the one before alone; the unfinished file that tells of it is removed below.
+        _name_previous(folder)
         with atomic_file(path, flush=flush) as file:
             if vault is None:
                 file.write(encoded(record))
@@ -125,10 +121,14 @@ def write_record(
             if keep and path.is_file():
                 os.replace(path, folder / PREVIOUS)
     except BaseException:
-        if not os.path.lexists(path):
-            with contextlib.suppress(OSError):
-                os.replace(folder / PREVIOUS, path)
+        _name_previous(folder)
         raise
+
+
+def _name_previous(folder: Path) -> None:
+    if not os.path.lexists(folder / RECORD):
+        with contextlib.suppress(OSError):
+            os.replace(folder / PREVIOUS, folder / RECORD)
 
 
 def encoded(record: Record) -> bytes:
@@ -272,9 +272,9 @@ def _of_line(line: bytes, path: Path, vault: Vault | None) -> Record:
     try:
         whole = json.loads(line)
         version = whole["version"]
-        if type(version) is int and not min(_LACKING) <= version <= SEALED_STATE_VERSION:
+        if type(version) is int and not _OLDEST_VERSION <= version <= SEALED_STATE_VERSION:
             raise Unreadable(
-                f"{path} is of version {version!s:.20}, this jaxllm reads {min(_LACKING)} to "
+                f"{path} is of version {version!s:.20}, this jaxllm reads {_OLDEST_VERSION} to "
                 f"{SEALED_STATE_VERSION}"
             )
         body = whole["record"]
@@ -283,7 +283,7 @@ def _of_line(line: bytes, path: Path, vault: Vault | None) -> Record:
         if version in _SEALED_VERSIONS:
             body = _unsealed(body, path.parent, vault)
         facts = json.loads(body)
-        facts = {**_LACKING.get(version, {}), **facts}
+        facts = {**{name: value for last, name, value in _LACKING if version <= last}, **facts}
         return record_of(facts, app_folder=path.parent.parent.name, name=path.parent.name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a record of a context ({error!s:.120})") from error

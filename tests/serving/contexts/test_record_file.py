@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError, Unreadable
+from jaxllm.files.atomic import remove_abandoned
+from serving.contexts import record_file
 from serving.contexts.record_file import encoded, find_record, signed, write_record
 from serving.contexts.root import folder_name
 from serving.contexts.store import ContextStore
@@ -106,6 +108,27 @@ def test_a_kill_between_two_names_is_no_damage(kept):
     # Nobody was killed here.
     (folder / ".record.jaxllm-0123456789ab.tmp").unlink()
     assert "its record is missing" in find_record(folder).damage
+
+
+def test_a_kill_as_the_record_is_written_again_is_no_damage(kept, monkeypatch):
+    """A kill left no record but the one before; the next writer is killed once that is all there is."""
+    root, record, folder = kept
+    (folder / "record").rename(folder / "record.previous")
+    (folder / ".record.jaxllm-0123456789ab.tmp").write_bytes(encoded(record))
+    seen = []
+
+    @contextlib.contextmanager
+    def killed(path, **_):
+        remove_abandoned(path.parent, path.name)
+        seen.append(find_record(folder))
+        raise OSError
+        yield
+
+    with ContextStore(root) as store:
+        monkeypatch.setattr(record_file, "atomic_file", killed)
+        with pytest.raises(CheckpointError):
+            store.commit(store.record(record.name))
+    assert [(each.record, each.damage) for each in seen] == [(record, "")]
 
 
 @pytest.mark.parametrize("version", [1, 12])

@@ -179,6 +179,7 @@ def test_each_request_has_a_record_and_nothing_of_what_was_said(service):
 
 def test_limits_are_read_again_and_counted(service):
     log = service.process
+    log.until(lambda: "ready:" in log.text())
     service.config.write_text(LIMITS.format(1))
     log.signal(signal.SIGHUP)
     log.until(lambda: "limits were read" in log.text())
