@@ -305,12 +305,7 @@ def test_preparing_takes_a_part_of_a_large_vocabulary(
     with traced():
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
-        prepare(
-            folder,
-            tmp_path / "m.jaxllm",
-            weights=weights,
-            progress=lambda *_: seen.append(mapped_bytes(file)),
-        )
+        prepare(folder, tmp_path / "m.jaxllm", weights=weights, progress=watch)
         peak = tracemalloc.get_traced_memory()[1] - before
     assert peak < file.stat().st_size
     if seen[0] is not None:

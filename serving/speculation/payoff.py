@@ -8,9 +8,9 @@ from serving.decoding import pace
 
 # Weight of a new measurement in a running mean.
 _NEW_SHARE = 0.25
-# Passes before a decision, tokens that are decoded plainly to know their time, and tokens without drafts
-# after a negative decision: doubled each time.
-_PATIENT_PASSES, _TRIED_TOKENS = 3, 4
+# Passes before a decision, most tokens that are decoded plainly to know their time, the time that is enough to
+# know it, and tokens without drafts after a negative decision: doubled each time.
+_PATIENT_PASSES, _TRIED_TOKENS, _TRIED_MS = 3, 4, 40.0
 _FIRST_PAUSE_TOKENS, _LONGEST_PAUSE_TOKENS = 8, 256
 
 
@@ -72,7 +72,8 @@ class Payoff:
         if self._passes < _PATIENT_PASSES:
             return
         if not self._plain_ms:
-            self._left = _TRIED_TOKENS
+            # A token takes about as long as a verification where weights are read from storage.
+            self._left = max(1, min(_TRIED_TOKENS, int(_TRIED_MS / max(1.0, self._pass_ms))))
         # A machine that has become faster since decodes plainly in no more time than it verifies in.
         elif self._drafted_ms / self._tokens <= min(self._plain_ms, self._pass_ms):
             self._pause = _FIRST_PAUSE_TOKENS

@@ -26,6 +26,16 @@ def test_drafts_that_pay_go_on():
         assert payoff.worthwhile
 
 
+def test_fewer_plain_tokens_are_tried_where_each_takes_long():
+    tried = []
+    for verify_ms in (5, 15, 30, 140):
+        payoff = Payoff()
+        while payoff.worthwhile:
+            payoff.drafted(draft_ms=20, verify_ms=verify_ms, tokens=9)
+        tried.append(payoff.paused_tokens)
+    assert tried == [4, 2, 1, 1]
+
+
 def test_drafts_that_cost_more_than_they_bring_pause_for_ever_longer():
     payoff, pauses = Payoff(), []
     tried(payoff, draft_ms=5, verify_ms=10, tokens=1, plain_ms=10)
