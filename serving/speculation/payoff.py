@@ -8,8 +8,8 @@ from serving.decoding import pace
 
 # Weight of a new measurement in a running mean.
 _NEW_SHARE = 0.25
-# Passes before a decision, most tokens that are decoded plainly to know their time, how long that may take, and
-# tokens without drafts after a negative decision: doubled each time.
+# Passes before a decision, most tokens that are decoded plainly to know their time, how long that may take,
+# and tokens without drafts after a negative decision: doubled each time.
 _PATIENT_PASSES, _TRIED_TOKENS, _TRIED_MS = 3, 4, 40.0
 _FIRST_PAUSE_TOKENS, _LONGEST_PAUSE_TOKENS = 8, 256
 
