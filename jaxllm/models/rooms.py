@@ -26,7 +26,7 @@ ROOMS: tuple[Room, ...] = get_args(Room)
 # Rooms that take decoders alone, with what to do instead.
 _ENCODER_DECODER_REFUSALS: dict[Room, str] = {
     "integer prefill": "prefill in floats",
-    "tasks": "judge the model by its own task (jaxllm seq2seq-eval)",
+    "tasks": "judge its answers: jaxllm seq2seq-eval (of T5, mT5 and Switch), or those of jaxllm generate",
 }
 # Why models with state layers cannot have a room, and what to do.
 _STATE_REFUSALS: dict[Room, tuple[str, str]] = {
