@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.kv.codecs import AXES, ChunkFormat, hadamard
+from jaxllm.kv.codecs import AXES, ChunkFormat, Sharing, hadamard
 from jaxllm.kv.coding import quantized_part
 from jaxllm.program_folder.arrays import KEYS, VALUES
 from jaxllm.program_folder.codecs import FACTORS, LEVELS
@@ -32,8 +32,9 @@ def run_encode_chunks(
     del weights
     Axes("run_encode_chunks").check(jnp.int32, "n", chunks=chunks)
     found = {}
+    sides: tuple[tuple[str, Sharing], ...] = ((KEYS, form.codec.keys), (VALUES, form.codec.values))
     for layer in range(cfg.layers):
-        for name, sharing in ((KEYS, form.codec.keys), (VALUES, form.codec.values)):
+        for name, sharing in sides:
             rows = caches[name.format(layer)]
             taken = jnp.stack([_slice(rows, at, form.tokens) for at in chunks])
             # No constant for converters, which would multiply by its reciprocal and so round otherwise.
