@@ -4,13 +4,16 @@ Parts of the converter's Python modules are internal: they are used only here, a
 pins. The converter does not support loops, sorts, bit operations or bfloat16 products.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.export
 import numpy as np
 
 from export.quantized import FAKE_QUANT
 from jaxllm.errors import ConfigError, one_line
+from jaxllm.kernels.native import without_native_kernels
 
 _LEGALIZE = "builtin.module(vhlo-legalize-stablehlo,reconcile-unrealized-casts)"
 
@@ -24,6 +27,17 @@ class Traced(NamedTuple):
     weights: Sequence[np.ndarray]
     inputs: Sequence[str]
     outputs: Sequence[str]
+
+
+def exported_step(step: Callable[..., Any], *shapes: Any) -> jax.export.Exported:
+    """A step with XLA's kernels, for a CPU. Unused arguments stay, so that all are there by their places."""
+    with without_native_kernels():
+        return jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
+
+
+def result_names(exported: jax.export.Exported) -> list[str]:
+    """The names of a step's results, in their order."""
+    return sorted(jax.tree.unflatten(exported.out_tree, exported.out_avals))
 
 
 def convert(signatures: Sequence[Traced]) -> bytes:

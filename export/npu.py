@@ -14,12 +14,11 @@ import jax.export
 import numpy as np
 
 from export.flatbuffer import Sharing, share_buffers
-from export.mlir import Traced, convert
+from export.mlir import Traced, convert, exported_step, result_names
 from export.signatures import ExportPlan
 from export.subject import Subject
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
-from jaxllm.kernels.native import without_native_kernels
 from jaxllm.steps import exported_npu as steps
 from serving.host.progress import Progress
 
@@ -91,14 +90,11 @@ def _traced(part: _Part, subject: Subject) -> Traced:
     if part.model == EMBEDDER:
         weights = {name: each for name, each in weights.items() if name.startswith("embed.")}
     given = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in weights.items()}
-    with without_native_kernels():
-        step = jax.jit(part.step, keep_unused=True)
-        exported = jax.export.export(step, platforms=("cpu",))(given, part.shapes)
-        results = sorted(jax.eval_shape(part.step, given, part.shapes))
+    exported = exported_step(part.step, given, part.shapes)
     return Traced(
         part.name,
         exported.mlir_module_serialized,
         [weights[name] for name in sorted(weights)],
         sorted(part.shapes),
-        results,
+        result_names(exported),
     )

@@ -14,7 +14,7 @@ import jax.export
 import numpy as np
 
 from export.flatbuffer import share_buffers
-from export.mlir import Traced, convert
+from export.mlir import Traced, convert, exported_step, result_names
 from export.quantized import annotated
 from export.signatures import ExportPlan
 from export.static_products import StaticProduct
@@ -23,7 +23,6 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.schedule import PROCESSORS, Processor, natural_place
 from jaxllm.int8_prefill.stages import STAGE_PARAMETERS, Stage, stages_of
-from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.parameters import Params
 from jaxllm.models.rooms import require_room
 from jaxllm.program_folder.stages import EMBED, StageFacts, stage_name
@@ -120,14 +119,11 @@ def _traced(
         return step(params, inputs)
 
     given = {each: jax.ShapeDtypeStruct(array.shape, array.dtype) for each, array in weights.items()}
-    with without_native_kernels():
-        program = jax.jit(run, keep_unused=True)
-        exported = jax.export.export(program, platforms=("cpu",))(given, dict(shapes))
-        results = sorted(jax.eval_shape(run, given, dict(shapes)))
+    exported = exported_step(run, given, dict(shapes))
     return Traced(
         name,
         exported.mlir_module_serialized,
         [weights[each] for each in sorted(weights)],
         sorted(shapes),
-        results,
+        result_names(exported),
     )

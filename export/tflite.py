@@ -15,15 +15,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.export
 import numpy as np
 
 from export.contents import require_family
 from export.extras import require_format
 from export.flatbuffer import Sharing, share_buffers
 from export.folder import ProgramKind, finish, new_folder
-from export.mlir import Traced, convert
+from export.mlir import Traced, convert, exported_step, result_names
 from export.quantized import LEVELS, SCALE, annotated, left_out, quantized_subject
 from export.signatures import MASKED_KINDS, ExportPlan, step_shapes, subject_step
 from export.stages import stage_facts, stage_models
@@ -32,7 +30,6 @@ from export.subject import Subject
 from export.tiny_lm import tiny_signatures, tiny_weights
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.models.rooms import require_room
 from jaxllm.program_folder.adapters import ADAPTER
@@ -251,8 +248,7 @@ def _traced(
     )
     step = functools.partial(run_masked_step, step) if masked else step
     shapes = step_shapes(signature, subject, plan, _FLOAT)
-    with without_native_kernels():
-        exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
+    exported = exported_step(step, *shapes)
     weights, caches = subject.weights(signature.level), sorted(shapes[1])
     results = [*caches, *{"prefill": [], "block": [COUNT, NEXT_TOKENS]}.get(signature.kind, ["logits"])]
     if signature.kind == "encode":
@@ -276,19 +272,16 @@ def _traced(
 def _traced_codec(signature: Signature, subject: Subject, plan: ExportPlan) -> Traced:
     """A program of chunks of contexts, which has no weights."""
     step, shapes = subject_step(signature, subject, _FLOAT), step_shapes(signature, subject, plan, _FLOAT)
-    with without_native_kernels():
-        exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
-    results = sorted(jax.eval_shape(step, *shapes))
+    exported = exported_step(step, *shapes)
     inputs = [*sorted(shapes[1]), CHUNKS, *(sorted(shapes[3]) if len(shapes) > 3 else ())]
-    return Traced(signature.name, exported.mlir_module_serialized, [], inputs, results)
+    return Traced(signature.name, exported.mlir_module_serialized, [], inputs, result_names(exported))
 
 
 def _traced_tiny_lm(signature: Signature, subject: Subject, plan: ExportPlan) -> Traced:
     """A program of the tiny LM, whose weights are the same at all precisions."""
     assert subject.tiny_lm is not None
     step, shapes = subject_step(signature, subject, _FLOAT), step_shapes(signature, subject, plan, _FLOAT)
-    with without_native_kernels():
-        exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
+    exported = exported_step(step, *shapes)
     weights = tiny_weights(subject.tiny_lm)
     return Traced(
         signature.name,
