@@ -129,8 +129,8 @@ class Codec:
             parts = [bytes_of(part.astype(shape.dtype)) for part in (keys, values)]
         else:
             parts = [
-                encode_part(self._turned(keys), AXES[self.keys], bits),
-                encode_part(self._turned(values), AXES[self.values], bits),
+                encode_part(self.turned(keys), AXES[self.keys], bits),
+                encode_part(self.turned(values), AXES[self.values], bits),
             ]
         return jnp.concatenate(parts, axis=-1)
 
@@ -154,9 +154,9 @@ class Codec:
         sizes = (shape.heads, shape.tokens, shape.width)
         keys = decode_part(blobs[:, :split], sizes, _shared(shape, self.keys), bits)
         values = decode_part(blobs[:, split:], sizes, _shared(shape, self.values), bits)
-        return self._turned(keys).astype(shape.dtype), self._turned(values).astype(shape.dtype)
+        return self.turned(keys).astype(shape.dtype), self.turned(values).astype(shape.dtype)
 
-    def _turned(self, rows: "jax.Array") -> "jax.Array":
+    def turned(self, rows: "jax.Array") -> "jax.Array":
         """Keys or values in float32, Hadamard-transformed if `rotated`; the transform is its own inverse."""
         wide = rows.astype(np.float32)
         return wide @ hadamard(rows.shape[-1]) if self.rotated else wide

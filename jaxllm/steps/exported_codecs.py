@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.kv.codecs import AXES, ChunkFormat, Sharing, hadamard
+from jaxllm.kv.codecs import AXES, ChunkFormat, Sharing
 from jaxllm.kv.coding import quantized_part
 from jaxllm.program_folder.arrays import KEYS, VALUES
 from jaxllm.program_folder.codecs import FACTORS, LEVELS
@@ -35,12 +35,11 @@ def run_encode_chunks(
     sides: tuple[tuple[str, Sharing], ...] = ((KEYS, form.codec.keys), (VALUES, form.codec.values))
     for layer in range(cfg.layers):
         for name, sharing in sides:
-            rows = caches[name.format(layer)]
-            taken = jnp.stack([_slice(rows, at, form.tokens) for at in chunks])
+            side = name.format(layer)
+            taken = jnp.stack([_slice(caches[side], at, form.tokens) for at in chunks])
             # No constant for converters, which would multiply by its reciprocal and so round otherwise.
             most = jax.lax.optimization_barrier(jnp.float32(2**bits - 1))
-            levels, low, scale = quantized_part(_turned(taken, form), AXES[sharing], most)
-            side = name.format(layer)
+            levels, low, scale = quantized_part(form.codec.turned(taken), AXES[sharing], most)
             found[LEVELS.format(side)] = _packed(levels, bits)
             found[FACTORS.format(side)] = jnp.stack([low, scale], axis=1).astype(jnp.float32)
     return found
@@ -59,7 +58,7 @@ def run_load_chunks(
             side = name.format(layer)
             factors = coded[FACTORS.format(side)]
             levels = _unpacked(coded[LEVELS.format(side)], bits)
-            rows = _turned(factors[:, 0] + factors[:, 1] * levels, form).astype(caches[side].dtype)
+            rows = form.codec.turned(factors[:, 0] + factors[:, 1] * levels).astype(caches[side].dtype)
             whole = caches[side]
             for place in range(chunks.shape[0]):
                 whole = _updated(whole, rows[place], chunks[place], form.tokens)
@@ -77,12 +76,6 @@ def _slice(rows: jax.Array, at: jax.Array, tokens: int) -> jax.Array:
 def _updated(rows: jax.Array, chunk: jax.Array, at: jax.Array, tokens: int) -> jax.Array:
     zero = jnp.int32(0)
     return jax.lax.dynamic_update_slice(rows, chunk[None], (zero, zero, at * tokens, zero))
-
-
-def _turned(rows: jax.Array, form: ChunkFormat) -> jax.Array:
-    """See `Codec`."""
-    wide = rows.astype(jnp.float32)
-    return wide @ hadamard(rows.shape[-1]) if form.codec.rotated else wide
 
 
 def _packed(levels: jax.Array, bits: int) -> jax.Array:
