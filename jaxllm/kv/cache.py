@@ -201,9 +201,9 @@ class KVCache:
         return self._with_mass(zeros)
 
     def at_rest(self) -> "KVCache":
-        """The same cache with an attention mass of zero, for the next request: how many tokens its coded
-        chunks have is known to the host from here on. Waits until the cache is computed."""
-        cache = self.uncounted()
+        """The same cache with an attention mass of zero, if it counts one, for the next request: how many
+        tokens its coded chunks have is known to the host from here on. Waits until the cache is computed."""
+        cache = self if self.mass is None else self.uncounted()
         if cache.coded is None:
             return cache
         coded = dataclasses.replace(cache.coded, tokens=np.int32(cache.coded_tokens))

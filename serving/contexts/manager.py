@@ -327,7 +327,7 @@ class Contexts(ContextRegistry):
         # From here on memory agrees with the store.
         self._claims.changed(turn, record)
         if session.cache is not None:
-            session.cache = session.cache if session.cache.mass is None else session.cache.at_rest()
+            session.cache = session.cache.at_rest()
             self._last = (name, session)
         return record
 
