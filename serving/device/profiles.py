@@ -6,16 +6,14 @@ cores, runtime), so that a folder that was copied from another device is measure
 """
 
 import dataclasses
-import hashlib
 import importlib.metadata
-import json
 from pathlib import Path
 
 from serving.device.opening import RUNTIMES
 from serving.engine import Engine
 from serving.host.machine import cpu_features, usable_cores
 from serving.host.progress import Progress
-from serving.host.user_cache import cache_folder
+from serving.host.user_cache import device_file
 from serving.planning.coarse_profile import measure_coarsely
 from serving.planning.profile import DeviceProfile, load_profile, save_profile
 from serving.planning.profiling import measure_together
@@ -58,5 +56,4 @@ def profile_path(engine: Engine[ProgramModel], *, threads: int = 0) -> Path:
         "device": [*cpu_features(), threads or usable_cores()],
         "processors": 1 if engine.model.stages is None else 2,
     }
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    return cache_folder() / "profiles" / f"device-{key}.json"
+    return device_file(facts, ".json")

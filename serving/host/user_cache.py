@@ -6,10 +6,13 @@ detect damage, but not who wrote them.
 """
 
 import contextlib
+import hashlib
+import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
@@ -23,6 +26,12 @@ def cache_folder() -> Path:
     """The folder of prepared models and compiled buckets: $JAXLLM_CACHE, else the platform's cache
     directory."""
     return Path(os.environ.get("JAXLLM_CACHE") or platformdirs.user_cache_dir("jaxllm"))
+
+
+def device_file(facts: Mapping[str, Any], suffix: str) -> Path:
+    """Path of a file of times that were measured on this device, of what `facts`, plain data, tell."""
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_folder() / "profiles" / f"device-{key}{suffix}"
 
 
 def make_private_folder(folder: Path) -> None:

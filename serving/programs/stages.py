@@ -9,10 +9,8 @@ here: of each stage alone, and while the other processor is busy.
 
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from jaxllm.program_folder.arrays import KEYS, VALUES, lengthened
 from jaxllm.program_folder.manifest import Manifest
 from jaxllm.program_folder.stages import EMBED, STAGE_FILES, stage_name
 from serving.host.machine import cpu_features, usable_cores
-from serving.host.user_cache import cache_folder
+from serving.host.user_cache import device_file
 from serving.int8_prefill.processor_pair import ProcessorPair, Trace, halved_cores
 from serving.int8_prefill.subgraph_times import SubgraphTimes, measured_times
 from serving.programs.messages import runtime_messages_kept
@@ -65,8 +63,7 @@ def times_path(manifest: Manifest) -> Path:
         "runtime": importlib.metadata.version("ai-edge-litert"),
         "device": [*cpu_features(), usable_cores()],
     }
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    return cache_folder() / "profiles" / f"device-{key}.subgraphs.json"
+    return device_file(facts, ".subgraphs.json")
 
 
 class StagedPrompt:
@@ -90,21 +87,21 @@ class StagedPrompt:
 
     def run(self, each: Subgraph) -> None:
         """Runs one stage; those that it depends on have run."""
-        for name, array in self._found(each).items():
+        found = self._call(each, self.lengths[each.chunk][0], self._known(each))
+        for name, array in found.items():
             (self.layers[each.layer] if name in _CACHE else self.chunks[each.chunk])[name] = array
 
     def repeated(self, each: Subgraph) -> Callable[[], None]:
         """A function that runs a stage at each call, and leaves what is known as it was."""
-        known = {**self.chunks[each.chunk], **self.layers[each.layer]}
+        known = self._known(each)
 
         def once() -> None:
             self._call(each, self.lengths[each.chunk][0], known)
 
         return once
 
-    def _found(self, each: Subgraph) -> Arrays:
-        known = {**self.chunks[each.chunk], **self.layers[each.layer]}
-        return self._call(each, self.lengths[each.chunk][0], known)
+    def _known(self, each: Subgraph) -> Arrays:
+        return {**self.chunks[each.chunk], **self.layers[each.layer]}
 
 
 class StagePrograms:
@@ -151,7 +148,7 @@ class StagePrograms:
             # By the processor's thread, so that those that XNNPACK makes are on its cores.
             self.pair.timed(processor, opened)
         self._planner = ChunkPlanner(
-            self.facts.chunk_tokens, order, self.measured, self._timed_stage, self._subgraphs
+            self.facts.chunk_tokens, order, self.measured, self._timed_stage, self.subgraphs
         )
 
     def close(self) -> None:
@@ -176,7 +173,7 @@ class StagePrograms:
         missing = [
             tokens
             for tokens in self.facts.chunk_tokens
-            if any(self._key(each, tokens) not in self.measured for each in self._subgraphs(1))
+            if any(self._key(each, tokens) not in self.measured for each in self.subgraphs(1))
         ]
         for tokens in missing:
             self.measure(tokens)
@@ -193,7 +190,7 @@ class StagePrograms:
         found, handover_ms = measured_times(
             self.pair,
             begin,
-            lambda prompt: self._subgraphs(len(prompt.chunks)),
+            lambda prompt: self.subgraphs(len(prompt.chunks)),
             lambda each: self._key(each, tokens),
             runs,
         )
@@ -218,8 +215,9 @@ class StagePrograms:
         Returns:
           The caches with the prompt's rows, `[1, K, at + tokens, H]` by name; and the schedule as it ran.
         """
-        prompt = self._begin(tokens, at, rows, lengths or self.plan(len(tokens), at))
-        dispatcher = Dispatcher(self._subgraphs(len(prompt.chunks)), self.times(prompt), self.order)
+        lengths = lengths or self.plan(len(tokens), at)
+        prompt = self._begin(tokens, at, rows, lengths)
+        dispatcher = Dispatcher(self.subgraphs(len(lengths)), self.times_of(prompt.lengths), self.order)
         trace = self.pair.run(dispatcher, prompt.run)
         end = at + len(tokens)
         found = {
@@ -235,14 +233,11 @@ class StagePrograms:
 
     def subgraphs(self, chunks: int) -> Sequence[Subgraph]:
         """The stages of a prompt of so many chunks."""
-        return self._subgraphs(chunks)
-
-    def times(self, prompt: StagedPrompt, *, shared: bool = False) -> Times:
-        """A function of measured times (see `ChunkPlanner.times`)."""
-        return self.times_of(prompt.lengths, shared=shared)
+        return prompt_subgraphs(chunks, self.facts.shadowed)
 
     def times_of(self, chunks: Sequence[tuple[int, int]], *, shared: bool = False) -> Times:
-        """The same, for chunks by their lengths and positions."""
+        """A function of measured times, for chunks by their lengths and positions (see
+        `ChunkPlanner.times`)."""
         return self._planner.times(chunks, self._room, shared=shared)
 
     def _begin(
@@ -278,9 +273,6 @@ class StagePrograms:
 
     def _run(self, processor: Processor, name: str, known: Mapping[str, np.ndarray]) -> Arrays:
         return self._programs[processor](name)(**{each: known[each] for each in self._taken[name]})
-
-    def _subgraphs(self, chunks: int) -> Sequence[Subgraph]:
-        return prompt_subgraphs(chunks, self.facts.shadowed)
 
     def _key(self, each: Subgraph, tokens: int) -> TimedStage:
         return TimedStage(each.stage, self.facts.shadowed[each.layer], tokens)
