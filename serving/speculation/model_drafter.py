@@ -238,27 +238,24 @@ class ModelDrafter(GrowingDrafter):
         if self._target_cache is not None:
             # What it had is given up first: of an empty cache no memory is taken yet.
             cache = None
-            empty = self._with_target_source(self._runner.start(len(sequence) + 1 + self._shape.room))
+            empty = self._with_source(self._runner.start(len(sequence) + 1 + self._shape.room))
             self._cache, self._cached = with_rows(empty, self._target_cache, len(sequence)), list(sequence)
             return
         if cache is None:
-            cache, common = self._runner.start(len(sequence) + 1 + self._shape.room), 0
-            if self._of_target is not None:
-                cache = self._with_target_source(cache)
-            elif self._source:
-                cache = self._runner.read_source(cache, self._source)
+            cache, common = self._with_source(self._runner.start(len(sequence) + 1 + self._shape.room)), 0
         cache = self._runner.make_room(cache, len(sequence) + 1 + self._shape.room)
         # Where the sequence only became shorter, its last token is fed again, to set the cache's length.
         common = min(common, len(sequence) - 1)
         _, self._cache = prefill_prompt(self._runner, cache, sequence[common:], common)
         self._cached = list(sequence)
 
-    def _with_target_source(self, cache: KVCache) -> KVCache:
-        """The cache with a copy of the target's source, if that has one: the target's cache is donated."""
-        if self._of_target is None:
-            return cache
-        copied = jax.tree.map(lambda each: jax.device_put(np.array(each)), self._of_target)
-        return dataclasses.replace(cache, source=copied)
+    def _with_source(self, cache: KVCache) -> KVCache:
+        """The cache with the source, if there is one."""
+        if self._of_target is not None:
+            # A copy: the target's cache is donated.
+            copied = jax.tree.map(lambda each: jax.device_put(np.array(each)), self._of_target)
+            return dataclasses.replace(cache, source=copied)
+        return self._runner.read_source(cache, self._source) if self._source else cache
 
     def _forget(self) -> None:
         self._cached, self._cache, self._tree = [], None, None
