@@ -7,6 +7,8 @@ import numpy as np
 from jaxllm.kv.recompute import Delay
 from serving.contexts.context import Context
 from serving.contexts.delays import Delays
+from serving.contexts.manager import Contexts
+from serving.contexts.options import ContextOptions
 from serving.request import GenerationConfig, Session
 
 C = 16
@@ -32,6 +34,11 @@ def reopening(opened):
     finally:
         while there:
             there.pop().close()
+
+
+def kept_by(engine, folder):
+    """A way to open an engine's contexts in a folder, by their options (see `reopening`)."""
+    return reopening(lambda **options: Contexts(engine, ContextOptions(folder=folder, **options)))
 
 
 def new(contexts, app="mail", **options):

@@ -22,7 +22,7 @@ from serving.weights.experts.store import ExpertStore
 from serving.weights.footprint import budget_with_experts
 from tests import tiny, tiny_encdec
 from tests.kernels.switching import needs_native
-from tests.serving.contexts.talking import reopening
+from tests.serving.contexts.talking import kept_by
 from tests.serving.speculation.test_speculative import sharp
 from tests.serving.test_encoder_decoder_levels import CFGS, LADDER, ordered, write
 from tests.serving.test_streamed_encoder_decoders import BART, MARIAN, T5, TREES, budget, written
@@ -57,11 +57,7 @@ def engine(request, tmp_path_factory):
 @pytest.fixture
 def kept(engine, tmp_path):
     """Contexts in a folder of the test's; opened again by calling again."""
-
-    def opened(**options):
-        return Contexts(engine, ContextOptions(folder=tmp_path / "store", **options))
-
-    with reopening(opened) as again:
+    with kept_by(engine, tmp_path / "store") as again:
         yield again
 
 

@@ -10,14 +10,12 @@ from jaxllm import PromptRows
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone
 from serving.contexts.context import Context
 from serving.contexts.forking import fork
-from serving.contexts.manager import Contexts
-from serving.contexts.options import ContextOptions
 from serving.engine import Engine
 from serving.host.direct_io import PAGE
 from serving.request import GenerationConfig
 from tests.serving.contexts.conftest import OPTIONS
 from tests.serving.contexts.mutations import change_record, record_document
-from tests.serving.contexts.talking import found, new, reopening
+from tests.serving.contexts.talking import found, kept_by, new
 from tests.tiny import TINY, write_tiny_bundle
 
 # Rows within the first chunk of 16, over its end, and behind the last whole chunk.
@@ -33,10 +31,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture
 def kept(engine, tmp_path):
-    def opened(**options):
-        return Contexts(engine, ContextOptions(folder=tmp_path / "store", **options))
-
-    with reopening(opened) as again:
+    with kept_by(engine, tmp_path / "store") as again:
         yield again
 
 

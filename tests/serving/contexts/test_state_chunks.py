@@ -15,7 +15,6 @@ from jaxllm.kv.states import states_bytes
 from jaxllm.sampling import Sampling
 from serving.contexts.context import Context
 from serving.contexts.forking import fork
-from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
 from serving.contexts.state_chunks import StateChunkIO
 from serving.engine import Engine
@@ -30,8 +29,8 @@ from tests.serving.contexts.talking import (
     C,
     answers_without_contexts,
     found,
+    kept_by,
     new,
-    reopening,
     say,
 )
 
@@ -48,10 +47,7 @@ def engine(request, tmp_path_factory):
 
 @pytest.fixture
 def kept(engine, tmp_path):
-    def opened(**options):
-        return Contexts(engine, ContextOptions(folder=tmp_path / "store", **options))
-
-    with reopening(opened) as again:
+    with kept_by(engine, tmp_path / "store") as again:
         yield again
 
 

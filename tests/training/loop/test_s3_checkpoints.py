@@ -11,17 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from safetensors.numpy import load_file
 
 from jaxllm.errors import CheckpointError
-from tests.training.jobs import SMOKE, one_device
+from tests.training.jobs import one_device
 from tests.training.loop.fake_s3 import running
-from tests.training.tiny_runs import ONE, SILENT
+from tests.training.loop.resumed_runs import resumed_to_the_same_bits
 from training.loop import s3_checkpoints
 from training.loop.checkpoints import Checkpoints, TrainState, read_best
 from training.loop.parallel import MeshShape, make_mesh, spec_of, start_process_group
-from training.loop.run_files import keep_checkpoints_at
-from training.pretrain.run import PretrainTexts, pretrain
 
 SERVICE = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "AWS_REGION": "eu-central-1"}
 URL = "s3://bucket/run/checkpoints"
@@ -167,16 +164,4 @@ def test_two_processes_write_their_shards_and_one_reads_them(service):
 
 @pytest.mark.slow
 def test_a_run_resumes_from_s3(tmp_path, service):
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"Story {n}: a cat sat on {n} mats." for n in range(400)))
-    options = {"texts": PretrainTexts(train=[text]), "mesh_shape": ONE, "monitoring": SILENT}
-    model = dataclasses.replace(SMOKE.model, vocab_size=288)
-    recipe = dataclasses.replace(SMOKE, model=model, steps=4, checkpoint_steps=2, held_out_share=0.1)
-    whole = pretrain(recipe, tmp_path / "local", **options)
-    run = tmp_path / "run"
-    keep_checkpoints_at(run, "s3://bucket/run")
-    pretrain(dataclasses.replace(recipe, steps=2), run, **options)
-    resumed = load_file(pretrain(recipe, run, **options) / "model.safetensors")
-    assert not (run / "checkpoints").exists()
-    for name, value in load_file(whole / "model.safetensors").items():
-        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+    resumed_to_the_same_bits(tmp_path, "s3://bucket/run")
