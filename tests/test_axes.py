@@ -271,7 +271,7 @@ def test_a_trace_has_no_operation_more(monkeypatch):
 
 def test_importing_steps_does_not_import_chex():
     """It takes 0.1 s, which a start whose buckets are read from disk does not spend."""
-    steps = "jaxllm.steps.model, jaxllm.steps.trees, jaxllm.steps.layers"
+    steps = "jaxllm.steps.model, jaxllm.steps.trees, jaxllm.steps.drafting, jaxllm.steps.layers"
     code = f"import sys, {steps}; print('chex' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

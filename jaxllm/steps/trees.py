@@ -1,4 +1,4 @@
-"""Defines the steps of token trees: drafting, verification, and the update of both caches.
+"""Defines the steps of token trees: verification, and the update of both caches (`drafting` grows trees).
 
 LLMCad (arXiv 2309.04255, sections 3.2 and 3.3). Drafter and target each have a cache of the sequence without
 its last token, the root; node i of a tree is in row `length + i` of both. The accepted path moves to the rows
@@ -6,7 +6,6 @@ after the sequence; the rest of the tree is dropped.
 """
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,6 @@ from jaxllm.models.parameters import Params
 from jaxllm.nn.state_trees import after_path
 from jaxllm.sampling import SamplerState
 from jaxllm.speculative.acceptance import choices
-from jaxllm.speculative.calibration import CELLS, RANKS
-from jaxllm.speculative.growth import Growth
-from jaxllm.speculative.pacer import best_confidence, grow, next_tips
 from jaxllm.speculative.tree import TokenTree, accepted_nodes, deepest, new_tree, path_to
 
 
@@ -118,117 +114,6 @@ def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
         at = jnp.where(index < count, end + index, mass.shape[1])
         mass = jnp.where(before, mass, 0).at[:, at].set(mass[:, rows], mode="drop")
     return dataclasses.replace(cache, keys=keys, values=values, mass=mass)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DraftEnd:
-    """Conditions that end drafting, any of which does, and what drafting goes by.
-
-    Attributes:
-      alpha: float32 scalar; no branch is at least as confident (see `fallback`).
-      run: float32 scalar; the branches of the next run are not more confident in sum, each beyond `branch`
-        (see `tree_size.Worth`).
-      branch: float32 scalar; a branch is extended if it is more confident.
-      free: int32 scalar, number of runs for which `run` and `branch` are 0.
-      most: int32 scalar, number of wanted nodes; no branch can add a node to the `most` most confident ones,
-        though the tree may have more nodes. By another pacer than "confidence": the tree has `most` nodes.
-      limit: int32 scalar, most runs of the drafter.
-      temperature: float32 scalar, at which the drafter's probabilities are taken. A drafter that is the
-        target at fewer bits knows better than its probabilities say what a target will take that takes the
-        likeliest token.
-      shifts: `[RANKS, CELLS]` float32, from probabilities to confidences (see `calibration.calibrated`).
-    """
-
-    alpha: jax.Array | np.floating
-    run: jax.Array | np.floating
-    branch: jax.Array | np.floating
-    free: jax.Array | np.integer
-    most: jax.Array | np.integer
-    limit: jax.Array | np.integer
-    temperature: jax.Array | np.floating
-    shifts: jax.Array | np.ndarray
-
-    @classmethod
-    def at_room(cls, room: int, *, temperature: float = 1.0) -> Self:
-        """Ends where a tree of this room is full; confidences are not calibrated."""
-        least, none, zero = np.float32(1e-30), np.float32(0), np.int32(0)
-        most, shifts = np.int32(room), np.zeros((RANKS, CELLS), np.float32)
-        return cls(least, none, none, zero, most, most, np.float32(temperature), shifts)
-
-    def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes them is traced."""
-        axes.check(jnp.float32, "", alpha=self.alpha, run=self.run, branch=self.branch)
-        axes.check(jnp.float32, "", temperature=self.temperature)
-        axes.check(jnp.float32, f"{RANKS} {CELLS}", shifts=self.shifts)
-        axes.check(jnp.int32, "", free=self.free, most=self.most, limit=self.limit)
-
-
-def draft(
-    params: Params,
-    tree: TokenTree,
-    fed: jax.Array,
-    cache: KVCache,
-    end: DraftEnd,
-    *,
-    cfg: ModelConfig,
-    growth: Growth,
-    dtype: jnp.dtype,
-) -> tuple[TokenTree, jax.Array, KVCache, jax.Array]:
-    """Grows a tree in one dispatch, the most confident branches first, until drafting ends.
-
-    Args:
-      params: of the drafter.
-      tree: the tree; donated, as are `fed` and the cache.
-      fed: `[M]` bool, nodes whose rows the drafter's cache has.
-      cache: of the drafter.
-      end: conditions that end drafting.
-      cfg: the drafter.
-      growth: of the tree, see `growth.Growth`.
-      dtype: of the activations.
-
-    Returns:
-      The tree, `fed`, the cache, and the number of runs of the drafter (int32 scalar).
-    """
-
-    axes = Axes("draft", B=1, H=cfg.head_dim)
-    tree.check(axes)
-    axes.check(jnp.bool_, "M", fed=fed)
-    end.check(axes)
-    cache.check(axes)
-
-    def tips(tree: TokenTree, fed: jax.Array, done: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The next tips, how many are valid, and whether running on them is worth it."""
-        free = done < end.free
-        least = jnp.where(free, 0.0, end.branch)
-        nodes, valid = next_tips(tree, fed, growth.tips, pacer=growth.pacer, least=least)
-        beyond = jnp.where(jnp.arange(growth.tips) < valid, tree.confidences[nodes] - least, 0.0)
-        return nodes, valid, free | (jnp.sum(beyond) > end.run)
-
-    def more(carry: tuple[TokenTree, jax.Array, KVCache, jax.Array]) -> jax.Array:
-        tree, fed, _, done = carry
-        tip = best_confidence(tree, fed)
-        # Nodes that grow from a branch are less confident than its tip.
-        found = tree.count
-        if growth.pacer == "confidence":
-            found = jnp.sum(tree.used & (tree.confidences >= tip), dtype=jnp.int32)
-        enough = (found >= end.most) | (tree.count >= tree.room)
-        return (tip >= end.alpha) & ~enough & (done < end.limit) & tips(tree, fed, done)[2]
-
-    def step(
-        carry: tuple[TokenTree, jax.Array, KVCache, jax.Array],
-    ) -> tuple[TokenTree, jax.Array, KVCache, jax.Array]:
-        tree, fed, cache, done = carry
-        nodes, valid, _ = tips(tree, fed, done)
-        out, cache = read_nodes(params, tree, nodes, valid, cache, cfg=cfg, dtype=dtype)
-        probabilities = jax.nn.softmax(out / end.temperature, axis=-1)
-        sizes = {"branches": growth.branches, "threshold": growth.threshold}
-        grown = grow(tree, nodes, valid, probabilities, end.shifts, **sizes)
-        real = jnp.arange(growth.tips, dtype=jnp.int32) < valid
-        fed = fed.at[jnp.where(real, nodes, tree.room)].set(True, mode="drop")
-        return grown, fed, cache, done + 1
-
-    return jax.lax.while_loop(more, step, (tree, fed, cache, jnp.zeros((), jnp.int32)))
 
 
 def verify(

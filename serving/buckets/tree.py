@@ -12,7 +12,8 @@ from jaxllm.models.parameters import Params
 from jaxllm.sampling import Progress, SamplerState
 from jaxllm.speculative.growth import Growth
 from jaxllm.speculative.tree import TokenTree
-from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, prune, settle, verify
+from jaxllm.steps.drafting import DraftEnd, draft
+from jaxllm.steps.trees import follow, keep_path, prune, settle, verify
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids, mass_by_node, shapes_of, tree_shapes
 
 
@@ -51,7 +52,7 @@ class VerifyBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftBucket(Bucket):
-    """Grows a token tree after the sequence in the drafter's cache (see `steps.trees.draft`).
+    """Grows a token tree after the sequence in the drafter's cache (see `steps.drafting.draft`).
 
     Attributes:
       nodes: capacity of the tree (M).

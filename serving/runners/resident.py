@@ -15,7 +15,6 @@ from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
 from jaxllm.steps.model import BlockEnd
-from jaxllm.steps.trees import DraftEnd
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import StartBucket
@@ -25,7 +24,7 @@ from serving.buckets.layer import EmbedBucket
 from serving.buckets.parts import embedding_params, layer_params
 from serving.buckets.prefill import PrefillBucket
 from serving.buckets.source import SourceBucket, source_lengths
-from serving.buckets.tree import DraftBucket, FollowBucket, PruneBucket, VerifyBucket
+from serving.buckets.tree import VerifyBucket
 from serving.int8_prefill.modes import PrefillMode
 from serving.prompt_rows import PromptRows
 from serving.runners.batch import Batch
@@ -34,7 +33,6 @@ from serving.runners.level_runner import LevelRunner
 from serving.runners.restored_prefill import RestoredPrefill
 from serving.runners.runner import BatchRunner, PrefillChunk, chunks_of
 from serving.runners.verdict import Verdict
-from serving.speculation.options import TreeShape
 from serving.text_stream import MAX_STOP_IDS
 from serving.weights.model_level import ModelLevel
 
@@ -67,7 +65,7 @@ class ResidentRunner(LevelRunner):
 
     def all_buckets(self) -> list[Bucket]:
         """See `LevelRunner`."""
-        answering = self._answer_buckets(self.options.cache_tokens)
+        answering = self.answer_buckets(self.options.cache_tokens)
         together = [] if self._batch is None else self._batch.all_buckets()
         return [*answering, *together, *self.grow_buckets(), *self.context_buckets()]
 
@@ -83,7 +81,7 @@ class ResidentRunner(LevelRunner):
         alone = self.cfg.encoder is None and self.cfg.states is None
         return RestoredPrefill(self) if self.options.kv_codec and alone else None
 
-    def _answer_buckets(self, caches: Sequence[int]) -> list[Bucket]:
+    def answer_buckets(self, caches: Sequence[int]) -> list[Bucket]:
         """The buckets of any request in caches of these lengths."""
         buckets: dict[Bucket, None] = {SampleBucket(): None}
         for cache in caches:
@@ -295,95 +293,6 @@ class ResidentRunner(LevelRunner):
             self._layers = [layer_params(params, layer, like) for layer, like in enumerate(alike)]
             self._embedding = embedding_params(params)
             self._sorted_version = self.weights_version
-
-    # -- drafting -------------------------------------------------------------------------------
-
-    def draft_buckets(self, shape: TreeShape, caches: Sequence[int] | None = None) -> list[Bucket]:
-        """The buckets that draft token trees in caches of the lengths `caches`, or of all lengths."""
-        buckets = self.all_buckets() if caches is None else self._answer_buckets(caches)
-        for cache in caches or self.options.cache_tokens:
-            buckets += [self._draft_bucket(shape, cache), self._follow_bucket(shape, cache)]
-            buckets.append(self._prune_bucket(shape, cache))
-        return buckets
-
-    def tree_growing_buckets(self, shape: TreeShape, caches: Sequence[int]) -> list[Bucket]:
-        """The buckets that grow token trees in caches of these lengths, which others fill."""
-        return [self._draft_bucket(shape, cache) for cache in caches]
-
-    def draft(
-        self,
-        tree: TokenTree,
-        fed: jax.Array | np.ndarray,
-        cache: KVCache,
-        shape: TreeShape,
-        end: DraftEnd,
-    ) -> tuple[TokenTree, jax.Array, KVCache, int]:
-        """Grows a token tree after the sequence in the cache (see `steps.trees.draft`).
-
-        Args:
-          tree: donated.
-          fed: `[M]` bool, nodes whose keys and values the cache has; donated.
-          cache: donated.
-          shape: of the tree.
-          end: when drafting ends.
-
-        Returns:
-          The tree, `fed`, the cache, and the number of steps.
-        """
-        compiled = self.buckets.get(self._draft_bucket(shape, cache.capacity_tokens))
-        *grown, steps = compiled(self.model.params, tree, fed, cache, end)
-        return *grown, int(steps)  # pyright: ignore[reportReturnType]: three of them
-
-    def follow(
-        self,
-        tree: TokenTree,
-        fed: jax.Array | np.ndarray,
-        cache: KVCache,
-        shape: TreeShape,
-        *,
-        path: Sequence[int],
-        token: int,
-    ) -> tuple[TokenTree, jax.Array, KVCache, int]:
-        """Moves cache and tree to the end of the accepted path (see `steps.trees.follow`).
-
-        Args:
-          tree, fed: see `draft`.
-          cache: donated.
-          shape: of the tree.
-          path: the accepted nodes.
-          token: the target's token after them.
-
-        Returns:
-          The tree, `fed`, the cache, and the number of the path's last nodes that are missing in it.
-        """
-        nodes = np.full(shape.room, path[-1], np.int32)
-        nodes[: len(path)] = path
-        compiled = self.buckets.get(self._follow_bucket(shape, cache.capacity_tokens))
-        cache, tree, fed, missing = compiled(cache, tree, fed, nodes, np.int32(len(path)), np.int32(token))
-        return tree, fed, cache, int(missing)  # pyright: ignore[reportReturnType]: of the device
-
-    def prune(
-        self, tree: TokenTree, fed: jax.Array | np.ndarray, cache: KVCache, shape: TreeShape, most: int
-    ) -> tuple[TokenTree, jax.Array, KVCache, np.ndarray]:
-        """Keeps the `most` most confident nodes of a tree of `draft` (see `steps.trees.prune`); the cache is
-        donated. Returns the tree, `fed`, the cache, and each node's new index, -1 where it was dropped."""
-        compiled = self.buckets.get(self._prune_bucket(shape, cache.capacity_tokens))
-        cache, left, fed_then, places = compiled(cache, tree, fed, np.int32(most))
-        return left, fed_then, cache, np.asarray(places)
-
-    def _prune_bucket(self, shape: TreeShape, cache: int) -> PruneBucket:
-        return PruneBucket(nodes=shape.room, cache_tokens=cache, level=self.model.bucket_level)
-
-    def _draft_bucket(self, shape: TreeShape, cache: int) -> DraftBucket:
-        return DraftBucket(
-            nodes=shape.room,
-            cache_tokens=cache,
-            growth=shape.growth,
-            level=self.model.bucket_level,
-        )
-
-    def _follow_bucket(self, shape: TreeShape, cache: int) -> FollowBucket:
-        return FollowBucket(nodes=shape.room, cache_tokens=cache, level=self.model.bucket_level)
 
     # -- scoring ----------------------------------------------------------------------------------
 

@@ -3,39 +3,36 @@
 import time
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxllm.kv.cache import KVCache
 from jaxllm.speculative.tree import TokenTree
-from jaxllm.steps.trees import DraftEnd
+from jaxllm.steps.drafting import DraftEnd
 from serving.runners.resident import ResidentRunner
+from serving.runners.tree_growth import Nodes, TreeGrowth
 from serving.speculation.confidence import Confidence
 from serving.speculation.drafter import Growing
 from serving.speculation.options import TreeShape
 from serving.speculation.payoff import running_mean
 from serving.speculation.size_cost import SizeCost
 
-Fed = jax.Array | np.ndarray
-
 
 class Grower:
     """Runs a drafter's model.
 
     Attributes:
-      runner: of the model.
-      shape: of trees.
+      trees: runs the model's steps.
       confidence: of the model's tokens.
       steps: number of runs so far.
     """
 
     def __init__(self, runner: ResidentRunner, shape: TreeShape, confidence: Confidence) -> None:
-        self.runner, self.shape, self.confidence = runner, shape, confidence
+        self.trees, self.confidence, self._tips = TreeGrowth(runner, shape), confidence, shape.tips
         self.forget()
 
     def forget(self) -> None:
         """Forgets what was measured."""
-        self.steps, self._cost = 0, SizeCost(self.shape.tips)
+        self.steps, self._cost = 0, SizeCost(self._tips)
         self._step_s: float | None = None
         self._first = True
 
@@ -47,20 +44,27 @@ class Grower:
     @property
     def branch_s(self) -> float:
         """Time that each branch of a run takes."""
-        return max(0.0, self._cost.seconds(self.shape.tips) - self.run_s) / self.shape.tips
+        return max(0.0, self._cost.seconds(self._tips) - self.run_s) / self._tips
 
     @property
     def step_s(self) -> float:
         """Time of a run while weights are read, which takes processors, too."""
-        return self._step_s or self._cost.seconds(self.shape.tips)
+        return self._step_s or self._cost.seconds(self._tips)
 
     def grow(
-        self, tree: TokenTree, fed: Fed, cache: KVCache, growing: Growing, limit: int, *, hidden: bool = False
-    ) -> tuple[TokenTree, Fed, Any, int]:
+        self,
+        tree: TokenTree,
+        fed: Nodes,
+        cache: KVCache,
+        growing: Growing,
+        limit: int,
+        *,
+        hidden: bool = False,
+    ) -> tuple[TokenTree, Nodes, Any, int]:
         """Grows a tree by up to `limit` runs.
 
         Args:
-          tree, fed, cache: see `ResidentRunner.draft`; donated.
+          tree, fed, cache: see `TreeGrowth.draft`; donated.
           growing: when to end.
           limit: most runs.
           hidden: whether weights are read meanwhile.
@@ -80,7 +84,8 @@ class Grower:
             temperature=np.float32(confidence.temperature),
             shifts=confidence.shifts,
         )
-        tree, fed, cache, count = self.runner.draft(tree, fed, cache, self.shape, end)
+        tree, fed, cache, runs = self.trees.draft(tree, fed, cache, end)
+        count = int(runs)
         self.steps += count
         took_s, first = time.perf_counter() - began, self._first
         self._first = self._first and not count

@@ -87,6 +87,7 @@ class ModelDrafter(GrowingDrafter):
         self._takes_rows, self._target_cache = takes_rows, None
         self._confidence = Confidence(greedy_temperature, calibrated=options.calibrated)
         self._grower = Grower(runner, options.trees, self._confidence)
+        self._trees = self._grower.trees
         # The source as the target has it, for a drafter of the target's weights.
         self._encodes, self._of_target = own is not None, None
         self._own = own if own is not None and own.read_in_place else None
@@ -126,7 +127,7 @@ class ModelDrafter(GrowingDrafter):
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """See `Drafter`. Runs every bucket once."""
         caches = None if tokens is None else (self._runner.cache_for(tokens + 1 + self._shape.room),)
-        self._runner.fill(self._runner.draft_buckets(self._shape, caches), progress)
+        self._runner.fill(self._trees.buckets(caches), progress)
         for capacity in caches or self._runner.options.cache_tokens:
             if capacity > self._shape.room:
                 self._forget()
@@ -193,8 +194,8 @@ class ModelDrafter(GrowingDrafter):
             places, token = places[:dropped], int(drafted.tokens[path[dropped]])
         cache, self._cache = self._cache, None
         assert self._fed is not None
-        self._tree, self._fed, self._cache, missing = self._runner.follow(
-            self._tree, self._fed, cache, self._shape, path=places, token=token
+        self._tree, self._fed, self._cache, missing = self._trees.follow(
+            self._tree, self._fed, cache, path=places, token=token
         )
         self._cached += [int(drafted.tokens[node]) for node in path[: len(places) - missing]]
 
@@ -205,9 +206,7 @@ class ModelDrafter(GrowingDrafter):
         assert cache is not None
         before, most = self._tree, int(_PRUNED_SHARE * self._shape.room)
         whole = on_host(before)
-        self._tree, self._fed, self._cache, places = self._runner.prune(
-            before, self._fed, cache, self._shape, most
-        )
+        self._tree, self._fed, self._cache, places = self._trees.prune(before, self._fed, cache, most)
         if self._whole is None:
             self._whole, self._places = whole, places
         else:

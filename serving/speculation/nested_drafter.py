@@ -98,7 +98,7 @@ class NestedDrafter(GrowingDrafter):
         """See `Drafter`. Runs every bucket once."""
         longest = self._runner.options.cache_tokens
         caches = longest if tokens is None else (self._runner.cache_for(tokens),)
-        self._runner.fill(self._runner.tree_growing_buckets(self._shape, caches), progress)
+        self._runner.fill(self._grower.trees.growing_buckets(caches), progress)
 
     def read(self, source: tuple[int, ...]) -> None:
         """Nothing: the target's cache has the source."""

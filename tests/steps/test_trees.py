@@ -14,7 +14,8 @@ from jaxllm.models import decoder
 from jaxllm.sampling import Sampling, sample, sampler_state
 from jaxllm.speculative.growth import Growth
 from jaxllm.speculative.tree import new_tree
-from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, prune, read_nodes, verify
+from jaxllm.steps.drafting import DraftEnd, draft
+from jaxllm.steps.trees import follow, keep_path, prune, read_nodes, verify
 from serving.speculation.host_tree import by_confidence, some_nodes
 from tests.copied_bytes import copied_bytes
 from tests.quick_jit import jit
