@@ -1,4 +1,5 @@
-"""Runs models in memory with drafts: ours by their own high planes, llama.cpp by a second file of 4 bits.
+"""Runs models in memory with drafts: ours by their own high planes, llama.cpp by a second file of 4 bits, and
+both by a small model, where there is one.
 
 llama.cpp drafts as its own tools do (`common/speculative.cpp`): a line of the draft's likeliest tokens, until
 one has a probability below 0.75, of at most 16 tokens by default; then one batch of the target verifies the
@@ -18,7 +19,7 @@ from benchmarks.peers.llama import FORMATS, LlamaCpp, LlamaCppSession
 from benchmarks.peers.peer import Opening, Progress, Session
 from jaxllm.bundle import WeightFormat
 
-_DRAFT_FORMAT = "Q4_0"
+_DRAFT_FORMAT, _SMALL_FORMAT = "Q4_0", "Q8_0"
 # The most tokens of a line, and the least probability of one that others follow.
 _LINES, _LEAST = (16, 8, 4), 0.75
 # Of the likeliest tokens, among which probabilities are shared out.
@@ -40,9 +41,8 @@ class NestedEngine(Ours):
 
 
 class NestedSession(EngineSession):
-    """An engine that drafts by itself. Its `options` name `answer_tokens`, of every answer."""
-
-    settings = ("drafts of high planes",)
+    """An engine for each draft: its own high planes, and the small model that `options` may name as `draft`.
+    They name `answer_tokens`, of every answer, too."""
 
     def __init__(self, opening: Opening, progress: Progress) -> None:
         from serving.engine import Engine
@@ -50,26 +50,33 @@ class NestedSession(EngineSession):
         from serving.speculation.options import SpeculationOptions
 
         self._answer_tokens = int(opening.options["answer_tokens"])
-        self._engine = Engine.open(
-            opening.model,
-            weights=cast(WeightFormat, opening.format),
-            options=EngineOptions(context_tokens=opening.context_tokens),
-            speculation=SpeculationOptions(drafter="nested"),
-            progress=progress,
-        )
+        drafts = {"drafts of high planes": SpeculationOptions(drafter="nested")}
+        if small := opening.options.get("draft"):
+            drafts[f"drafts of {Path(small).stem}"] = SpeculationOptions(model=small)
+        self._engines = {
+            setting: Engine.open(
+                opening.model,
+                weights=cast(WeightFormat, opening.format),
+                options=EngineOptions(context_tokens=opening.context_tokens),
+                speculation=speculation,
+                progress=progress,
+            )
+            for setting, speculation in drafts.items()
+        }
+        self.settings = tuple(drafts)
+        self._engine = self._engines[self.settings[0]]
 
     def passes(self) -> int:
         """Verifications so far, and tokens that were decoded without one."""
-        assert self._engine.speculation is not None
-        counts = self._engine.speculation.counts
-        return counts.verifications + counts.plain_tokens
+        found = [each.speculation.counts for each in self._engines.values() if each.speculation is not None]
+        return sum(counts.verifications + counts.plain_tokens for counts in found)
 
     def prefill(self, prompt: Sequence[int], setting: str) -> int:
         """See `Session.prefill`."""
         from serving.request import GenerationConfig
 
         config = GenerationConfig(max_tokens=self._answer_tokens, ignore_eos=True)
-        self._answer = self._engine.stream(list(prompt), config)
+        self._answer = self._engines[setting].stream(list(prompt), config)
         self._pieces = iter(self._answer)
         self._read(1)
         return self._answer.tokens[0]
@@ -85,7 +92,7 @@ class NestedSession(EngineSession):
 
 
 class DraftedLlamaCpp(LlamaCpp):
-    """llama.cpp with a draft: the same model at 4 bits."""
+    """llama.cpp with a draft: the same model at 4 bits, or a small model at 8."""
 
     name = "llama.cpp, drafted"
 
@@ -94,25 +101,30 @@ class DraftedLlamaCpp(LlamaCpp):
         return {self.name: FORMATS[weights]}
 
     def open(self, opening: Opening, progress: Progress) -> Session:
-        """Writes and quantizes both files unless that has been done, and loads them."""
-        target, draft = (
-            gguf_of(opening.model, each, threads=opening.threads, progress=progress)
-            for each in (opening.format, _DRAFT_FORMAT)
-        )
-        return DraftedLlamaSession(target, draft, opening)
+        """Writes and quantizes the files unless that has been done, and loads them. `Opening.options` may name
+        the folder of the small model's float weights as `draft`."""
+
+        def file(folder: Path, format_: str) -> Path:
+            return gguf_of(folder, format_, threads=opening.threads, progress=progress)
+
+        drafts = {_DRAFT_FORMAT: file(opening.model, _DRAFT_FORMAT)}
+        if small := opening.options.get("draft"):
+            drafts["the small model"] = file(Path(small), _SMALL_FORMAT)
+        return DraftedLlamaSession(file(opening.model, opening.format), drafts, opening)
 
 
 class DraftedLlamaSession(LlamaCppSession):
-    """A target and its draft, each with a context for each setting."""
+    """A target and its drafts, each with a context for each setting."""
 
-    def __init__(self, path: Path, draft: Path, opening: Opening) -> None:
+    def __init__(self, path: Path, drafts: Mapping[str, Path], opening: Opening) -> None:
         super().__init__(path, opening)
-        self._draft = LlamaCppSession(draft, opening)
+        sessions = {name: LlamaCppSession(draft, opening) for name, draft in drafts.items()}
         self._kinds = {
-            f"{setting}, lines of {most}": (setting, most)
+            f"{setting}, lines of {most} by {name}": (setting, most, draft)
+            for name, draft in sessions.items()
             for setting in self.settings
             for most in _LINES
-            if setting in self._draft.settings
+            if setting in draft.settings
         }
         self.settings = tuple(self._kinds)
         self._passes = 0
@@ -123,7 +135,7 @@ class DraftedLlamaSession(LlamaCppSession):
 
     def prefill(self, prompt: Sequence[int], setting: str) -> int:
         """See `Session.prefill`."""
-        kind, self._most = self._kinds[setting]
+        kind, self._most, self._draft = self._kinds[setting]
         self._seen, self._drafted = list(prompt), len(prompt)
         self._draft.begin(kind)
         self._draft.feed(prompt)

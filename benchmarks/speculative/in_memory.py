@@ -1,5 +1,5 @@
-"""Times answers with all weights in memory: ours drafted by their high planes and without, llama.cpp's with a
-draft of 4 bits and without.
+"""Times answers with all weights in memory: ours drafted by their high planes or a small model and without,
+llama.cpp's with a draft of 4 bits or the same small model and without.
 
 All systems run the same float weights at 8 bits, each in a process of its own, and answer the same prompts in
 turns. A system with settings to choose from answers the tried prompts in each, and keeps its fastest.
@@ -77,6 +77,7 @@ def in_memory_rows(
     context_tokens: int,
     progress: Progress,
     tell: Callable[[str], None],
+    draft: Path | None = None,
 ) -> list[Row]:
     """Times per token of every system that is installed.
 
@@ -88,12 +89,13 @@ def in_memory_rows(
       context_tokens: of every context.
       progress: called with what is done, its part that is done, and all of it.
       tell: given a line for each system that is left out.
+      draft: a small model that may draft; None for none.
 
     Raises:
       PeerFailed: a system cannot be opened.
     """
     checkpoint = Checkpoint.find(model)
-    opened = _Opened(checkpoint, tokens + 1, context_tokens, progress)
+    opened = _Opened(checkpoint, tokens + 1, context_tokens, progress, draft)
     with opened:
         opened.open(DRAFTED[0], _WIDTH)
         opened.open(OURS, _WIDTH)
@@ -129,15 +131,24 @@ class _Opened:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, answer_tokens: int, context_tokens: int, progress: Progress
+        self,
+        checkpoint: Checkpoint,
+        answer_tokens: int,
+        context_tokens: int,
+        progress: Progress,
+        draft: Path | None,
     ) -> None:
         self._folder, self._progress = checkpoint.folder(progress), progress
         self._context_tokens = context_tokens
-        # What systems of ours take beside that.
+        # What systems take beside that.
         self._own: dict[str, dict[str, Any]] = {
             NESTED: {"answer_tokens": answer_tokens},
             PLAIN: {"context_tokens": context_tokens},
         }
+        if draft is not None:
+            folder = Checkpoint.find(draft).folder(progress)
+            self._own[NESTED] |= {"draft": str(draft)}
+            self._own[LLAMA_DRAFTED] = {"draft": str(folder)}
         self._stack = contextlib.ExitStack()
         self.children: dict[str, Child] = {}
 

@@ -126,6 +126,7 @@ def run(
             context_tokens=plan.context_tokens,
             progress=progress or (lambda *_: None),
             tell=tell,
+            draft=subject.draft,
         )
     if {*plan.parts} - {"in-memory"}:
         rows += _budget_rows(subject, plan, target, prompts, progress, tell)

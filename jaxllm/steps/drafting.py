@@ -32,6 +32,8 @@ class DraftEnd:
       most: int32 scalar, number of wanted nodes; no branch can add a node to the `most` most confident ones,
         though the tree may have more nodes. By another pacer than "confidence": the tree has `most` nodes.
       limit: int32 scalar, most runs of the drafter.
+      depth: int32 scalar; no node gets a child deeper than this.
+      stop_ids: `[n]` int32, tokens that end the answer, so that nothing follows them; -1 for none.
       temperature: float32 scalar, at which the drafter's probabilities are taken. A drafter that is the
         target at fewer bits knows better than its probabilities say what a target will take that takes the
         likeliest token.
@@ -44,22 +46,28 @@ class DraftEnd:
     free: jax.Array | np.integer
     most: jax.Array | np.integer
     limit: jax.Array | np.integer
+    depth: jax.Array | np.integer
+    stop_ids: jax.Array | np.ndarray
     temperature: jax.Array | np.floating
     shifts: jax.Array | np.ndarray
 
     @classmethod
-    def at_room(cls, room: int, *, temperature: float = 1.0) -> Self:
-        """Ends where a tree of this room is full; confidences are not calibrated."""
+    def at_room(cls, room: int, *, temperature: float = 1.0, stop_ids: int = 1) -> Self:
+        """Ends where a tree of this room is full; confidences are not calibrated, and none of so many
+        `stop_ids` is a token."""
         least, none, zero = np.float32(1e-30), np.float32(0), np.int32(0)
         most, shifts = np.int32(room), np.zeros((RANKS, CELLS), np.float32)
-        return cls(least, none, none, zero, most, most, np.float32(temperature), shifts)
+        stops = np.full(stop_ids, -1, np.int32)
+        return cls(least, none, none, zero, most, most, most, stops, np.float32(temperature), shifts)
 
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above, where a step that takes them is traced."""
         axes.check(jnp.float32, "", alpha=self.alpha, run=self.run, branch=self.branch)
         axes.check(jnp.float32, "", temperature=self.temperature)
         axes.check(jnp.float32, f"{RANKS} {CELLS}", shifts=self.shifts)
-        axes.check(jnp.int32, "", free=self.free, most=self.most, limit=self.limit)
+        axes.check(jnp.int32, "", free=self.free, most=self.most)
+        axes.check(jnp.int32, "", limit=self.limit, depth=self.depth)
+        axes.check(jnp.int32, "n", stop_ids=self.stop_ids)
 
 
 def draft(
@@ -95,17 +103,22 @@ def draft(
     end.check(axes)
     cache.check(axes)
 
+    def ended(tree: TokenTree, fed: jax.Array) -> jax.Array:
+        """Nodes after which nothing is added."""
+        stopped = jnp.any(tree.tokens[:, None] == end.stop_ids, axis=1)
+        return fed | stopped | (tree.depths >= end.depth)
+
     def tips(tree: TokenTree, fed: jax.Array, done: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The next tips, how many are valid, and whether running on them is worth it."""
         free = done < end.free
         least = jnp.where(free, 0.0, end.branch)
-        nodes, valid = next_tips(tree, fed, growth.tips, pacer=growth.pacer, least=least)
+        nodes, valid = next_tips(tree, ended(tree, fed), growth.tips, pacer=growth.pacer, least=least)
         beyond = jnp.where(jnp.arange(growth.tips) < valid, tree.confidences[nodes] - least, 0.0)
         return nodes, valid, free | (jnp.sum(beyond) > end.run)
 
     def more(carry: tuple[TokenTree, jax.Array, KVCache, jax.Array]) -> jax.Array:
         tree, fed, _, done = carry
-        tip = best_confidence(tree, fed)
+        tip = best_confidence(tree, ended(tree, fed))
         # Nodes that grow from a branch are less confident than its tip.
         found = tree.count
         if growth.pacer == "confidence":

@@ -15,6 +15,7 @@ from jaxllm.speculative.tree import TokenTree
 from jaxllm.steps.drafting import DraftEnd, draft
 from jaxllm.steps.trees import follow, keep_path, prune, settle, verify
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids, mass_by_node, shapes_of, tree_shapes
+from serving.text_stream import MAX_STOP_IDS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,9 @@ class DraftBucket(Bucket):
         """(params, tree, fed, cache, end) -> tree, fed, cache, steps."""
         step = model.jitted(functools.partial(draft, growth=self.growth), 1, 2, 3)
         tree, fed, cache = tree_shapes(self.nodes), _fed(self.nodes), model.cache(self.cache_tokens)
-        return step.lower(model.params, tree, fed, cache, shapes_of(DraftEnd.at_room(self.nodes)))
+        return step.lower(
+            model.params, tree, fed, cache, shapes_of(DraftEnd.at_room(self.nodes, stop_ids=MAX_STOP_IDS))
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -126,12 +126,13 @@ class ProgramDrafter:
         """See `Drafter`; it has a cache of its own."""
         # Each run extends the one line.
         alpha = max(growing.alpha, growing.run + growing.branch)
-        return self._grown(sequence, root, alpha, growing.most), cache
+        growing = dataclasses.replace(growing, alpha=alpha, most=min(growing.most, growing.depth + 1))
+        return self._grown(sequence, root, growing), cache
 
-    def _grown(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
+    def _grown(self, sequence: Sequence[int], root: int, growing: Growing) -> TokenTree:
         text, tree = [*sequence, root], root_alone(root, self._shape.room)
         options = self._runner.options
-        most = min(most, options.context_tokens - len(text), self._shape.room)
+        most = min(growing.most, options.context_tokens - len(text), self._shape.room)
         # Or a source that is longer than its encoder reads.
         if most < 2 or len(self._source) > options.source_tokens(self._runner.cfg):
             return tree
@@ -149,7 +150,7 @@ class ProgramDrafter:
             ]
             line.append(tokens[0])
             confidences.append(confidence * shares[0])
-            if confidences[-1] < alpha or len(line) + 1 >= most:
+            if confidences[-1] < growing.alpha or len(line) + 1 >= most or tokens[0] in growing.stop_ids:
                 break
             logits = self._step(tokens[0])
         parents = [*range(len(line)), *(parent for parent, _, _ in leaves)]

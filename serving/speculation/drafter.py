@@ -20,6 +20,8 @@ class Growing:
       most: so many nodes are enough.
       temperature: of the target's sampler; 0 takes the likeliest token.
       run, branch, free_runs: see `jaxllm.speculative.tree_size.Worth`.
+      depth: no node is deeper, since no more tokens are wanted.
+      stop_ids: tokens after which there are none, padded as `Decoding.decode` takes them; empty for none.
     """
 
     alpha: float
@@ -28,6 +30,8 @@ class Growing:
     run: float = 0.0
     branch: float = 0.0
     free_runs: int = 0
+    depth: int = 1 << 30
+    stop_ids: tuple[int, ...] = ()
 
 
 class DrafterMemory(Protocol):

@@ -15,6 +15,10 @@ from serving.speculation.drafter import Growing
 from serving.speculation.options import TreeShape
 from serving.speculation.payoff import running_mean
 from serving.speculation.size_cost import SizeCost
+from serving.text_stream import MAX_STOP_IDS
+
+# A run while weights are read takes at most so many times as long as one before.
+_MOST_TIMES = 3.0
 
 
 class Grower:
@@ -81,6 +85,8 @@ class Grower:
             free=np.int32(growing.free_runs),
             most=np.int32(growing.most),
             limit=np.int32(limit),
+            depth=np.int32(growing.depth),
+            stop_ids=np.array([*growing.stop_ids, *[-1] * MAX_STOP_IDS][:MAX_STOP_IDS], np.int32),
             temperature=np.float32(confidence.temperature),
             shifts=confidence.shifts,
         )
@@ -91,7 +97,9 @@ class Grower:
         self._first = self._first and not count
         # A bucket's first run sets its kernels up, which says nothing of the next ones.
         if count and hidden:
-            self._step_s = running_mean(self._step_s, took_s / count)
+            # One that had to wait says little of the next, which it must not keep from being run.
+            most_s = _MOST_TIMES * self._cost.seconds(self._tips)
+            self._step_s = running_mean(self._step_s, min(took_s / count, most_s or took_s))
         elif count and not first:
             self._cost.measured((int(np.asarray(fed).sum()) - before) / count, took_s / count)
         return tree, fed, cache, count

@@ -94,6 +94,7 @@ class ModelDrafter(GrowingDrafter):
         self._weight_bytes = 0 if self._own is None else self._own.weight_bytes
         self.most_bytes = self._weight_bytes + cache_bytes(runner.cfg, runner.options)
         self._rests = False
+        self._stop_ids: tuple[int, ...] = ()
         # The tokens in the cache, and the tree after them.
         self._cached: list[int] = []
         self._cache: KVCache | None = None
@@ -169,7 +170,7 @@ class ModelDrafter(GrowingDrafter):
         if self._tree is None or int(np.asarray(self._tree.tokens)[0]) != root:
             self._tree = root_alone(root, self._shape.room)
             self._fed = np.zeros(self._shape.room, bool)
-        self._whole = None
+        self._whole, self._stop_ids = None, growing.stop_ids
         self._run(growing, self._shape.room)
         return on_host(self._tree)
 
@@ -179,7 +180,8 @@ class ModelDrafter(GrowingDrafter):
             return False
         if int(self._tree.count) >= self._shape.room:
             self._prune()
-        return self._run(Growing(_ANY_CONFIDENCE, self._shape.room), 1, hidden=True) > 0
+        growing = Growing(_ANY_CONFIDENCE, self._shape.room, stop_ids=self._stop_ids)
+        return self._run(growing, 1, hidden=True) > 0
 
     def follow(self, path: Sequence[int], token: int) -> None:
         """See `Drafter`."""

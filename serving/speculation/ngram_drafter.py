@@ -3,7 +3,7 @@
 Prompt lookup as in llama.cpp and transformers, but as a tree: each different continuation is a branch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,11 +57,11 @@ class NgramDrafter:
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`."""
-        return self._grown(sequence, root, growing.alpha, growing.most), cache
+        return self._grown(sequence, root, growing), cache
 
-    def _grown(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
+    def _grown(self, sequence: Sequence[int], root: int, growing: Growing) -> TokenTree:
         text = np.array([*self._source, *sequence, root], np.int64)
-        tree, most = root_alone(root, self._shape.room), min(most, self._shape.room)
+        tree, most = root_alone(root, self._shape.room), min(growing.most, self._shape.room)
         self._length = next((each for each in _LENGTHS if _ends(text, each)[:1]), 0)
         self._tree, self.steps = tree, self.steps + 1
         if not self._length:
@@ -72,9 +72,9 @@ class NgramDrafter:
         confidences: list[float] = []
         for continuation in self._continuations(text):
             node, confidence = 0, 1.0
-            for token in continuation:
+            for token in _until(continuation[: growing.depth], growing.stop_ids):
                 confidence *= rate
-                if confidence < alpha:
+                if confidence < growing.alpha:
                     break
                 if (child := children.get((node, token))) is None:
                     if len(tokens) + 1 >= most:
@@ -108,6 +108,11 @@ class NgramDrafter:
         for end in _ends(text, self._length)[: self._shape.branches]:
             found = text[end : end + self._shape.room].tolist()
             yield found[: found.index(_END)] if _END in found else found
+
+
+def _until(tokens: list[int], stop_ids: Collection[int]) -> list[int]:
+    """Tokens up to the first that ends the answer."""
+    return tokens[: next((place + 1 for place, each in enumerate(tokens) if each in stop_ids), len(tokens))]
 
 
 def _ends(text: np.ndarray, length: int) -> list[int]:

@@ -155,6 +155,9 @@ class Speculation:
         self.runner.expect(np.array([root]))
         most = max(each for each in self.options.trees.nodes if each <= room)
         growing = self._growing(most, float(sampler.temperature))
+        # The target adds a token of its own.
+        stops = tuple(each for each in stop_ids.tolist() if each >= 0)
+        growing = dataclasses.replace(growing, depth=limit - 1, stop_ids=stops)
         tree, cache = self.drafter.grow(cached, root, growing, cache)
         draft_s = time.perf_counter() - began
         if int(tree.count) < 2:
@@ -188,6 +191,9 @@ class Speculation:
         began = time.perf_counter()
         in_order = self.options.trees.pacer == "order"
         order = np.arange(int(tree.count)) if in_order else by_confidence(tree)
+        # A tree that grew meanwhile may be deeper than the rest of the answer is long.
+        order = order[np.asarray(tree.depths)[order] < limit]
+        count = min(count, len(order))
         nodes = self._size(np.asarray(tree.confidences)[order[:count]])
         chosen = np.sort(order[: min(count, nodes)])
         part = some_nodes(tree, chosen, nodes)

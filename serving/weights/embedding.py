@@ -1,7 +1,8 @@
-"""Reads rows of the embedding from storage as tokens need them; the whole embedding is never resident."""
+"""Takes rows of the embedding as tokens need them, from storage, or from memory where a part of the model is
+resident that has the whole embedding."""
 
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,13 +20,21 @@ _THREADS = 4
 class EmbeddingRows:
     """The rows of a bundle's embedding.
 
-    Prompts mostly repeat a few tokens, so the rows that were used last are kept.
+    Prompts mostly repeat a few tokens, so the rows that were used last are kept, where they are read.
 
     Attributes:
       segment: of the file, with the embedding.
     """
 
-    def __init__(self, bundle: Bundle, reader: PieceReader, checksums: Checksums, *, kept_bytes: int) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        reader: PieceReader,
+        checksums: Checksums,
+        *,
+        kept_bytes: int,
+        resident: Callable[[Extent], np.ndarray] | None = None,
+    ) -> None:
         """Reads nothing yet.
 
         Args:
@@ -33,8 +42,10 @@ class EmbeddingRows:
           reader: of its file.
           checksums: of the pages of `segment` (see `FirstRead.watch_pages`).
           kept_bytes: most bytes of kept rows.
+          resident: a view of an extent of the embedding; None where it is not in memory.
         """
         self._bundle, self._reader, self._checksums = bundle, reader, checksums
+        self._resident = resident
         self._tensor = bundle.layout.tensors[_PARAMETER]
         self.segment = self._tensor.segment
         self._whole = bundle.layout.segments[self.segment]
@@ -76,6 +87,11 @@ class EmbeddingRows:
 
     def _panels(self, firsts: set[int]) -> dict[int, list[np.ndarray]]:
         """First row of a panel -> its parts."""
+        if (resident := self._resident) is not None:
+            return {
+                first: [resident(each) for each in rows_at(self._tensor, first, self._step)]
+                for first in firsts
+            }
         missing = sorted(firsts - self._kept.keys())
         self._kept.update(zip(missing, self._pool.map(self._read, missing), strict=True))
         found = {first: self._kept.pop(first) for first in firsts}

@@ -40,8 +40,8 @@ class HighPlanes:
         self.pieces: list[LayerPiece] = segment_pieces(
             bundle.layout, [low_segment(f"layers.{layer}") for layer in layers]
         )
-        self._outer = OuterMemory(bundle)
-        self.size_bytes = self._outer.size_bytes + sum(each.memory_bytes for each in self._high)
+        self.outer = OuterMemory(bundle)
+        self.size_bytes = self.outer.size_bytes + sum(each.memory_bytes for each in self._high)
         self._memory: list[np.ndarray] = []
         self.weights: dict[str, Weight] = {}
 
@@ -61,7 +61,7 @@ class HighPlanes:
             first_read.keep(piece.ranges, memory)
             self._memory.append(memory[piece.start :])
             self.weights |= self._bundle.segment_weights(piece.segment, self._memory[-1])
-        self.weights |= self._outer.load(first_read)
+        self.weights |= self.outer.load(first_read)
         return {}
 
     def layer_weights(self, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:

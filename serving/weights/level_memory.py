@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.layout import PAGE
+from jaxllm.bundle.layout import PAGE, Extent
 from jaxllm.config import ModelConfig
 from jaxllm.quant import Weight
 from serving.host.direct_io import aligned
@@ -34,6 +34,11 @@ class ResidentPart(Protocol):
     size_bytes: int
     weights: dict[str, Weight]
     resizable: bool
+
+    @property
+    def outer(self) -> "OuterMemory":
+        """The embedding and the head."""
+        ...
 
     def load(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         """Plans to read the part. Returns the memory with the `LayerPiece.kept` ranges of layers that are not
@@ -64,6 +69,7 @@ class OuterMemory:
             if name in segments
         }
         self.size_bytes = sum(each.place + each.size_bytes + PAGE for each in self._ranges.values())
+        self._memory: dict[str, np.ndarray] = {}
 
     def load(self, first_read: FirstRead) -> dict[str, Weight]:
         """Plans to read them; returns their parameters by name."""
@@ -71,8 +77,17 @@ class OuterMemory:
         for name, each in self._ranges.items():
             memory = aligned(each.place + each.size_bytes + PAGE)
             first_read.keep((each,), memory)
+            self._memory[name] = memory[each.place : each.place + each.size_bytes]
             found |= self._bundle.segment_weights(name, memory[each.place :])
         return found
+
+    def array(self, extent: Extent) -> np.ndarray:
+        """A view of an array of these segments, after `load`."""
+        name = next(
+            name for name, each in self._ranges.items() if 0 <= extent.offset - each.offset < each.size_bytes
+        )
+        at = extent.offset - self._ranges[name].offset
+        return extent.array(self._memory[name][at : at + extent.size_bytes])
 
 
 class LevelMemory:
@@ -104,8 +119,8 @@ class LevelMemory:
             layer_pieces(bundle.layout),
             layer_pieces(bundle.layout, cfg, gap_bytes=PAGE),
         )
-        self._outer = OuterMemory(bundle)
-        self.size_bytes = self._outer.size_bytes + sum(each.kept_bytes for each in self.pieces)
+        self.outer = OuterMemory(bundle)
+        self.size_bytes = self.outer.size_bytes + sum(each.kept_bytes for each in self.pieces)
         self.weights: dict[str, Weight] = {}
 
     def load(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
@@ -123,7 +138,7 @@ class LevelMemory:
             if piece.layer not in staying:
                 kept[piece.layer] = aligned(piece.memory_bytes)
                 first_read.keep(piece.kept, kept[piece.layer])
-        self.weights |= self._outer.load(first_read)
+        self.weights |= self.outer.load(first_read)
         for piece in self.pieces:
             self.weights |= self.layer_weights(piece, {**staying, **kept}[piece.layer])
         return kept

@@ -87,11 +87,12 @@ class StreamedWeights:
             for cfg in levels:
                 passes.add_level(cfg, layer_pieces(bundle.layout, cfg))
         sizes = [each.memory_bytes - each.kept_bytes for each in passes.whole]
-        kept_bytes = kept_rows_bytes(bundle.weight_bytes) + self._vector_bytes
-        fixed_bytes = budget.fixed_bytes + kept_bytes + (self._part.size_bytes if self._part else 0)
+        # A resident part has the whole embedding.
+        rows_bytes = 0 if self._part else kept_rows_bytes(bundle.weight_bytes)
+        self._kept_bytes = rows_bytes + self._vector_bytes + (self._part.size_bytes if self._part else 0)
         self.plan: MemoryPlan = plan_memory(
             sizes,
-            dataclasses.replace(budget, fixed_bytes=fixed_bytes),
+            dataclasses.replace(budget, fixed_bytes=budget.fixed_bytes + self._kept_bytes),
             slot_bytes=largest,
             slots=SLOTS if part is None else part.slots,
             order=passes.kept_first,
@@ -106,7 +107,6 @@ class StreamedWeights:
             read_ahead=read_ahead,
             checksums=first_read.checksums,
         )
-        self._kept_bytes = kept_bytes + (self._part.size_bytes if self._part else 0)
         self._sizes, self.resident_bytes = sizes, self.plan.resident_bytes
         staying = self._stream.staying()
         for number, memory in staying.items():
@@ -121,9 +121,14 @@ class StreamedWeights:
             kept = self._part.load(first_read, of_layers)
             self._stream.keep({passes.first_layer + layer: memory for layer, memory in kept.items()})
         self._rows = EmbeddingRows(
-            bundle, self._reader, first_read.checksums, kept_bytes=kept_rows_bytes(bundle.weight_bytes)
+            bundle,
+            self._reader,
+            first_read.checksums,
+            kept_bytes=rows_bytes,
+            resident=self._part.outer.array if self._part else None,
         )
-        first_read.watch_pages(self._rows.segment)
+        if self._part is None:
+            first_read.watch_pages(self._rows.segment)
         first_read.run(loading(progress, bundle.weight_bytes))
         self._placed: dict[tuple[int, int], dict[str, Weight]] = {}
         self._made: dict[tuple[int, int, tuple[int, int]], Any] = {}

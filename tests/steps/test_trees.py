@@ -251,3 +251,22 @@ def test_a_draft_ends_where_runs_bring_too_little():
     assert (np.asarray(tree.confidences)[fed] > 0.01).all()
     # Free runs are taken whatever they bring.
     assert drafted(run=jnp.float32(1.0), free=jnp.int32(2))[2] == 2
+    # Nodes have no children where the answer ends: at a depth, or at a token.
+    tree, fed, _ = drafted(depth=jnp.int32(2))
+    assert np.asarray(tree.depths).max() == 2
+    assert not fed[np.asarray(tree.depths) == 2].any()
+    whole, _, _ = drafted()
+    stop = int(whole.tokens[np.asarray(whole.parents)[2:].min()])
+    tree, _, _ = drafted(stop_ids=jnp.array([stop], jnp.int32))
+    tokens, parents = np.asarray(tree.tokens), np.asarray(tree.parents)[1 : int(tree.count)]
+    assert stop in tokens
+    assert stop not in tokens[parents]
+
+
+def test_deep_and_last_nodes_are_left_alone():
+    tree = new_tree(jnp.int32(7), ROOM)
+    end = dataclasses.replace(DraftEnd.at_room(ROOM), stop_ids=jnp.array([7], jnp.int32))
+    growing = jax.jit(functools.partial(draft, cfg=CFG, growth=Growth(tips=2, branches=3), dtype=DTYPE))
+    cache = cache_of(CFG, PARAMS, PROMPT)
+    *_, runs = growing(PARAMS, tree, jnp.zeros(ROOM, bool), cache, end)
+    assert int(runs) == 0

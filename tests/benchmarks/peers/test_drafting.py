@@ -45,8 +45,8 @@ def answered(draft, tokens=30, most=4):
     session = object.__new__(DraftedLlamaSession)
     for name in ("begin", "forget", "feed", "feed_all"):
         setattr(session, name, getattr(target, name))
-    session._draft, session._passes = draft, 0
-    session._kinds = {"usual, lines": ("usual", most)}
+    session._passes = 0
+    session._kinds = {"usual, lines": ("usual", most, draft)}
     first = session.prefill([1, 2, 3], "usual, lines")
     return [first, *session.decode(tokens, "usual, lines")], session.passes()
 
@@ -72,13 +72,17 @@ def test_a_drafted_engine_says_what_its_engine_says(tmp_path):
         )
         return kind(opening, lambda *_: None)
 
-    drafted = session(NestedSession, "int8-nested", answer_tokens=13)
+    drafted = session(NestedSession, "int8-nested", answer_tokens=13, draft=str(folder))
+    assert drafted.settings == ("drafts of high planes", "drafts of tiny")
     alone = session(EngineSession, "int8-nested", context_tokens=64)
     prompt = [3, 4, 5, 6]
     first = alone.prefill(prompt, BLOCKS)
-    assert drafted.prefill(prompt, drafted.settings[0]) == first
-    assert drafted.decode(12, drafted.settings[0]) == alone.decode(12, BLOCKS)
-    assert 0 < drafted.passes() <= 12
+    answer = alone.decode(12, BLOCKS)
+    for setting in drafted.settings:
+        before = drafted.passes()
+        assert drafted.prefill(prompt, setting) == first
+        assert drafted.decode(12, setting) == answer
+        assert 0 < drafted.passes() - before <= 12
     assert drafted.facts()["weight_bytes"] > 0
 
 

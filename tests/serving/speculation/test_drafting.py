@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from serving.runners.verdict import Verdict
+from serving.speculation import grower as grower_module
+from serving.speculation.confidence import Confidence
 from serving.speculation.drafter import Growing
+from serving.speculation.grower import Grower
 from serving.speculation.host_tree import grown, matching_tokens, root_alone
 from serving.speculation.lookup_drafter import LookupDrafter
+from serving.speculation.ngram_drafter import NgramDrafter
 from serving.speculation.options import SpeculationOptions, TreeShape
 from serving.speculation.speculation import Speculation
 
@@ -162,3 +166,51 @@ def test_a_line_is_the_one_that_promises_more():
     assert sure.followed == ([0, 1], 4)
     # What was not read says nothing of the text.
     assert both._ngrams._rates == rates
+
+
+def test_nothing_is_looked_up_behind_the_end():
+    text, drafter = [1, 2, 3, 4, 5, 6, 1, 2], NgramDrafter(TreeShape(nodes=(8,), room=8))
+
+    def tokens(**changes):
+        tree, _ = drafter.grow(text, 3, Growing(1e-6, 8, **changes), None)
+        return np.asarray(tree.tokens)[: int(tree.count)].tolist()
+
+    assert tokens() == [3, 4, 5, 6, 1, 2, 3]
+    assert tokens(depth=2) == [3, 4, 5]
+    assert tokens(stop_ids=(5, 9)) == [3, 4, 5]
+
+
+def test_the_rest_of_an_answer_bounds_its_drafts():
+    asked = []
+
+    class Watched(Silent):
+        def grow(self, sequence, root, growing, cache):
+            asked.append((growing.depth, growing.stop_ids))
+            return super().grow(sequence, root, growing, cache)
+
+    speculation = Speculation(Target(), Watched(), SpeculationOptions(drafter="ngram", lookup=False))
+    stop_ids = np.array([5, 9, -1, -1], np.int32)
+    speculation.decode(np.array([1]), Cache(), SimpleNamespace(temperature=0.0), stop_ids, 7, [1])
+    assert asked == [(6, (5, 9))]
+
+
+def test_a_run_that_had_to_wait_is_not_the_last(monkeypatch):
+    """Runs while weights are read end before the target goes on, so far as their time is known."""
+    clock = [0.0]
+    monkeypatch.setattr(grower_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    class Trees:
+        def __init__(self, took_s):
+            self.took_s = took_s
+
+        def draft(self, tree, fed, cache, end):
+            clock[0] += self.took_s
+            fed = fed.copy()
+            fed[0] = True
+            return tree, fed, cache, np.int32(1)
+
+    grower = Grower(SimpleNamespace(), TreeShape(nodes=(8,), room=8), Confidence())
+    for took_s, hidden in ((9.0, False), (0.01, False), (0.01, False), (5.0, True)):
+        grower.trees = Trees(took_s)
+        grower.grow(root_alone(1, 8), np.zeros(8, bool), None, Growing(0.1, 8), 1, hidden=hidden)
+    assert grower.step_s < 0.1
