@@ -101,7 +101,7 @@ class DraftedLlamaCpp(LlamaCpp):
         return {self.name: FORMATS[weights]}
 
     def open(self, opening: Opening, progress: Progress) -> Session:
-        """Writes and quantizes the files unless that has been done, and loads them. `Opening.options` may name
+        """Writes and quantizes the files unless that was done, and loads them. `Opening.options` may name
         the folder of the small model's float weights as `draft`."""
 
         def file(folder: Path, format_: str) -> Path:
