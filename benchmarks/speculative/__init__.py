@@ -13,7 +13,7 @@ PARTS = {
     "unguessable": "time per token of answers that no draft can guess",
     "same-answers": "share of answers that equal the target's own",
     "in-memory": "with --full or named: time per token with all weights in memory, drafted by their high "
-    "planes, beside llama.cpp with a draft and without",
+    "planes or a small model, beside llama.cpp with drafts and without",
 }
 
 # Sets of options of the token tree: name -> what is measured of it, for the help text.
