@@ -91,5 +91,5 @@ def _of_layer_of(first: Past, past: Past) -> Past:
     """`past`, of another layer of the same stack, as that of the layer of `first`."""
     source = past.source
     if isinstance(source, SourceKV) and isinstance(first.source, SourceKV):
-        source = source.in_layer(first.source.layer)
+        source = dataclasses.replace(source, layer=first.source.layer)
     return dataclasses.replace(past, slot=first.slot, source=source)

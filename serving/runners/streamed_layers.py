@@ -128,7 +128,8 @@ class StreamedLayers:
     def _arguments(self, layers: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
         """The parameters of some layers as their bucket takes them, and their number if it takes one."""
         if not self._grouped:
-            return (layers[0],)
+            (one,) = layers
+            return (one,)
         group = LayersAt.of([each[STACK] for each in layers], MOST_LAYERS)
         return {STACK: group, **shared_by_layers(self._model.params)}, np.int32(len(layers))
 

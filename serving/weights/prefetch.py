@@ -227,8 +227,7 @@ class WeightStream:
                     break
                 taken, last = taken + 1, len(slots) + 1
             slots.append(slot)
-        if taken:
-            del slots[last:]
+        slots = slots[: last or most]
         self._taken = number + len(slots) - 1
         try:
             yield slots
@@ -327,8 +326,7 @@ class WeightStream:
     def _release(self, count: int) -> None:
         """Frees the slots of the first `count` pieces."""
         with self._lock:
-            for _ in range(count):
-                slot = self._ahead.popleft()
+            for slot in [self._ahead.popleft() for _ in range(count)]:
                 slot.piece, slot.ready = -1, False
                 self._free.append(slot)
             self._freed.notify(count)
@@ -390,8 +388,7 @@ class WeightStream:
 
         blocks = read_blocks(ranges)
         # To hand over one of two blocks takes longer than the latency of its read.
-        found = map(read, blocks) if len(blocks) <= _AT_A_TIME else self._pool.map(read, blocks)
-        collections.deque(found, maxlen=0)
+        list(map(read, blocks) if len(blocks) <= _AT_A_TIME else self._pool.map(read, blocks))
 
     def _copy_kept(self, number: int, memory: np.ndarray) -> None:
         """Copies the kept ranges of a piece beside those that were read, since a bucket takes the piece as a
