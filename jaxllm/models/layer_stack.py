@@ -95,25 +95,25 @@ class LayersAt:
     """The parameters of some layers of one form by address, each in a weight table of its own.
 
     Attributes:
-      tables: `[n, 2]` uint32, the handles of weight tables with one row. They are copies, which keep no table
-        open: whoever calls a step with them holds the tables until it has ended.
+      handles: `[n, 2]` uint32, each of a weight table with one row. They are copies, which keep none open:
+        whoever calls a step with them holds the layers that they are of until it has ended.
       form: of the parameters.
     """
 
-    tables: jax.Array | np.ndarray
+    handles: jax.Array | np.ndarray
     form: LayerForm = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of(cls, layers: Sequence[LayerAt], room: int) -> "LayersAt":
-        """Of layers in tables of their own, with room for so many of them."""
-        tables = np.zeros((room, 2), np.uint32)
+        """Of layers that are each in a weight table by itself, with room for so many of them."""
+        handles = np.zeros((room, 2), np.uint32)
         for index, each in enumerate(layers):
-            tables[index] = each.table
-        return cls(tables, layers[0].form)
+            handles[index] = each.table
+        return cls(handles, layers[0].form)
 
     def at(self, index: jax.Array) -> LayerAt:
         """The parameters of one of them, int32 scalar."""
-        table = jax.lax.dynamic_index_in_dim(self.tables, index, axis=0, keepdims=False)
+        table = jax.lax.dynamic_index_in_dim(self.handles, index, axis=0, keepdims=False)
         return LayerAt(table, np.int32(0), self.form)
 
 

@@ -1,4 +1,4 @@
-"""Defines the step of layers in a row whose weights lie in tables of their own, as prefetched layers do.
+"""Defines the step of layers in a row that are each in a weight table by itself, as prefetched layers are.
 
 A pure function of static shapes, as in `layers.py`.
 """
@@ -37,7 +37,7 @@ def consecutive_layers(
 ) -> _Carry:
     """Runs equal layers in a row, as `decoder.forward_layer` does one.
 
-    A loop for any number of them, so that a layer's bits are the same in groups of any size.
+    A loop for any number of them, so that a layer's bits do not depend on which others run with it.
 
     Args:
       params: of the layers, `LayersAt`, and what all layers share.

@@ -84,8 +84,8 @@ def lowered_layers(
     """Lowers `consecutive_layers`, up to `MOST_LAYERS` of those that equal `layer`, with x of so many
     `tokens`."""
     stack: Any = model.params[STACK]
-    tables = jax.ShapeDtypeStruct((MOST_LAYERS, 2), np.uint32)
-    params = {STACK: LayersAt(tables, stack.at(layer).form), **shapes_of(shared_by_layers(model.params))}  # pyright: ignore
+    handles = jax.ShapeDtypeStruct((MOST_LAYERS, 2), np.uint32)
+    params = {STACK: LayersAt(handles, stack.at(layer).form), **shapes_of(shared_by_layers(model.params))}  # pyright: ignore
     step = functools.partial(consecutive_layers, cfg=model.cfg, layer=layer)
     part = model.jitted_part(step, 1, 3, 4)
     return part.lower(params, model.hidden(tokens), at, past, mass, SCALAR)

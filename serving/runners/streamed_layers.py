@@ -11,7 +11,7 @@ from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.kv.source import SourceKV
-from jaxllm.models.layer_stack import STACK, LayersAt
+from jaxllm.models.layer_stack import STACK, LayersAt, LayerStack
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.context import RestoreBucket
@@ -46,8 +46,8 @@ class StreamedLayers:
         # Layers in a row that are equal run together, in one loop over their addresses. Layers with arguments
         # of their own, as XLA's products take them, run one by one: each number of them would be another
         # bucket, whose size grows with it.
-        self._grouped = STACK in model.params
-        self._most = layers_together(model.alike, MOST_LAYERS if self._grouped else 1)
+        self._together = isinstance(model.params.get(STACK), LayerStack)
+        self._most = layers_together(model.alike, MOST_LAYERS if self._together else 1)
         self._encoder = SourceLayers(model, buckets, weights) if model.encoder is not None else None
 
     @property
@@ -127,18 +127,18 @@ class StreamedLayers:
 
     def _arguments(self, layers: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
         """The parameters of some layers as their bucket takes them, and their number if it takes one."""
-        if not self._grouped:
+        if not self._together:
             (one,) = layers
             return (one,)
-        group = LayersAt.of([each[STACK] for each in layers], MOST_LAYERS)
-        return {STACK: group, **shared_by_layers(self._model.params)}, np.int32(len(layers))
+        by_address = LayersAt.of([each[STACK] for each in layers], MOST_LAYERS)
+        return {STACK: by_address, **shared_by_layers(self._model.params)}, np.int32(len(layers))
 
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
         like, level = self._model.alike[layer], self._model.bucket_level
         if tree:
-            of_tree = LayersTreeBucket if self._grouped else LayerTreeBucket
+            of_tree = LayersTreeBucket if self._together else LayerTreeBucket
             return of_tree(nodes=tokens, cache_tokens=cache, layer=like, level=level)
-        of_chunk = LayersBucket if self._grouped else LayerBucket
+        of_chunk = LayersBucket if self._together else LayerBucket
         return of_chunk(tokens=tokens, cache_tokens=cache, layer=like, level=level)
 
 
