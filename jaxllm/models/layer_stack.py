@@ -23,7 +23,7 @@ from jaxllm.models.stacked_layers import StackedLayer, StackedLayers, stack_laye
 from jaxllm.quant import Adapted, Apart, BlockedArray, Weight
 
 # Name of the parameter that has the layers: a `LayerStack` or `StackedLayers`; in a step of one layer a
-# `LayerAt` or `StackedLayer`.
+# `LayerAt` or `StackedLayer`, in a step of some layers `LayersAt`.
 STACK = "layers"
 Carry = TypeVar("Carry")
 
@@ -87,6 +87,34 @@ class LayerAt:
     def params(self) -> LayerParams:
         """The parameters, for a step."""
         return LayerParams(self.form.at(self.table, jnp.asarray(self.row)), "")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayersAt:
+    """The parameters of some layers of one form by address, each in a weight table of its own.
+
+    Attributes:
+      handles: `[n, 2]` uint32, each of a weight table with one row. They are copies, which keep none open:
+        whoever calls a step with them holds the layers that they are of until it has ended.
+      form: of the parameters.
+    """
+
+    handles: jax.Array | np.ndarray
+    form: LayerForm = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerAt], room: int) -> "LayersAt":
+        """Of layers that are each in a weight table by itself, with room for so many of them."""
+        handles = np.zeros((room, 2), np.uint32)
+        for index, each in enumerate(layers):
+            handles[index] = each.table
+        return cls(handles, layers[0].form)
+
+    def at(self, index: jax.Array) -> LayerAt:
+        """The parameters of one of them, int32 scalar."""
+        table = jax.lax.dynamic_index_in_dim(self.handles, index, axis=0, keepdims=False)
+        return LayerAt(table, np.int32(0), self.form)
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,14 @@ from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.steps.layers import final_rows, head_piece, one_layer
 from serving.buckets.bucket import Bucket, ModelShapes, ids, mass_by_node, position_shapes
-from serving.buckets.parts import embedding_params, lowered_layer, norm_params, row_step, some_rows
+from serving.buckets.parts import (
+    embedding_params,
+    lowered_layer,
+    lowered_layers,
+    norm_params,
+    row_step,
+    some_rows,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +102,50 @@ class LayerTreeBucket(Bucket):
         past, at = model.past(self.layer, self.cache_tokens), position_shapes(self.nodes, tree=True)
         mass = mass_by_node(model.cache(self.cache_tokens), self.nodes)
         return lowered_layer(model, one_layer, self.layer, self.nodes, at, past, mass)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayersBucket(Bucket):
+    """Runs layers in a row that share their buckets over a chunk (see `steps.layers.consecutive_layers`).
+
+    Attributes:
+      tokens: length of the chunk, padding included.
+      cache_tokens: length of the cache.
+      layer: the first of the layers that share the bucket.
+    """
+
+    tokens: int
+    cache_tokens: int
+    layer: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(layers' params, x, positions, keys and values of the first, mass, count) -> x, keys and values,
+        mass."""
+        past, mass = model.past(self.layer, self.cache_tokens), model.cache(self.cache_tokens).mass
+        return lowered_layers(model, self.layer, self.tokens, position_shapes(self.tokens), past, mass)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayersTreeBucket(Bucket):
+    """Runs layers in a row that share their buckets over a token tree (see
+    `steps.layers.consecutive_layers`).
+
+    Attributes:
+      nodes: capacity of the tree (M).
+      cache_tokens: length of the cache.
+      layer: the first of the layers that share the bucket.
+    """
+
+    nodes: int
+    cache_tokens: int
+    layer: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(layers' params, x, positions, keys and values of the first, mass by node, count) -> x, keys and
+        values, mass."""
+        past, at = model.past(self.layer, self.cache_tokens), position_shapes(self.nodes, tree=True)
+        mass = mass_by_node(model.cache(self.cache_tokens), self.nodes)
+        return lowered_layers(model, self.layer, self.nodes, at, past, mass)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,17 @@ import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.models.layer_stack import STACK, LayerStack
+from jaxllm.kv.cache import Past
+from jaxllm.kv.positions import TokenPositions
+from jaxllm.models.layer_stack import STACK, LayersAt, LayerStack
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.models.stacked_layers import StackedLayers
 from jaxllm.quant import PANEL, BlockedArray, QArray, Weight, blocked_shapes
-from serving.buckets.bucket import ModelShapes, shapes_of
+from jaxllm.steps.consecutive_layers import consecutive_layers
+from serving.buckets.bucket import SCALAR, ModelShapes, shapes_of
 
+# Layers that one dispatch runs at most.
+MOST_LAYERS = 4
 EXPERT_PARTS = ("gate", "up", "down")
 
 
@@ -71,6 +76,19 @@ def lowered_layer(
     """
     part = model.jitted_part(functools.partial(step, cfg=model.cfg, layer=layer), *donated)
     return part.lower(layer_shapes(model.params, layer), model.hidden(tokens), *rest)
+
+
+def lowered_layers(
+    model: ModelShapes, layer: int, tokens: int, at: TokenPositions, past: Past, mass: Any
+) -> jax.stages.Lowered:
+    """Lowers `consecutive_layers`, up to `MOST_LAYERS` of those that equal `layer`, with x of so many
+    `tokens`."""
+    stack: Any = model.params[STACK]
+    handles = jax.ShapeDtypeStruct((MOST_LAYERS, 2), np.uint32)
+    params = {STACK: LayersAt(handles, stack.at(layer).form), **shapes_of(shared_by_layers(model.params))}  # pyright: ignore
+    step = functools.partial(consecutive_layers, cfg=model.cfg, layer=layer)
+    part = model.jitted_part(step, 1, 3, 4)
+    return part.lower(params, model.hidden(tokens), at, past, mass, SCALAR)
 
 
 def any_expert(form: str) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,11 +11,18 @@ from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.kv.positions import TokenPositions
 from jaxllm.kv.source import SourceKV
+from jaxllm.models.layer_stack import STACK, LayersAt, LayerStack
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.context import RestoreBucket
-from serving.buckets.layer import EmbedRowsBucket, LayerBucket, LayerTreeBucket
-from serving.buckets.parts import embedding_params
+from serving.buckets.layer import (
+    EmbedRowsBucket,
+    LayerBucket,
+    LayersBucket,
+    LayersTreeBucket,
+    LayerTreeBucket,
+)
+from serving.buckets.parts import MOST_LAYERS, embedding_params, shared_by_layers
 from serving.runners.layerwise import Chunk
 from serving.runners.source_layers import SourceLayers
 from serving.weights.model_level import ModelLevel
@@ -35,6 +43,11 @@ class StreamedLayers:
         self._model, self._buckets = model, buckets
         # All adapters share it.
         self._embedding = embedding_params(model.params)
+        # Layers in a row that are equal run together, in one loop over their addresses. Layers with arguments
+        # of their own, as XLA's products take them, run one by one: each number of them would be another
+        # bucket, whose size grows with it.
+        self._together = isinstance(model.params.get(STACK), LayerStack)
+        self._most = layers_together(model.alike, MOST_LAYERS if self._together else 1)
         self._encoder = SourceLayers(model, buckets, weights) if model.encoder is not None else None
 
     @property
@@ -74,18 +87,23 @@ class StreamedLayers:
         """See `LayerSource`."""
         self._weights.begin(self._model.cfg)
         outputs = [self._embed(tokens, at) for tokens, at in chunks]
-        mass = cache.mass
-        for layer in range(self._model.cfg.layers):
-            past = cache.past(layer)
-            with self._weights.layer(self._model, layer, meanwhile) as weights:
-                for number, (tokens, at) in enumerate(chunks):
+        # Put there once for all layers.
+        placed = [(len(tokens), jax.device_put(at)) for tokens, at in chunks]
+        mass, layer = cache.mass, 0
+        # Attention mass is summed layer by layer, whatever is in memory when.
+        alone = mass is not None and len(chunks) > 1
+        while layer < self._model.cfg.layers:
+            past, most = cache.past(layer), 1 if alone else self._most[layer]
+            with self._weights.layers(self._model, layer, most, meanwhile) as layers:
+                weights, *count = self._arguments(layers)
+                for number, (tokens, at) in enumerate(placed):
                     tree = at.tree is not None
-                    bucket = self._bucket(len(tokens), cache.capacity_tokens, layer, tree=tree)
+                    bucket = self._bucket(tokens, cache.capacity_tokens, layer, tree=tree)
                     compiled = self._buckets.get(bucket)
-                    outputs[number], past, mass = compiled(weights, outputs[number], at, past, mass)
-                # The next piece overwrites the memory of this one.
+                    outputs[number], past, mass = compiled(weights, outputs[number], at, past, mass, *count)
+                # The next pieces overwrite the memory of these.
                 jax.block_until_ready(outputs)
-            cache = cache.with_past(layer, past)
+            cache, layer = cache.with_past(layer, past), layer + len(layers)
         return outputs, dataclasses.replace(cache, mass=mass)
 
     def read_source(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
@@ -107,8 +125,27 @@ class StreamedLayers:
         compiled = self._buckets.get(self.embed_bucket(len(tokens)))
         return compiled({**self._embedding, "embed.tokens": some}, rows, np.asarray(at.positions))
 
+    def _arguments(self, layers: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
+        """The parameters of some layers as their bucket takes them, and their number if it takes one."""
+        if not self._together:
+            (one,) = layers
+            return (one,)
+        by_address = LayersAt.of([each[STACK] for each in layers], MOST_LAYERS)
+        return {STACK: by_address, **shared_by_layers(self._model.params)}, np.int32(len(layers))
+
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
         like, level = self._model.alike[layer], self._model.bucket_level
         if tree:
-            return LayerTreeBucket(nodes=tokens, cache_tokens=cache, layer=like, level=level)
-        return LayerBucket(tokens=tokens, cache_tokens=cache, layer=like, level=level)
+            of_tree = LayersTreeBucket if self._together else LayerTreeBucket
+            return of_tree(nodes=tokens, cache_tokens=cache, layer=like, level=level)
+        of_chunk = LayersBucket if self._together else LayerBucket
+        return of_chunk(tokens=tokens, cache_tokens=cache, layer=like, level=level)
+
+
+def layers_together(alike: Sequence[int], most: int) -> list[int]:
+    """Per layer, how many layers run together from it on: equal ones in a row, at most `most`."""
+    found = [1] * len(alike)
+    for layer in reversed(range(len(alike) - 1)):
+        if alike[layer] == alike[layer + 1]:
+            found[layer] = min(most, found[layer + 1] + 1)
+    return found

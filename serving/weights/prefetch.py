@@ -98,13 +98,17 @@ class WeightStream:
         self._plan_reads()
         # What is read after this pass, if not the same again.
         self._then: list[Piece] | None = None
-        self._slots, self._free = slots, [Slot(aligned(slot_bytes)) for _ in range(slots)]
+        # First in, first out: a piece mostly comes into the slot where its arrays are known.
+        self._slots = slots
+        self._free = collections.deque(Slot(aligned(slot_bytes)) for _ in range(slots))
         # Slots whose pieces are read or being read, in the order of passes.
         self._ahead: collections.deque[Slot] = collections.deque()
         self._next, self._read_ahead, self._wanted = 0, read_ahead, False
         # The piece that was taken last, and how long this pass and the last one waited for pieces.
         self._taken, self._idle_s, self._idle_before_s = -1, 0.0, 0.0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        # Threads that read wait for free slots, who computes for ends of reads: few are woken in vain.
+        self._freed, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
         self._closed = False
         self._threads: list[threading.Thread] = []
         # Reads that are underway, the time up to which `read_s` counts, and when they are expected to end.
@@ -129,7 +133,7 @@ class WeightStream:
     def let_go(self, number: int) -> Slot:
         """Gives up the memory of a resident piece, which is read in each pass from now on; returns its slot.
         Slots for it must be there, and `checksums` have its blocks."""
-        with self._changed:
+        with self._lock:
             slot = self._staying.pop(number)
             self._renumber()
         return slot
@@ -141,11 +145,10 @@ class WeightStream:
           CheckpointError: it cannot be read; all is as before.
           ConfigError: the stream is closed.
         """
-        with self._changed:
-            self._require_open()
+        self._require_open()
         slot = Slot(aligned(self._whole[number].memory_bytes))
         self._read(self._whole[number].ranges, slot.memory)
-        with self._changed:
+        with self._lock:
             self._staying[number] = slot
             self._renumber()
 
@@ -181,7 +184,7 @@ class WeightStream:
         Raises:
           ConfigError: the stream is closed.
         """
-        with self._changed:
+        with self._lock:
             self._require_open()
             self._then = None if then is None else list(then)
             if [each.ranges for each in pieces] == [each.ranges for each in self._pieces]:
@@ -193,38 +196,88 @@ class WeightStream:
 
     @contextlib.contextmanager
     def piece(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Slot]:
-        """The slot of a piece, valid until the context ends.
+        """The slot of a piece, valid until the context ends (see `pieces`)."""
+        with self.pieces(number, 1, meanwhile) as (slot,):
+            yield slot
+
+    @contextlib.contextmanager
+    def pieces(self, number: int, most: int, meanwhile: Meanwhile | None = None) -> Iterator[list[Slot]]:
+        """The slots of a piece and of those after it that are in memory when it is, valid until the context
+        ends. Reads go on: at most half of the slots that are read into are among them, and no resident piece
+        behind those, for which a slot would be free later.
 
         Args:
-          number: of the piece; ascending in a pass.
-          meanwhile: called repeatedly while the piece is read, until it returns False.
+          number: of the first piece; ascending in a pass.
+          most: pieces in all.
+          meanwhile: called repeatedly while the first piece is read, until it returns False.
 
         Raises:
-          CheckpointError: it cannot be read. The next pass tries again.
+          CheckpointError: the first cannot be read. The next pass tries again.
           ConfigError: the stream is closed.
         """
-        if (slot := self._staying.get(number)) is not None:
-            yield slot
-            return
-        slot = self._take(number, meanwhile)
+        slots, taken, room, last = list[Slot](), 0, max(1, self._slots // 2), 0
+        if number <= self._taken:
+            self._idle_before_s, self._idle_s = self._idle_s, 0.0
+        for each in range(number, number + most):
+            slot = self._staying.get(each)
+            if slot is None:
+                if not slots:
+                    slot = self._take(each, meanwhile)
+                elif taken == room or (slot := self._ready_at(taken, each)) is None:
+                    break
+                taken, last = taken + 1, len(slots) + 1
+            slots.append(slot)
+        slots = slots[: last or most]
+        self._taken = number + len(slots) - 1
         try:
-            yield slot
+            yield slots
         finally:
-            with self._changed:
-                self._release(slot)
+            if taken:
+                self._release(taken)
 
     def close(self) -> None:
         """Stops the threads and closes the file."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._freed.notify_all()
+            self._ended.notify_all()
         for each in self._threads:
             each.join()
         self._pool.shutdown()
         self._reader.close()
 
     def _take(self, number: int, meanwhile: Meanwhile | None) -> Slot:
-        with self._changed:
+        self._require_open()
+        if (slot := self._ready_at(0, number)) is not None:
+            return slot
+        slot, asked = self._coming_slot(number), time.perf_counter()
+        while not slot.ready and meanwhile is not None and meanwhile(self._busy_s):
+            pass
+        began = time.perf_counter()
+        with self._lock:
+            self._ended.wait_for(lambda: slot.ready)
+            now = time.perf_counter()
+            self.counts.waited_s += now - began
+            self._idle_s += now - asked
+            if slot.error is not None:
+                error = slot.error
+                self._drop_all()
+                raise error
+        return slot
+
+    def _ready_at(self, index: int, number: int) -> Slot | None:
+        """The slot of a piece that is the next but `index` and has been read without an error; else None.
+
+        Without the lock: threads that read only add slots, and say last of all that a read has ended.
+        """
+        if index >= len(self._ahead):
+            return None
+        slot = self._ahead[index]
+        return slot if slot.piece == number and slot.ready and slot.error is None else None
+
+    def _coming_slot(self, number: int) -> Slot:
+        """The slot of the next piece, into which it is read by now."""
+        with self._lock:
             self._require_open()
             if not self._threads:
                 self._threads = [
@@ -236,26 +289,10 @@ class WeightStream:
                 # The pass before ended early: the pieces read for it are not needed now.
                 self._drop_all()
                 self._next, self._wanted = self._coming.index(number), True
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: bool(self._ahead) or self._closed)
+                self._freed.notify_all()
+                self._ended.wait_for(lambda: bool(self._ahead) or self._closed)
                 self._require_open()
-            slot = self._ahead[0]
-        if number <= self._taken:
-            self._idle_before_s, self._idle_s = self._idle_s, 0.0
-        self._taken, asked = number, time.perf_counter()
-        while not slot.ready and meanwhile is not None and meanwhile(self._busy_s):
-            pass
-        began = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(lambda: slot.ready)
-            now = time.perf_counter()
-            self.counts.waited_s += now - began
-            self._idle_s += now - asked
-            if slot.error is not None:
-                error = slot.error
-                self._drop_all()
-                raise error
-        return slot
+            return self._ahead[0]
 
     def _require_open(self) -> None:
         if self._closed:
@@ -279,24 +316,26 @@ class WeightStream:
         dropped = []
         while self._ahead:
             slot = self._ahead.popleft()
-            self._changed.wait_for(lambda slot=slot: slot.ready)
+            self._ended.wait_for(lambda slot=slot: slot.ready)
             slot.piece, slot.ready, slot.error = -1, False, None
             dropped.append(slot)
         # All at once: no read begins before.
         self._free += dropped
-        self._changed.notify_all()
+        self._freed.notify_all()
 
-    def _release(self, slot: Slot) -> None:
-        self._ahead.popleft()
-        slot.piece, slot.ready = -1, False
-        self._free.append(slot)
-        self._changed.notify_all()
+    def _release(self, count: int) -> None:
+        """Frees the slots of the first `count` pieces."""
+        with self._lock:
+            for slot in [self._ahead.popleft() for _ in range(count)]:
+                slot.piece, slot.ready = -1, False
+                self._free.append(slot)
+            self._freed.notify(count)
 
     def _run(self) -> None:
         """Reads pieces in a thread."""
         while True:
-            with self._changed:
-                self._changed.wait_for(
+            with self._lock:
+                self._freed.wait_for(
                     lambda: (
                         self._closed
                         or (bool(self._free and self._coming) and (self._read_ahead or self._wanted))
@@ -304,7 +343,7 @@ class WeightStream:
                 )
                 if self._closed:
                     return
-                slot, number = self._free.pop(), self._coming[self._next]
+                slot, number = self._free.popleft(), self._coming[self._next]
                 self._next, self._wanted = (self._next + 1) % len(self._coming), False
                 slot.piece = number
                 self._ahead.append(slot)
@@ -315,20 +354,21 @@ class WeightStream:
                 self._count_time()
                 self._underway += 1
                 self._ends_at = max(self._ends_at, self._counted_at) + self._piece_s
-                self._changed.notify_all()
+                if len(self._ahead) == 1:
+                    self._ended.notify_all()
             try:
                 self._read(piece.ranges, slot.memory)
                 self._copy_kept(number, slot.memory)
             except Exception as error:  # Raised by the thread that waits.
                 slot.error = error
-            with self._changed:
+            with self._lock:
                 self._count_time()
                 self._underway -= 1
                 if not self._underway:
                     self._ends_at = self._counted_at
                 self.counts.read_bytes += read_bytes(piece)
                 slot.ready = True
-                self._changed.notify_all()
+                self._ended.notify_all()
 
     def _count_time(self) -> None:
         """Counts the time since the last count, if something was read in it; under the lock."""
@@ -347,10 +387,8 @@ class WeightStream:
             raise self._checksums.changed(offset, size)
 
         blocks = read_blocks(ranges)
-        if len(blocks) == 1:
-            read(blocks[0])
-        else:
-            list(self._pool.map(read, blocks))
+        # To hand over one of two blocks takes longer than the latency of its read.
+        list(map(read, blocks) if len(blocks) <= _AT_A_TIME else self._pool.map(read, blocks))
 
     def _copy_kept(self, number: int, memory: np.ndarray) -> None:
         """Copies the kept ranges of a piece beside those that were read, since a bucket takes the piece as a

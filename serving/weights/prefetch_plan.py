@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from jaxllm.errors import BudgetExceeded
 from serving.weights.runtime_share import least_budget
 
-# Slots for pieces that are not resident: one is computed while the next one is read.
+# Slots for pieces that are not resident: one is computed while the next one is read. With more of them more
+# layers would run together, but each takes the memory of a resident piece, which is then read in each pass.
 SLOTS = 2
 
 

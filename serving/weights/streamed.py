@@ -251,6 +251,17 @@ class StreamedWeights:
             yield self._layer_in(slot, self._passes.first_layer + layer, model, layer)
 
     @contextlib.contextmanager
+    def layers(
+        self, model: ModelLevel, layer: int, most: int, meanwhile: Meanwhile | None = None
+    ) -> Iterator[list[dict[str, Any]]]:
+        """`layer`, for it and the layers after it that are in memory by then, at most `most` in all."""
+        first = self._passes.first_layer + layer
+        with self._stream.pieces(first, most, meanwhile) as slots:
+            yield [
+                self._layer_in(slot, first + index, model, layer + index) for index, slot in enumerate(slots)
+            ]
+
+    @contextlib.contextmanager
     def encoder_layer(self, model: ModelLevel, layer: int) -> Iterator[dict[str, Any]]:
         """`layer` of the encoder, a model by itself."""
         with self._stream.piece(layer) as slot:

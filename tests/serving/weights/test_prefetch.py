@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import CheckpointError, ConfigError
 from serving.host.direct_io import PAGE, PieceReader, Storage
 from serving.weights.pieces import LayerPiece, Range
 from serving.weights.prefetch import WeightStream
@@ -35,24 +35,37 @@ def pieces(size):
     ]
 
 
-def opened(path, part):
-    return WeightStream(PieceReader(path), part, resident=[], slots=2, slot_bytes=SIZE)
+def opened(path, part, *, resident=(), slots=2):
+    return WeightStream(PieceReader(path), part, resident=resident, slots=slots, slot_bytes=SIZE)
 
 
-class Preempted(threading.Condition):
+def all_read(stream, count):
+    """Waits until so many pieces have been read ahead."""
+    until = time.monotonic() + 10
+    while sum(each.ready for each in stream._ahead) < count:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+class Preempted:
     """Who gives the lock back, but for the thread that reads, is preempted at once."""
 
+    def __init__(self, lock):
+        self._lock = lock
+
+    def __enter__(self):
+        return self._lock.__enter__()
+
     def __exit__(self, *error):
-        done = super().__exit__(*error)
+        self._lock.__exit__(*error)
         if threading.current_thread() is threading.main_thread():
             time.sleep(0.01)
-        return done
 
 
 def test_a_piece_is_never_filled_by_the_ranges_before(path):
     half, whole = pieces(SIZE // 2), pieces(SIZE)
     stream = opened(path, half)
-    stream._changed = Preempted()
+    stream._lock = Preempted(stream._lock)
     for _ in range(2):
         for part in (half, whole):
             stream.use(part)
@@ -62,6 +75,98 @@ def test_a_piece_is_never_filled_by_the_ranges_before(path):
                     assert (slot.memory[:size] == layer + 1).all()
                     # So that nothing is there that was not read.
                     slot.memory[:] = 0
+    stream.close()
+
+
+def numbers(slots):
+    return [int(slot.memory[0]) - 1 for slot in slots]
+
+
+@pytest.mark.parametrize(
+    ("slots", "resident", "expected"),
+    [
+        # Half of the slots are read into while the pieces of the others are computed.
+        (4, (), [[0, 1], [2, 3]]),
+        (3, (), [[0], [1], [2], [3]]),
+        (2, (), [[0], [1], [2], [3]]),
+        # A resident piece goes along before one that was read, and not behind it.
+        (2, (0, 2), [[0, 1], [2, 3]]),
+        (2, (1, 2), [[0], [1, 2, 3]]),
+        (2, (1, 2, 3), [[0], [1, 2, 3]]),
+        (4, (1, 3), [[0, 1, 2], [3]]),
+    ],
+)
+def test_pieces_that_are_in_memory_come_together(path, slots, resident, expected):
+    stream = opened(path, pieces(SIZE), resident=resident, slots=slots)
+    for number, memory in stream.staying().items():
+        memory[:] = number + 1
+    read = LAYERS - len(resident)
+    # The first pass starts the reads; in the last no more than one may come.
+    for most, passes in ((LAYERS, None), (LAYERS, expected), (1, [[0], [1], [2], [3]])):
+        found, at = [], 0
+        while at < LAYERS:
+            if passes is not None:
+                all_read(stream, min(slots, read))
+            with stream.pieces(at, min(most, LAYERS - at)) as some:
+                found.append(numbers(some))
+            at += len(some)
+        assert passes is None or found == passes
+    stream.close()
+
+
+def test_nobody_waits_for_a_second_piece(path):
+    """While the first is read there is time for other work; then it comes alone."""
+    reader = PieceReader(path)
+    read_into, may_end = reader.read_into, [threading.Event() for _ in range(LAYERS)]
+
+    def read(memory, place, offset, size):
+        assert may_end[offset // SIZE].wait(10)
+        read_into(memory, place, offset, size)
+
+    reader.read_into = read
+    stream = WeightStream(reader, pieces(SIZE), resident=[], slots=4, slot_bytes=SIZE)
+    for at in range(LAYERS):
+        calls = []
+
+        def meanwhile(busy_s, calls=calls, at=at):
+            assert busy_s >= 0
+            calls.append(at)
+            if len(calls) == 3:
+                may_end[at].set()
+            time.sleep(0.001)
+            return True
+
+        with stream.pieces(at, LAYERS - at, meanwhile) as some:
+            assert numbers(some) == [at]
+        assert len(calls) >= 3
+    # Two are there: nothing is waited for.
+    all_read(stream, 4)
+    with stream.pieces(0, 4, lambda _: pytest.fail("nothing is waited for")) as some:
+        assert numbers(some) == [0, 1]
+    stream.close()
+
+
+def test_a_piece_that_cannot_be_read_is_left_to_its_own_turn(path):
+    reader = PieceReader(path)
+    read_into, broken = reader.read_into, [True]
+
+    def read(memory, place, offset, size):
+        if offset == SIZE and broken[0]:
+            raise CheckpointError("no second layer")
+        read_into(memory, place, offset, size)
+
+    reader.read_into = read
+    stream = WeightStream(reader, pieces(SIZE), resident=[], slots=4, slot_bytes=SIZE)
+    with stream.piece(0):
+        all_read(stream, 4)
+    for _ in range(2):
+        with stream.pieces(0, 4) as some:
+            assert numbers(some) == [0]
+        with pytest.raises(CheckpointError, match="no second layer"), stream.pieces(1, 3):
+            pass
+    broken[0] = False
+    with stream.pieces(0, 1), stream.piece(1) as slot:
+        assert numbers([slot]) == [1]
     stream.close()
 
 

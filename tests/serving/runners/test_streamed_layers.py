@@ -1,0 +1,203 @@
+"""Layers in a row run in one dispatch, to the bits that each gives alone."""
+
+import dataclasses
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.elastic.ladder import Ladder
+from jaxllm.kernels import native
+from jaxllm.speculative.tree import line_tree
+from serving.buckets.layer import LayersBucket, LayersTreeBucket, LayerTreeBucket
+from serving.engine import Engine
+from serving.host.direct_io import Storage
+from serving.options import EngineOptions
+from serving.request import GenerationConfig
+from serving.runners import streamed_layers
+from serving.runners.streamed_layers import layers_together
+from serving.weights import streamed
+from serving.weights.footprint import fixed_bytes, whole_budget
+from tests import tiny, tiny_encdec
+from tests.kernels.switching import fall_back
+from tests.serving.speculation.test_speculative import sharp
+
+needs_native = pytest.mark.skipif(not native.kernels().native, reason="native kernels read by address")
+CFG = dataclasses.replace(tiny.TINY, layers=9, heads=8, kv_heads=4, ffn_size=192, attention_windows=())
+T5 = dataclasses.replace(tiny_encdec.TINY_T5, layers=5, attention_windows=(0,) * 5)
+OPTIONS = EngineOptions(
+    context_tokens=64,
+    cache_tokens=(64,),
+    chunk_tokens=(16,),
+    levels=(40,),
+    kv_codec="channel",
+    buckets_bytes=0,
+)
+ROOM = 8
+
+
+def test_equal_layers_in_a_row_run_together():
+    assert layers_together((0, 0, 0, 0, 0), 4) == [4, 4, 3, 2, 1]
+    assert layers_together((0, 0, 0, 0, 0), 1) == [1, 1, 1, 1, 1]
+    assert layers_together((0, 1, 0, 0, 1, 1), 4) == [1, 1, 2, 1, 2, 1]
+    assert layers_together((0,), 4) == [1]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    parts = elastic_parts(Ladder(levels=(40, 100)))
+    path = tmp_path_factory.mktemp("streamed") / "tiny.jaxllm"
+    return tiny.write_tiny_bundle(path, "int8", cfg=CFG, params=tiny.tiny_params(CFG), parts=parts)
+
+
+def opened(path, share, slots=2, **more):
+    """An engine with some of its layers in memory, and as many slots for the others."""
+    options = dataclasses.replace(OPTIONS, **more)
+    whole = Engine.open(path, options=options, warm_up=False)
+    memory = fixed_bytes(whole.cfg, whole.options) + int(share * whole.model.bundle.weight_bytes)
+    whole.close()
+    options = dataclasses.replace(options, memory_bytes=whole_budget(memory))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streamed, "SLOTS", slots)
+        engine = Engine.open(path, options=options, warm_up=False)
+    assert engine.model.streamed.plan.slots == slots
+    return engine
+
+
+def groups_of(engine, most, monkeypatch):
+    """Lets at most so many layers run together, those that storage has read by a moment later; returns a list
+    to which the numbers of layers of dispatches are added."""
+    stream, found = engine.model.streamed._stream, []
+    pieces, arguments = stream.pieces, streamed_layers.StreamedLayers._arguments
+
+    def unhurried(*asked):
+        until = time.monotonic() + (2 if stream._ahead else 0)
+        wanted = min(len(stream._free) + len(stream._ahead), len(stream._coming))
+        while time.monotonic() < until and sum(each.ready for each in list(stream._ahead)) < wanted:
+            time.sleep(0.001)
+        return pieces(*asked)
+
+    def counted(self, layers):
+        found.append(len(layers))
+        return arguments(self, layers)
+
+    monkeypatch.setattr(stream, "pieces", unhurried)
+    monkeypatch.setattr(streamed_layers.StreamedLayers, "_arguments", counted)
+    for runner in {engine.runner, *map(engine.runner_at, engine.levels)}:
+        allowed = [min(most, each) for each in runner.layers._most]
+        monkeypatch.setattr(runner.layers, "_most", allowed)
+    return found
+
+
+def computed(runner):
+    """Bits of a prompt of two chunks and of a token tree behind it: logits, keys and values, and mass."""
+    cache = runner.start(64)
+    logits, cache = runner.prefill(cache, [3 + each for each in range(20)], 0, runner.prefill_chunks(20)[0])
+    found = [logits, cache.mass]
+    tree_logits, cache = runner.tree_logits(line_tree([7, 9, 4, 11, 5, 8, 6, 10][:ROOM]), cache)
+    found += [tree_logits, cache.mass, *(rows[..., :28, :] for rows in (*cache.keys, *cache.values))]
+    return jax.tree.map(np.asarray, found)
+
+
+def ready(runner):
+    runner.fill([*runner.request_buckets(20, 8), *runner.tree_buckets(ROOM)])
+
+
+def same(found, expected):
+    return all(np.array_equal(*each) for each in zip(found, expected, strict=True))
+
+
+@needs_native
+@pytest.mark.usefixtures("shipped_compilations")
+def test_a_layers_bits_are_the_same_in_groups_of_any_size(path, monkeypatch):
+    engine, expected = opened(path, 0.98, slots=8), {}
+    for level in (100, 40):
+        ready(engine.runner_at(level))
+    built = dict(engine.runner.buckets.bucket_ms)
+    # Layers of a tree; nine are no multiple of two or of four.
+    groups = {1: [1] * 9, 2: [2, 2, 2, 2, 1], 3: [3, 3, 3], 4: [4, 4, 1]}
+    for most, of_tree in groups.items():
+        with monkeypatch.context() as patch:
+            sizes = groups_of(engine, most, patch)
+            for level in (100, 40, 100):
+                found = computed(engine.runner_at(level))
+                assert same(found, expected.setdefault(level, found))
+        # Chunks whose mass is counted run through one layer before the next.
+        assert sizes == 3 * [*[1] * CFG.layers, *of_tree]
+    assert engine.runner.buckets.bucket_ms == built
+    # One for all layers and all groups, per shape of tokens.
+    kinds = [type(each) for each in built]
+    assert (kinds.count(LayersBucket), kinds.count(LayersTreeBucket)) == (2, 1)
+    engine.close()
+
+
+@needs_native
+@pytest.mark.usefixtures("shipped_compilations")
+def test_of_two_slots_one_layer_that_is_read_is_computed_at_a_time(path, monkeypatch):
+    engine = opened(path, 0.7)
+    ready(engine.runner)
+    read = CFG.layers - sum(each < CFG.layers for each in engine.model.streamed.plan.resident)
+    sizes, found = groups_of(engine, 4, monkeypatch), computed(engine.runner)
+    # A prompt's mass is counted layer by layer.
+    dispatches = len(sizes) - CFG.layers
+    assert read <= dispatches < CFG.layers
+    assert same(computed(engine.runner), found)
+    engine.close()
+
+
+@pytest.mark.parametrize("native_kernels", [pytest.param(True, marks=needs_native), False])
+def test_a_prompt_without_mass_runs_in_groups_too(path, native_kernels, monkeypatch):
+    """Where nothing is read by address layers run one by one."""
+    if not native_kernels:
+        fall_back(monkeypatch)
+    engine = opened(path, 0.98, slots=6, kv_codec="", levels=())
+    ready(engine.runner)
+    sizes, found = groups_of(engine, 2, monkeypatch), computed(engine.runner)
+    assert found[1] is None
+    assert sum(sizes) == 2 * CFG.layers
+    assert (max(sizes) == 2) == native_kernels
+    kinds = {type(each) for each in engine.runner.buckets.bucket_ms}
+    assert (LayersTreeBucket in kinds) == native_kernels
+    assert (LayerTreeBucket in kinds) != native_kernels
+    monkeypatch.setattr(engine.runner.layers, "_most", [1] * CFG.layers)
+    assert same(computed(engine.runner), found)
+    engine.close()
+
+
+@needs_native
+def test_layers_that_attend_to_a_source_run_together(tmp_path, monkeypatch):
+    path = tiny.write_tiny_bundle(
+        tmp_path / "t5.jaxllm", "int8", cfg=T5, params=sharp(T5), tokenizer=tiny_encdec.tokenizer()
+    )
+    engine = opened(path, 0.9, slots=4, kv_codec="", levels=(), context_tokens=48, cache_tokens=())
+    engine.runner.fill(engine.runner.request_buckets(20, 8))
+    answers, asked = [], [3 + each for each in range(20)]
+    config = GenerationConfig(max_tokens=8, ignore_eos=True)
+    for most in (1, 2, 4):
+        with monkeypatch.context() as patch:
+            sizes = groups_of(engine, most, patch)
+            answers.append(engine.stream(asked, config).result().tokens)
+        assert (max(sizes) > 1) == (most > 1)
+    assert answers == [answers[0]] * 3
+    engine.close()
+
+
+@needs_native
+def test_other_work_is_done_while_the_first_layer_of_a_group_is_read(path):
+    engine = opened(path, 0.98, slots=6, kv_codec="", levels=(), storage=Storage(latency_ms=10))
+    ready(engine.runner)
+    computed(engine.runner)
+    calls = []
+
+    def meanwhile(busy_s):
+        calls.append(busy_s)
+        time.sleep(0.001)
+        return True
+
+    cache = engine.runner.start(64)
+    for _ in range(2):
+        _, cache = engine.runner.tree_logits(line_tree([7] * ROOM), cache, meanwhile)
+    assert len(calls) >= CFG.layers
+    engine.close()
