@@ -136,7 +136,7 @@ def _descend(
         levels = jax.lax.dynamic_update_slice_in_dim(levels, now, start, 0)
         return levels, high + rows.T @ changed_high, both + rows.T @ changed_both
 
-    high = gram @ (target - 16 * _high(wide) * scale)
-    both = gram @ (target - wide * scale)
+    high = gram @ (target - 16 * _high(wide).astype(jnp.float32) * scale)
+    both = gram @ (target - wide.astype(jnp.float32) * scale)
     levels, _, _ = jax.lax.fori_loop(0, sweeps * blocks, block, (wide, high, both))
     return levels.astype(jnp.int8)
