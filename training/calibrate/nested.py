@@ -37,6 +37,8 @@ from training.calibrate.tokens import text_tokens
 
 # Of so many rows one is held out: a choice that fits one text alone would show.
 _HELD_OUT = 8
+# Of a row.
+_LEAST_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,10 +54,8 @@ class NestedRecipe:
     row_tokens: int = 512
 
     def __post_init__(self) -> None:
-        if self.row_tokens < 2:
-            raise ConfigError(f"row_tokens must be from 2 up, got {self.row_tokens}")
-        if self.tokens < 2:
-            raise ConfigError(f"tokens must be from 2 up, got {self.tokens}")
+        if self.row_tokens < _LEAST_TOKENS:
+            raise ConfigError(f"row_tokens must be from {_LEAST_TOKENS} up, got {self.row_tokens}")
 
 
 def calibrate_nested(
@@ -158,16 +158,15 @@ def _require_room(path: Path, cfg: ModelConfig) -> None:
 
 
 def _rows(bundle: Bundle, recipe: NestedRecipe, texts: Sequence[Path]) -> list[np.ndarray]:
-    """Rows of equal length."""
-    length = min(recipe.row_tokens, bundle.cfg.window_tokens)
-    tokens = text_tokens(bundle, recipe.tokens, texts)
-    rows = whole_rows(tokens[: recipe.tokens], length)
-    if len(rows) < _HELD_OUT:
+    """Rows of equal length, shorter ones of a short text."""
+    tokens = text_tokens(bundle, recipe.tokens, texts)[: recipe.tokens]
+    length = min(recipe.row_tokens, bundle.cfg.window_tokens, len(tokens) // _HELD_OUT)
+    if length < _LEAST_TOKENS:
         raise ConfigError(
-            f"calibrate on at least {_HELD_OUT * length} tokens of text, {_HELD_OUT} contexts of {length}, "
-            f"got {min(len(tokens), recipe.tokens)}; give more (--tokens, --text)"
+            f"calibrate on at least {_HELD_OUT * _LEAST_TOKENS} tokens of text, got {len(tokens)}; give more "
+            "(--tokens, --text)"
         )
-    return rows
+    return whole_rows(tokens, length)
 
 
 class _Layers:
@@ -195,8 +194,9 @@ class _Layers:
         sums: list[list[np.ndarray]] = [[], []]
         for place, x in enumerate(self._x):
             self._x[place], grams = self._run(own, x, like=like)
-            held, grams = place % _HELD_OUT == _HELD_OUT - 1, [np.asarray(each) for each in grams]
-            sums[held] = [a + b for a, b in zip(sums[held], grams, strict=True)] if sums[held] else grams
+            which, grams = place % _HELD_OUT == _HELD_OUT - 1, [np.asarray(each) for each in grams]
+            known = sums[which]
+            sums[which] = [a + b for a, b in zip(known, grams, strict=True)] if known else grams
         return sums[0], sums[1]
 
 

@@ -119,8 +119,8 @@ def test_bad_input_is_told(made, text, tmp_path):
         calibrate_nested(RECIPE, tmp_path / "missing", out, console=QUIET)
     with pytest.raises(CheckpointError, match="create it first"):
         calibrate_nested(RECIPE, plain, tmp_path / "missing" / "out.jaxllm", console=QUIET)
-    with pytest.raises(ConfigError, match="at least 512 tokens of text, 8 contexts of 64, got 64; give more"):
-        calibrate_nested(NestedRecipe(tokens=64, row_tokens=64), source, out, texts=[text], console=QUIET)
-    with pytest.raises(ConfigError, match="row_tokens must be from 2 up"):
+    with pytest.raises(ConfigError, match="at least 128 tokens of text, got 64; give more"):
+        calibrate_nested(NestedRecipe(tokens=64), source, out, texts=[text], console=QUIET)
+    with pytest.raises(ConfigError, match="row_tokens must be from 16 up"):
         NestedRecipe(row_tokens=1)
     assert not out.exists()
