@@ -1,5 +1,7 @@
 """Nested weights calibrated on a text: a bundle of the same size, whose high planes are a better model."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from jaxllm.prepare import prepare
 from jaxllm.quant import QArray, from_blocks
 from jaxllm.quant.blocks import BlockedArray
 from jaxllm.quant.planes import high_plane
-from tests.tiny import TINY, tiny_params, write_tiny_bundle, write_tiny_folder
+from tests.tiny import TINY, random_params, tiny_params, write_tiny_bundle, write_tiny_folder
 from training.calibrate.nested import NestedRecipe, calibrate_nested
 from training.calibrate.tokens import text_tokens
 
@@ -124,3 +126,24 @@ def test_bad_input_is_told(made, text, tmp_path):
     with pytest.raises(ConfigError, match="row_tokens must be from 16 up"):
         NestedRecipe(row_tokens=1)
     assert not out.exists()
+
+
+def test_models_that_are_not_run_so_stay_as_they_are(tmp_path):
+    experts = dataclasses.replace(TINY, experts=4, experts_per_token=2, expert_ffn_size=32)
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8-nested", cfg=experts, params=random_params(experts))
+    with pytest.raises(ConfigError, match=r"others stay as they were prepared \(a mixture of experts"):
+        calibrate_nested(RECIPE, path, tmp_path / "out.jaxllm", console=QUIET)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qk_norm": True, "post_norms": True, "attention_windows": (16, 0)},
+        {"gated_ffn": False, "norm": "layer", "tied_head": True},
+    ],
+)
+def test_other_families(changes, text, tmp_path):
+    cfg = dataclasses.replace(TINY, **changes)
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8-nested", cfg=cfg, params=tiny_params(cfg))
+    facts = calibrate_nested(RECIPE, path, tmp_path / "out.jaxllm", texts=[text], console=QUIET)
+    assert facts["high_plane_error"] < facts["high_plane_error_held_out"] < 0.95
