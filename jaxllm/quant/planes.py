@@ -75,4 +75,5 @@ def with_levels(weight: BlockedArray, levels: np.ndarray) -> BlockedArray:
         channel=np.ones((*stack.shape[:2], 1), np.float32),
         factor=np.full((*stack.shape[:2], groups), FACTORS[-1], np.int8),
     )
-    return dataclasses.replace(levels_in_blocks(none, weight.shape, weight.axis), scale=weight.scale)
+    axis = -1 if weight.axis == -1 else -2
+    return dataclasses.replace(levels_in_blocks(none, weight.shape, axis), scale=weight.scale)
