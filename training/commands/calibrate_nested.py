@@ -30,8 +30,8 @@ def calibrate_nested_command(
 
     Reads MODEL, a Hugging Face folder, or a bundle of int8-nested weights where there are no floats. Rounds
     weights by what their products read in the text: a level at the border of two high levels takes the one
-    with which the outputs of the high planes are better, and others make up for it in both planes. Writes FILE,
-    a bundle of the same size, and prints what was found as a JSON object.
+    with which the outputs of the high planes are better, and others make up for it in both planes. Writes
+    FILE, a bundle of the same size, and prints what was found as a JSON object.
 
     \b
     Example:
