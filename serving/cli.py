@@ -61,6 +61,10 @@ SECTIONS = {
             "training.commands.calibrate_contexts:calibrate_contexts_command",
             "Choose how contexts of a model are stored, by measured errors, and write the bundle.",
         ),
+        "calibrate-nested": (
+            "training.commands.calibrate_nested:calibrate_nested_command",
+            "Make the high planes of nested weights draft better, by a text, and write the bundle.",
+        ),
         "export": (
             "export.commands.export:export_command",
             "Export a model as programs that run without our model code, or as a model for other engines.",

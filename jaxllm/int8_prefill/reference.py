@@ -43,7 +43,7 @@ def forward_by_rule(params: Params, tokens: jax.Array, rule: Rule, *, cfg: Model
     at = TokenPositions.after(jnp.zeros((), jnp.int32), count, jnp.asarray(count, jnp.int32))
     x = embed_tokens(params, tokens[None], at.positions, cfg=cfg)
     for layer in range(cfg.layers):
-        x = _layer(params, x, at, rule, cfg, layer)
+        x = layer_by_rule(params, x, at, rule, cfg=cfg, layer=layer)
     return normalize(x, LayerParams(params, "").norm("final_norm", cfg))[0]
 
 
@@ -111,9 +111,10 @@ def observed(
     return found
 
 
-def _layer(
-    params: Params, x: jax.Array, at: TokenPositions, rule: Rule, cfg: ModelConfig, layer: int
+def layer_by_rule(
+    params: Params, x: jax.Array, at: TokenPositions, rule: Rule, *, cfg: ModelConfig, layer: int
 ) -> jax.Array:
+    """The output `[1, T, D]` of one layer of `x` `[1, T, D]`, from position 0; see `forward_by_rule`."""
     weights, units = LayerParams(params, f"layers.{layer}."), cfg.units(layer)
 
     def multiplied(product: int, rows: jax.Array) -> list[jax.Array]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxllm.quant.blocks import PANEL, BlockedArray, blocked_levels, levels_in_blocks
-from jaxllm.quant.nested import NestedLevels, scale_parts
+from jaxllm.quant.blocks import PANEL, BlockedArray, blocked_levels, blocked_scales, levels_in_blocks
+from jaxllm.quant.nested import FACTORS, NestedLevels, scale_parts
 from jaxllm.quant.weights import Adapted, Apart, Narrowed, Weight
 
 
@@ -46,3 +46,34 @@ def nested_entry(stack: BlockedArray, index: int) -> BlockedArray:
     factors = factor.reshape(len(factor), -1).T[:columns]
     found = NestedLevels(levels.T[None], channels[None], factors[None])
     return levels_in_blocks(found, (rows, columns), -2)
+
+
+def by_outputs(weight: np.ndarray, axis: int) -> np.ndarray:
+    """A weight `[..., R, C]` as `[outputs, inputs]`: all that a product contracts is its inputs."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    return rows if axis == -1 else rows.T
+
+
+def levels_by_outputs(weight: BlockedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Levels of a nested weight of host arrays and the scale of each, int8 and float32, as `by_outputs`."""
+    levels, scale = np.asarray(blocked_levels(weight)), np.asarray(blocked_scales(weight))
+    scale = np.repeat(scale, weight.group, axis=weight.axis)
+    scale = np.take(scale, np.arange(levels.shape[weight.axis]), axis=weight.axis)
+    return by_outputs(levels, weight.axis), by_outputs(scale, weight.axis)
+
+
+def with_levels(weight: BlockedArray, levels: np.ndarray) -> BlockedArray:
+    """A nested weight of host arrays with other levels, in the order of `levels_by_outputs`, and its own
+    scales."""
+    lead = (1,) if weight.axis == -1 else weight.shape[:-2] or (1,)
+    inputs = weight.shape[weight.axis]
+    # [K, outputs, inputs].
+    stack = levels.reshape(len(levels), *lead, inputs).swapaxes(0, 1)
+    groups = -(-inputs // weight.group)
+    none = NestedLevels(
+        levels=stack,
+        channel=np.ones((*stack.shape[:2], 1), np.float32),
+        factor=np.full((*stack.shape[:2], groups), FACTORS[-1], np.int8),
+    )
+    axis = -1 if weight.axis == -1 else -2
+    return dataclasses.replace(levels_in_blocks(none, weight.shape, axis), scale=weight.scale)

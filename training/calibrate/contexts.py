@@ -4,7 +4,6 @@ See `jaxllm.kv.calibration` for what is chosen, and `context_errors` for how it 
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,8 @@ from jaxllm.kv.calibration import Candidate, ContextCalibration, choose, kept_sh
 from jaxllm.kv.chunks import CHUNK_TOKENS, chunk_shapes
 from jaxllm.kv.codecs import CODECS
 from jaxllm.models.rooms import require_decoder_alone, require_room
-from jaxllm.text.tokenizer import Tokenizer
 from training.calibrate.context_errors import context_errors
-from training.data.documents import builtin_texts, read_texts, text_document
-from training.data.encoders import ModelEncoder
+from training.calibrate.tokens import text_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,18 +145,9 @@ def _rounded(value: float) -> float:
 
 def _rows(bundle: Bundle, recipe: ContextRecipe, paths: Sequence[Path]) -> list[np.ndarray]:
     """Contexts of equal length."""
-    # Alternately from several files, so that none is left out however long the first is.
-    texts = itertools.chain.from_iterable(itertools.zip_longest(*map(read_texts, paths)))
-    documents = [text_document(text) for text in texts if text]
-    documents = documents or [text_document(text) for text in builtin_texts()]
-    encoder = ModelEncoder(Tokenizer(bundle.tokenizer_files()))
     longest = max(recipe.chunk_tokens)
     length = min(recipe.row_tokens, bundle.cfg.window_tokens) // longest * longest
-    tokens: list[int] = []
-    for document in documents:
-        if len(tokens) >= recipe.tokens:
-            break
-        tokens += encoder.encode([document])[0][0]
+    tokens = text_tokens(bundle, recipe.tokens, paths)
     count = min(recipe.tokens, len(tokens)) // length if length else 0
     if not count:
         raise ConfigError(

@@ -9,7 +9,6 @@ Float rows are the checkpoint's for a Hugging Face folder; for a bundle they are
 """
 
 import dataclasses
-import itertools
 import math
 import tempfile
 from collections.abc import Sequence
@@ -36,9 +35,7 @@ from jaxllm.models.parameters import Params
 from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.prepare import prepare
 from jaxllm.quant import BlockedArray, dequantize
-from jaxllm.text.tokenizer import Tokenizer
-from training.data.documents import builtin_texts, read_texts, text_document
-from training.data.encoders import ModelEncoder
+from training.calibrate.tokens import text_tokens
 from training.loop.frozen_model import FrozenModel
 
 WeightScales = Literal["channel", "tensor"]
@@ -217,16 +214,7 @@ def _texts(
     bundle: Bundle, recipe: PrefillRecipe, paths: Sequence[Path]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Rows to calibrate on, and rows that are held out."""
-    # Alternately from several files, so that none is left out however long the first is.
-    texts = itertools.chain.from_iterable(itertools.zip_longest(*map(read_texts, paths)))
-    documents = [text_document(text) for text in texts if text]
-    documents = documents or [text_document(text) for text in builtin_texts()]
-    encoder = ModelEncoder(Tokenizer(bundle.tokenizer_files()))
-    tokens: list[int] = []
-    for document in documents:
-        if len(tokens) >= 2 * recipe.tokens:
-            break
-        tokens += encoder.encode([document])[0][0]
+    tokens = text_tokens(bundle, 2 * recipe.tokens, paths)
     length = min(recipe.row_tokens, bundle.cfg.window_tokens)
     rows = whole_rows(tokens[: 2 * recipe.tokens], length)
     # Alternately, so that both have all kinds of the text.

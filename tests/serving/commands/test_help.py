@@ -162,9 +162,8 @@ def completed(monkeypatch: pytest.MonkeyPatch, run: Run, *words: str) -> set[str
 
 
 def test_completion(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {"calibrate-contexts", "calibrate-prefill", "chat", "completion", "contexts"} == completed(
-        monkeypatch, run, "c"
-    )
+    calibrations = {f"calibrate-{what}" for what in ("contexts", "nested", "prefill")}
+    assert calibrations | {"chat", "completion", "contexts"} == completed(monkeypatch, run, "c")
     assert "--max-tokens" in completed(monkeypatch, run, "generate", "--max")
     assert completed(monkeypatch, run, "eval", "p") == {"perplexity"}
     assert completed(monkeypatch, run, "prepare", "folder", "--weights", "int") == {

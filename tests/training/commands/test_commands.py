@@ -61,7 +61,7 @@ def test_quantize_experts(called: Called) -> None:
     assert (seen["arguments"][0].batch, seen["devices"]) == (6, 6)
 
 
-@pytest.mark.parametrize("command", ["calibrate-prefill", "calibrate-contexts"])
+@pytest.mark.parametrize("command", ["calibrate-prefill", "calibrate-contexts", "calibrate-nested"])
 def test_commands_of_one_device_refuse_a_mesh(called: Called, command: str) -> None:
     room = command.partition("-")[2]
     target = f"training.calibrate.{room}:calibrate_{room}"
