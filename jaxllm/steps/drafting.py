@@ -28,7 +28,7 @@ class DraftEnd:
       run: float32 scalar; the branches of the next run are not more confident in sum, each beyond `branch`
         (see `tree_size.Worth`).
       branch: float32 scalar; a branch is extended if it is more confident.
-      free: int32 scalar, number of runs for which `run` and `branch` are 0.
+      free: int32 scalar; up to so many runs in all, `run` and `branch` are 0 where drafting would end.
       most: int32 scalar, number of wanted nodes; no branch can add a node to the `most` most confident ones,
         though the tree may have more nodes. By another pacer than "confidence": the tree has `most` nodes.
       limit: int32 scalar, most runs of the drafter.
@@ -110,11 +110,16 @@ def draft(
 
     def tips(tree: TokenTree, fed: jax.Array, done: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The next tips, how many are valid, and whether running on them is worth it."""
-        free = done < end.free
-        least = jnp.where(free, 0.0, end.branch)
-        nodes, valid = next_tips(tree, ended(tree, fed), growth.tips, pacer=growth.pacer, least=least)
-        beyond = jnp.where(jnp.arange(growth.tips) < valid, tree.confidences[nodes] - least, 0.0)
-        return nodes, valid, free | (jnp.sum(beyond) > end.run)
+
+        def chosen(least: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return next_tips(tree, ended(tree, fed), growth.tips, pacer=growth.pacer, least=least)
+
+        nodes, valid = chosen(jnp.asarray(end.branch))
+        beyond = jnp.where(jnp.arange(growth.tips) < valid, tree.confidences[nodes] - end.branch, 0.0)
+        pays, free = jnp.sum(beyond) > end.run, done < end.free
+        # Free runs come last: before them each run that pays less would only delay one that pays more.
+        nodes, valid = chosen(jnp.where(pays, end.branch, 0.0))
+        return nodes, valid, pays | free
 
     def more(carry: tuple[TokenTree, jax.Array, KVCache, jax.Array]) -> jax.Array:
         tree, fed, _, done = carry
@@ -135,7 +140,9 @@ def draft(
         probabilities = jax.nn.softmax(out / end.temperature, axis=-1)
         sizes = {"branches": growth.branches, "threshold": growth.threshold}
         grown = grow(tree, nodes, valid, probabilities, end.shifts, **sizes)
-        real = jnp.arange(growth.tips, dtype=jnp.int32) < valid
+        # A node whose children did not fit is run on again, where there is room: else none would ever follow.
+        grew = jnp.any(grown.parents == nodes[:, None], axis=1)
+        real = grew & (jnp.arange(growth.tips, dtype=jnp.int32) < valid)
         fed = fed.at[jnp.where(real, nodes, tree.room)].set(True, mode="drop")
         return grown, fed, cache, done + 1
 

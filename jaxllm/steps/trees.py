@@ -237,7 +237,8 @@ def prune(
       most: int32 scalar, at least 1; so many nodes are kept, among them the parent of each.
 
     Returns:
-      The cache with the rows of the nodes that are kept; the tree of them; its `fed`; and `[M]` int32, the
+      The cache with the rows of the nodes that are kept; the tree of them; its `fed`, without nodes that have
+      no child any more; and `[M]` int32, the
       new index of each node, -1 where it was dropped.
     """
     axes = Axes("prune", B=1)
@@ -248,7 +249,9 @@ def prune(
     # A parent is at least as confident as its children, and comes before them.
     order = jnp.argsort(jnp.where(tree.used, -tree.confidences, 1.0), stable=True)
     kept = jnp.zeros(tree.room, jnp.bool_).at[order].set(jnp.arange(tree.room) < most) & tree.used
-    found, fed_then = _subtree(tree, fed, kept, tree.tokens[0])
+    # A node that loses all of its children is run on again: else none would ever follow.
+    parents = jnp.any((tree.parents[:, None] == jnp.arange(tree.room)) & kept[:, None], axis=0)
+    found, fed_then = _subtree(tree, fed & parents, kept, tree.tokens[0])
     rows = jnp.nonzero(kept, size=tree.room, fill_value=np.iinfo(np.int32).max)[0].astype(jnp.int32)
     places = jnp.where(kept, jnp.cumsum(kept.astype(jnp.int32)) - 1, -1)
     return _moved(cache, rows, found.count), found, fed_then, places

@@ -180,7 +180,9 @@ class ModelDrafter(GrowingDrafter):
             return False
         if int(self._tree.count) >= self._shape.room:
             self._prune()
-        growing = Growing(_ANY_CONFIDENCE, self._shape.room, stop_ids=self._stop_ids)
+        # A tree of more confident nodes than any that could be added has grown enough.
+        most = int(_PRUNED_SHARE * self._shape.room)
+        growing = Growing(_ANY_CONFIDENCE, most, stop_ids=self._stop_ids)
         return self._run(growing, 1, hidden=True) > 0
 
     def follow(self, path: Sequence[int], token: int) -> None:

@@ -270,3 +270,24 @@ def test_deep_and_last_nodes_are_left_alone():
     cache = cache_of(CFG, PARAMS, PROMPT)
     *_, runs = growing(PARAMS, tree, jnp.zeros(ROOM, bool), cache, end)
     assert int(runs) == 0
+
+
+def leaves_that_cannot_grow(tree, fed):
+    count = int(tree.count)
+    inner = np.isin(np.arange(count), np.asarray(tree.parents)[:count])
+    return np.flatnonzero(np.asarray(fed)[:count] & ~inner)
+
+
+def test_every_branch_can_go_on():
+    """Also where a tree has no room for new nodes, or has lost some: else a drafter that goes on from such a
+    branch has nothing to say."""
+    growth = Growth(tips=4, branches=3, threshold=0.001)
+    growing = jit(functools.partial(draft, cfg=CFG, growth=growth, dtype=DTYPE))
+    cache, tree = cache_of(CFG, PARAMS, PROMPT), new_tree(jnp.int32(7), ROOM)
+    tree, fed, cache, _ = growing(PARAMS, tree, jnp.zeros(ROOM, bool), cache, DraftEnd.at_room(ROOM))
+    assert int(tree.count) == ROOM
+    assert not leaves_that_cannot_grow(tree, fed).size
+    for most in (ROOM - 2, ROOM // 2, 2, 1):
+        _, left, fed_then, _ = pruned(cache, tree, fed, jnp.int32(most))
+        assert int(left.count) == most
+        assert not leaves_that_cannot_grow(left, fed_then).size
