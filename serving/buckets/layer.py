@@ -106,7 +106,7 @@ class LayerTreeBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayersBucket(Bucket):
-    """Runs layers in a row that share their buckets over a chunk (see `steps.layers.consecutive_layers`).
+    """Runs layers in a row that share their buckets over a chunk (see `steps.consecutive_layers`).
 
     Attributes:
       tokens: length of the chunk, padding included.
@@ -128,7 +128,7 @@ class LayersBucket(Bucket):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayersTreeBucket(Bucket):
     """Runs layers in a row that share their buckets over a token tree (see
-    `steps.layers.consecutive_layers`).
+    `steps.consecutive_layers`).
 
     Attributes:
       nodes: capacity of the tree (M).
