@@ -27,9 +27,8 @@ from serving.speculation.options import SpeculationOptions
 from serving.speculation.shared_rows import has_own_rows, with_rows
 from serving.weights.footprint import cache_bytes, draft_options
 
-# Drafting while the target waits for weights ends at this confidence: less likely nodes are hardly ever gone
-# on from, and the target gets the processor back sooner. By the other fallbacks it never ends.
-_HIDDEN_CONFIDENCE, _ANY_CONFIDENCE = 0.05, 1e-30
+# While the target waits for weights, drafting never ends for lack of confidence: the device would be idle.
+_ANY_CONFIDENCE = 1e-30
 # Where no room is left for that, so many of the most confident nodes stay, as a share of the room.
 _PRUNED_SHARE = 0.75
 
@@ -86,8 +85,6 @@ class ModelDrafter(GrowingDrafter):
         """
         self._runner, self._shape = runner, options.trees
         self._takes_rows, self._target_cache = takes_rows, None
-        measured = options.fallback == "measured"
-        self._hidden_confidence = _HIDDEN_CONFIDENCE if measured else _ANY_CONFIDENCE
         self._confidence = Confidence(greedy_temperature, calibrated=options.calibrated)
         self._grower = Grower(runner, options.trees, self._confidence)
         self._trees = self._grower.trees
@@ -185,7 +182,7 @@ class ModelDrafter(GrowingDrafter):
             self._prune()
         # A tree of more confident nodes than any that could be added has grown enough.
         most = int(_PRUNED_SHARE * self._shape.room)
-        growing = Growing(self._hidden_confidence, most, stop_ids=self._stop_ids)
+        growing = Growing(_ANY_CONFIDENCE, most, stop_ids=self._stop_ids)
         return self._run(growing, 1, hidden=True) > 0
 
     def follow(self, path: Sequence[int], token: int) -> None:
