@@ -238,8 +238,7 @@ def prune(
 
     Returns:
       The cache with the rows of the nodes that are kept; the tree of them; its `fed`, without nodes that have
-      no child any more; and `[M]` int32, the
-      new index of each node, -1 where it was dropped.
+      no child any more; and `[M]` int32, the new index of each node, -1 where it was dropped.
     """
     axes = Axes("prune", B=1)
     tree.check(axes)

@@ -5,9 +5,12 @@ Layers of the same form share their buckets.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 
+from jaxllm.kv.cache import Past
+from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.steps.layers import final_rows, head_piece, one_layer
@@ -77,10 +80,12 @@ class LayerBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, x, positions, keys and values, mass) -> x, keys and values, mass."""
+        return lowered_layer(model, one_layer, *self._over(model))
+
+    def _over(self, model: ModelShapes) -> tuple[int, int, TokenPositions, Past, Any]:
+        """The layer, its number of tokens, and the shapes of what it takes beside its input."""
         past, mass = model.past(self.layer, self.cache_tokens), model.cache(self.cache_tokens).mass
-        return lowered_layer(
-            model, one_layer, self.layer, self.tokens, position_shapes(self.tokens), past, mass
-        )
+        return self.layer, self.tokens, position_shapes(self.tokens), past, mass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,53 +104,32 @@ class LayerTreeBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, x, positions, keys and values, mass by node) -> x, keys and values, mass."""
+        return lowered_layer(model, one_layer, *self._over(model))
+
+    def _over(self, model: ModelShapes) -> tuple[int, int, TokenPositions, Past, Any]:
+        """The layer, its number of nodes, and the shapes of what it takes beside its input."""
         past, at = model.past(self.layer, self.cache_tokens), position_shapes(self.nodes, tree=True)
-        mass = mass_by_node(model.cache(self.cache_tokens), self.nodes)
-        return lowered_layer(model, one_layer, self.layer, self.nodes, at, past, mass)
+        return self.layer, self.nodes, at, past, mass_by_node(model.cache(self.cache_tokens), self.nodes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayersBucket(Bucket):
-    """Runs layers in a row that share their buckets over a chunk (see `steps.consecutive_layers`).
-
-    Attributes:
-      tokens: length of the chunk, padding included.
-      cache_tokens: length of the cache.
-      layer: the first of the layers that share the bucket.
-    """
-
-    tokens: int
-    cache_tokens: int
-    layer: int
+class LayersBucket(LayerBucket):
+    """Runs layers in a row that share their buckets over a chunk (see `steps.consecutive_layers`)."""
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layers' params, x, positions, keys and values of the first, mass, count) -> x, keys and values,
         mass."""
-        past, mass = model.past(self.layer, self.cache_tokens), model.cache(self.cache_tokens).mass
-        return lowered_layers(model, self.layer, self.tokens, position_shapes(self.tokens), past, mass)
+        return lowered_layers(model, *self._over(model))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayersTreeBucket(Bucket):
-    """Runs layers in a row that share their buckets over a token tree (see
-    `steps.consecutive_layers`).
-
-    Attributes:
-      nodes: capacity of the tree (M).
-      cache_tokens: length of the cache.
-      layer: the first of the layers that share the bucket.
-    """
-
-    nodes: int
-    cache_tokens: int
-    layer: int
+class LayersTreeBucket(LayerTreeBucket):
+    """Runs layers in a row that share their buckets over a token tree (see `steps.consecutive_layers`)."""
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layers' params, x, positions, keys and values of the first, mass by node, count) -> x, keys and
         values, mass."""
-        past, at = model.past(self.layer, self.cache_tokens), position_shapes(self.nodes, tree=True)
-        mass = mass_by_node(model.cache(self.cache_tokens), self.nodes)
-        return lowered_layers(model, self.layer, self.nodes, at, past, mass)
+        return lowered_layers(model, *self._over(model))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
