@@ -25,5 +25,10 @@ class BundleOutput:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if not Path(self.path).parent.is_dir():
-            raise CheckpointError(f"{Path(self.path).parent}: no such folder; create it first")
+        require_folder_of(Path(self.path))
+
+
+def require_folder_of(path: Path) -> None:
+    """Raises CheckpointError unless the folder of a file that is to be written exists."""
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path.parent}: no such folder; create it first")

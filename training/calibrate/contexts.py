@@ -20,6 +20,7 @@ from jaxllm.kv.calibration import Candidate, ContextCalibration, choose, kept_sh
 from jaxllm.kv.chunks import CHUNK_TOKENS, chunk_shapes
 from jaxllm.kv.codecs import CODECS
 from jaxllm.models.rooms import require_decoder_alone, require_room
+from training.bundle_output import require_folder_of
 from training.calibrate.context_errors import context_errors
 from training.calibrate.tokens import text_tokens
 
@@ -86,8 +87,7 @@ def calibrate_contexts(
       CheckpointError: the model cannot be read.
     """
     console, model, out = console or Console(stderr=True), Path(model), Path(out)
-    if not out.parent.is_dir():
-        raise CheckpointError(f"{out.parent}: no such folder; create it first")
+    require_folder_of(out)
     if model.is_dir():
         raise CheckpointError(
             f"{model} is a folder; make a bundle of it first: jaxllm prepare {model} -o FILE"

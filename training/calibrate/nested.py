@@ -33,6 +33,7 @@ from jaxllm.prepare import prepare
 from jaxllm.quant import BlockedArray
 from jaxllm.quant.nested_calibration import calibrated_levels, output_errors
 from jaxllm.quant.planes import by_outputs, levels_by_outputs, with_levels
+from training.bundle_output import require_folder_of
 from training.calibrate.tokens import text_tokens
 
 # Of so many rows one is held out: a choice that fits one text alone would show.
@@ -87,8 +88,7 @@ def calibrate_nested(
       CheckpointError: the model cannot be read.
     """
     console, model, out = console or Console(stderr=True), Path(model), Path(out)
-    if not out.parent.is_dir():
-        raise CheckpointError(f"{out.parent}: no such folder; create it first")
+    require_folder_of(out)
     if not model.exists():
         raise CheckpointError(f"{model}: no such file or folder; give a Hugging Face folder or a bundle")
     with tempfile.TemporaryDirectory() as scratch:

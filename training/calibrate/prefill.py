@@ -35,6 +35,7 @@ from jaxllm.models.parameters import Params
 from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.prepare import prepare
 from jaxllm.quant import BlockedArray, dequantize
+from training.bundle_output import require_folder_of
 from training.calibrate.tokens import text_tokens
 from training.loop.frozen_model import FrozenModel
 
@@ -100,8 +101,7 @@ def calibrate_prefill(
       CheckpointError: the model cannot be read.
     """
     console, model, out = console or Console(stderr=True), Path(model), Path(out)
-    if not out.parent.is_dir():
-        raise CheckpointError(f"{out.parent}: no such folder; create it first")
+    require_folder_of(out)
     if not model.exists():
         raise CheckpointError(f"{model}: no such file or folder; give a Hugging Face folder or a bundle")
     with tempfile.TemporaryDirectory() as scratch:
