@@ -6,28 +6,56 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal --durations=25 --durations-min=2
 
-.PHONY: demo test test-fast test-export torture check docs dist test-dist clean
+# What JAX compiles for tests is kept here from one run to the next, for two weeks: a program that changes is compiled.
+export JAXLLM_TEST_COMPILATIONS ?= $(abspath $(VENV))/compilations
+
+.PHONY: demo test test-all test-fast test-arm test-accelerators test-export torture mutations check docs dist test-dist \
+  clean
 
 demo: $(VENV)/.demo
 	$(BIN)/jaxllm demo
 
-# One process per core; tests that compare times come last, with the machine to themselves.
+# One process per core; tests that compare times come last, with the machine to themselves. The time of each room is
+# compared with its budget in tests/budgets.json; with JAXLLM_BUDGETS=1 a room that exceeds it by half fails the run.
 test: $(VENV)/.dev
-	$(PYTEST) -m "not alone"
-	$(BIN)/python -m pytest -m alone $$(grep -rl mark.alone tests)
+	@mkdir -p $(JAXLLM_TEST_COMPILATIONS) && find $(JAXLLM_TEST_COMPILATIONS) -type f -mtime +14 -delete
+	$(PYTEST) -m "not alone and not campaign" --ignore tests/kernels/test_arm.py
+	$(BIN)/python -m pytest -m "alone and not campaign" $$(grep -rl mark.alone tests)
+
+# Campaigns, too, which prove for more cases what the suite proves: every family in every room, more mutations of
+# files, longer soaks (see tests/campaigns.json).
+test-all: test
+	$(PYTEST) -m "campaign and not alone" --ignore tests/kernels/test_arm.py
+	$(BIN)/python -m pytest -m "alone and campaign" $$(grep -rl mark.alone tests) || [ $$? = 5 ]
 
 # Leaves out what takes more than some seconds.
 test-fast: $(VENV)/.dev
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not campaign"
+
+# Breaks the product in one line at a time, and fails where the suite does not see it.
+mutations: $(VENV)/.dev
+	$(BIN)/python -m tests.mutations
+
+# The native kernels for Arm, by a cross compiler and in an emulator; it fails where these are missing.
+test-arm: $(VENV)/.dev
+	@for program in aarch64-linux-gnu-g++ qemu-aarch64-static; do \
+	  command -v $$program > /dev/null || { echo "error: $$program is missing; install it (on Debian:" \
+	    "apt-get install g++-aarch64-linux-gnu qemu-user-static)" >&2; exit 1; }; done
+	$(BIN)/python -m pytest tests/kernels/test_arm.py --durations=5
 
 # The formats of other runtimes, in an environment of their own: their converter needs older packages.
 test-export: $(VENV)-export/.ready
 	$(VENV)-export/bin/python -m pytest -p no:anyio --numprocesses auto --maxprocesses 4 --dist loadfile \
 	  tests/export/test_tflite.py tests/export/test_architectures.py tests/export/test_litertlm.py \
-	  tests/export/test_edge_quantizer.py tests/export/test_iree.py tests/export/test_device.py \
+	  tests/export/test_edge_quantizer.py tests/export/test_device.py \
 	  tests/export/test_blocks.py tests/export/test_shadow.py tests/export/test_native.py \
 	  tests/export/test_encoder_decoders.py tests/export/test_tiny_lm.py tests/export/test_adapter_inputs.py \
 	  tests/export/test_npu.py tests/export/test_stages.py tests/export/test_codecs.py tests/export/test_families.py
+
+# Training steps through the compilers of GPUs and TPUs, which need neither, in an environment that has them.
+test-accelerators: $(VENV)-accelerators/.ready
+	$(VENV)-accelerators/bin/python -c 'import jax_plugins.xla_cuda13, libtpu'
+	$(VENV)-accelerators/bin/python -m pytest --numprocesses auto --maxprocesses 4 tests/training/accelerator/test_compilers.py
 
 # Harms files, processes, storage and calls at random for MINUTES, and tells what did not bear it.
 MINUTES ?= 20
@@ -56,7 +84,7 @@ test-dist: dist
 	JAXLLM_DIST=dist $(BIN)/python -m pytest tests/test_dist.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-export build dist site *.egg-info
+	rm -rf $(VENV) $(VENV)-export $(VENV)-accelerators build dist site *.egg-info
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
@@ -70,6 +98,13 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)-export/.ready: constraints-export.txt
 	$(PYTHON) -m venv $(VENV)-export
 	$(VENV)-export/bin/python -m pip install --quiet --no-compile --no-deps --requirement constraints-export.txt
+	touch $@
+
+$(VENV)-accelerators/.ready: pyproject.toml constraints.txt constraints-accelerators.txt
+	$(PYTHON) -m venv $(VENV)-accelerators
+	$(VENV)-accelerators/bin/python -m pip install --quiet --no-compile --no-deps --requirement constraints-accelerators.txt
+	JAXLLM_NATIVE=0 $(VENV)-accelerators/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[train]' \
+	  fsspec pytest pytest-timeout pytest-xdist
 	touch $@
 
 $(VENV)/bin/python:

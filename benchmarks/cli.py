@@ -2,47 +2,57 @@
 
 import click
 
-from serving.commands.lazy import LazyGroup
+from jaxllm.cli.lazy import LazyGroup
 
 SECTIONS = {
     "Benchmarks": {
         "engine": (
-            "benchmarks.commands.engine:engine_command",
+            "benchmarks.engine.command:engine_command",
             "Measure load, build and run times, speed and memory beside other engines.",
         ),
         "elastic": (
-            "benchmarks.commands.elastic:elastic_command",
+            "benchmarks.elastic.command:elastic_command",
             "Measure the cost of a model's levels, and right answers in time.",
         ),
         "speculative": (
-            "benchmarks.commands.speculative:speculative_command",
+            "benchmarks.speculation.command:speculative_command",
             "Measure a model larger than memory, with drafts and without.",
         ),
         "contexts": (
-            "benchmarks.commands.contexts:contexts_command",
+            "benchmarks.contexts.command:contexts_command",
             "Measure switching between contexts of apps, and the quality of compressed ones.",
         ),
         "experts": (
-            "benchmarks.commands.experts:experts_command",
+            "benchmarks.experts.command:experts_command",
             "Measure a mixture of experts larger than memory.",
         ),
         "prefill": (
-            "benchmarks.commands.prefill:prefill_command",
+            "benchmarks.int8_prefill.command:prefill_command",
             "Measure the speed and the loss of integer prefill.",
         ),
         "prepare": (
-            "benchmarks.commands.prepare:prepare_command",
+            "benchmarks.prepare.command:prepare_command",
             "Measure preparing a folder and GGUF files of the same weights.",
         ),
         "service": (
-            "benchmarks.commands.service:service_command",
+            "benchmarks.service.command:service_command",
             "Measure the service under load, beside ours without a technique and llama.cpp's server.",
         ),
         "export": (
-            "benchmarks.commands.export:export_command",
+            "benchmarks.export.command:export_command",
             "Measure exported programs beside the live engine.",
         ),
-    }
+        "train": (
+            "benchmarks.train.command:train_command",
+            "Measure training and serving on one accelerator.",
+        ),
+    },
+    "Inputs": {
+        "trace": (
+            "benchmarks.trace_command:trace_command",
+            "Make request traces, and replay them on a service.",
+        ),
+    },
 }
 
 

@@ -20,6 +20,22 @@ DOCUMENTS = {
     for name in ("MODEL_CARD.md", "SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md")
 }
 LANGUAGES = {".py": "python", ".toml": "toml", ".md": "markdown", ".h": "cpp", ".cpp": "cpp", ".inl": "cpp"}
+# Heading of a table of options -> the class that declares them.
+OPTIONS = {
+    "Engine": "jaxllm.serving.ground.options.EngineOptions",
+    "Storage": "jaxllm.serving.host.direct_io.Storage",
+    "Sampling": "jaxllm.sampling_state.Sampling",
+    "Generation": "jaxllm.serving.engine.request.GenerationConfig",
+    "Contexts": "jaxllm.serving.contexts.options.ContextOptions",
+    "Speculation": "jaxllm.serving.ground.speculation_options.SpeculationOptions",
+    "Integer prefill": "jaxllm.serving.ground.int8_prefill_options.PrefillOptions",
+    "Experts": "jaxllm.serving.ground.expert_options.ExpertOptions",
+    "Pretraining": "jaxllm.training.pretrain.job.PretrainRecipe",
+    "Low-rank adapters": "jaxllm.training.lora.job.LoraRecipe",
+    "Elastic models": "jaxllm.training.elastic.job.ElasticRecipe",
+    "Tiny LM": "jaxllm.training.elastic.tiny_lm.recipe.TinyLmRecipe",
+    "Encoder-decoders": "jaxllm.training.seq2seq.job.Seq2SeqRecipe",
+}
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 
@@ -27,7 +43,7 @@ _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds generated pages: root documents, API pages, and the sources that any page links to."""
     pages = {uri: (ROOT / name).read_text(encoding="utf-8") for uri, name in DOCUMENTS.items()}
-    pages |= api_pages()
+    pages |= api_pages() | {"options.md": options_page()}
     linked: set[str] = set()
     for file in files.documentation_pages():
         linked |= sources_linked(Path(file.abs_src_path or "").read_text(encoding="utf-8"), file.src_uri)
@@ -55,6 +71,25 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{match['text']}]({up}{target}{match['anchor'] or ''})"
 
     return outside_fences(markdown, lambda text: _LINK.sub(led, text))
+
+
+def options_page() -> str:
+    """Tables of options, by their declarations."""
+    # Imported here: this module's other functions, which tests use, need no package of ours.
+    import importlib
+
+    from jaxllm.options import option_table
+
+    parts = [
+        "# Options\n\nFields of the classes that apps and recipes set, as the code declares them. Options of "
+        "commands are on the page of the [command line](cli.md)."
+    ]
+    for heading, path in OPTIONS.items():
+        module, _, name = path.rpartition(".")
+        parts.append(
+            f"## {heading}\n\n`{path}`\n\n{option_table(getattr(importlib.import_module(module), name))}"
+        )
+    return "\n\n".join(parts)
 
 
 def outside_fences(markdown: str, change) -> str:

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import jaxllm
-from jaxllm import Engine, GenerationConfig
+from jaxllm import Engine, GenerationConfig, open_program
 
 MODEL = Path(jaxllm.__file__).parent / "assets" / "draft.jaxllm"
 CONFIG = GenerationConfig(max_tokens=24)
@@ -21,7 +21,7 @@ with tempfile.TemporaryDirectory() as folder:
     )
     print(sorted(path.name for path in programs.iterdir()))
 
-    device = Engine.open_program(programs)
+    device = open_program(programs)
     exported = device.generate("Once upon a time", CONFIG)
     live = Engine.open(MODEL).generate("Once upon a time", CONFIG)
     print(exported.text)

@@ -10,7 +10,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from export.signatures import ExportPlan
+    from jaxllm.export.signatures import ExportPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,14 +63,6 @@ CONTENTS = {
         adapters=False,
         codecs=False,
         precisions=_TFLITE.precisions,
-    ),
-    "iree": Contents(
-        verified="trees",
-        encoders=False,
-        tiny_lm=False,
-        adapters=False,
-        codecs=False,
-        precisions=("f32", "int8"),
     ),
 }
 # Static scales are found by running text through a decoder.

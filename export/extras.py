@@ -9,8 +9,10 @@ _NEEDS = {
     "stablehlo": ("stablehlo", ("flatbuffers",)),
     "tflite": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert")),
     "device": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert")),
-    "litertlm": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert", "litert_lm_builder")),
-    "iree": ("iree", ("flatbuffers", "iree.compiler", "iree.runtime")),
+    "litertlm": (
+        "export",
+        ("flatbuffers", "litert_converter", "ai_edge_litert", "litert_lm_builder", "litert_lm"),
+    ),
     "hf": ("export", ()),
     "gguf": ("gguf", ("gguf",)),
 }

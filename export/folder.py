@@ -7,17 +7,17 @@ from pathlib import Path
 
 import jax
 
-import jaxllm
-from export.quantized import left_out
-from export.signatures import ExportPlan
-from export.subject import Subject
-from export.tiny_lm import tiny_facts, write_tiny_tokenizer
 from jaxllm.errors import ConfigError
+from jaxllm.export.folder_format.levels import ProgramLevel
+from jaxllm.export.folder_format.manifest import Manifest, Precision, ProgramFormat, Signature, StoredFile
+from jaxllm.export.folder_format.stages import StageFacts
+from jaxllm.export.folder_format.tokenizer import write_tokenizer
+from jaxllm.export.quantized import left_out
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.subject import Subject
+from jaxllm.export.tiny_lm import tiny_facts, write_tiny_tokenizer
 from jaxllm.files.atomic import atomic_folder
-from jaxllm.program_folder.levels import ProgramLevel
-from jaxllm.program_folder.manifest import Manifest, Precision, ProgramFormat, Signature, StoredFile
-from jaxllm.program_folder.stages import StageFacts
-from jaxllm.program_folder.tokenizer import write_tokenizer
+from jaxllm.version import __version__
 
 
 @contextlib.contextmanager
@@ -93,7 +93,7 @@ def finish(
         tiny_lm=None if tiny is None else tiny_facts(tiny),
         adapters=None if subject.adapters is None else subject.adapters.inputs,
         stages=kind.stages,
-        made_with={"jaxllm": jaxllm.__version__, "jax": jax.__version__, **kind.made_with},
+        made_with={"jaxllm": __version__, "jax": jax.__version__, **kind.made_with},
     )
     manifest.write(folder)
     return manifest

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from export.gguf_vocabulary import vocabulary_keys
-from export.plain_model import PlainModel, uniform
 from jaxllm.checkpoints.gguf_config import family_of, read_gguf_config
 from jaxllm.checkpoints.gguf_file import import_gguf, read_gguf
 from jaxllm.checkpoints.gguf_model import read_gguf_params, stored_name, turned
-from jaxllm.checkpoints.gguf_tokenizer import read_gguf_tokenizer
+from jaxllm.checkpoints.gguf_tokenizer import SAMPLING_KEYS, read_gguf_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.export.gguf_vocabulary import vocabulary_keys
+from jaxllm.export.plain_model import PlainModel, uniform
 from jaxllm.models.architectures import architecture
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.translate import Tensor
@@ -93,6 +93,8 @@ def _write(path: Path, model: PlainModel, cfg: ModelConfig, kind: str) -> None:
         for key, value in _config_keys(cfg, kind).items():
             _add(writer, key if key.startswith("general.") else f"{name}.{key}", value)
         writer.add_name(model.name)
+        for option, value in model.tokenizer.sampling.items():
+            _add(writer, SAMPLING_KEYS[option], value if option == "top_k" else float(value))
         for key, value in vocabulary_keys(model.tokenizer, cfg.vocab_size).items():
             section = "tokenizer" if key == "chat_template" else "tokenizer.ggml"
             _add(writer, f"{section}.{key}", value)
@@ -198,13 +200,20 @@ def _require_same(path: Path, model: PlainModel, cfg: ModelConfig) -> None:
         read_gguf_params(file, found)
     except CheckpointError as error:
         raise ConfigError(f"GGUF cannot express this model: {error}") from error
-    if _comparable(found) != _comparable(cfg):
-        raise ConfigError(f"GGUF cannot express this {cfg.model_type} model; export it as hf")
+    wanted, read = _comparable(cfg), _comparable(found)
+    if lost := [f"{name} {value!r:.80}" for name, value in wanted.items() if read.get(name) != value]:
+        raise ConfigError(
+            f"GGUF cannot express this {cfg.model_type} model, it loses {', '.join(lost)}; export it as hf"
+        )
 
 
 def _comparable(cfg: ModelConfig) -> Mapping[str, Any]:
-    """A config's fields, with frequencies in place of how they are made."""
-    fields = cfg.to_json()
+    """A config's fields, with numbers in float32, as GGUF stores them, and frequencies in place of how they
+    are made."""
+    fields = {
+        name: float(np.float32(value)) if isinstance(value, float) else value
+        for name, value in cfg.to_json().items()
+    }
     rope = fields.pop("rope")
     if rope is not None and cfg.rope is not None:
         frequencies, scale = inverse_frequencies(cfg.rope)

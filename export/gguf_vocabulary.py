@@ -82,11 +82,10 @@ def _prepends(normalizer: Mapping[str, Any] | None) -> bool:
 def _named_ids(files: TokenizerFiles, tokens: Mapping[int, str]) -> dict[str, Any]:
     if len(files.eos_ids) > len(_ENDS):
         raise _unknown(f"{len(files.eos_ids)} tokens that end an answer, more than {len(_ENDS)}")
-    first = Tokenizer(files).encode("a")[:1]
     at = {token: number for number, token in tokens.items()}
     keys: dict[str, Any] = {
         "bos_token_id": files.bos_id,
-        "add_bos_token": files.bos_id is not None and first == [files.bos_id],
+        "add_bos_token": Tokenizer(files).adds_bos,
         "add_eos_token": False,
         "unknown_token_id": at.get(files.special.get("unk_token", "")),
         "padding_token_id": at.get(files.special.get("pad_token", "")),

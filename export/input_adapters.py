@@ -9,11 +9,11 @@ import numpy as np
 from jaxllm.bundle import Bundle
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.export.folder_format.adapters import INPUT_LEFT, INPUT_RIGHT, AdapterInputs, adapter_file
+from jaxllm.export.folder_format.manifest import LEFT, RIGHT
 from jaxllm.models.lora import MAX_RANK, LoraConfig, adapted_parameters, parameters_of, target_of
 from jaxllm.models.parameters import param_specs
-from jaxllm.program_folder.adapters import INPUT_LEFT, INPUT_RIGHT, AdapterInputs, adapter_file
-from jaxllm.program_folder.manifest import LEFT, RIGHT
-from serving.weights.adapters import rank_of, read_adapter_of
+from jaxllm.serving.weights.adapters import rank_of, read_adapter_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

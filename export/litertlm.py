@@ -13,27 +13,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from export.contents import require_contents, require_family
-from export.extras import require_format
-from export.flatbuffer import Sharing
-from export.npu import PREFILL_DECODE, npu_models
-from export.quantized import left_out
-from export.signatures import ExportPlan
-from export.static_products import Ranges
-from export.subject import Subject, only_level
-from export.tflite import FILE, tflite_model
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
+from jaxllm.export.contents import require_contents, require_family
+from jaxllm.export.extras import require_format
+from jaxllm.export.flatbuffer import Sharing
+from jaxllm.export.folder_format.manifest import Precision
+from jaxllm.export.litertlm_chat import require_same_chats, runtime_template
+from jaxllm.export.npu import PREFILL_DECODE, npu_models
+from jaxllm.export.quantized import left_out
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.static_products import Ranges
+from jaxllm.export.subject import Subject, only_level
+from jaxllm.export.tflite import FILE, tflite_model
 from jaxllm.files.atomic import atomic_file
-from jaxllm.program_folder.manifest import Precision
-from serving.host.progress import Progress
+from jaxllm.serving.host.progress import Progress
+from jaxllm.text.tokenizer import Tokenizer
 
 SUFFIX = ".litertlm"
-# For a model without a chat template: the contents of messages one after the other.
-_PLAIN_TEMPLATE = (
-    "{% for m in messages %}{{ m['content'] if m['content'] is string else m['content'][0]['text'] }}"
-    "{% endfor %}"
-)
 
 
 def export_litertlm(
@@ -84,6 +81,12 @@ def export_litertlm(
         tokenizer_path.write_text(subject.tokenizer.tokenizer_json, encoding="utf-8")
         facts_path.write_bytes(metadata(subject, plan).SerializeToString())
         _build(file, [Path(folder) / each for each in models], tokenizer_path, facts_path, without)
+        if not plan.npu:
+            # The runtime opens no other name than one that ends so, and an NPU's models on an NPU alone.
+            file.flush()
+            tried = Path(folder) / f"tried{SUFFIX}"
+            tried.symlink_to(Path(file.name).absolute())
+            require_same_chats(tried, Tokenizer(subject.tokenizer))
     return sharing
 
 
@@ -91,16 +94,33 @@ def metadata(subject: Subject, plan: ExportPlan) -> Any:
     """Facts about the model as the runtime's protocol buffer message."""
     from litert_lm_builder.runtime.proto import llm_metadata_pb2
 
-    message, tokenizer = llm_metadata_pb2.LlmMetadata(), subject.tokenizer
-    if tokenizer.bos_id is not None:
+    message, tokenizer = llm_metadata_pb2.LlmMetadata(), Tokenizer(subject.tokenizer)
+    if tokenizer.adds_bos:
+        # The runtime adds no token by the tokenizer's own rules.
         message.start_token.token_ids.ids.append(tokenizer.bos_id)
     for each in tokenizer.eos_ids:
         message.stop_tokens.add().token_ids.ids.append(each)
     message.max_num_tokens = plan.context_tokens
+    _advise(message.sampler_params, subject)
     message.llm_model_type.generic_model.SetInParent()
-    message.jinja_prompt_template = tokenizer.chat_template or _PLAIN_TEMPLATE
+    message.jinja_prompt_template = runtime_template(tokenizer)
     message.supports_thinking = message.supports_function_calling = False
     return message
+
+
+def _advise(params: Any, subject: Subject) -> None:
+    """Writes the sampling that the model's authors advise, as far as the runtime has it: it has no min-p and
+    no penalties. Its top-p takes `k` tokens at most, hence all where no top-k is named."""
+    sampling = subject.tokenizer.sampling
+    if not sampling:
+        return
+    if sampling.get("temperature") == 0:
+        params.type = params.GREEDY
+        return
+    params.type = params.TOP_P
+    params.temperature = sampling.get("temperature", 1.0)
+    params.k = int(sampling.get("top_k", 0)) or subject.cfg.vocab_size
+    params.p = sampling.get("top_p", 1.0)
 
 
 def _require_floats(plan: ExportPlan, precision: Precision) -> None:

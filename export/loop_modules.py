@@ -1,6 +1,6 @@
 """Finds the modules that a device needs, in a process in which JAX cannot be imported.
 
-python -m export.loop_modules -> {path in an archive: path of the source}, as JSON
+python -m jaxllm.export.loop_modules -> {path in an archive: path of the source}, as JSON
 """
 
 import ast
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ABSENT = ("jax", "jaxlib", "flax", "optax", "orbax", "chex")
-ROOTS = ("jaxllm", "serving")
+ROOTS = ("jaxllm",)
 # What is imported first; and a module that runs in a process of its own.
-ENTRIES = ("serving.device.__main__", "jaxllm.text.child_worker")
+ENTRIES = ("jaxllm.cli.device.__main__", "jaxllm.text.child_worker")
 
 
 class NotOnDevice(ImportError):

@@ -11,8 +11,8 @@ import jax
 import jax.export
 import numpy as np
 
-from export.quantized import FAKE_QUANT
 from jaxllm.errors import ConfigError, one_line
+from jaxllm.export.quantized import FAKE_QUANT
 from jaxllm.kernels.native import without_native_kernels
 
 _LEGALIZE = "builtin.module(vhlo-legalize-stablehlo,reconcile-unrealized-casts)"

@@ -1,8 +1,8 @@
 """Makes the three models that LiteRT-LM's executor for NPUs takes in one file, in floats.
 
 `EMBEDDER` looks tokens up; `AUX` makes masks and angles, and writes slices into caches; `PREFILL_DECODE` is
-what the NPU computes (see `jaxllm.steps.exported_npu`). A vendor's plugin then quantizes the last one and
-compiles it for one SoC, which takes the vendor's SDK. In floats all three run on a CPU, too.
+what the NPU computes (see `jaxllm.export.steps.exported_npu`). A vendor's plugin then quantizes the last one
+and compiles it for one SoC, which takes the vendor's SDK. In floats all three run on a CPU, too.
 """
 
 import functools
@@ -13,14 +13,14 @@ import jax
 import jax.export
 import numpy as np
 
-from export.flatbuffer import Sharing, share_buffers
-from export.mlir import Traced, convert, exported_step, result_names
-from export.signatures import ExportPlan
-from export.subject import Subject
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
-from jaxllm.steps import exported_npu as steps
-from serving.host.progress import Progress
+from jaxllm.export.flatbuffer import Sharing, share_buffers
+from jaxllm.export.mlir import Traced, convert, exported_step, result_names
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.steps import exported_npu as steps
+from jaxllm.export.subject import Subject
+from jaxllm.serving.host.progress import Progress
 
 EMBEDDER, AUX, PREFILL_DECODE = "EMBEDDER", "AUX", "PREFILL_DECODE"
 

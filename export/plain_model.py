@@ -14,18 +14,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from export.folder import new_folder
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.elastic import read_order, read_recovery, require_level
+from jaxllm.bundle.levels import read_order, read_recovery, require_level
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import ConfigError
+from jaxllm.export.folder import new_folder
 from jaxllm.models.architectures import architecture
+from jaxllm.models.features import require_decoder_alone
 from jaxllm.models.lora import Adapter
 from jaxllm.models.parameters import param_specs
-from jaxllm.models.rooms import require_decoder_alone
 from jaxllm.quant import BlockedArray, dequantize, from_blocks
-from jaxllm.quant.finite import all_finite
+from jaxllm.quant.weights import all_finite
 from jaxllm.text.tokenizer import TokenizerFiles
 
 # Precision -> type of the parameters of a folder.
@@ -127,7 +127,7 @@ def read_plain(bundle: Bundle, *, level: int = WHOLE, adapter: Path | None = Non
     changes: list[tuple[Adapter, float]] = []
     if adapter is not None:
         # Imported here, because safetensors takes time to import.
-        from jaxllm.checkpoints.peft_folder import read_adapter
+        from jaxllm.checkpoints.peft import read_adapter
 
         lora, change = read_adapter(adapter, bundle.cfg)
         order = read_order(bundle)
@@ -187,7 +187,7 @@ def write_plain_folder(path: Path, model: PlainModel, precision: str) -> ModelCo
       ConfigError: the folder is there already, or numbers are too large for the precision.
     """
     from jaxllm.checkpoints.huggingface import write_folder
-    from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
+    from jaxllm.checkpoints.tokenizer_folder import write_sampling, write_tokenizer
 
     cfg, tokenizer = uniform(model.cfg), model.tokenizer
     ends: Any = list(tokenizer.eos_ids) or None
@@ -196,4 +196,5 @@ def write_plain_folder(path: Path, model: PlainModel, precision: str) -> ModelCo
     with new_folder(path) as folder:
         write_folder(folder, cfg, params, extra_config=ids)
         write_tokenizer(folder, tokenizer)
+        write_sampling(folder, tokenizer)
     return cfg

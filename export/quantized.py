@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from export.subject import Subject
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.export.folder_format.manifest import LEFT, RIGHT, Precision
+from jaxllm.export.steps.exported import with_adapters
+from jaxllm.export.subject import Subject
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.program_folder.manifest import LEFT, RIGHT, Precision
 from jaxllm.quant import FirstUnits, OwnProduct, QArray, Weight
-from jaxllm.steps.exported import with_adapters
 
 FAKE_QUANT = "quant.fake_quant"
 # Suffixes of the names of the embedding's int8 levels and their scales among the weights.
@@ -53,7 +53,7 @@ def left_out(subject: Subject, precision: Precision, *, without_shadow: bool) ->
             known = ", ".join(map(str, subject.calibration.levels))
             raise ConfigError(
                 f"level {level} of {subject.name} was not calibrated for integer prefill, levels {known} "
-                "were; calibrate again with `jaxllm calibrate-prefill`, or export with --precision int8"
+                "were; calibrate again with `jaxllm calibrate prefill`, or export with --precision int8"
             )
     return ()
 

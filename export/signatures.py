@@ -1,8 +1,8 @@
 """Plans the programs of an export as named signatures, and gives the shapes of their arguments.
 
-There is one signature per level, number of new tokens and cache length (see `jaxllm.steps.exported` for names
-and shapes). All lengths are the engine's, so that a loop over programs divides prompts and grows caches as
-the engine does.
+There is one signature per level, number of new tokens and cache length (see `jaxllm.export.steps.exported`
+for names and shapes). All lengths are the engine's, so that a loop over programs divides prompts and grows
+caches as the engine does.
 """
 
 import dataclasses
@@ -13,18 +13,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from export.subject import Subject
-from export.tiny_lm import tiny_step, tiny_weights
 from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.contexts.codecs import find_codec
 from jaxllm.errors import ConfigError
-from jaxllm.kv.codecs import find_codec
-from jaxllm.models.rooms import require_decoder_alone
-from jaxllm.program_folder.codecs import chunk_format
-from jaxllm.program_folder.manifest import CODED_KINDS, Kind, Signature, level_signatures
-from jaxllm.program_folder.shapes import input_shapes
-from jaxllm.steps.exported_blocks import step_of
-from jaxllm.steps.exported_codecs import run_encode_chunks, run_load_chunks
-from serving.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
+from jaxllm.export.folder_format.codecs import chunk_format
+from jaxllm.export.folder_format.manifest import CODED_KINDS, Kind, Signature, level_signatures
+from jaxllm.export.folder_format.shapes import input_shapes
+from jaxllm.export.steps.exported_blocks import step_of
+from jaxllm.export.steps.exported_codecs import run_encode_chunks, run_load_chunks
+from jaxllm.export.subject import Subject
+from jaxllm.export.tiny_lm import tiny_step, tiny_weights
+from jaxllm.models.features import require_decoder_alone
+from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
 
 _MAX_TREE, _MAX_BLOCK = 256, 64
 # Of the chunks that a program encodes or loads at once.
@@ -50,7 +50,7 @@ class ExportPlan:
       masked: whether prefill and decode take an attention mask, for runtimes that make it themselves.
       npu: whether the model is divided into what an NPU computes and what its CPU does (see `npu.py`).
       stages: whether the stages of prefill are programs of their own, too, for two processors (see
-        `export.stages`).
+        `jaxllm.export.stages`).
       codec: whose programs encode and load chunks of contexts, by its name; empty for none.
       static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
     """

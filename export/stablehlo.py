@@ -4,7 +4,6 @@ Weights are arguments, so that all programs share one copy, and a level uses pre
 are those of `jax.export`, each for all requested platforms. The caller of a program donates its caches.
 """
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,20 +12,19 @@ import jax.export
 import ml_dtypes
 import numpy as np
 
-from export.contents import require_family
-from export.extras import require_format
-from export.folder import ProgramKind, finish, new_folder
-from export.signatures import ExportPlan, step_shapes, subject_step
-from export.subject import Subject
-from export.tiny_lm import tiny_signatures, tiny_weights
-from export.trial import require_alike, trial
 from jaxllm.errors import ConfigError
+from jaxllm.export.contents import require_family
+from jaxllm.export.extras import require_format
+from jaxllm.export.folder import ProgramKind, finish, new_folder
+from jaxllm.export.folder_format.manifest import CODED_KINDS, WEIGHTS, Manifest, Signature
+from jaxllm.export.folder_format.tiny_lm import TINY_WEIGHTS
+from jaxllm.export.folder_format.weights import read_weights, write_weights
+from jaxllm.export.signatures import ExportPlan, step_shapes, subject_step
+from jaxllm.export.subject import Subject
+from jaxllm.export.tiny_lm import tiny_signatures, tiny_weights
+from jaxllm.export.trial import require_alike, trial
 from jaxllm.kernels.native import without_native_kernels
-from jaxllm.program_folder.manifest import CODED_KINDS, WEIGHTS, Manifest, Signature
-from jaxllm.program_folder.tiny_lm import TINY_WEIGHTS
-from jaxllm.program_folder.weights import read_weights, write_weights
-from jaxllm.steps.exported import ParamsOf
-from serving.host.progress import Progress
+from jaxllm.serving.host.progress import Progress
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 SUFFIX = ".jaxexport"
@@ -103,15 +101,12 @@ def traced(
     *,
     precision: str,
     platforms: Sequence[str],
-    params_of: ParamsOf | None = None,
     branches: bool = True,
 ) -> jax.export.Exported:
-    """A signature's program. Unused weights stay arguments, so that all programs take the same ones;
-    `params_of` makes parameters of weights that are stored in another form. For `branches` see
-    `without_native_kernels`."""
+    """A signature's program. Unused weights stay arguments, so that all programs take the same ones. For
+    `branches` see `without_native_kernels`."""
     dtype = DTYPES[precision]
     step = subject_step(signature, subject, dtype)
-    step = step if params_of is None else functools.partial(step, params_of=params_of)
     shapes = step_shapes(signature, subject, plan, dtype)
     with without_native_kernels(branches=branches):
         return jax.export.export(jax.jit(step, keep_unused=True), platforms=tuple(platforms))(*shapes)

@@ -13,21 +13,27 @@ import jax
 import jax.export
 import numpy as np
 
-from export.flatbuffer import share_buffers
-from export.mlir import Traced, convert, exported_step, result_names
-from export.quantized import annotated
-from export.signatures import ExportPlan
-from export.static_products import StaticProduct
-from export.subject import Subject
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.int8_prefill.schedule import PROCESSORS, Processor, natural_place
-from jaxllm.int8_prefill.stages import STAGE_PARAMETERS, Stage, stages_of
+from jaxllm.export.flatbuffer import share_buffers
+from jaxllm.export.folder_format.stages import EMBED, StageFacts, stage_name
+from jaxllm.export.mlir import Traced, convert, exported_step, result_names
+from jaxllm.export.quantized import annotated
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.static_products import StaticProduct
+from jaxllm.export.steps.exported_stages import run_embed, run_stage, stage_shapes
+from jaxllm.export.subject import Subject
+from jaxllm.int8_prefill.schedule import (
+    PROCESSORS,
+    STAGE_PARAMETERS,
+    Processor,
+    Stage,
+    natural_place,
+    stages_of,
+)
+from jaxllm.models.features import require_room
 from jaxllm.models.parameters import Params
-from jaxllm.models.rooms import require_room
-from jaxllm.program_folder.stages import EMBED, StageFacts, stage_name
 from jaxllm.quant import Weight
-from jaxllm.steps.exported_stages import run_embed, run_stage, stage_shapes
 
 _EMBEDDING = "embed."
 

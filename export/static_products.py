@@ -21,16 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from export.quantized import Product, fake_quant, plain_product, quantized_matrix
-from export.subject import Subject
 from jaxllm.errors import ConfigError
-from jaxllm.int8_prefill.products import PRODUCTS, product_names
+from jaxllm.export.folder_format.levels import Argument, ProgramLevel
+from jaxllm.export.quantized import Product, fake_quant, plain_product, quantized_matrix
+from jaxllm.export.steps.exported import with_adapters
+from jaxllm.export.subject import Subject
+from jaxllm.int8_prefill.shadow import PRODUCTS, product_names
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.decoder import forward
 from jaxllm.models.parameters import param_specs
-from jaxllm.program_folder.levels import Argument, ProgramLevel
 from jaxllm.quant import OwnProduct, Weight
-from jaxllm.steps.exported import with_adapters
 
 # Suffix of the names of a weight's float rows, `[outputs, R]` float16.
 ROWS = ".shadow_rows"

@@ -9,21 +9,20 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from export.input_adapters import AdapterOptions, InputAdapters, read_adapters
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.elastic import Recovery, read_order, read_recovery, require_level
-from jaxllm.bundle.prefill import read_prefill
-from jaxllm.bundle.tiny_lm import TinyLm, read_tiny_lm
+from jaxllm.bundle.calibrations import read_prefill
+from jaxllm.bundle.levels import Recovery, TinyLm, read_order, read_recovery, read_tiny_lm, require_level
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.export.folder_format.levels import Argument, ProgramLevel
+from jaxllm.export.folder_format.manifest import LEFT, RIGHT
+from jaxllm.export.input_adapters import AdapterOptions, InputAdapters, read_adapters
 from jaxllm.int8_prefill.calibration import PrefillCalibration
 from jaxllm.kernels.native import without_native_kernels
+from jaxllm.models.features import require_room
 from jaxllm.models.lora import adapter_digest, merge, parameters_of
 from jaxllm.models.parameters import param_specs
-from jaxllm.models.rooms import require_room
-from jaxllm.program_folder.levels import Argument, ProgramLevel
-from jaxllm.program_folder.manifest import LEFT, RIGHT
 from jaxllm.quant import dequantize
 from jaxllm.text.tokenizer import TokenizerFiles
 
@@ -121,7 +120,7 @@ def read_subject(
         params, model = bundle.load(), bundle.fingerprint
         if adapter is not None:
             # Imported here, because safetensors takes time to import.
-            from jaxllm.checkpoints.peft_folder import read_adapter
+            from jaxllm.checkpoints.peft import read_adapter
 
             lora, change = read_adapter(adapter, bundle.cfg)
             order = read_order(bundle)

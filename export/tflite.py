@@ -17,32 +17,32 @@ from typing import Any
 
 import numpy as np
 
-from export.contents import require_family
-from export.extras import require_format
-from export.flatbuffer import Sharing, share_buffers
-from export.folder import ProgramKind, finish, new_folder
-from export.mlir import Traced, convert, exported_step, result_names
-from export.quantized import LEVELS, SCALE, annotated, left_out, quantized_subject
-from export.signatures import MASKED_KINDS, ExportPlan, step_shapes, subject_step
-from export.stages import stage_facts, stage_models
-from export.static_products import Ranges, StaticProduct, static_level, with_shadow
-from export.subject import Subject
-from export.tiny_lm import tiny_signatures, tiny_weights
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.export.contents import require_family
+from jaxllm.export.extras import require_format
+from jaxllm.export.flatbuffer import Sharing, share_buffers
+from jaxllm.export.folder import ProgramKind, finish, new_folder
+from jaxllm.export.folder_format.adapters import ADAPTER
+from jaxllm.export.folder_format.arrays import SOURCE_TOKENS, source_shapes
+from jaxllm.export.folder_format.codecs import CHUNKS
+from jaxllm.export.folder_format.controls import COUNT, NEXT_TOKENS, control_shapes
+from jaxllm.export.folder_format.levels import Argument, ProgramLevel
+from jaxllm.export.folder_format.manifest import CODED_KINDS, Manifest, Precision, Signature
+from jaxllm.export.folder_format.stages import STAGE_FILES
+from jaxllm.export.folder_format.tiny_lm import KEEP, MASK, MODEL, PROMPT
+from jaxllm.export.mlir import Traced, convert, exported_step, result_names
+from jaxllm.export.quantized import LEVELS, SCALE, annotated, left_out, quantized_subject
+from jaxllm.export.signatures import MASKED_KINDS, ExportPlan, step_shapes, subject_step
+from jaxllm.export.stages import stage_facts, stage_models
+from jaxllm.export.static_products import Ranges, StaticProduct, static_level, with_shadow
+from jaxllm.export.steps.exported import ATTENTION_MASK, ParamsOf, run_masked_step, with_adapters
+from jaxllm.export.subject import Subject
+from jaxllm.export.tiny_lm import tiny_signatures, tiny_weights
+from jaxllm.models.features import require_room
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.models.rooms import require_room
-from jaxllm.program_folder.adapters import ADAPTER
-from jaxllm.program_folder.arrays import SOURCE_TOKENS, source_shapes
-from jaxllm.program_folder.codecs import CHUNKS
-from jaxllm.program_folder.controls import COUNT, NEXT_TOKENS, control_shapes
-from jaxllm.program_folder.levels import Argument, ProgramLevel
-from jaxllm.program_folder.manifest import CODED_KINDS, Manifest, Precision, Signature
-from jaxllm.program_folder.stages import STAGE_FILES
-from jaxllm.program_folder.tiny_lm import KEEP, MASK, MODEL, PROMPT
 from jaxllm.quant import FirstUnits, Weight
-from jaxllm.steps.exported import ATTENTION_MASK, ParamsOf, run_masked_step, with_adapters
-from serving.host.progress import Progress
+from jaxllm.serving.host.progress import Progress
 
 FILE = "model.tflite"
 PRECISIONS = ("f32", "int8", "w8a8")

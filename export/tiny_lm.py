@@ -8,13 +8,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxllm.bundle.tiny_lm import TinyLm
+from jaxllm.bundle.levels import TinyLm
 from jaxllm.config import WHOLE
-from jaxllm.program_folder.manifest import Signature
-from jaxllm.program_folder.tiny_lm import TINY_TOKENIZER, TinyLmFacts, row_lengths
+from jaxllm.elastic.compression import row_lengths
+from jaxllm.export.folder_format.manifest import Signature
+from jaxllm.export.folder_format.tiny_lm import TINY_TOKENIZER, TinyLmFacts
+from jaxllm.export.steps.exported_tiny_lm import LEVELS, SCALE, run_tiny_lm
 from jaxllm.quant import QArray
-from jaxllm.steps.exported_tiny_lm import LEVELS, SCALE, run_tiny_lm
-from serving.planning.tiny_lm import served_arrays
+from jaxllm.serving.elastic.tiny_lm import served_arrays
 
 
 def tiny_facts(tiny: TinyLm) -> TinyLmFacts:

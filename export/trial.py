@@ -1,24 +1,22 @@
 """Compares a program with its step, once on the same inputs, before it is shipped."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from export.signatures import ExportPlan, subject_step
-from export.subject import Subject
-from export.tiny_lm import tiny_weights
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ProgramError
+from jaxllm.export.folder_format.arrays import SOURCE_TOKENS, cache_shapes, source_shapes
+from jaxllm.export.folder_format.codecs import CHUNK_TOKENS, coded_shapes
+from jaxllm.export.folder_format.controls import STOP_IDS, controls
+from jaxllm.export.folder_format.manifest import CODED_KINDS, Signature
+from jaxllm.export.signatures import ExportPlan, subject_step
+from jaxllm.export.subject import Subject
+from jaxllm.export.tiny_lm import tiny_weights
 from jaxllm.kernels.native import without_native_kernels
-from jaxllm.program_folder.arrays import SOURCE_TOKENS, cache_shapes, source_shapes
-from jaxllm.program_folder.codecs import CHUNK_TOKENS, coded_shapes
-from jaxllm.program_folder.controls import STOP_IDS, controls
-from jaxllm.program_folder.manifest import CODED_KINDS, Signature
 from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
-from jaxllm.steps.exported import ParamsOf
 
 
 class Trial(NamedTuple):
@@ -41,10 +39,8 @@ def trial(
     subject: Subject,
     plan: ExportPlan,
     dtype: np.dtype,
-    params_of: ParamsOf | None = None,
 ) -> Trial:
-    """Runs the step of a signature with activations and caches of `dtype`; for `params_of` see
-    `stablehlo.traced`."""
+    """Runs the step of a signature with activations and caches of `dtype`."""
     if signature.kind == "tiny_lm":
         return _tiny_trial(signature, subject, dtype)
     if signature.kind in CODED_KINDS:
@@ -66,8 +62,7 @@ def trial(
             source[SOURCE_TOKENS] = np.array([max(1, max(plan.encode_tokens) - 1)], np.int32)
             inputs = (*inputs, source)
     with without_native_kernels():
-        step = subject_step(signature, subject, dtype)
-        step = jax.jit(step if params_of is None else functools.partial(step, params_of=params_of))
+        step = jax.jit(subject_step(signature, subject, dtype))
         wanted = step(subject.weights(signature.level), caches, *inputs)
     return Trial(caches, inputs, wanted)
 

@@ -12,10 +12,11 @@ Whatever the list below does not name is internal.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from jaxllm.bundle.writer import write_bundle
-    from jaxllm.client.async_client import AsyncClient
-    from jaxllm.client.client import Client
+    from jaxllm.client import AsyncClient, Client
     from jaxllm.config import ModelConfig
     from jaxllm.elastic.slo import Slo
     from jaxllm.errors import (
@@ -33,83 +34,76 @@ if TYPE_CHECKING:
         TemplateError,
         Unreadable,
     )
+    from jaxllm.export.programs.model import open_program
+    from jaxllm.layer_configs import RopeConfig
     from jaxllm.models.encoder.config import EncoderConfig
-    from jaxllm.models.flax_front import DecoderLM, DualHeadEncoder, Encoder
     from jaxllm.models.tiny_lm import TlmConfig
-    from jaxllm.rope_config import RopeConfig
     from jaxllm.sampling_state import Sampling
+    from jaxllm.serving.contexts.context import Context
+    from jaxllm.serving.contexts.options import ContextOptions
+    from jaxllm.serving.elastic.objectives import EndToEnd, EnergyBudget, Latency
+    from jaxllm.serving.engine.answer import Answer
+    from jaxllm.serving.engine.request import GenerationConfig, Session
+    from jaxllm.serving.ground.expert_options import ExpertOptions
+    from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
+    from jaxllm.serving.ground.options import EngineOptions
+    from jaxllm.serving.ground.plan import Plan
+    from jaxllm.serving.ground.prompt_rows import PromptRows
+    from jaxllm.serving.ground.sliding import Sliding
+    from jaxllm.serving.ground.speculation_options import SpeculationOptions
+    from jaxllm.serving.guided.grammar import Grammar
+    from jaxllm.serving.guided.logprobs import TokenLogprob
+    from jaxllm.serving.host.direct_io import Storage
+    from jaxllm.serving.opening.engine import Engine
+    from jaxllm.serving.server.service import LLMService
     from jaxllm.text.prompts import Prompt
-    from serving.answer import Answer
-    from serving.contexts.answer import ContextAnswer
-    from serving.contexts.context import Context
-    from serving.contexts.options import ContextOptions
-    from serving.engine import Engine
-    from serving.guided.grammar import Grammar
-    from serving.guided.logprobs import TokenLogprob
-    from serving.host.direct_io import Storage
-    from serving.int8_prefill.options import PrefillOptions
-    from serving.options import EngineOptions
-    from serving.planned_answer import PlannedAnswer
-    from serving.planning.objectives import EndToEnd, EnergyBudget, Latency
-    from serving.planning.planner import Plan
-    from serving.prompt_rows import PromptRows
-    from serving.request import GenerationConfig, Session
-    from serving.service import LLMService
-    from serving.sliding import Sliding
-    from serving.speculation.options import SpeculationOptions
-    from serving.weights.experts.options import ExpertOptions
 
-__version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _HOMES = {
-    "Answer": "serving.answer",
-    "AsyncClient": "jaxllm.client.async_client",
+    "Answer": "jaxllm.serving.engine.answer",
+    "AsyncClient": "jaxllm.client",
     "BucketMissing": "jaxllm.errors",
     "BudgetExceeded": "jaxllm.errors",
     "BundleError": "jaxllm.errors",
     "CheckpointError": "jaxllm.errors",
-    "Client": "jaxllm.client.client",
+    "Client": "jaxllm.client",
     "ConfigError": "jaxllm.errors",
-    "Context": "serving.contexts.context",
-    "ContextAnswer": "serving.contexts.answer",
+    "Context": "jaxllm.serving.contexts.context",
     "ContextGone": "jaxllm.errors",
-    "ContextOptions": "serving.contexts.options",
+    "ContextOptions": "jaxllm.serving.contexts.options",
     "ContextOverflow": "jaxllm.errors",
-    "DecoderLM": "jaxllm.models.flax_front",
-    "DualHeadEncoder": "jaxllm.models.flax_front",
-    "Encoder": "jaxllm.models.flax_front",
     "EncoderConfig": "jaxllm.models.encoder.config",
-    "EndToEnd": "serving.planning.objectives",
-    "EnergyBudget": "serving.planning.objectives",
-    "Engine": "serving.engine",
-    "EngineOptions": "serving.options",
-    "ExpertOptions": "serving.weights.experts.options",
-    "GenerationConfig": "serving.request",
-    "Grammar": "serving.guided.grammar",
+    "EndToEnd": "jaxllm.serving.elastic.objectives",
+    "EnergyBudget": "jaxllm.serving.elastic.objectives",
+    "Engine": "jaxllm.serving.opening.engine",
+    "EngineOptions": "jaxllm.serving.ground.options",
+    "ExpertOptions": "jaxllm.serving.ground.expert_options",
+    "GenerationConfig": "jaxllm.serving.engine.request",
+    "Grammar": "jaxllm.serving.guided.grammar",
     "JaxllmError": "jaxllm.errors",
-    "LLMService": "serving.service",
-    "Latency": "serving.planning.objectives",
+    "LLMService": "jaxllm.serving.server.service",
+    "Latency": "jaxllm.serving.elastic.objectives",
     "ModelConfig": "jaxllm.config",
     "NotFinite": "jaxllm.errors",
     "ObjectiveMissed": "jaxllm.errors",
-    "Plan": "serving.planning.planner",
-    "PlannedAnswer": "serving.planned_answer",
-    "PrefillOptions": "serving.int8_prefill.options",
+    "Plan": "jaxllm.serving.ground.plan",
+    "PrefillOptions": "jaxllm.serving.ground.int8_prefill_options",
     "ProgramError": "jaxllm.errors",
     "Prompt": "jaxllm.text.prompts",
-    "PromptRows": "serving.prompt_rows",
-    "RopeConfig": "jaxllm.rope_config",
+    "PromptRows": "jaxllm.serving.ground.prompt_rows",
+    "RopeConfig": "jaxllm.layer_configs",
     "Sampling": "jaxllm.sampling_state",
-    "Session": "serving.request",
-    "Sliding": "serving.sliding",
+    "Session": "jaxllm.serving.engine.request",
+    "Sliding": "jaxllm.serving.ground.sliding",
     "Slo": "jaxllm.elastic.slo",
-    "SpeculationOptions": "serving.speculation.options",
-    "Storage": "serving.host.direct_io",
+    "SpeculationOptions": "jaxllm.serving.ground.speculation_options",
+    "Storage": "jaxllm.serving.host.direct_io",
     "TemplateError": "jaxllm.errors",
     "TlmConfig": "jaxllm.models.tiny_lm",
-    "TokenLogprob": "serving.guided.logprobs",
+    "TokenLogprob": "jaxllm.serving.guided.logprobs",
     "Unreadable": "jaxllm.errors",
+    "open_program": "jaxllm.export.programs.model",
     "write_bundle": "jaxllm.bundle.writer",
 }
 __all__ = [
@@ -122,13 +116,9 @@ __all__ = [
     "Client",
     "ConfigError",
     "Context",
-    "ContextAnswer",
     "ContextGone",
     "ContextOptions",
     "ContextOverflow",
-    "DecoderLM",
-    "DualHeadEncoder",
-    "Encoder",
     "EncoderConfig",
     "EndToEnd",
     "EnergyBudget",
@@ -144,7 +134,6 @@ __all__ = [
     "NotFinite",
     "ObjectiveMissed",
     "Plan",
-    "PlannedAnswer",
     "PrefillOptions",
     "ProgramError",
     "Prompt",
@@ -160,6 +149,7 @@ __all__ = [
     "TlmConfig",
     "TokenLogprob",
     "Unreadable",
+    "open_program",
     "write_bundle",
 ]
 

@@ -8,18 +8,21 @@ argument of every compiled step. It does not use any checkpoint's key names: eac
 import dataclasses
 from typing import Any, Literal
 
-from jaxllm.config_checks import (
+from jaxllm.errors import ConfigError
+from jaxllm.layer_configs import (
     MAX_DIMENSION,
+    MixedLayers,
+    RopeConfig,
+    StateConfig,
+    layer_config,
     require,
     require_experts,
     require_flags,
     require_int,
+    require_mixed_layers,
     require_numbers,
+    require_state_layers,
 )
-from jaxllm.errors import ConfigError
-from jaxllm.mixed_config import MixedLayers, layer_config, require_mixed_layers
-from jaxllm.rope_config import RopeConfig
-from jaxllm.state_config import StateConfig, require_state_layers
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.bundle import Bundle, Part, WeightFormat, lay_experts_apart, write_bundle
 from jaxllm.bundle.images import StoredImageEncoder, image_encoder_parts
-from jaxllm.bundle.stored import Kept
+from jaxllm.bundle.writer import Kept
 from jaxllm.checkpoints.gguf_file import is_gguf
 from jaxllm.checkpoints.huggingface import quantization_of, read_config, read_params, read_stored_params
 from jaxllm.checkpoints.smolvlm_folder import has_images, read_image_encoder, read_image_input
@@ -19,7 +19,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.parameters import parameter_count, sparse_layers
 from jaxllm.quant import QArray
-from jaxllm.quant.row_parts import RowParts
+from jaxllm.quant.weights import RowParts
 from jaxllm.text.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int, int], None]
@@ -51,7 +51,7 @@ def prepare(
       weights: format of matrices; None keeps the checkpoint's (float16 becomes f32). Of a GGUF file None
         keeps each matrix's own, and its quantized blocks bit for bit where ours have the same form.
       name: the model's name, for people; the folder's or file's name by default.
-      ignore_keys: unknown config keys to ignore.
+      ignore_keys: keys of the config to ignore: unknown ones, and such that cannot have the value.
       expert_bits: to store each expert of a mixture by itself with this bitwidth, one for all or `[L_sparse,
         E]` (see `write_bundle`), so that the model runs in less memory; 0 stores experts together, in the
         format `weights`.
@@ -74,7 +74,7 @@ def prepare(
         raise CheckpointError(f"{out} is the model itself; name another file")
     source = _read_gguf if folder.is_file() else _read_folder
     cfg, tokenizer, params, weights = source(folder, weights, ignore_keys)
-    parts = {**_image_parts(folder, tokenizer), **(parts or {})}
+    parts = {**_image_parts(folder, tokenizer, ignore_keys), **(parts or {})}
     total, done = parameter_count(cfg), 0
 
     def counted():
@@ -113,11 +113,11 @@ def prepare(
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def _image_parts(folder: Path, tokenizer: TokenizerFiles) -> dict[str, Part]:
+def _image_parts(folder: Path, tokenizer: TokenizerFiles, ignore_keys: Collection[str]) -> dict[str, Part]:
     """The encoder of images of a folder that has one and says how images are cut; else nothing."""
     if not folder.is_dir() or not has_images(folder):
         return {}
-    cfg, params = read_image_encoder(folder, widened=False)
+    cfg, params = read_image_encoder(folder, widened=False, ignore_keys=ignore_keys)
     try:
         found = StoredImageEncoder(cfg=cfg, input=read_image_input(folder, tokenizer), params=params)
     except ConfigError as error:

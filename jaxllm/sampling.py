@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.axes import Axes
-from jaxllm.kernels import native, native_sampling
+from jaxllm.kernels import native, native_attention
 from jaxllm.sampling_state import MAX_BIAS as MAX_BIAS
 from jaxllm.sampling_state import MAX_LOGIT_BIASES as MAX_LOGIT_BIASES
 from jaxllm.sampling_state import NO_TOKEN, SamplerState
@@ -88,7 +88,7 @@ def largest(logits: jax.Array) -> jax.Array:
         index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
         return jnp.min(jnp.where((logits == top) | jnp.isnan(logits), index, logits.shape[-1]), axis=-1)
 
-    return _by_kernel(native_sampling.largest, in_two_passes, logits)
+    return _by_kernel(native_attention.largest, in_two_passes, logits)
 
 
 def gumbel_noise(seed: jax.Array, drawn: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -99,7 +99,7 @@ def gumbel_noise(seed: jax.Array, drawn: jax.Array, shape: tuple[int, ...]) -> j
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), drawn)
         return jax.random.bits(key, shape, jnp.uint32)
 
-    drawn_bits = _by_kernel(functools.partial(native_sampling.random_bits, shape=shape), bits, seed, drawn)
+    drawn_bits = _by_kernel(functools.partial(native_attention.random_bits, shape=shape), bits, seed, drawn)
     # 23 of the bits are the fraction of a number in [1, 2).
     one = np.float32(1).view(np.uint32)
     uniform = jax.lax.bitcast_convert_type((drawn_bits >> np.uint32(9)) | one, jnp.float32) - 1
@@ -151,7 +151,7 @@ def keep_top_k(logits: jax.Array, k: jax.Array) -> jax.Array:
     def threshold(logits: jax.Array, k: jax.Array) -> jax.Array:
         return _threshold(logits, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= k)
 
-    return _keep_from(logits, _by_kernel(native_sampling.kth_largest, threshold, logits, k))
+    return _keep_from(logits, _by_kernel(native_attention.kth_largest, threshold, logits, k))
 
 
 def keep_top_p(logits: jax.Array, p: jax.Array) -> jax.Array:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 1e6
+# Options that a model's files may name as defaults, as their authors advise.
+MODEL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Stands for a token where the logits allow none to be chosen.
 NO_TOKEN = -1
 # Processors may flush smaller floats to 0.

@@ -23,6 +23,9 @@ _WORTH_KEEPING_S = 0.05
 _MOST_MAPPINGS = 25_000
 
 
+pytest_plugins = ["tests.budgets"]
+
+
 def pytest_collection_finish() -> None:
     """Leaves what collecting has made out of every later collection of garbage: thousands of tests, and the
     modules that they import, which are there to the end."""
@@ -45,16 +48,19 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_compilations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What one test compiled, no other of this run compiles again, in whatever process it is: half of the
-    suite's time. JAX names a program by all that it is made of, so that a changed program is another one, and
-    still tells the counter of compilations of it.
+    """What one test compiled, no other test of this run compiles again, in any process: half of the suite's
+    time. With JAXLLM_TEST_COMPILATIONS, a folder, which `make test` sets, nor does a later run.
+
+    JAX names a program by all that it is made of: a changed program is another one. The counter of
+    compilations counts those that are read, too.
     """
     import jax
 
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = os.environ.get("JAXLLM_TEST_COMPILATIONS") or str(shared / "compilations")
     settings = {
-        "jax_compilation_cache_dir": str(shared / "compilations"),
+        "jax_compilation_cache_dir": folder,
         # What takes less is as soon compiled as read.
         "jax_persistent_cache_min_compile_time_secs": _WORTH_KEEPING_S,
         "jax_persistent_cache_min_entry_size_bytes": -1,

@@ -3,16 +3,21 @@
     with FailingDevice(folder, at=None) as all_of_it: act()                    counts the operations
     with FailingDevice(folder, at=17, error=errno.EIO) as one: act()           fails the 17th
 
-Operations are calls of `os` and of open files; where they are of, this process's table of files says.
+Operations are calls of `os` and of open files, and statements of the catalogs of contexts; of what file they
+are, this process's table of files says.
 """
 
 import builtins
 import errno as errors
 import io
 import os
+import signal
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from jaxllm.serving.contexts import database
 
 ERRORS = (errors.EIO, errors.ENOSPC)
 # Those whose first argument says of what; of these no other leads to a file.
@@ -35,6 +40,8 @@ _NEVER_FULL = (
     "pread",
     "read",
 )
+# Those that need a descriptor.
+_OPENING = ("open", "listdir", "scandir")
 
 
 class FailingDevice:
@@ -64,7 +71,26 @@ class FailingDevice:
             self._replace(os, name)
         self._replace(io, "open")
         self._replace(builtins, "open")
+        self._replace_statements()
         return self
+
+    def _replace_statements(self) -> None:
+        """Has the statements of SQLite's files count, and fail as SQLite does."""
+        real = database.Database.run
+
+        def run(self_: database.Database, statement: str, *values: Any) -> Any:
+            if (where := self._where(self_.path)) is not None:
+                try:
+                    self._count("read" if statement.startswith("SELECT") else "sql", where)
+                except OSError as error:
+                    failure = sqlite3.OperationalError(f"{error.strerror} (disk I/O error)")
+                    full = error.errno == errors.ENOSPC
+                    failure.sqlite_errorcode = sqlite3.SQLITE_FULL if full else sqlite3.SQLITE_IOERR
+                    raise database._translated(self_.path, failure) from failure
+            return real(self_, statement, *values)
+
+        self._real.append((database.Database, "run", real))
+        database.Database.run = run  # pyright: ignore[reportAttributeAccessIssue]
 
     def mend(self) -> None:
         """Lets nothing fail any more."""
@@ -88,7 +114,7 @@ class FailingDevice:
         opens = module is not os
 
         def called(*arguments: Any, **options: Any) -> Any:
-            where = self._where(arguments[0] if arguments else None)
+            where = self._where(arguments[0] if arguments else None, options.get("dir_fd"))
             if name == "open" and not opens and not arguments[1] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
                 # It looks at what is there.
                 where = where if self._error != errors.ENOSPC else None
@@ -113,11 +139,13 @@ class FailingDevice:
 
             setattr(file, name, called)
 
-    def _where(self, of: Any) -> str | None:
+    def _where(self, of: Any, folder_number: int | None = None) -> str | None:
         """The path that an operation is of, where it lies below the folder."""
         try:
             if isinstance(of, int):
                 path = os.readlink(f"/proc/self/fd/{of}")
+            elif folder_number is not None:
+                path = os.path.join(os.readlink(f"/proc/self/fd/{folder_number}"), os.fspath(of))
             else:
                 path = os.path.abspath(os.fspath(of))
         except (OSError, TypeError, ValueError):
@@ -128,9 +156,20 @@ class FailingDevice:
     def _count(self, name: str, where: str) -> None:
         if self._error == errors.ENOSPC and name in _NEVER_FULL:
             return
+        if self._error == errors.EMFILE and name not in _OPENING:
+            return
         self.operations += 1
         if self._at is None:
             return
         if self.operations == self._at or (self._persistent and self.operations > self._at):
             self.hit = self.hit or f"{name} {where}"
             raise OSError(self._error, os.strerror(self._error), where)
+
+
+class KillingDevice(FailingDevice):
+    """Ends this process at one operation, as kill -9 does."""
+
+    def _count(self, name: str, where: str) -> None:
+        self.operations += 1
+        if self.operations == self._at:
+            os.kill(os.getpid(), signal.SIGKILL)

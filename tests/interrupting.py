@@ -7,9 +7,20 @@ Lines are counted as they are run, in this thread and in the files that are name
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
+
+
+def run_apart(act: Callable[[], None]) -> None:
+    """Runs something in a frame that keeps its own exceptions: an interrupt in the end of an `except` leaves
+    its exception as the one that is being handled, and the cause of whatever is raised from there on."""
+
+    def frame() -> Iterator[None]:
+        act()
+        yield
+
+    next(frame())
 
 
 class Interrupt:

@@ -1,8 +1,6 @@
 """Wrong shapes and dtypes end a trace in one line; right ones add nothing to it."""
 
 import functools
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.axes import Axes
+from jaxllm.contexts.codecs import CODECS, ChunkFormat, ChunkShape
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import outlier_counts
 from jaxllm.int8_prefill.reference import forward_by_rule, plain_rule, scores_by_rule
@@ -21,14 +20,12 @@ from jaxllm.int8_prefill.subgraphs import (
     finish,
     narrow,
     narrow_shadow,
+    pass_layer,
     project,
     widen,
 )
-from jaxllm.int8_prefill.whole_layer import pass_layer
-from jaxllm.kv.cache import new_cache
+from jaxllm.kv.cache import TokenPositions, new_cache, write_rows
 from jaxllm.kv.chunks import LayerChunks, take_chunks
-from jaxllm.kv.codecs import CODECS, ChunkFormat, ChunkShape
-from jaxllm.kv.positions import TokenPositions, write_rows
 from jaxllm.models import decoder
 from jaxllm.quant import contracted_rows, unpack_int4
 from jaxllm.quant.dequantize import unpack_int2
@@ -42,8 +39,7 @@ from jaxllm.sampling import (
     sample,
     sampler_state,
 )
-from jaxllm.speculative.pacer import best_confidence, missing_tokens
-from jaxllm.speculative.tree import add_nodes, deepest, new_tree, path_to
+from jaxllm.speculation.tree import add_nodes, best_confidence, deepest, missing_tokens, new_tree, path_to
 from jaxllm.steps.layers import restore_layer
 from jaxllm.steps.model import BlockEnd, decode_tokens, prefill_chunk, score_chunk
 from jaxllm.steps.trees import keep_path, verify
@@ -267,11 +263,3 @@ def test_a_trace_has_no_operation_more(monkeypatch):
     checked = operations()
     monkeypatch.setattr(Axes, "check", lambda *_, **__: None)
     assert operations() == checked
-
-
-def test_importing_steps_does_not_import_chex():
-    """It takes 0.1 s, which a start whose buckets are read from disk does not spend."""
-    steps = "jaxllm.steps.model, jaxllm.steps.trees, jaxllm.steps.drafting, jaxllm.steps.layers"
-    code = f"import sys, {steps}; print('chex' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -8,8 +8,7 @@ import pytest
 
 from jaxllm.config import MAX_DIMENSION, MAX_EXPERTS, MAX_LAYERS, LayerUnits, ModelConfig, RopeConfig
 from jaxllm.errors import ConfigError
-from jaxllm.mixed_config import MixedLayers
-from jaxllm.state_config import StateConfig
+from jaxllm.layer_configs import MixedLayers, StateConfig
 
 SHAPE = {
     "model_type": "llama", "vocab_size": 11, "hidden_size": 8, "layers": 3, "heads": 4, "kv_heads": 2,

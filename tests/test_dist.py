@@ -116,7 +116,7 @@ def test_without_a_compiler_the_sources_give_a_wheel_that_runs_on_xla(
     (file,) = run([installed / "python", "script.py"], away, path).stdout.split()[1:]
     assert Path(file).is_relative_to(site)
     demo = run([installed / "jaxllm", "demo"], away, path)
-    assert "native CPU kernels are not in use (they were not built)" in demo.stderr
+    assert "native CPU kernels are not in use (they could not be built: /nonexistent/c++: " in demo.stderr
     assert " right; first token after " in demo.stdout
 
 

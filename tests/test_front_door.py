@@ -14,7 +14,8 @@ SOURCE = ast.parse(Path(jaxllm.__file__).read_text(encoding="utf-8"))
 IMPORTED = """
 import sys
 import jaxllm
-print(*sorted({name.split(".")[0] for name in sys.modules} & {"jax", "numpy", "serving", "training", "flax"}))
+print(*sorted({name.split(".")[0] for name in sys.modules} & {"jax", "numpy", "flax"}))
+print(*sorted(name for name in sys.modules if name.startswith("jaxllm.") and name != "jaxllm.version"))
 """
 
 

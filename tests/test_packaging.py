@@ -17,29 +17,25 @@ import pytest
 import jaxllm
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("benchmarks", "export", "jaxllm", "serving", "training")
+FLOORS = ("export", "serving", "training")
 BUILD = """
 import sys
 from setuptools import build_meta
 getattr(build_meta, f"build_{sys.argv[1]}")(sys.argv[2])
 """
-# An import hook behind the whole path, as setuptools installs for editable packages of other layouts.
-HOOK = """
-import importlib.util, sys
-from pathlib import Path
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        file = Path(sys.argv[1]) / name / "__init__.py"
-        return importlib.util.spec_from_file_location(name, file) if file.exists() else None
-sys.meta_path.append(Finder())
-import serving
-"""
 USE = """
 import sys, site
 site.addsitedir(sys.argv[1])
-import jaxllm, serving
+import jaxllm, jaxllm.serving
 print(jaxllm.__file__)
-print(serving.__file__)
+print(jaxllm.serving.__file__)
+"""
+FOREIGN = """
+import site, sys
+site.addsitedir(sys.argv[1])
+sys.path += [path for path in sys.argv[2:] if "site-packages" in path]
+from jaxllm import Engine, LLMService, write_bundle
+print(Engine.__name__, LLMService.__name__, write_bundle.__name__)
 """
 
 
@@ -68,9 +64,10 @@ def build(kind: str, project: Path, output: Path) -> Path:
 
 
 def sources(project: Path) -> set[str]:
-    """The files of the packages that a wheel holds: all but the native sources and what was built."""
-    files = [path for package in PACKAGES for path in (project / package).rglob("*") if path.is_file()]
+    """The files that a wheel holds, by their paths in it: all but the native sources and what was built."""
+    folders = [project / "jaxllm", *(project / "jaxllm" / floor for floor in FLOORS)]
     built = {".pyc", ".pyd", ".so"}
+    files = {path for folder in folders for path in folder.rglob("*") if path.is_file()}
     kept = [path for path in files if path.suffix not in built and path.parent.name != "native"]
     return {str(path.relative_to(project)) for path in kept}
 
@@ -85,8 +82,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, folder)
-        elif path.name in (*PACKAGES, "tests"):
-            shutil.copytree(path, folder / path.name, ignore=unwanted)
+        elif path.name in (*FLOORS, "jaxllm", "benchmarks", "tests"):
+            shutil.copytree(path, folder / path.name, symlinks=True, ignore=unwanted)
     return folder
 
 
@@ -127,6 +124,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     described = {name for name in files if name.startswith(f"{metadata}/")}
     assert f"{metadata}/licenses/LICENSE" in described
     assert files - described == sources(ROOT)
+    assert {name.partition("/")[0] for name in files - described} == {"jaxllm"}
     assert (facts["Name"], facts["Version"]) == ("jaxllm", jaxllm.__version__)
     assert facts["License-Expression"] == "Apache-2.0"
     assert wheel.name.startswith(f"jaxllm-{jaxllm.__version__}-cp311-abi3-")
@@ -153,27 +151,36 @@ def test_a_script_beside_a_clone_imports_what_is_installed(
     used = run_script(USE, clone.parent, site)
     assert used.returncode == 0, used.stderr[-2000:]
     root = site if kind == "wheel" else clone
-    assert used.stdout.splitlines() == [str(root / name / "__init__.py") for name in ("jaxllm", "serving")]
+    assert used.stdout.splitlines() == [
+        str(root / name / "__init__.py") for name in ("jaxllm", "jaxllm/serving")
+    ]
 
 
-def test_a_clone_that_is_found_first_is_named(tmp_path: Path) -> None:
-    clone = tmp_path / "jaxllm"
-    (clone / "jaxllm").mkdir(parents=True)
-    used = run_script(HOOK, tmp_path, ROOT)
-    assert used.returncode == 1
-    assert f"ImportError: {clone} is found under the name jaxllm" in used.stderr
-    assert "pip install -e" in used.stderr.splitlines()[-1]
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_folders_of_a_users_own_do_not_disturb(
+    kind: str, install: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A script beside which lie packages and modules that are named as our folders are."""
+    for name in ("serving", "training"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise RuntimeError('the {name} of a user')\n")
+    for name in ("export", "benchmarks", "tests"):
+        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('the {name} of a user')\n")
+    used = run_script(FOREIGN, tmp_path, install(kind), *sys.path)
+    assert used.returncode == 0, used.stderr[-2000:]
+    assert used.stdout.strip() == "Engine LLMService write_bundle"
 
 
 def test_the_version_is_written_once() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "jaxllm.__version__"}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "jaxllm.version.__version__"}
     literal = re.compile(rf"""["']{re.escape(jaxllm.__version__)}["']""")
     written = [
         name for name in sources(ROOT) if name.endswith(".py") and literal.search((ROOT / name).read_text())
     ]
-    assert written == ["jaxllm/__init__.py"]
+    assert written == ["jaxllm/version.py"]
 
 
 def test_the_changelog_describes_this_version() -> None:

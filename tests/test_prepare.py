@@ -18,7 +18,8 @@ from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
 from jaxllm.models.parameters import param_specs, parameter_count
 from jaxllm.prepare import prepare, weight_format_of
-from jaxllm.quant import Bfloat16Bits, dequantize, row_parts
+from jaxllm.quant import Bfloat16Bits, dequantize
+from jaxllm.quant import weights as quant_weights
 from tests.checkpoints.memory import mapped_bytes, traced
 from tests.tiny import TINY, random_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
 
@@ -264,14 +265,14 @@ def test_a_matrix_in_parts_is_stored_as_one(
     cfg = dataclasses.replace(TINY, vocab_size=61, tied_head=tied)
     folder = write_tiny_folder(tmp_path / "model", cfg=cfg, params=random_params(cfg))
     prepare(folder, tmp_path / "whole.jaxllm", weights=weights)
-    monkeypatch.setattr(row_parts, "PART_NUMBERS", 16 * cfg.hidden_size)
-    assert len(list(row_parts.part_rows(61, cfg.hidden_size))) == 4
+    monkeypatch.setattr(quant_weights, "PART_NUMBERS", 16 * cfg.hidden_size)
+    assert len(list(quant_weights.part_rows(61, cfg.hidden_size))) == 4
     prepare(folder, tmp_path / "parts.jaxllm", weights=weights)
     assert (tmp_path / "parts.jaxllm").read_bytes() == (tmp_path / "whole.jaxllm").read_bytes()
 
 
 def test_a_part_that_is_not_finite_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_parts, "PART_NUMBERS", 16 * TINY.hidden_size)
+    monkeypatch.setattr(quant_weights, "PART_NUMBERS", 16 * TINY.hidden_size)
     params = random_params(TINY)
     params["embed.tokens"] = params["embed.tokens"].copy()
     params["embed.tokens"][40, 3] = np.nan
@@ -286,7 +287,7 @@ def test_preparing_takes_a_part_of_a_large_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Any
 ) -> None:
     """In memory of Python and NumPy, and in pages of the file that stay mapped."""
-    monkeypatch.setattr(row_parts, "PART_NUMBERS", 1 << 18)
+    monkeypatch.setattr(quant_weights, "PART_NUMBERS", 1 << 18)
     monkeypatch.setattr(safetensors_folder, "_MOST_MAPPED_BYTES", 1 << 20)
     cfg = dataclasses.replace(TINY, vocab_size=1 << 15, hidden_size=128)
     draw = np.random.default_rng(0)

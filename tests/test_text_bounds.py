@@ -15,7 +15,9 @@ import pytest
 import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 
+from jaxllm.bundle import Bundle
 from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, JaxllmError, TemplateError
+from jaxllm.serving.ground.bundles import find_model
 from jaxllm.text import chat_template
 from jaxllm.text import child_process as text_process
 from jaxllm.text.chat_template import ChatTemplate, ConfinedTemplate
@@ -23,14 +25,13 @@ from jaxllm.text.child_process import TextProcess
 from jaxllm.text.confined_tokenizer import ConfinedTokenizer
 from jaxllm.text.library_tokenizer import LibraryTokenizer
 from jaxllm.text.marked_text import MarkedText
-from jaxllm.text.template_bounds import is_bounded
-from jaxllm.text.template_program import parse
+from jaxllm.text.template_program import TemplateProgram
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles, open_tokenizer
 from jaxllm.text.tokenizer_bounds import KNOWN_EXPRESSIONS, is_ordinary
+from jaxllm.training.data.tokenizer import ROLE_TEMPLATE
 from tests.checkpoints import mutations
 from tests.text.test_tokenizer import CHATML, FILES, GEMMA, LIBRARY, LLAMA3, MISTRAL, TOKENIZER, TOOLS
-from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from training.data.tokenizer import ROLE_TEMPLATE
+from tests.tiny import tiny_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 MEMORY_BYTES = 1 << 29
@@ -56,67 +57,13 @@ def test_no_template_takes_all_time_or_memory(name, monkeypatch):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
 
-@pytest.mark.parametrize("template", [CHATML, GEMMA, CHAT_TEMPLATE, ROLE_TEMPLATE])
-def test_ordinary_templates_run_here(template):
-    assert is_bounded(parse(template), FILES.special)
-    assert not isinstance(ChatTemplate(template, FILES.special)._program, ConfinedTemplate)
-
-
-@pytest.mark.parametrize("template", [LLAMA3, MISTRAL, TOOLS, *mutations.TEMPLATES.values()])
-def test_other_templates_do_not(template):
-    try:
-        tree = parse(template)
-    except TemplateError:
-        return
-    # Sandboxed attributes may be asked for anywhere: that costs nothing.
-    assert not is_bounded(tree, FILES.special) or "__" in template
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for m in messages %}{{ messages }}{% endfor %}",
-        "{% for m in messages %}{% for n in messages %}{{ n.role }}{% endfor %}{% endfor %}",
-        "{% for m in messages %}{% for p in m.content %}{{ m.content }}{% endfor %}{% endfor %}",
-        "{% set all = messages %}{% for m in messages %}{{ all }}{% endfor %}",
-        "{% for m in messages %}{% set x = messages[0].content %}{{ x }}{% endfor %}",
-        "{% if 1 %}{% set eos = messages %}{% endif %}{% for m in messages %}{{ eos }}{% endfor %}",
-        "{% if 1 %}{% set bos_token = messages %}{% endif %}{% for m in messages %}{{ bos_token }}"
-        "{% endfor %}",
-        "{% for m in messages %}{{ messages[0].content is upper }}{% endfor %}",
-        "{% for m in messages %}{{ 'a' in messages[0].content }}{% endfor %}",
-        "{% set x = messages ~ messages %}{{ x }}",
-        "{{ 'a' * 9 }}",
-        "{{ '%99d' % 1 }}",
-        "{{ messages | tojson(indent=9) }}",
-        # Each doubles backslashes.
-        "{{ messages | tojson | tojson }}",
-        "{% set x = messages | tojson %}{% set x = x | tojson %}{{ x }}",
-        "{{ (messages[0].content.split('!') | string).split('!') | string }}",
-        "{{ messages[0].content.split('!')[1:] }}",
-        "{% for m in messages %}{% set o = loop %}{% for p in m.content %}{{ o.previtem }}{% endfor %}"
-        "{% endfor %}",
-        "{{ messages[0].content.center(99) }}",
-        "{{ messages | join('x') }}",
-        "{{ bos_token }}" * 300,
-    ],
-)
-def test_what_may_grow_does_not_run_here(template):
-    assert not is_bounded(parse(template), {"bos_token": "<s>"})
-
-
-def test_one_part_of_a_text_and_one_value_as_json_do_not_grow():
-    template = (
-        "{% for m in messages %}{{ m.content.split('</a>')[-1].lstrip().split('b') | first }}"
-        "{{ m.call | tojson }}{% endfor %}"
-    )
-    assert is_bounded(parse(template), {})
-
-
-def test_long_special_tokens_do_not_make_a_template_long():
-    template = "{% for m in messages %}{{ bos_token }}{% endfor %}"
-    assert is_bounded(parse(template), {"bos_token": "<s>"})
-    assert not is_bounded(parse(template), {"bos_token": "<s>" * 1000})
+def test_the_packaged_template_runs_here_and_no_other():
+    with Bundle.open(find_model("draft")) as bundle:
+        files = bundle.tokenizer_files()
+    assert files.chat_template == ROLE_TEMPLATE
+    assert isinstance(ChatTemplate(ROLE_TEMPLATE, files.special)._program, TemplateProgram)
+    for other in (CHATML, GEMMA, LLAMA3, MISTRAL, TOOLS, f"{ROLE_TEMPLATE} "):
+        assert isinstance(ChatTemplate(other, FILES.special)._program, ConfinedTemplate)
 
 
 # Tokenizers.
@@ -245,9 +192,9 @@ def test_a_child_dies_with_its_parent(busy):
         "import sys, threading, time\n"
         "from jaxllm.text.child_process import TextProcess\n"
         "p = TextProcess(memory_bytes=1 << 29)\n"
-        "ask = lambda source: p.ask({'operation': 'render', 'source': source, 'variables': {}, 'now': None},"
-        " limit_s=1)\n"
-        "ask('x')\n"
+        "ask = lambda source, limit_s=1: p.ask({'operation': 'render', 'source': source, 'variables': {},"
+        " 'now': None}, limit_s=limit_s)\n"
+        "ask('x', 60)\n"
         "print(p._child.pid, flush=True)\n"
         f"busy = {busy}\n"
         "loop = '{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}'\n"

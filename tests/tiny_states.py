@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from jaxllm.bundle import WeightFormat
-from jaxllm.state_config import StateConfig
+from jaxllm.layer_configs import StateConfig
 from tests import tiny
 
 SHORT_CONV = dataclasses.replace(

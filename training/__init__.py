@@ -1,12 +1,18 @@
 """Makes models: from texts to Hugging Face folders, adapters and bundles.
 
-    settings, recipes/    what a run is told
+    settings, recipes/    settings of all runs, and the packaged recipes
     data/                 from files to the batch of a step
     loop/                 the loop that trains any job
-    pretrain/ seq2seq/ lora/ tiny_lm/ elastic/ calibrate/    one room per kind of run
-    accelerator/          checks and measurements on one GPU or TPU
-    commands/             the subcommands of `jaxllm`
+    pretrain/ seq2seq/ lora/ elastic/    a room for each kind of run
+    calibration, contexts/ int8_prefill/ speculation/ experts/    a room for each calibration
 
-In a room `recipe.py` describes a run, `job.py` defines what the loop trains, and `run.py` takes a run from
-its sources to its result in a folder of its own.
+In a room `job.py` has the recipe of a run and what the loop trains, and `run.py` leads a run from its sources
+to its result in a folder.
 """
+
+import importlib.util
+
+from jaxllm.errors import ConfigError
+
+if missing := [name for name in ("optax", "orbax") if importlib.util.find_spec(name) is None]:
+    raise ConfigError(f"training needs {' and '.join(missing)}; run `pip install 'jaxllm[train]'`")

@@ -20,19 +20,18 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.contexts.encodings import Stored, density_widths
-from benchmarks.contexts.outliers import write_with_outliers
-from benchmarks.contexts.systems import OURS
-from benchmarks.measuring.report import Row, compared
-from benchmarks.samples.stories import story_tokens, text_windows
+from benchmarks.contexts.quality import Stored, density_widths, write_with_outliers
+from benchmarks.harness.report import OURS, Row, compared
+from benchmarks.samples import story_tokens, text_windows
+from jaxllm.contexts.codecs import WIDTHS
 from jaxllm.errors import ConfigError
-from jaxllm.kv.codecs import WIDTHS
-from serving.contexts.chunk_io import ChunkIO, kept_by
-from serving.contexts.growth import require_ratio
-from serving.contexts.options import ContextOptions
-from serving.engine import Engine
-from serving.host.progress import Progress
-from serving.options import EngineOptions
+from jaxllm.serving.contexts.chunk_io import ChunkIO, kept_by
+from jaxllm.serving.contexts.growth import require_ratio
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.opening.engine import Engine
+from jaxllm.serving.runners.scorer import Scorer
 
 SHUFFLED, FLAT = "shuffled", "flat"
 KINDS = (OURS, SHUFFLED, FLAT)
@@ -47,7 +46,7 @@ class Setting:
     Attributes:
       codec: its name.
       chunk_tokens: of a chunk.
-      outliers: whether the model's keys have outliers put in (see `outliers.py`).
+      outliers: whether the model's keys have outliers put in (see `quality.py`).
     """
 
     codec: str
@@ -75,10 +74,11 @@ class DensityPlan:
     # Outliers of channels do not matter where each has a scale of its own.
     settings: tuple[Setting, ...] = (
         Setting("channel", 16),
+        Setting("channel", 32),
         Setting("channel", 64),
         Setting("token", 16, outliers=True),
     )
-    ratios: tuple[float, ...] = (1.0, 0.5, 0.375, 0.25)
+    ratios: tuple[float, ...] = (1.0, 0.6, 0.5, 0.375, 0.25)
     texts: int = 64
     context_share: float = 0.75
     seed: int = 0
@@ -86,7 +86,7 @@ class DensityPlan:
     @classmethod
     def quick(cls) -> "DensityPlan":
         """Fits in seconds for a model of some million parameters."""
-        return cls(settings=(Setting("channel", 16),), ratios=(0.5,), texts=6)
+        return cls(settings=(Setting("channel", 32),), ratios=(0.6,), texts=6)
 
 
 def density_rows(
@@ -120,7 +120,7 @@ def _setting_rows(
     engine: Engine, setting: Setting, data: Path | None, plan: DensityPlan, progress: Progress | None
 ) -> list[Row]:
     chunk_io, window = ChunkIO(engine.runner, kept_by(engine)), engine.options.context_tokens
-    engine.runner.scorer().prepare(window, progress)
+    Scorer(engine.runner).prepare(window, progress)
     size = chunk_io.chunk_tokens
     chunks = int(plan.context_share * window) // size
     ratios = [each for each in plan.ratios if _possible(chunk_io, each)]
@@ -212,7 +212,7 @@ def _losses(
 ) -> dict[tuple[float, str], tuple[float, float]]:
     """By ratio and kind, the loss (nats per token) behind a context, and of the second half of a chunk when
     all of it is repeated."""
-    scorer = stored.chunk_io.runner.scorer()
+    scorer = Scorer(stored.chunk_io.runner)
     # The first token behind the context is predicted by the last stored one, which is not fed.
     later = text[stored_tokens:]
     known: dict[bytes, tuple[float, float]] = {}

@@ -7,31 +7,52 @@ continues from there:
 - `accuracy` of answers to tasks' questions that were stored themselves, behind other questions with answers,
 - `recall` of each chunk in turn: its beginning is repeated at the end of the context, and what is measured is
   how much likelier its rest is than with other text in the chunk's place.
+
+Stores a context's chunks at several widths, and restores its cache from each.
+
+Puts outliers into the keys of a model without changing what it computes.
+
+A pair of channels that rotary embedding turns together is made larger in keys by a power of two, and smaller
+in queries: their products are the same. Large models have such channels by themselves (KIVI, arXiv
+2402.02750, figure 2).
 """
 
 import dataclasses
 import math
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
+import jax
 import numpy as np
 
-from benchmarks.contexts.encodings import EIGHT, RAW, Stored, copied
-from benchmarks.contexts.systems import OURS
-from benchmarks.measuring.report import Row, compared
-from benchmarks.samples.questions import read_examples
-from benchmarks.samples.stories import story_tokens, text_windows
+from benchmarks.contexts.switching import copied
+from benchmarks.harness.report import OURS, Row, compared
+from benchmarks.samples import read_examples, story_tokens, text_windows
+from benchmarks.traces import TRACE_TASKS
+from jaxllm.bundle import Bundle, rewrite_bundle
+from jaxllm.bundle.calibrations import has_channel_scales
+from jaxllm.config import ModelConfig
+from jaxllm.contexts.codecs import WIDTHS
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache
+from jaxllm.quant import BlockedArray
+from jaxllm.serving.contexts.chunk_io import ChunkIO, kept_by
+from jaxllm.serving.contexts.growth import grown_record
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.contexts.record import Origin, Record
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.opening.engine import Engine
+from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.serving.runners.scorer import Scorer
+from jaxllm.serving.server.service import CODEC, CODEC_CHUNK_TOKENS
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.prompts import end_of_turn_id, prompt_ids
-from serving.contexts.chunk_io import ChunkIO, kept_by
-from serving.engine import Engine
-from serving.host.progress import Progress
-from serving.options import EngineOptions
-from serving.traces.trace import TRACE_TASKS
 
-RATIOS = {OURS: 0.5}
+# As services store them.
+RATIOS = {OURS: ContextOptions.ratio}
 # Of a chunk: the share of it that is repeated before its rest is scored.
 _BEGUN_SHARE = 0.5
 
@@ -45,7 +66,7 @@ class QualityPlan:
       questions: of each task.
       passages: chunks whose beginning is repeated, all chunks in turn.
       context_share: of the window that is stored; the rest is fed behind it.
-      codec: of chunks.
+      codec, chunk_tokens: of chunks, as those of services by default.
       seed: of all draws.
     """
 
@@ -53,7 +74,8 @@ class QualityPlan:
     questions: int = 20
     passages: int = 96
     context_share: float = 0.75
-    codec: str = "channel"
+    codec: str = CODEC
+    chunk_tokens: int = CODEC_CHUNK_TOKENS
     seed: int = 0
 
     @classmethod
@@ -76,9 +98,10 @@ def quality_rows(
     Raises:
       ConfigError: the data are not there, or too little.
     """
-    engine = Engine.open(model, options=EngineOptions(kv_codec=plan.codec), progress=progress)
+    options = EngineOptions(kv_codec=plan.codec, kv_chunk_tokens=plan.chunk_tokens)
+    engine = Engine.open(model, options=options, progress=progress)
     window = engine.options.context_tokens
-    engine.runner.scorer().prepare(window, progress)
+    Scorer(engine.runner).prepare(window, progress)
     chunk_io = ChunkIO(engine.runner, kept_by(engine))
     stored_tokens = int(plan.context_share * window) // chunk_io.chunk_tokens * chunk_io.chunk_tokens
     stories = story_tokens(engine.tokenizer, data)
@@ -92,8 +115,8 @@ def quality_rows(
 def _perplexity(
     chunk_io: ChunkIO, stories: list[int], stored_tokens: int, plan: QualityPlan, progress: Progress | None
 ) -> list[Row]:
-    window, scorer = chunk_io.runner.options.context_tokens, chunk_io.runner.scorer()
-    loss, count, sizes = {}, 0, {}
+    window, scorer = chunk_io.runner.options.context_tokens, Scorer(chunk_io.runner)
+    loss, count, sizes, widths = {}, 0, {}, {}
     for number, text in enumerate(text_windows(stories, window, plan.texts)):
         stored = Stored.of(chunk_io, text[:stored_tokens], RATIOS, plan.seed + number)
         later = text[stored_tokens - 1 :]
@@ -102,12 +125,14 @@ def _perplexity(
             scores = scorer.score(later[1:-1], later[2:], stored.restored(encoding))
             loss[encoding] = loss.get(encoding, 0.0) - float(scores.sum(dtype="float64"))
             sizes[encoding] = stored.bytes_of(encoding)
+            if encoding in stored.widths:
+                widths.setdefault(encoding, Counter()).update(stored.widths[encoding].tolist())
         count += len(later) - 2
         _tell(progress, "perplexity", number + 1, plan.texts)
     values = {encoding: math.exp(each / count) for encoding, each in loss.items()}
     notes = {
         encoding: f"{value / values[EIGHT] - 1:+.2%} against {EIGHT}; "
-        f"{sizes[encoding] / stored_tokens:,.0f} bytes per token; "
+        f"{sizes[encoding] / stored_tokens:,.0f} bytes per token{_said(widths.get(encoding))}; "
         f"{count:,} tokens"
         for encoding, value in values.items()
     }
@@ -131,7 +156,7 @@ def _accuracy(
     asked = sum(len(each) for each in examples.values())
     done = 0
     for group in examples.values():
-        said = [_said(engine, each, end) for each in group]
+        said = [_exchange(engine, each, end) for each in group]
         for place, example in enumerate(group):
             done += 1
             question = branching(engine.tokenizer, example, end)
@@ -171,7 +196,7 @@ def _accuracy(
 def _passages(
     chunk_io: ChunkIO, stories: list[int], stored_tokens: int, plan: QualityPlan, progress: Progress | None
 ) -> list[Row]:
-    scorer, size = chunk_io.runner.scorer(), chunk_io.chunk_tokens
+    scorer, size = Scorer(chunk_io.runner), chunk_io.chunk_tokens
     chunks, begun = stored_tokens // size, round(_BEGUN_SHARE * size)
     gains: dict[str, list[float]] = {}
     texts = list(text_windows(stories, stored_tokens + size, plan.passages))
@@ -198,20 +223,32 @@ def _passages(
             f"{lost.mean():+.4f} ± {lost.std() / math.sqrt(len(lost)):.4f} against {EIGHT}; {len(each)} "
             f"passages, in turn of {chunks} chunks"
         )
-    return compared(
-        values, ours=OURS, case=f"passage of {stored_tokens} stored tokens repeated", metric="recall",
-        unit="nats/token", notes=notes,
-    )  # fmt: skip
+    # Around zero there is no ratio.
+    return [
+        Row(
+            case=f"passage of {stored_tokens} stored tokens repeated", system=encoding, metric="recall",
+            value=value, unit="nats/token", note=notes[encoding],
+        )
+        for encoding, value in values.items()
+    ]  # fmt: skip
+
+
+def _said(widths: Counter[int] | None) -> str:
+    """How many chunks of all texts have each width, for notes."""
+    if widths is None:
+        return ""
+    counts = ", ".join(f"{widths[bits]} at {bits} bits" for bits in WIDTHS if widths[bits])
+    return f", chunks: {counts}"
 
 
 def _score(chunk_io: ChunkIO, cache: KVCache, trunk: list[int], branch: list[int]) -> float:
     """Log-probability of an answer behind the end of a question."""
     whole = [*trunk, *branch]
-    scores = chunk_io.runner.scorer().score(whole[:-1], whole[1:], cache)
+    scores = Scorer(chunk_io.runner).score(whole[:-1], whole[1:], cache)
     return float(scores[len(trunk) - 1 :].sum())
 
 
-def _said(engine: Engine, example: TaskExample, end: int | None) -> list[int]:
+def _exchange(engine: Engine, example: TaskExample, end: int | None) -> list[int]:
     """Token ids of a question with its right answer, as a context holds them."""
     answer = engine.tokenizer.encode(example.answer, add_special_tokens=False)
     return [*prompt_ids(engine.tokenizer, example), *answer, *([] if end is None else [end])]
@@ -220,3 +257,133 @@ def _said(engine: Engine, example: TaskExample, end: int | None) -> list[int]:
 def _tell(progress: Progress | None, stage: str, done: int, total: int) -> None:
     if progress is not None:
         progress(stage, done, total)
+
+
+RAW = "raw"
+EIGHT = "8 bit"
+_FLAT = {EIGHT: 8, "4 bit": 4, "2 bit": 2}
+_EMPTY = Record(
+    name="",
+    app="",
+    origin=Origin(
+        model="", level=100, adapter="", codec="raw", chunk_tokens=1, dtype="", heads=(), head_width=4
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A context that can be restored from several encodings.
+
+    Attributes:
+      chunk_io: of its engine.
+      cache: as it was computed; all of its tokens are in whole chunks.
+      widths: bits of each chunk, by encoding.
+    """
+
+    chunk_io: ChunkIO
+    cache: KVCache
+    widths: Mapping[str, np.ndarray]
+
+    @classmethod
+    def of(cls, chunk_io: ChunkIO, tokens: list[int], ratios: Mapping[str, float], seed: int) -> "Stored":
+        """Computes a context and the widths of its chunks.
+
+        Args:
+          chunk_io: of an engine that chooses widths.
+          tokens: of the context; as many as fill whole chunks.
+          ratios: by encoding, of the bytes of 8 bits; each is also there with its widths shuffled over the
+            chunks but the newest.
+          seed: of the shuffling.
+        """
+        raw = cls.raw(chunk_io, tokens)
+        widths = {name: np.full(len(tokens) // chunk_io.chunk_tokens, bits) for name, bits in _FLAT.items()}
+        for name, ratio in ratios.items():
+            widths[name] = bits = density_widths(chunk_io, tokens, raw.cache, ratio)
+            shuffled = np.random.default_rng(seed).permutation(bits[:-1])
+            widths[f"{name}-shuffled"] = np.concatenate([shuffled, bits[-1:]])
+        return cls(chunk_io, raw.cache, widths)
+
+    @classmethod
+    def raw(cls, chunk_io: ChunkIO, tokens: list[int]) -> "Stored":
+        """Computes a context of whole chunks, without any widths."""
+        runner = chunk_io.runner
+        assert len(tokens) % chunk_io.chunk_tokens == 0
+        _, cache = prefill_prompt(runner, runner.start(runner.options.context_tokens), tokens, 0)
+        return cls(chunk_io, cache, {})
+
+    @property
+    def encodings(self) -> list[str]:
+        """Names of all encodings, ours first."""
+        return sorted([*self.widths, RAW], key=lambda name: not name.startswith(OURS))
+
+    def restored(self, encoding: str) -> KVCache:
+        """The cache as it is restored from an encoding."""
+        if encoding == RAW:
+            return copied(self.cache)
+        coded = self.chunk_io.encode(self.cache, dict(enumerate(self.widths[encoding].tolist())))
+        runner = self.chunk_io.runner
+        cache = self.chunk_io.load(runner.start(runner.options.context_tokens), coded)
+        jax.block_until_ready(cache.keys)
+        return dataclasses.replace(cache, length=np.int32(len(coded) * self.chunk_io.chunk_tokens))
+
+    def bytes_of(self, encoding: str) -> int:
+        """Bytes of all chunks in an encoding."""
+        if encoding == RAW:
+            return sum(each.nbytes for each in (*self.cache.keys, *self.cache.values))
+        return sum(self.chunk_io.chunk_bytes(bits) for bits in self.widths[encoding].tolist())
+
+
+def density_widths(chunk_io: ChunkIO, tokens: list[int], cache: KVCache, ratio: float) -> np.ndarray:
+    """Widths `[N]` of a context's chunks as ours chooses them by density, at a ratio of bytes."""
+    record = grown_record(
+        _EMPTY, chunk_io, ContextOptions(folder="", ratio=ratio),
+        tokens=tokens, mass=np.asarray(cache.mass)[0], first=0, cached_tokens=len(tokens),
+    )  # fmt: skip
+    return np.array(record.bits)
+
+
+FACTOR = 4.0
+
+
+def write_with_outliers(model: Path, out: Path, factor: float = FACTOR) -> None:
+    """Writes a bundle whose keys have two channels per head that are larger.
+
+    Args:
+      model: a bundle of 8 bits with a scale per channel.
+      out: the new bundle's path.
+      factor: a power of two.
+
+    Raises:
+      ConfigError: the model's scales are shared otherwise, or norms or biases of queries and keys would undo
+        it.
+    """
+    with Bundle.open(model) as bundle:
+        cfg = bundle.cfg
+        if not has_channel_scales(bundle) or cfg.qk_norm or cfg.joint_qk_norm or cfg.qkv_bias or cfg.qkv_clip:
+            raise ConfigError(
+                f"outliers cannot be put into {model}: it takes 8-bit weights with a scale per channel, and "
+                "queries and keys without norms, biases and clipping"
+            )
+        changed = {}
+        for layer in range(cfg.layers):
+            for part, by in (("q", 1 / factor), ("k", factor)):
+                name = f"layers.{layer}.attn.{part}"
+                stored = bundle.stored(name)
+                assert isinstance(stored, BlockedArray)
+                changed[name] = _scaled(stored, cfg, by)
+        # Steps of integer prefill are those of other weights.
+        parts = dict.fromkeys(bundle.layout.parts.keys() & {"prefill", "contexts"})
+        rewrite_bundle(out, bundle, parts, instead=changed)
+
+
+def _scaled(weight: BlockedArray, cfg: ModelConfig, factor: float) -> BlockedArray:
+    """A weight `[K, n·H, D]` with the rows of two channels of each head multiplied."""
+    pairs = (cfg.head_dim if cfg.rope is None else cfg.rope.dim) // 2
+    by = np.ones(cfg.head_dim, np.float32)
+    # The pair that turns slowest.
+    by[[pairs - 1, 2 * pairs - 1]] = factor
+    units, rows, _ = weight.shape
+    scale = np.array(weight.scale)
+    scale[: units * rows] *= np.tile(by, units * rows // cfg.head_dim)
+    return dataclasses.replace(weight, scale=scale)  # pyright: ignore[reportArgumentType]: a host array

@@ -1,24 +1,62 @@
-"""Runs the timed parts: switching on every system, ablations, chunk sizes, sweeps, answering in contexts."""
+"""Runs the timed parts: switching on every system, ablations, chunk sizes, sweeps, answering in contexts.
+
+Repeats switching over budgets of memory, lengths of contexts, and intervals between calls (LLMS, figures
+10, 11 and 15).
+
+Compares the speed of answers in a context with that of an engine without contexts.
+
+Measures contexts whose chunks are all in memory: the switch, the memory of the one that runs, and answers
+at depth by width, beside the same chunks decoded into a cache first and a float cache without contexts.
+
+Two contexts are called in turns: the first when all that the calls before left to encode and to write is
+done, so that its switch is the switch itself; the second at once, while chunks of the first are encoded.
+
+Makes rows of switches: times to switch and to keep a context, and how many contexts a limit allows.
+
+Draws switching over the number of contexts, ablations, sizes of chunks, and quality.
+"""
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.contexts.bench import Bench, Plan
-from benchmarks.contexts.cell import Cell
-from benchmarks.contexts.replay import Switches
-from benchmarks.contexts.resident import resident_rows
-from benchmarks.contexts.rows import LIMITS_MS, most_contexts, switch_rows
-from benchmarks.contexts.speed import speed_rows
-from benchmarks.contexts.sweeps import budget_rows, interval_rows, length_rows
-from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS
-from benchmarks.measuring.report import Row
+import jax
+import numpy as np
+
+from benchmarks.contexts.switching import (
+    ABLATIONS,
+    SYSTEMS,
+    Bench,
+    Cell,
+    Histories,
+    Plan,
+    Switches,
+    System,
+    random_tokens,
+)
+from benchmarks.harness.machine import Device
+from benchmarks.harness.memory import array_bytes
+from benchmarks.harness.report import OURS, Row, check_plot, compared, label_bars
 from jaxllm.bundle import WeightFormat
+from jaxllm.errors import BudgetExceeded
 from jaxllm.kernels import native
-from serving.contexts.chunk_io import ChunkIO
-from serving.contexts.growth import least_ratio
-from serving.host.progress import Progress
+from jaxllm.serving.contexts.chunk_io import ChunkIO
+from jaxllm.serving.contexts.context import Context
+from jaxllm.serving.contexts.growth import least_ratio
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.memory import Blobs
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.engine.answer import Answer
+from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.opening.engine import Engine
 
 
 def run(
@@ -124,3 +162,413 @@ def _variant_rows(
         times = f"{each.mean_ms:.1f} ms, {each.mean_ttft_ms:.1f} ms to the first token"
         tell(f"{cell.name}: {name} {times}; {each.note}")
     return switch_rows(f"{what}: {cell.name}", found, cell.device)
+
+
+Tell = Callable[[str], None]
+
+
+def budget_rows(bench: Bench, budget_bytes: int, tell: Tell) -> list[Row]:
+    """How many contexts each system switches between within a limit, by memory: shares of `budget_bytes`."""
+    rows = []
+    for share in bench.plan.budget_shares:
+        memory = int(share * budget_bytes)
+        rows += _limit_rows(bench, f"budget: {memory / 1e6:.0f} MB", memory, tell)
+    return rows
+
+
+def length_rows(bench: Bench, budget_bytes: int, tell: Tell) -> list[Row]:
+    """The same by the most tokens of a context, in one budget."""
+    rows = []
+    for tokens in bench.plan.context_tokens:
+        if tokens > bench.window_tokens:
+            tell(f"length: without {tokens} tokens, for the model's window has {bench.window_tokens}")
+            continue
+        shorter = bench.of_length(tokens)
+        rows += _limit_rows(shorter, f"length: {tokens} tokens", budget_bytes, tell)
+    return rows
+
+
+def interval_rows(bench: Bench, budget_bytes: int, tell: Tell) -> list[Row]:
+    """Switches by the mean time between calls, with the most contexts; the calls' times are those of the
+    trace, made denser."""
+    plan = bench.plan
+    rows = []
+    for interval_s in plan.interval_s:
+        cell = Cell(plan.patterns[0], plan.contexts[-1], plan.devices[0], budget_bytes, interval_s)
+        found = {}
+        for system in SYSTEMS:
+            found[system.name] = each = bench.switches(system, cell)
+            tell(f"{interval_s:g} s between calls: {system.name} {each.mean_ms:.1f} ms; {each.note}")
+        rows += switch_rows(f"interval: {interval_s:g} s, {cell.name}", found, cell.device)
+    return rows
+
+
+def _limit_rows(bench: Bench, case: str, budget_bytes: int, tell: Tell) -> list[Row]:
+    """The most contexts of each system within the limits, as far as contexts fit the memory at all."""
+    plan = bench.plan
+    found: dict[int, Mapping[str, Switches | None]] = {}
+    for contexts in plan.contexts:
+        cell = Cell(plan.patterns[0], contexts, plan.devices[0], budget_bytes)
+        found[contexts] = {system.name: _fitting(bench, system, cell) for system in SYSTEMS}
+        tell(f"{case}, {cell.name}: {_told(found[contexts])}")
+    case = f"{case}, {plan.patterns[0]}, {plan.devices[0].name}"
+    return [row for limit_ms in LIMITS_MS for row in most_contexts(case, found, limit_ms)]
+
+
+def _fitting(bench: Bench, system: System, cell: Cell) -> Switches | None:
+    """A cell's trace on a system; None where one of its contexts alone takes more than the budget."""
+    try:
+        return bench.switches(system, cell)
+    except BudgetExceeded:
+        return None
+
+
+def _told(found: Mapping[str, Switches | None]) -> str:
+    return ", ".join(
+        f"{name} no room" if each is None else f"{name} {each.mean_ms:.1f} ms" for name, each in found.items()
+    )
+
+
+PLAIN = "no management"
+# Shares of a window.
+_PROMPT, _ANSWER = 1 / 4, 1 / 32
+
+
+def speed_rows(managed: Engine, plain: Engine, repeats: int, seed: int) -> list[Row]:
+    """Rates of prefill and decoding, in turns, of a prompt and of the next one behind it.
+
+    Args:
+      managed: an engine that keeps contexts: it counts attention, in caches that can be stored.
+      plain: the same model without contexts.
+      repeats: of each.
+      seed: of the prompts.
+    """
+    draw, engines = np.random.default_rng(seed), {OURS: managed, PLAIN: plain}
+    window = plain.options.context_tokens
+    config = GenerationConfig(max_tokens=int(_ANSWER * window), ignore_eos=True)
+    prefill, decode = {name: [] for name in engines}, {name: [] for name in engines}
+    for repeat in range(repeats + 1):
+        prompts = [random_tokens(plain, int(_PROMPT * window), draw) for _ in range(2)]
+        for name in engines if repeat % 2 else reversed(list(engines)):
+            session, said = Session(), []
+            for prompt in prompts:
+                said = [*said, *prompt]
+                done = engines[name].stream(said, config, session=session).result()
+                said += done.tokens
+                if repeat:
+                    # The first one warms up.
+                    fed = done.prompt_tokens - done.reused_tokens
+                    prefill[name].append(1000 * fed / done.timings.ttft_ms)
+                    decode[name].append(1000 / done.timings.tpot_ms(len(done.tokens)))
+    rows = []
+    for metric, rates in (("prefill_tokens_per_s", prefill), ("decode_tokens_per_s", decode)):
+        values = {name: statistics.median(each) for name, each in rates.items()}
+        rows += compared(values, ours=OURS, case="answering in a context", metric=metric, unit="tokens/s")
+    return rows
+
+
+DECODED = f"{OURS}-decoded"
+# Width in bits -> ratio that gives it to all chunks.
+_RATIOS = {8: 1.0, 4: 0.6, 2: 0.4}
+# Shares of a window: what a context has, each prompt, and each answer.
+_HISTORY, _RESIDENT_PROMPT, _RESIDENT_ANSWER = 3 / 4, 1 / 64, 1 / 64
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Times:
+    """Of the calls of one system.
+
+    Attributes:
+      switch_ms, ttft_ms: of calls that find nothing left to do.
+      at_once_ms: times to the first token of those that come at once.
+      prefill, decode: tokens per second.
+      bytes: of memory that the running context took.
+      least_bytes: of its chunks as they are stored, and of the rows of its tokens behind them.
+    """
+
+    switch_ms: list[float] = dataclasses.field(default_factory=list)
+    ttft_ms: list[float] = dataclasses.field(default_factory=list)
+    at_once_ms: list[float] = dataclasses.field(default_factory=list)
+    prefill: list[float] = dataclasses.field(default_factory=list)
+    decode: list[float] = dataclasses.field(default_factory=list)
+    bytes: int = 0
+    least_bytes: int = 0
+
+
+def resident_rows(coded: Engine, decoded: Engine, plain: Engine, repeats: int, seed: int) -> list[Row]:
+    """Rows by width, of two contexts that are called in turns.
+
+    Args:
+      coded: an engine that attends to coded chunks.
+      decoded: the same model and codec, with chunks decoded into a cache.
+      plain: the same model without contexts.
+      repeats: calls in each context that are timed.
+      seed: of the prompts.
+    """
+    draw, rows = np.random.default_rng(seed), []
+    window = plain.options.context_tokens
+    repeats = min(repeats, int((1 - _HISTORY) / (_RESIDENT_PROMPT + _RESIDENT_ANSWER)) - 2)
+    engines = {OURS: coded, DECODED: decoded}
+    lengths = [int(_HISTORY * window)] * 2
+    histories = {name: Histories.compute(each, lengths, seed) for name, each in engines.items()}
+    prompts = [random_tokens(plain, int(_RESIDENT_PROMPT * window), draw) for _ in range(repeats + 1)]
+    for bits, ratio in _RATIOS.items():
+        times = {name: _Times() for name in (*engines, PLAIN)}
+        with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as folder:
+            kept = {
+                name: Contexts(each, ContextOptions(folder=Path(folder) / name, ratio=ratio, newest_chunks=0))
+                for name, each in engines.items()
+            }
+            theirs = {name: histories[name].keep(each) for name, each in kept.items()}
+            said = list(histories[OURS].tokens[0])
+            session, answer = Session(), int(_RESIDENT_ANSWER * window)
+            for repeat, prompt in enumerate(prompts):
+                for name, (settled, at_once) in theirs.items():
+                    # The first ones warm up.
+                    of = times[name] if repeat else _Times()
+                    kept[name].store.wait()
+                    _call(kept[name], settled, prompt, answer, of)
+                    of.at_once_ms.append(_asked(at_once, prompt, answer)[1])
+                said = _plain_call(plain, [*said, *prompt], session, answer, times[PLAIN], timed=repeat > 0)
+            for each in kept.values():
+                each.close()
+        rows += _rows(f"{bits} bits, {int(_HISTORY * window)} tokens", times)
+    return rows
+
+
+def _call(contexts: Contexts, context: Context, prompt: list[int], answer: int, times: _Times) -> None:
+    """Answers in a context that did not run last."""
+    before = len(context.record.bits)
+    said, ttft_ms = _asked(context, prompt, answer)
+    times.switch_ms.append(said.restoration.took_ms)
+    times.ttft_ms.append(ttft_ms)
+    times.prefill.append(1000 * (said.prompt_tokens - said.reused_tokens) / said.timings.ttft_ms)
+    times.decode.append(1000 / said.timings.tpot_ms(len(said.tokens)))
+    times.bytes, times.least_bytes = _memory(contexts, context.name, before)
+
+
+def _asked(context: Context, prompt: list[int], answer: int) -> tuple[Answer, float]:
+    """An answer, and the milliseconds from the call for it to its first token."""
+    began = time.perf_counter()
+    said = context.generate(prompt, max_tokens=answer, ignore_eos=True)
+    # What it waits for before its first step is no part of `Answer.ttft_ms`.
+    asked_ms = 1000 * (time.perf_counter() - began)
+    return said.result(), asked_ms + said.ttft_ms
+
+
+def _memory(contexts: Contexts, name: str, count: int) -> tuple[int, int]:
+    """What the context that ran last took in memory until its call ended: its first `count` chunks and its
+    cache. Then what their bytes alone are, and those of the rows behind these chunks."""
+    session = contexts._last[1]
+    cache, there = session.cache, contexts.memory.chunks(name)
+    assert cache is not None
+    chunks = [there[n] for n in range(count)]
+    arrays = [each for each in jax.tree.leaves(cache) if isinstance(each, jax.Array | np.ndarray)]
+    # Each layer's blob is an object by itself, and so is its memory.
+    blobs = [blob for each in chunks for blob in each.blobs]
+    objects = sum(sys.getsizeof(each) for blob in blobs for each in (blob, blob.base) if each is not None)
+    extents = sum(each.blobs.extents.nbytes for each in chunks if isinstance(each.blobs, Blobs))
+    taken = objects + extents + array_bytes(arrays)
+    rows = sum(each.nbytes for each in jax.tree.leaves((cache.keys, cache.values)))
+    behind = len(session.tokens) - count * contexts.engine.options.kv_chunk_tokens
+    return taken, sum(each.size_bytes for each in chunks) + rows * behind // cache.capacity_tokens
+
+
+def _plain_call(
+    engine: Engine, said: list[int], session: Session, answer: int, times: _Times, *, timed: bool
+) -> list[int]:
+    """Goes on with a conversation whose cache is all floats; returns its tokens."""
+    config = GenerationConfig(max_tokens=answer, ignore_eos=True)
+    done = engine.stream(said, config, session=session).result()
+    if timed:
+        times.prefill.append(1000 * (done.prompt_tokens - done.reused_tokens) / done.timings.ttft_ms)
+        times.decode.append(1000 / done.timings.tpot_ms(len(done.tokens)))
+    return [*said, *done.tokens]
+
+
+def _rows(case: str, times: dict[str, _Times]) -> list[Row]:
+    contexts = {name: each for name, each in times.items() if name != PLAIN}
+    case = f"resident: {case}"
+    at_once = "asked for as the other context's answer ends, whose chunks are then encoded"
+    rows = []
+    for metric, of, note in (
+        ("switch_ms", "switch_ms", "of a call that finds nothing left to encode or to write"),
+        ("ttft_ms", "ttft_ms", "of the same calls, with the new turn and the tokens in no whole chunk"),
+        ("at_once_ttft_ms", "at_once_ms", at_once),
+    ):
+        values = {name: statistics.median(getattr(each, of)) for name, each in contexts.items()}
+        notes = dict.fromkeys(values, note)
+        rows += compared(
+            values, ours=OURS, case=case, metric=metric, unit="ms", notes=notes, lower_is_better=True
+        )
+    sizes = {name: float(each.bytes) for name, each in contexts.items()}
+    shares = {name: each.bytes / each.least_bytes for name, each in contexts.items()}
+    taken = "chunks, and pages of the cache that are there, before the call's tokens are encoded"
+    beside = "the same, by the bytes of chunks as they are stored and of the rows of tokens behind them"
+    for values, metric, unit, note in (
+        (sizes, "context_bytes", "bytes", taken),
+        (shares, "context_bytes_share", "times", beside),
+    ):
+        notes = dict.fromkeys(values, note)
+        rows += compared(
+            values, ours=OURS, case=case, metric=metric, unit=unit, notes=notes, lower_is_better=True
+        )
+    for metric, of in (("prefill_tokens_per_s", "prefill"), ("decode_tokens_per_s", "decode")):
+        rates = {name: statistics.median(getattr(each, of)) for name, each in times.items()}
+        rows += compared(rates, ours=OURS, case=case, metric=metric, unit="tokens/s")
+    return rows
+
+
+# Mean switches that are not noticed, or hardly.
+LIMITS_MS = (10.0, 25.0)
+
+
+def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> list[Row]:
+    """Mean switching latency of every system, the mean time to the first token after a switch, and the mean
+    time to keep a context after a call, with flushes to storage and without, and the mean energy of a call
+    where this machine has a meter; ours against each other."""
+    notes = {}
+    for name, each in found.items():
+        how = device.note or {"direct": "read by O_DIRECT", "buffered": "read through the page cache"}.get(
+            each.caching, "nothing on storage"
+        )
+        notes[name] = f"{each.note}; {how}"
+    first = "restores the context, and computes the new turn and the tokens that are in no whole chunk"
+    kept = "makes room for the call's tokens, encodes and stores them"
+    flushed = f"{kept}; every system flushes them: what a call said is safe from a power cut when it ends"
+    finish = {name: (each.mean_finish_ms, each.mean_flush_ms) for name, each in found.items()}
+    joules = {name: each.joules for name, each in found.items() if each.joules is not None}
+    energy = "of all processor packages, from a call's switch until the next call"
+    return [
+        *compared(
+            {name: each.mean_ms for name, each in found.items()},
+            ours=OURS, case=case, metric="switch_ms", unit="ms", notes=notes, lower_is_better=True,
+        ),
+        *compared(
+            {name: each.mean_ttft_ms for name, each in found.items()},
+            ours=OURS, case=case, metric="ttft_ms", unit="ms", notes=dict.fromkeys(found, first),
+            lower_is_better=True,
+        ),
+        *compared(
+            {name: whole for name, (whole, _) in finish.items()},
+            ours=OURS, case=case, metric="finish_ms", unit="ms", notes=dict.fromkeys(found, flushed),
+            lower_is_better=True,
+        ),
+        *compared(
+            {name: max(0.0, whole - flush) for name, (whole, flush) in finish.items()},
+            ours=OURS, case=case, metric="finish_unflushed_ms", unit="ms",
+            notes=dict.fromkeys(found, f"{kept}, without the time of flushes"), lower_is_better=True,
+        ),
+        *compared(
+            {name: each.mean_ms + each.mean_finish_ms for name, each in found.items()},
+            ours=OURS, case=case, metric="switch_and_finish_ms", unit="ms",
+            notes=dict.fromkeys(found, "all that keeping contexts adds to a call, flushes included"),
+            lower_is_better=True,
+        ),
+        *(
+            compared(
+                joules, ours=OURS, case=case, metric="joules_per_call", unit="J",
+                notes=dict.fromkeys(joules, energy), lower_is_better=True,
+            )
+            if joules
+            else ()
+        ),
+    ]  # fmt: skip
+
+
+def most_contexts(
+    case: str, found: Mapping[int, Mapping[str, Switches | None]], limit_ms: float
+) -> list[Row]:
+    """The largest number of active contexts, of those tried, whose mean switch stays within a limit.
+
+    Args:
+      case: of the rows.
+      found: by number of contexts, then by system; None where it could not hold a context in memory.
+      limit_ms: of a mean switch.
+    """
+    tried = sorted(found)
+    systems = list(found[tried[0]])
+    most = {}
+    for system in systems:
+        each = [found[count][system] for count in tried]
+        within = [one is not None and one.mean_ms <= limit_ms for one in each]
+        # Numbers below the first that is too large.
+        passed = within.index(False) if False in within else len(within)
+        most[system] = tried[passed - 1] if passed else 0
+    note = f"tried: {', '.join(map(str, tried))}"
+    metric = f"contexts_within_{limit_ms:.0f}_ms"
+    rows = [
+        Row(
+            case=case, system=OURS, metric=metric, value=most[OURS], unit="contexts", baseline=system,
+            ratio=most[OURS] / most[system] if most[system] else None, note=note,
+        )
+        for system in systems
+        if system != OURS
+    ]  # fmt: skip
+    return rows + [
+        Row(case=case, system=system, metric=metric, value=most[system], unit="contexts", note=note)
+        for system in systems
+        if system != OURS
+    ]
+
+
+_CELL = re.compile(r"(?P<pattern>\w+), (?P<contexts>\d+) contexts in (?P<budget>[\d.]+ MB), (?P<device>.+)$")
+_BARS = {
+    "ablation": "mean switch (ms)",
+    "chunk size": "mean switch (ms)",
+    "perplexity": "perplexity",
+    "accuracy": "right answers (share)",
+    "recall": "likelihood that a stored chunk adds to its rest (nats per token)",
+}
+
+
+def draw(rows: Sequence[Row], folder: Path) -> None:
+    """Draws the figures that the rows allow into a folder, a PNG each."""
+    check_plot(folder)
+    import matplotlib.pyplot as plt
+
+    def saved(name: str, figure: Any) -> None:
+        figure.savefig(folder / f"contexts_{name}.png", dpi=150)
+        plt.close(figure)
+
+    for (pattern, device), lines in _lines(rows).items():
+        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+        for system, points in lines.items():
+            axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=system)
+        axes.set_xlabel("active contexts")
+        axes.set_ylabel("mean switch (ms)")
+        axes.set_yscale("log")
+        axes.set_title(f"{pattern}, {device}")
+        axes.legend()
+        saved(f"switch_{pattern}_{re.sub(r'[^a-z0-9]+', '_', device.lower())}", figure)
+    for name, label in _BARS.items():
+        chosen = {(row.case, row.system): row.value for row in rows if _drawn_in(row) == name}
+        if not chosen:
+            continue
+        figure, axes = plt.subplots(figsize=(8, 1 + 0.35 * len(chosen)), layout="constrained")
+        names = [f"{case.removeprefix(f'{name}: ')}\n{system}" for case, system in chosen]
+        bars = axes.barh(names, list(chosen.values()))
+        axes.invert_yaxis()
+        axes.set_xlabel(label)
+        label_bars(axes, bars, "{:,.3g}")
+        saved(name.replace(" ", "_"), figure)
+
+
+def _lines(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, dict[int, float]]]:
+    """Mean switches by pattern and device, system, and number of contexts."""
+    found: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
+    for row in rows:
+        cell = _CELL.match(row.case)
+        if row.metric == "switch_ms" and cell is not None:
+            lines = found.setdefault((cell["pattern"], cell["device"]), {})
+            lines.setdefault(row.system, {})[int(cell["contexts"])] = row.value
+    return found
+
+
+def _drawn_in(row: Row) -> str:
+    """The bar figure that a row belongs to; empty for none."""
+    begin = row.case.partition(":")[0]
+    if begin == "density":
+        # Differences are in notes, far smaller than what bars show.
+        return ""
+    return begin if begin in _BARS else row.metric if row.metric in _BARS else ""

@@ -12,16 +12,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks.contexts.bench import CHUNK_TOKENS, Plan, lengths_after, traced
-from benchmarks.contexts.systems import OURS, SYSTEMS, System
-from benchmarks.measuring.report import Row, compared
+from benchmarks.contexts.switching import CHUNK_TOKENS, SYSTEMS, Plan, System, lengths_after, traced
+from benchmarks.harness.report import OURS, Row, compared
+from benchmarks.traces import ContextCall
 from jaxllm.config import ModelConfig
+from jaxllm.contexts.codecs import RAW, ChunkFormat
+from jaxllm.contexts.eviction import Resident, find_policy
+from jaxllm.contexts.tolerance import allocate
 from jaxllm.kv.chunks import chunk_shapes
-from jaxllm.kv.codecs import RAW, ChunkFormat
-from jaxllm.kv.eviction import Resident, find_policy
-from jaxllm.kv.tolerance import allocate
-from serving.contexts.memory import ChunkMemory
-from serving.traces.switching import ContextCall
+from jaxllm.serving.contexts.memory import ChunkMemory
 
 # The first calls are not counted, as in `replay`.
 _UNCOUNTED = 2

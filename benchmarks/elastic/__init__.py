@@ -13,13 +13,18 @@ The baselines, by their names in ELMS (arXiv 2409.09071, section 5.1):
 - LG2+CS (no sparsity): the prompt shortened by scores as in LLMLingua-2; contextual sparsity is counted as
   meeting every time per token without any loss, which is more than it reaches.
 - jaxllm-model-only and jaxllm-prompt-only: ours without shortening prompts, and with the whole model alone.
-- jaxllm-random and jaxllm-oracle: ours with decisions drawn among those in time, and with the best ones.
+- jaxllm-random: ours with decisions drawn among those in time.
+- jaxllm-fixed: of each task's variants in time always the one that is right most often, as known in
+  hindsight: what a rule that looks at no question can reach.
+- jaxllm-oracle: the bound. A request counts where any variant of ours is right in time, at what the variant
+  must take and without a margin; so no decision can exceed it. It counts luck, too: of many variants one may
+  be right by chance.
 
 Every system meets an objective of <100,100>, so there are also shares of the other five objectives alone.
 
 Systems are timed in alternation. Each has two shares: `accuracy`, of right answers whether in time or not,
 and `right_and_met`, of right answers in time. Intervals, and comparisons with ours, resample questions, not
-requests (`bootstrap.py`).
+requests (`report.interval`).
 """
 
 # That a run may be limited to: name -> what is measured, for the help text.

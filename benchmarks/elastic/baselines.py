@@ -1,4 +1,15 @@
-"""Opens the models of the baselines, and times changing from one to another."""
+"""Opens the models of the baselines, and times changing from one to another.
+
+Makes elastic bundles of random weights, to time levels at sizes that are not trained.
+
+Times a trace with a model as large as a phone's, and takes the answers of a small trained one.
+
+In the times of a model that answers within milliseconds, the host's own work and the tiny LM's pass are large
+parts, at any level, so they say little of larger models. Here an elastic model of random weights, of a known
+shape and with the same levels and tokenizer, is timed and replays the trace; the times of other systems'
+models are interpolated between its levels by their share of the parameters in layers. Right answers are those
+of the trained models.
+"""
 
 import contextlib
 import copy
@@ -6,25 +17,32 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
-from benchmarks.elastic.levels import move
-from jaxllm.bundle import WeightFormat
+from benchmarks.elastic.costs import move
+from benchmarks.models import SHAPES, shape_folder
+from jaxllm.bundle import Bundle, WeightFormat, write_bundle
+from jaxllm.bundle.levels import Recovery, elastic_parts, read_ladder, read_recovery
+from jaxllm.checkpoints.huggingface import read_params
+from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.elastic.ladder import layer_parameters
+from jaxllm.elastic.ladder import Ladder, layer_parameters, sub_config
 from jaxllm.errors import ConfigError
+from jaxllm.models.lora import LoraConfig, init_adapter
 from jaxllm.models.parameters import Params, parameter_count
-from serving.buckets.bucket_table import BucketTable
-from serving.bundles import levels_of, open_model
-from serving.engine import Engine
-from serving.host.progress import Progress
-from serving.options import EngineOptions
-from serving.runners.make import Runners
-from serving.runners.resident import ResidentRunner
-from serving.weights.model_level import ModelLevel
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.ground.bundles import levels_of, open_model
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.opening.engine import Engine
+from jaxllm.serving.opening.make_runners import Runners
+from jaxllm.serving.runners.resident import ResidentRunner
+from jaxllm.serving.weights.model_level import ModelLevel
 
 _READ_BYTES = 1 << 22
 SWAP, PRUNED, LAYERS = "PFS-swap", "LLM-Pruner", "LE (no recovery)"
@@ -212,3 +230,158 @@ def _of_layers(params: Params, kept: Sequence[int]) -> Params:
         if prefix in renamed:
             chosen[renamed[prefix] + name.removeprefix(prefix)] = value
     return chosen
+
+
+_ANCHOR_SHARE = 0.2
+# Parameters with a row for each token.
+_PER_TOKEN = ("embed.tokens", "head")
+_RECOVERY = LoraConfig(rank=8)
+
+
+def elastic_shape(
+    name: str, weights: WeightFormat, progress: Progress, *, like: Bundle | None = None
+) -> Path:
+    """The bundle of a shape, made unless it is there.
+
+    It has the default levels, or those of another bundle; the first layers and the last one are anchors, as
+    many as `elasticize` has by default, and each level has an adapter of the size that recovery makes, unless
+    the other bundle's has none. The order of units is arbitrary: speed does not depend on it.
+
+    Args:
+      name: of `SHAPES`.
+      weights: width of its matrices.
+      progress: of drawing the weights.
+      like: an elastic bundle whose levels, tokenizer and vocabulary it takes.
+
+    Raises:
+      ConfigError: there is no such shape, it has fewer tokens than `like`, or that has no levels.
+    """
+    folder = shape_folder(name, progress)
+    mark = "" if like is None else f"-{like.fingerprint[:12]}"
+    bundle = folder.parent / f"{name}-elastic-{weights}{mark}.jaxllm"
+    if not bundle.exists():
+        cfg = SHAPES[name].cfg
+        tokenizer, params = read_tokenizer(folder), read_params(folder, cfg)
+        levels: tuple[int, ...] = Ladder().levels
+        adapted = [level for level in levels if level != WHOLE]
+        if like is not None:
+            levels, tokenizer = _levels(like), like.tokenizer_files()
+            adapted = [level for level in levels if read_recovery(like, level) is not None]
+            params = _first_tokens(params, cfg.vocab_size, like.cfg.vocab_size)
+            cfg = dataclasses.replace(cfg, vocab_size=like.cfg.vocab_size)
+        anchors = max(1, round(_ANCHOR_SHARE * cfg.layers))
+        ladder = Ladder(levels=levels, anchors=(*range(anchors - 1), cfg.layers - 1))
+        recoveries = {level: _recovery(cfg, ladder, level) for level in adapted}
+        write_bundle(
+            bundle,
+            cfg=cfg,
+            params=params,
+            weights=weights,
+            tokenizer=tokenizer,
+            name=f"{name}-elastic",
+            parts=elastic_parts(ladder, recoveries),
+        )
+    return bundle
+
+
+def _levels(bundle: Bundle) -> tuple[int, ...]:
+    ladder = read_ladder(bundle)
+    if ladder is None:
+        raise ConfigError(f"{bundle.path} has no levels; make an elastic bundle with `jaxllm elasticize`")
+    return ladder.levels
+
+
+def _first_tokens(
+    params: Iterable[tuple[str, np.ndarray]], words: int, kept: int
+) -> Iterable[tuple[str, np.ndarray]]:
+    """Parameters of a model with the first of its tokens alone."""
+    if kept > words:
+        raise ConfigError(f"a shape of {words} tokens cannot have a vocabulary of {kept}; take a larger one")
+    for name, value in params:
+        yield name, value[:kept] if name in _PER_TOKEN else value
+
+
+def _recovery(cfg: ModelConfig, ladder: Ladder, level: int) -> Recovery:
+    adapter = init_adapter(sub_config(cfg, ladder, level), _RECOVERY, jax.random.key(level))
+    return Recovery({name: np.asarray(value) for name, value in adapter.items()}, _RECOVERY.scaling)
+
+
+def check_same_levels(ours: Engine, larger: Engine) -> None:
+    """Raises ConfigError unless the larger model can be timed instead of ours."""
+    if ours.levels != larger.levels:
+        raise ConfigError(f"levels {larger.levels} cannot stand for the times of levels {ours.levels}")
+    if ours.model.bundle.tokenizer_files() != larger.model.bundle.tokenizer_files():
+        raise ConfigError("a model of another tokenizer cannot stand for the times of this one")
+
+
+def as_large(
+    larger: Engine, profile: DeviceProfile, ours: Engine, others: Mapping[str, Sequence[Size]]
+) -> tuple[dict[str, list[Size]], dict[int, DeviceProfile]]:
+    """Other systems' models with the times that they would have if they were as large.
+
+    Args:
+      larger: the elastic model that is timed.
+      profile: its times.
+      ours: the small elastic model that `others` are compared with.
+      others: the models of each baseline.
+
+    Returns:
+      The same models with the times of changing to them; profiles of their engines, by `id`.
+    """
+    whole = layer_parameters(ours.cfg.whole)
+    shares: dict[int, dict[int, float]] = {}
+    for size in (size for many in others.values() for size in many):
+        part = layer_parameters(size.engine.runner_at(size.level).cfg) / whole
+        shares.setdefault(id(size.engine), {})[size.level] = part
+    profiles = {name: of_shares(profile, _shares(larger), each) for name, each in shares.items()}
+    changed = {name: list(many) for name, many in others.items()}
+    changed[PRUNED] = [
+        dataclasses.replace(size, change_ms=move(larger, size.level)[0]) for size in others[PRUNED]
+    ]
+    if SWAP in others:
+        # The time of a read is proportional to the size of the file.
+        read_ms = swap_ms(larger.model.bundle.path) / ours.model.bundle.path.stat().st_size
+        changed[SWAP] = [
+            dataclasses.replace(size, change_ms=read_ms * size.engine.model.bundle.path.stat().st_size)
+            for size in others[SWAP]
+        ]
+    return changed, profiles
+
+
+def of_shares(
+    profile: DeviceProfile, known: Mapping[int, float], wanted: Mapping[int, float]
+) -> DeviceProfile:
+    """Times of models with other shares of the parameters than the levels of a profile.
+
+    Between two levels times are interpolated; below the smallest, towards the time without layers that a line
+    through all levels gives.
+
+    Args:
+      profile: of the levels.
+      known: its levels' shares of the parameters in layers, in (0, 1].
+      wanted: shares of the models, by their level.
+    """
+    shares = np.array([known[level] for level in profile.levels])
+    names = tuple(sorted(wanted))
+    asked = np.array([wanted[name] for name in names])
+
+    def interpolated(table: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+        columns = []
+        for times in np.array(table).T:
+            without = float(np.clip(np.polyfit(shares, times, 1)[1], 0.0, times[0]))
+            columns.append(np.interp(asked, [0.0, *shares], [without, *times]))
+        return tuple(map(tuple, np.array(columns).T.tolist()))
+
+    return DeviceProfile(
+        levels=names,
+        tokens=profile.tokens,
+        chunk_tokens=profile.chunk_tokens,
+        exact_chunks=profile.exact_chunks,
+        ttft_ms=interpolated(profile.ttft_ms),
+        tpot_ms=interpolated(profile.tpot_ms),
+    )
+
+
+def _shares(engine: Engine) -> dict[int, float]:
+    whole = layer_parameters(engine.runner_at(WHOLE).cfg)
+    return {level: layer_parameters(engine.runner_at(level).cfg) / whole for level in engine.levels}

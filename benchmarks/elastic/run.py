@@ -1,13 +1,26 @@
-"""Runs all parts: the costs of levels, their accuracy, and a trace of six apps on every system."""
+"""Runs all parts: the costs of levels, their accuracy, and a trace of six apps on every system.
+
+Makes rows of the trace: right answers and answers in time of every system, and times of the service.
+
+Draws the paper's figures: accuracy and times over levels, and accuracy in time of every system.
+
+Replays a trace on the service, in turns with the whole model.
+
+Objectives are shares of the whole model's times, which change from minute to minute on a busy device. So the
+whole model answers every request as well: its times against its profile, by the median over neighbouring
+requests, say how fast the device is at that moment.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.elastic import PARTS
-from benchmarks.elastic import levels as level_bench
+from benchmarks.elastic import costs as level_bench
 from benchmarks.elastic.baselines import (
     LAYERS,
     PRUNED,
@@ -15,36 +28,46 @@ from benchmarks.elastic.baselines import (
     SHORTENED,
     SWAP,
     Size,
+    as_large,
+    check_same_levels,
     open_baselines,
     open_elastic,
     sizes_beside,
     widths,
 )
-from benchmarks.elastic.decisions import Asked, ablations, plan_times, planned, with_whole
-from benchmarks.elastic.policies import OURS
-from benchmarks.elastic.replay import replay_beside_whole
-from benchmarks.elastic.rows import level_rows, planning_rows, replay_rows, trace_rows
-from benchmarks.elastic.scaled_times import as_large, check_same_levels
-from benchmarks.elastic.switching import switch_rows
-from benchmarks.elastic.variants import our_variants, right_answers, size_variants
-from benchmarks.measuring.report import Row
-from benchmarks.samples.questions import read_examples
-from jaxllm.bundle.tiny_lm import read_tiny_lm
+from benchmarks.elastic.costs import switch_rows
+from benchmarks.elastic.decisions import (
+    Asked,
+    Choices,
+    ablations,
+    our_variants,
+    plan_times,
+    planned,
+    right_answers,
+    size_variants,
+    with_whole,
+)
+from benchmarks.harness.report import OURS, Row, check_plot, compared, lead, said
+from benchmarks.samples import read_examples
+from benchmarks.traces import TRACE_TASKS, Outcome, make_trace, replay, totals
+from jaxllm.bundle.levels import read_tiny_lm
 from jaxllm.config import WHOLE
+from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
+from jaxllm.serving.elastic.objectives import Cost, meets
+from jaxllm.serving.elastic.planned_service import ANYTHING
+from jaxllm.serving.elastic.planner import Planner
+from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.elastic.profiling import measure_together
+from jaxllm.serving.elastic.safety_margin import CONFIDENCE, SafetyMargin
+from jaxllm.serving.elastic.tiny_lm import TinyPlanner
+from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.opening.engine import Engine
+from jaxllm.serving.server.service import LLMService
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.shortened import Question
 from jaxllm.text.tokenizer import Tokenizer
-from serving.bundles import open_model
-from serving.engine import Engine
-from serving.host.progress import Progress
-from serving.planning.planner import Planner
-from serving.planning.profile import DeviceProfile
-from serving.planning.profiling import measure_together
-from serving.planning.safety_margin import SafetyMargin
-from serving.planning.tiny_lm import TinyPlanner
-from serving.service import LLMService
-from serving.traces.trace import TRACE_TASKS, make_trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +111,7 @@ class Subject:
       compared: elastic bundles of the same model made otherwise (orders, anchors, recoveries), whose accuracy
         is compared level by level.
       pruned: an elastic bundle made without anchors, for LLM-Pruner; None takes the model's own levels.
-      timed: an elastic bundle whose levels are timed in the model's place (see `scaled_times.py`); None
+      timed: an elastic bundle whose levels are timed in the model's place (see `baselines.py`); None
         times the model.
     """
 
@@ -153,11 +176,11 @@ def _trace_rows(subject: Subject, plan: Plan, progress: Progress | None) -> list
     # The tiny LM taken at its word, as in the paper.
     lightest = TinyPlanner(tiny, levels, engine.runner.buckets.store(), decision="lightest")
     passes, plans = plan_times(planner, proposer, asked.questions)
-    ours = our_variants(engine, profile, asked.questions, proposer, ratios, plans, progress)
+    ours = our_variants(engine, profile, asked.questions, proposer, ratios, progress)
     found = {
-        OURS: planned(planner, ours, asked, levels, ratios),
-        f"{OURS}-lightest": planned(Planner(profile, levels, lightest), ours, asked, levels, ratios),
-        **ablations(ours, asked, levels, ratios, proposer.prompt_ratios, passes, plans, plan.seed),
+        OURS: planned(planner, ours, asked, levels, ratios, passes),
+        f"{OURS}-lightest": planned(Planner(profile, levels, lightest), ours, asked, levels, ratios, passes),
+        **ablations(ours, asked, levels, ratios, passes, plans, plan.seed),
     }
     for name, sizes in others.items():
         variants = size_variants(sizes, profiles, asked.questions, progress)
@@ -204,6 +227,8 @@ def _cost_rows(
 def _remarks(engine: Engine, others: dict[str, list[Size]]) -> dict[str, str]:
     """Notes on baselines that differ from ours in more than their decisions."""
     remarks = {
+        f"{OURS}-oracle": "a bound: any variant that is right in time counts, and deciding takes nothing",
+        f"{OURS}-fixed": "of each task's variants in time the one that is right most often, in hindsight",
         SHORTENED: "no contextual sparsity, times per token taken as met",
         PRUNED: widths(engine, others[PRUNED]),
     }
@@ -237,3 +262,255 @@ def _unused(name: str, taken: dict[str, dict[int, np.ndarray]]) -> str:
     """The name, with a number behind it if it is taken."""
     same = sum(each == name or each.startswith(f"{name} (") for each in taken)
     return f"{name} ({same + 1})" if same else name
+
+
+ALL = "all six"
+# Without <100,100>, which every answer meets.
+LIMITED = "the five with a limit"
+# Shares of right answers, and of right answers in time.
+METRICS = ("accuracy", "right_and_met")
+
+
+def cases(slos: Iterable[Slo]) -> list[str]:
+    """The cases of rows: each objective, those with a limit, and all."""
+    known = list(dict.fromkeys(slos))
+    limited = [LIMITED] if any(slo.has_limit for slo in known) else []
+    return [*map(str, known), *limited, ALL]
+
+
+def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str, str]) -> list[Row]:
+    """Shares of every system, by objective and over all, ours against each other on the same requests.
+
+    Args:
+      found: the choices of each, ours among them.
+      asked: the trace.
+      remarks: by system, how it ran.
+    """
+    slos = [request.slo for request in asked.trace]
+    rows = []
+    for case in cases(slos):
+        chosen = np.array([case in cases([slo]) for slo in slos])
+        questions = np.asarray(asked.indices)[chosen]
+        in_time = {
+            system: f"in time by the profiles {each.met[chosen].mean():.1%}" for system, each in found.items()
+        }
+        for metric in METRICS:
+            values = {
+                system: (each.right if metric == "accuracy" else each.right_and_met)[chosen]
+                for system, each in found.items()
+            }
+            notes = {}
+            for system, each in values.items():
+                parts = [said(each, questions)]
+                if system != OURS:
+                    parts.append(lead(values[OURS], each, questions))
+                parts.append(in_time[system])
+                notes[system] = "; ".join([*parts, *filter(None, [remarks.get(system)])])
+            shares = {system: float(each.mean()) for system, each in values.items()}
+            rows += compared(
+                shares, ours=OURS, case=f"trace {case}", metric=metric, unit="share", notes=notes
+            )
+    return rows
+
+
+def replay_rows(outcomes: Sequence[Outcome], met: Sequence[bool], *, answers: bool = True) -> list[Row]:
+    """Rows of requests that the service answered, by objective and over all, timed by the clock.
+
+    Args:
+      outcomes: of the requests.
+      met: whether each one's objective was met, at the device's speed at that moment.
+      answers: whether the model is trained; otherwise rows are about times alone.
+    """
+    both = list(zip(outcomes, met, strict=True))
+    rows = []
+    for slo in cases([outcome.request.slo for outcome in outcomes]):
+        pairs = [pair for pair in both if slo in cases([pair[0].request.slo])]
+        each = totals([outcome for outcome, _ in pairs])
+        in_time = np.array([kept for _, kept in pairs])
+        # Where nothing is in time, what comes nearest was answered.
+        possible = np.array([outcome.source not in ("nearest", "failed") for outcome, _ in pairs])
+        sure = np.array([outcome.confident for outcome, _ in pairs])
+        right = np.array([outcome.right for outcome, _ in pairs])
+        note = (
+            f"{each.requests} requests replayed, {each.failed} of them failed; {possible.mean():.1%} had "
+            f"a choice in time, of which {_share(in_time[possible])} were; {sure.mean():.1%} had one that is "
+            f"so in {CONFIDENCE:.0%} of cases, by how late answers came before, of which "
+            f"{_share(in_time[sure])} were; against the profile alone {each.met:.1%} were in "
+            f"time; level {each.level:.0f} and {each.kept_share:.0%} of prompts on average, "
+            f"planning {each.planning_ms:.2f} ms"
+        )
+        values = {"slo_met": in_time.mean()}
+        if answers:
+            values["right_and_met"] = (right & in_time).mean()
+        rows += [
+            Row(case=f"replay {slo}", system=OURS, metric=metric, value=float(value), unit="share", note=note)
+            for metric, value in values.items()
+        ]
+    return rows
+
+
+def _share(flags: np.ndarray) -> str:
+    return f"{flags.mean():.1%}" if len(flags) else "none"
+
+
+def planning_rows(outcomes: Sequence[Outcome], asked: Asked, pass_ms: np.ndarray) -> list[Row]:
+    """The share of planning in the whole model's time to the first token, in the service; none if no request
+    of the replay had to be planned.
+
+    Args:
+      outcomes: of the trace's first requests.
+      asked: the trace.
+      pass_ms: `[N]`, time of the tiny LM's pass over each question.
+    """
+    whole_ms = asked.whole_ms[0]
+    # Without a limit nothing is planned.
+    planned = [
+        (outcome, index)
+        for outcome, index in zip(outcomes, asked.indices, strict=False)
+        if outcome.failure is None and outcome.source != "whole"
+    ]
+    if not planned:
+        return []
+    share = np.median([outcome.planning_ms / whole_ms[index] for outcome, index in planned])
+    alone = np.median([pass_ms[index] / whole_ms[index] for _, index in planned])
+    note = (
+        f"of the whole model's TTFT, median over {len(planned)} requests of the replay that were planned; "
+        f"the tiny LM's pass alone {alone:.1%}"
+    )
+    return [
+        Row(case="planning", system=OURS, metric="ttft_share", value=float(share), unit="share", note=note)
+    ]
+
+
+def level_rows(accuracies: Mapping[str, Mapping[int, np.ndarray]]) -> list[Row]:
+    """Accuracy of every level of several bundles that were asked the same questions, the first one ours.
+
+    Args:
+      accuracies: by bundle and level, `[N]` bool, whether each question was answered right.
+    """
+    rows = []
+    ours = next(iter(accuracies.values()))
+    for name, levels in accuracies.items():
+        for level, right in levels.items():
+            questions = np.arange(len(right))
+            note = said(right, questions)
+            if levels is not ours and level in ours:
+                note += f"; {lead(ours[level], right, questions)}"
+            rows.append(
+                Row(
+                    case=f"level {level}", system=name, metric="level_accuracy", value=float(right.mean()),
+                    unit="share", note=note,
+                )
+            )  # fmt: skip
+    return rows
+
+
+_SHORT = {ALL: "all", LIMITED: "limited"}
+_LEVEL = re.compile(r"level (\d+)(?:, prompt (\d+))?$")
+
+
+def draw(rows: Sequence[Row], folder: Path) -> None:
+    """Draws the figures that the rows allow into a folder, a PNG each: levels' accuracy, times, the trace."""
+    check_plot(folder)
+    import matplotlib.pyplot as plt
+
+    def saved(name: str, figure: Any) -> None:
+        figure.savefig(folder / f"elastic_{name}.png", dpi=150)
+        plt.close(figure)
+
+    if curves := _curves(rows, "level_accuracy"):
+        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+        _lines(axes, curves, "accuracy (share of right answers)")
+        saved("level_accuracy", figure)
+    for metric, label in (("ttft_ms", "time to the first token (ms)"), ("tpot_ms", "time per token (ms)")):
+        if curves := _curves(rows, metric):
+            figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+            _lines(axes, curves, label)
+            axes.set_yscale("log")
+            saved(metric, figure)
+    labels = ("accuracy (share of right answers)", "share of answers right and in time")
+    for metric, label in zip(METRICS, labels, strict=True):
+        trace = {
+            (row.case.removeprefix("trace "), row.system): row.value
+            for row in rows
+            if row.metric == metric and row.case.startswith("trace ")
+        }
+        if not trace:
+            continue
+        cases, systems = (list(dict.fromkeys(each[part] for each in trace)) for part in (0, 1))
+        figure, axes = plt.subplots(figsize=(11, 4.5), layout="constrained")
+        width = 0.9 / len(systems)
+        for number, system in enumerate(systems):
+            at = [x + (number + 0.5) * width - 0.45 for x in range(len(cases))]
+            axes.bar(at, [trace[case, system] for case in cases], width, label=system)
+        axes.set_xticks(range(len(cases)), [_SHORT.get(case, case) for case in cases])
+        axes.set_ylabel(label)
+        axes.legend(fontsize="small", ncols=2)
+        saved(f"trace_{metric}", figure)
+
+
+def _curves(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
+    """Values by level, of each system or prompt length."""
+    curves: dict[str, dict[int, float]] = {}
+    for row in rows:
+        found = _LEVEL.match(row.case) if row.metric == metric else None
+        if found:
+            name = f"{found[2]} tokens" if found[2] else row.system
+            curves.setdefault(name, {})[int(found[1])] = row.value
+    return curves
+
+
+def _lines(axes: Any, curves: dict[str, dict[int, float]], label: str) -> None:
+    for name, values in curves.items():
+        axes.plot(list(values), list(values.values()), marker="o", label=name)
+    axes.set_xlabel("level (% of the layers' parameters)")
+    axes.set_ylabel(label)
+    axes.legend(fontsize="small")
+
+
+# Requests before and after one whose median speed is taken.
+_NEIGHBOURS = 4
+
+
+def replay_beside_whole(
+    service: LLMService, asked: Asked, requests: int, progress: Progress | None = None
+) -> tuple[list[Outcome], list[bool]]:
+    """Asks the first requests of a trace.
+
+    Args:
+      service: with our planner.
+      asked: the trace.
+      requests: how many of it.
+      progress: called with ("replay", requests done, requests in all).
+
+    Returns:
+      The outcome of each request, and whether its objective was met at the device's speed at that moment.
+    """
+    outcomes, speeds = [], []
+    some = asked.trace[:requests]
+    for done, (request, index) in enumerate(zip(some, asked.indices, strict=False), start=1):
+        (whole,) = replay(service, [dataclasses.replace(request, slo=ANYTHING)])
+        (ours,) = replay(service, [request])
+        outcomes.append(ours)
+        taken = np.array([whole.cost.ttft_ms, whole.cost.tpot_ms])
+        # Requests that did not fit have no times, and answers of one token no time per further token.
+        speeds.append(np.where(taken > 0, taken / [times[index] for times in asked.whole_ms], np.nan))
+        if progress is not None:
+            progress("replay", done, len(some))
+    found = []
+    for number, (outcome, index) in enumerate(zip(outcomes, asked.indices, strict=False)):
+        near = np.array(speeds[max(0, number - _NEIGHBOURS) : number + _NEIGHBOURS + 1])
+        ttft, tpot = (_median(column) for column in near.T)
+        whole = Cost(
+            ttft_ms=asked.whole_ms[0][index] * ttft,
+            tpot_ms=asked.whole_ms[1][index] * tpot,
+            tokens=outcome.cost.tokens,
+        )
+        found.append(outcome.failure is None and meets(outcome.request.slo, outcome.cost, whole))
+    return outcomes, found
+
+
+def _median(values: np.ndarray) -> float:
+    """The median of the finite values; 1 where there are none."""
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else 1.0

@@ -2,30 +2,46 @@
 other engines that run the same weights at the same width.
 
 Every system runs in a process of its own on the same cores (`peers/process.py`) and answers the same prompts
-in alternation (`peers/alternation.py`). Ours decodes as the service does, a block of tokens per dispatch,
+in alternation (`peers/process.py`). Ours decodes as the service does, a block of tokens per dispatch,
 and with one dispatch per token (`jaxllm-one-token-per-dispatch`), the loop of engines without on-device
 sampling.
+
+Opens the systems of one run, each in a child process, and groups them by the width they are compared at.
+
+A child is opened once, though it may be compared at several widths (transformers has the same two for all)
+or run under two names (ours, with and without blocks of tokens).
+
+Makes rows of what was measured of engines.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.engine.rows import memory_rows, opening_rows, quality_rows, row, size_rows, speed_rows
-from benchmarks.engine.systems import PER_TOKEN, Conditions, OpenSystems
-from benchmarks.measuring.bandwidth import MemoryProbe
-from benchmarks.measuring.report import Row, median
-from benchmarks.models.checkpoint import Checkpoint
-from benchmarks.models.shapes import shape_folder
-from benchmarks.peers import PEERS
-from benchmarks.peers.alternation import alternate, prompt_ids
+from benchmarks.harness.machine import MemoryProbe
+from benchmarks.harness.report import Row, compared, median
+from benchmarks.models import Checkpoint, shape_folder
+from benchmarks.peers import OURS as OUR_PEER
+from benchmarks.peers import PEERS, Opening
+from benchmarks.peers.ours import BLOCKS, ONE_TOKEN
 from benchmarks.peers.peer import unavailable
-from benchmarks.peers.perplexity import REFERENCE, Text, perplexity
-from benchmarks.peers.process import Child, threads_of
+from benchmarks.peers.process import (
+    REFERENCE,
+    Child,
+    Result,
+    System,
+    Text,
+    alternate,
+    perplexity,
+    prompt_ids,
+    threads_of,
+)
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from serving.host.progress import Progress
-from serving.options import DEFAULT_CONTEXT_TOKENS, EngineOptions
+from jaxllm.serving.ground.options import DEFAULT_CONTEXT_TOKENS, EngineOptions
+from jaxllm.serving.host.progress import Progress
 
 MEMORY = "memory"
 
@@ -211,3 +227,217 @@ def _text(subject: Subject, checkpoint: Checkpoint, context_tokens: int, limit: 
     return Text.read(
         subject.text, checkpoint, separator=subject.separator, window_tokens=context_tokens, limit=limit
     )
+
+
+OURS, PER_TOKEN = OUR_PEER.name, "jaxllm-one-token-per-dispatch"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """The same model, options, threads and context length for every system."""
+
+    checkpoint: Checkpoint
+    options: EngineOptions
+    threads: int
+    context_tokens: int
+
+
+class OpenSystems:
+    """Open systems. A context manager: leaving it ends all of their processes."""
+
+    def __init__(self, conditions: Conditions, progress: Progress) -> None:
+        self._given = conditions
+        self._progress = progress
+        self._stack = contextlib.ExitStack()
+        self._children: dict[tuple[str, str], Child] = {}
+        self._beside: dict[str, dict[str, System]] = {}
+
+    def __enter__(self) -> "OpenSystems":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    @property
+    def systems(self) -> list[System]:
+        """All systems, once each."""
+        return list({each.name: each for group in self._beside.values() for each in group.values()}.values())
+
+    def beside(self, width: str) -> Mapping[str, System]:
+        """Ours at a width and the systems it is compared with, by name."""
+        return self._beside[width]
+
+    def open_ours(self, width: str) -> Child:
+        """Opens our engine at a width.
+
+        Raises:
+          PeerFailed: it cannot be opened.
+        """
+        child = self.float_child() if width == "f32" else self._ours(width)
+        self._beside[width] = {
+            system: System(f"{system} {width}", child, (setting,))
+            for system, setting in ((OURS, BLOCKS), (PER_TOKEN, ONE_TOKEN))
+        }
+        return child
+
+    def open_peer(self, name: str) -> None:
+        """Opens a peer beside every width of ours that is open.
+
+        Raises:
+          PeerFailed: it cannot be opened.
+        """
+        folder = self._given.checkpoint.folder(self._progress)
+        for width, group in self._beside.items():
+            for system, format_ in PEERS[name].systems(width).items():
+                child = self._open(name, folder, format_, {})
+                group[system] = System(f"{system} {format_}", child, tuple(child.settings))
+
+    def float_child(self) -> Child:
+        """Our engine with float32 weights, opened unless it is: the reference of quality."""
+        return self._ours("f32")
+
+    def _ours(self, width: str) -> Child:
+        checkpoint = self._given.checkpoint
+        own = checkpoint.stored in (None, width)
+        model = checkpoint.model if own else checkpoint.folder(self._progress)
+        options = dataclasses.asdict(self._given.options)
+        # A child has all weights in memory and no draft, and reads prompts as engines do by themselves.
+        for name in ("storage", "trees", "experts", "prefill"):
+            del options[name]
+        return self._open(OURS, model, width, options)
+
+    def _open(self, peer: str, model: Path, format_: str, options: dict[str, Any]) -> Child:
+        if (peer, format_) not in self._children:
+            opening = Opening(
+                peer=peer,
+                model=model,
+                format=format_,
+                threads=self._given.threads,
+                context_tokens=self._given.context_tokens,
+                options=options,
+            )
+            child = Child(f"{peer} {format_}", opening, self._progress)
+            self._children[peer, format_] = self._stack.enter_context(child)
+        return self._children[peer, format_]
+
+
+def opening_rows(name: str, child: Child) -> list[Row]:
+    """Times and memory of opening our engine."""
+    facts = child.facts
+    note = f"{facts['buckets_read']} buckets read from disk" if facts["buckets_read"] else None
+    memory = child.open_peak_bytes + facts["device_bytes"]
+    return [
+        row(name, "load_ms", facts["load_ms"], "ms"),
+        row(name, "build_ms", facts["build_ms"], "ms", note=note),
+        row(name, "buckets", facts["buckets"], "buckets"),
+        row(f"{name}, load and build", "peak_memory_bytes", memory, "bytes"),
+    ]
+
+
+def size_rows(name: str, group: Mapping[str, System], *, again: bool) -> list[Row]:
+    """Sizes of the weights; `again` says that peers were made from weights that were quantized before."""
+    facts = {system: each.child.facts for system, each in group.items() if system != PER_TOKEN}
+    notes = {
+        system: fact["format"] + (", quantized twice" if again else "")
+        for system, fact in facts.items()
+        if "format" in fact
+    }
+    bits = {system: fact["bits_per_weight"] for system, fact in facts.items()}
+    return [
+        row(name, "weight_bytes", facts[OURS]["weight_bytes"], "bytes"),
+        *compared(
+            bits,
+            ours=OURS,
+            case=name,
+            metric="bits_per_weight",
+            unit="bits",
+            notes=notes,
+            lower_is_better=True,
+        ),
+    ]
+
+
+def speed_rows(
+    name: str,
+    group: Mapping[str, System],
+    results: Mapping[tuple[str, int], Result],
+    prompt: int,
+    tokens: int,
+) -> list[Row]:
+    """Prefill and decode at one prompt length, and the share of memory's bandwidth that decoding reaches."""
+    found = {system: results[each.name, prompt] for system, each in group.items()}
+    ours = found[OURS]
+    case = f"{name}, prompt {prompt}"
+    rows = [row(case, "ttft_ms", ours.prefill_ms, "ms", note=_note(ours, None))]
+    rows += compared(
+        {system: 1000 * prompt / each.prefill_ms for system, each in found.items() if system != PER_TOKEN},
+        ours=OURS,
+        case=case,
+        metric="prefill_tokens_per_s",
+        unit="tokens/s",
+        notes={system: _note(each, each.prefill_setting) for system, each in found.items()},
+    )
+    if ours.prefill_kernel_ms:
+        rows.append(row(case, "kernel_share", ours.prefill_kernel_ms / ours.prefill_ms, "share"))
+    rates = {system: 1000 * tokens / each.decode_ms for system, each in found.items()}
+    case = f"{name}, decode {tokens} after {prompt}"
+    rows += compared(
+        rates,
+        ours=OURS,
+        case=case,
+        metric="decode_tokens_per_s",
+        unit="tokens/s",
+        notes={system: _note(each, each.decode_setting) for system, each in found.items()},
+    )
+    if ours.decode_kernel_ms:
+        rows.append(row(case, "kernel_share", ours.decode_kernel_ms / ours.decode_ms, "share"))
+    for system, each in found.items():
+        if system != PER_TOKEN:
+            share = group[system].child.facts["step_bytes"] * tokens / each.readable_bytes
+            rows.append(row(case, "bandwidth_share", share, "share", system=system))
+    return rows
+
+
+def memory_rows(name: str, group: Mapping[str, System]) -> list[Row]:
+    """Peak memory of each process while it answered, its libraries and mapped files included."""
+    values = {
+        system: each.child.peak_bytes + each.child.facts.get("device_bytes", 0)
+        for system, each in group.items()
+        if system != PER_TOKEN
+    }
+    return compared(
+        values,
+        ours=OURS,
+        case=f"{name}, run",
+        metric="peak_memory_bytes",
+        unit="bytes",
+        lower_is_better=True,
+    )
+
+
+def quality_rows(
+    name: str, children: Mapping[str, Child], values: Mapping[Child, float], text: Text
+) -> list[Row]:
+    """Perplexity of every system on a text; `float` is ours in float32."""
+    return compared(
+        {system: values[child] for system, child in children.items()},
+        ours=OURS,
+        case=f"{name}, {text.name}, {text.tokens} tokens",
+        metric="perplexity",
+        unit="",
+        notes={system: child.facts.get("format") for system, child in children.items()},
+        lower_is_better=True,
+    )
+
+
+def row(
+    case: str, metric: str, value: float, unit: str, *, system: str = OURS, note: str | None = None
+) -> Row:
+    """A row without a baseline."""
+    return Row(case=case, system=system, metric=metric, value=value, unit=unit, note=note)
+
+
+def _note(result: Result, setting: str | None) -> str | None:
+    """How a system ran, and whether others ran beside it."""
+    disturbed = f"{result.disturbed} of {result.samples} rounds disturbed" if result.disturbed else ""
+    return ", ".join(filter(None, (setting, disturbed))) or None

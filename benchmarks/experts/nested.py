@@ -1,18 +1,44 @@
-"""Measures nested experts beside IO-QEXP: time per token at equal buffer bytes, and what a loss costs."""
+"""Measures nested experts beside IO-QEXP: time per token at equal buffer bytes, and what a loss costs.
+
+Widens the experts of a trained mixture without changing its answers.
+
+The experts of the packaged mixture are read in a tenth of a millisecond, and routers of random weights are
+like no trained ones. So each expert gets further neurons in pairs that read the same and write the opposite,
+and so cancel: routers, and which experts a token visits, stay the trained ones, and experts have the size of
+those of larger models.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.experts.quality import NODES, PROMPT, TREES, predicted
-from benchmarks.experts.systems import OURS, NestedSetting, nested_engine
-from benchmarks.measuring.intervals import median_ratio_interval
-from benchmarks.measuring.report import Row, compared, median
-from benchmarks.measuring.storage import Device
+from benchmarks.experts.systems import (
+    NestedSetting,
+    nested_engine,
+)
+from benchmarks.harness.machine import Device
+from benchmarks.harness.report import (
+    OURS,
+    Row,
+    compared,
+    median,
+    median_ratio_interval,
+)
+from jaxllm.checkpoints.huggingface import read_config, read_params, write_folder
+from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
+from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling
-from serving.engine import Engine
-from serving.request import GenerationConfig
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.speculation_options import TreeShape
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.opening.engine import Engine
+from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.speculation.tree import line_tree
 
 LOSSES = (0.0, 0.35, 0.5, 1.0)
 BASELINE = "IO-QEXP"
@@ -157,3 +183,96 @@ def _facts(each: _Measured) -> str:
         f"{each.read_bytes / tokens / 1e6:.2f} MB and {each.calls / tokens:.1f} calls a token (prompts among "
         f"them), {each.hits / max(1, each.visits):.0%} of visits in memory"
     )
+
+
+_VERSION = 1
+
+
+def widened_folder(folder: Path, out: Path, times: int, progress: Progress | None = None) -> Path:
+    """A Hugging Face folder of a mixture whose experts have `times` as many neurons, made unless it is there.
+
+    Args:
+      folder: of the trained mixture.
+      out: where those of all sizes are kept.
+      times: at least 2.
+      progress: called with ("Widening experts", parameters done, parameters in all).
+
+    Raises:
+      ConfigError: the model has no experts, or an odd number of neurons would be added.
+    """
+    cfg = read_config(folder)
+    added = (times - 1) * cfg.expert_ffn_size
+    if times < 2 or not cfg.experts or added % 2:
+        raise ConfigError(
+            "experts are widened 2 times and more, by an even number of neurons; got "
+            f"{times} times, {cfg.experts} experts, {added} neurons"
+        )
+    path = out / f"widened-v{_VERSION}-{times}"
+    if (path / "config.json").exists():
+        return path
+    params: dict[str, np.ndarray] = {}
+    for number, (name, value) in enumerate(read_params(folder, cfg)):
+        whole = np.asarray(value, np.float32)
+        params[name] = _wider(name, whole, added, number) if ".experts." in name else whole
+        if progress is not None:
+            progress("Widening experts", number + 1, 0)
+    path.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(path, read_tokenizer(folder))
+    # The config comes last and whole: where it is, the folder is.
+    neurons = times * cfg.expert_ffn_size
+    # Of a model without dense layers some checkpoints know one number alone.
+    dense = cfg.ffn_size if not all(cfg.is_sparse(layer) for layer in range(cfg.layers)) else neurons
+    write_folder(path, dataclasses.replace(cfg, expert_ffn_size=neurons, ffn_size=dense), params)
+    return path
+
+
+def _wider(name: str, stack: np.ndarray, added: int, seed: int) -> np.ndarray:
+    """A stack `[E, F, D]` with further neurons, of which each second one cancels the one before."""
+    draw = np.random.default_rng((_VERSION, seed))
+    experts, _, width = stack.shape
+    new = np.zeros((experts, added, width), np.float32)
+    new[:, ::2] = stack.std() * draw.standard_normal(new[:, ::2].shape, np.float32)
+    new[:, 1::2] = new[:, ::2] * np.float32(-1 if name.endswith(".down") else 1)
+    return np.concatenate([stack, new], axis=1)
+
+
+PROMPT, NODES = 16, 64
+TREES = TreeShape(nodes=(NODES,), room=NODES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """Predictions of the tokens of a text.
+
+    Attributes:
+      perplexity: of the tokens.
+      likeliest: `[T]` int, what is predicted.
+    """
+
+    perplexity: float
+    likeliest: np.ndarray
+
+
+def predicted(engine: Engine, windows: Sequence[Sequence[int]]) -> Predicted:
+    """Predicts text token by token with a mixture whose experts are streamed.
+
+    The tokens of a window are the nodes of a tree of one branch, which gives each to the bit what decoding
+    gives it.
+
+    Args:
+      engine: with the tree shapes `TREES`.
+      windows: of `PROMPT` + `NODES` + 1 tokens.
+    """
+    # Layer by layer, for experts are streamed.
+    runner: Any = engine.runner
+    runner.fill([*runner.request_buckets(PROMPT, NODES), *runner.tree_buckets(NODES)])
+    loss, likeliest = 0.0, list[np.ndarray]()
+    for window in windows:
+        start = runner.start(runner.cache_for(PROMPT + NODES))
+        _, cache = prefill_prompt(runner, start, list(window[:PROMPT]), 0)
+        logits, _ = runner.tree_logits(line_tree(window[PROMPT:-1]), cache)
+        targets = np.asarray(window[PROMPT + 1 :])
+        logs = np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=-1))
+        loss -= float(logs[np.arange(NODES), targets].sum(dtype=np.float64))
+        likeliest.append(logs.argmax(-1))
+    return Predicted(float(np.exp(loss / (NODES * len(windows)))), np.concatenate(likeliest))

@@ -1,17 +1,31 @@
-"""Runs all parts: time per token of every system and without each technique, losses, and predictors."""
+"""Runs all parts: time per token of every system and without each technique, losses, and predictors.
+
+Judges predictors and eviction policies by the experts that a model visited.
+
+Measures what a loss of experts costs: perplexity and agreement, as tokens are decoded from storage.
+
+Draws times per token by storage and technique, predictors, eviction policies, and what a task costs.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.experts import PARTS
-from benchmarks.experts.nested import NestedPlan, nested_rows, quality_rows, text_windows
-from benchmarks.experts.replay import COMPARED, hit_ratio, watch
+from benchmarks.experts.nested import (
+    NestedPlan,
+    nested_rows,
+    quality_rows,
+    text_windows,
+    widened_folder,
+)
 from benchmarks.experts.systems import (
+    EQUAL,
     FOUR_BIT,
-    OURS,
     SYSTEMS,
     NestedSetting,
     Setting,
@@ -19,26 +33,27 @@ from benchmarks.experts.systems import (
     config_of,
     make_bundles,
     make_nested,
+    memory_rows,
     opened,
-    planned_bytes,
+    widths_of,
 )
-from benchmarks.experts.widened import widened_folder
-from benchmarks.measuring.report import Row, compared, median
-from benchmarks.measuring.storage import BOARDS, REAL, Device, named_devices
-from benchmarks.samples.stories import SEPARATOR
+from benchmarks.harness.machine import BOARDS, REAL, Device, named_devices
+from benchmarks.harness.report import OURS, Row, check_plot, compared, label_bars, median
+from benchmarks.samples import SEPARATOR
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.experts import expert_facts, read_path_counts
+from jaxllm.bundle.calibrations import expert_facts, read_path_counts, read_token_experts
+from jaxllm.cli.console import read_text
 from jaxllm.errors import ConfigError
-from jaxllm.experts.eviction import POLICIES
-from jaxllm.models.rooms import require_decoder_alone
+from jaxllm.experts.prediction import POLICIES, PathCounts, Policy, Residents, TokenExperts
+from jaxllm.models.features import require_decoder_alone
 from jaxllm.sampling import Sampling
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.experts.predictors import Predictor, make_predictor
+from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.ground.expert_options import ExpertOptions
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.opening.engine import Engine
 from jaxllm.text.tokenizer import Tokenizer
-from serving.bundles import open_model
-from serving.commands.console import read_text
-from serving.engine import Engine
-from serving.host.progress import Progress
-from serving.request import GenerationConfig
-from serving.weights.experts.options import ExpertOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +118,7 @@ def run(
 
     Args:
       folder: a mixture's Hugging Face folder.
-      mixed: bundles that `jaxllm quantize-experts` made of it; the first is ours, the others are of other
+      mixed: bundles that `jaxllm calibrate experts` made of it; the first is ours, the others are of other
         losses.
       cache: a folder for the baselines' bundles.
       plan: sizes.
@@ -186,7 +201,8 @@ def _note(name: str, engine: Engine, device: Device, plan: Plan) -> str:
         parts.append("weights quantized twice")
     if engine.model.streamed is not None:
         facts = engine.model.streamed.facts()
-        parts.append(f"{facts['caching']} reads")
+        read = engine.model.streamed.counts.read_bytes
+        parts.append(f"{facts['caching']} reads, {read / 1e6:,.0f} MB in all")
         if "hit_rate" in facts:
             parts.append(f"{facts['hit_rate']:.0%} of experts were in memory, {facts['foreseen']} prefetched")
     return "; ".join(parts)
@@ -198,6 +214,7 @@ def _timed(names: Sequence[str], setting: Setting, device: Device, plan: Plan, c
     notes: dict[str, str | None] = {
         name: _note(name, engine, device, plan) for name, engine in engines.items()
     }
+    notes[OURS] = "; ".join(filter(None, (notes[OURS], widths_of(setting.bundles.mixed))))
     rows = compared(
         times, ours=OURS, case=case, metric="tpot_ms", unit="ms", notes=notes, lower_is_better=True
     )
@@ -207,17 +224,10 @@ def _timed(names: Sequence[str], setting: Setting, device: Device, plan: Plan, c
 
 
 def _system_rows(setting: Setting, device: Device, plan: Plan, *, first: bool) -> list[Row]:
-    rows = _timed(SYSTEMS, setting, device, plan, device.name)
-    if not first:
-        return rows
-    memory = {}
-    for name in SYSTEMS:
-        engine = opened(name, setting)
-        memory[name] = float(planned_bytes(engine))
-        engine.close()
-    return rows + compared(
-        memory, ours=OURS, case="memory", metric="peak_memory_bytes", unit="bytes", lower_is_better=True
-    )
+    # As published, systems that load on demand have no buffer; one has as many bytes as ours.
+    names = (*SYSTEMS, EQUAL)
+    rows = _timed(names, setting, device, plan, device.name)
+    return rows + memory_rows(names, setting, "memory") if first else rows
 
 
 def _ablation_rows(setting: Setting, device: Device, plan: Plan) -> list[Row]:
@@ -312,3 +322,167 @@ def _watched_rows(setting: Setting, plan: Plan, choices: int) -> list[Row]:
 
 def _hits(case: str, system: str, value: float) -> Row:
     return Row(case=case, system=system, metric="hit_rate", value=value, unit="share")
+
+
+_UNKNOWN = np.zeros(0, np.int32)
+COMPARED = ("paths", "router", "tokens", "frequency")
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """The visits of a model's tokens to experts, and their predictions.
+
+    Attributes:
+      visits: `[L_sparse, M, k]` int, of M decoded tokens.
+      hits: by predictor, the share of each layer's visits that it predicted when the layer before was
+        computed, of the first layer when the token was known.
+    """
+
+    visits: np.ndarray
+    hits: Mapping[str, np.ndarray]
+
+
+class _Watching(Predictor):
+    """Asks all predictors at each layer of a decoded token, and predicts nothing itself."""
+
+    def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
+        self._all = {name: make_predictor(name, counts, tokens) for name in COMPARED}
+        self._predicted: dict[str, list[np.ndarray]] = {name: [] for name in COMPARED}
+        self.passes: list[np.ndarray] = []
+        self.found: dict[str, list[list[float]]] = {name: [] for name in COMPARED}
+
+    def begin(self, tokens: np.ndarray = _UNKNOWN) -> None:
+        """Tells all predictors the tokens of the next pass."""
+        for each in self._all.values():
+            each.begin(tokens)
+
+    def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> None:
+        """Keeps each predictor's order of the next layer's experts."""
+        if steps == 1:
+            for name, each in self._all.items():
+                chances = each.probabilities(visited, ahead, 1)
+                assert chances is not None
+                self._predicted[name].append(np.argsort(-chances, kind="stable"))
+
+    def learn(self, visited: list[np.ndarray]) -> None:
+        """Compares predictions with visits."""
+        tokens, choices = visited[0].shape
+        for name, predicted in self._predicted.items():
+            # After the last layer the next token's first layer was predicted, before that token was known.
+            if tokens == 1:
+                pairs = zip(visited, predicted[:-1], strict=True)
+                self.found[name].append(
+                    [float(np.isin(each[0], best[:choices]).mean()) for each, best in pairs]
+                )
+            self._predicted[name] = []
+        if tokens == 1:
+            self.passes.append(np.stack(visited)[:, 0])
+        for each in self._all.values():
+            each.learn(visited)
+
+
+def watch(engine: Engine, counts: PathCounts, prompts: Sequence[Sequence[int]], tokens: int) -> Watched:
+    """Observes the experts that an engine visits in its answers; its experts are streamed."""
+    watching = _Watching(counts, read_token_experts(engine.model.bundle))
+    engine.runner.layers.experts.predictor = watching  # pyright: ignore
+    for number, prompt in enumerate(prompts):
+        sampling = Sampling(temperature=1.0, seed=number)
+        engine.generate(prompt, GenerationConfig(max_tokens=tokens, ignore_eos=True, sampling=sampling))
+    hits = {name: np.mean(each, axis=0) for name, each in watching.found.items()}
+    return Watched(np.stack(watching.passes, axis=1), hits)
+
+
+def hit_ratio(visits: np.ndarray, policy: Policy, room: int, frequency: np.ndarray) -> float:
+    """Share of visits `[L, M, k]` whose expert is in a buffer with room for `room` experts.
+
+    Args:
+      visits: in the order in which tokens pass layers.
+      policy: chooses the expert to evict.
+      room: at least k.
+      frequency: `[L, E]` earlier visits.
+    """
+    layers, tokens, _ = visits.shape
+    frequency = frequency.astype(np.float64).copy()
+    loaded, used = np.zeros(frequency.shape, int), np.zeros(frequency.shape, int)
+    inside: list[tuple[int, int]] = []
+    hits = tick = 0
+    for token in range(tokens):
+        for layer in range(layers):
+            tick += 1
+            wanted = [(layer, int(expert)) for expert in visits[layer, token]]
+            for key in wanted:
+                frequency[key] += 1
+                used[key] = tick
+            hits += sum(key in inside for key in wanted)
+            for key in wanted:
+                if key in inside:
+                    continue
+                if len(inside) >= room:
+                    others = [other for other in inside if other not in wanted]
+                    at = tuple(np.array(others).T)
+                    residents = Residents(at[0], frequency[at], loaded[at], used[at])
+                    inside.remove(others[int(np.argmin(policy(residents, layer, layers, tick)))])
+                inside.append(key)
+                loaded[key] = tick
+    return hits / visits.size
+
+
+_LAYER = re.compile(r"predictor: layer (\d+)$")
+_ROOM = re.compile(r"eviction: (\d+) experts$")
+_BUFFER = re.compile(r"buffer of (\d+) experts: ")
+_LOSS = re.compile(r"tolerable loss (\d+)%$")
+_ENCODER = re.compile(r"encoder layer (\d+): ")
+_DECODER = re.compile(r"decoder layer (\d+): ")
+# Line figures: cases, metric, the axes' names.
+_LINES = {
+    "predictors": (_LAYER, "hit_rate", "sparse layer", "visits that were predicted (share)"),
+    "evictions": (_ROOM, "hit_rate", "room (experts)", "visits to experts in memory (share)"),
+    "buffers": (_BUFFER, "tpot_ms", "room (experts at 4 bits)", "time per token (ms)"),
+    "losses": (_LOSS, "tpot_ms", "tolerable loss (%)", "time per token (ms)"),
+    "rouge": (_LOSS, "rouge2", "tolerable loss (%)", "Rouge-2"),
+    "encoder_hits": (_ENCODER, "hit_rate", "layer of the encoder", "visits to experts in memory (share)"),
+    "decoder_hits": (_DECODER, "hit_rate", "layer of the decoder", "visits to experts in memory (share)"),
+}
+
+
+def draw(rows: Sequence[Row], folder: Path) -> None:
+    """Draws the figures that the rows allow into a folder, a PNG each."""
+    check_plot(folder)
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    def saved(name: str, figure: Any) -> None:
+        figure.savefig(folder / f"experts_{name}.png", dpi=150)
+        plt.close(figure)
+
+    for name, (cases, metric, across, upwards) in _LINES.items():
+        lines: dict[str, dict[int, float]] = {}
+        for row in rows:
+            found = cases.match(row.case)
+            if found is not None and row.metric == metric:
+                lines.setdefault(row.system, {})[int(found[1])] = row.value
+        if not lines:
+            continue
+        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+        for system, points in lines.items():
+            axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=system)
+        axes.set_xlabel(across)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylabel(upwards)
+        axes.legend()
+        saved(name, figure)
+    others = [row for row in rows if not any(cases.match(row.case) for cases, *_ in _LINES.values())]
+    for name, chosen in (
+        ("systems", [row for row in others if not row.case.startswith("ablation")]),
+        ("ablations", [row for row in others if row.case.startswith("ablation")]),
+    ):
+        bars = {(row.case, row.system): row.value for row in chosen if row.metric == "tpot_ms"}
+        if not bars:
+            continue
+        figure, axes = plt.subplots(figsize=(8, 1 + 0.35 * len(bars)), layout="constrained")
+        labels = [f"{case}\n{system}" for case, system in bars]
+        drawn = axes.barh(labels, list(bars.values()))
+        axes.invert_yaxis()
+        axes.set_xlabel("time per token (ms)")
+        label_bars(axes, drawn, "{:,.3g}")
+        saved(name, figure)

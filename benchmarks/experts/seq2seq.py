@@ -14,30 +14,29 @@ from typing import Any
 import jax
 
 from benchmarks.experts.systems import (
-    OURS,
     SYSTEMS,
     Setting,
     ablations,
     config_of,
     make_bundles,
+    memory_rows,
     opened,
-    planned_bytes,
     resident,
 )
-from benchmarks.measuring.report import Row, compared, median
-from benchmarks.measuring.storage import REAL, Device
-from benchmarks.samples.source_tasks import SOURCE_TASKS, chosen_tasks, read_lines, source_examples
+from benchmarks.harness.machine import REAL, Device
+from benchmarks.harness.report import OURS, Row, compared, median
+from benchmarks.samples import SOURCE_TASKS, chosen_tasks, read_lines, source_examples
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.experts import expert_facts
+from jaxllm.bundle.calibrations import expert_facts
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.models.parameters import sparse_layers
 from jaxllm.sampling import Sampling
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.opening.engine import Engine
 from jaxllm.tasks.pairs import paired_lines
 from jaxllm.tasks.rouge import require_rouge, rouge
 from jaxllm.text.tokenizer import Tokenizer
-from serving.engine import Engine
-from serving.host.progress import Progress
-from serving.request import GenerationConfig
 
 # Parts of `benchmarks.experts.PARTS` that take a model alone that answers without an encoder.
 LEFT_OUT = ("nested", "predictors")
@@ -149,7 +148,7 @@ def run_seq2seq(
 
     Args:
       folder: the model's Hugging Face folder.
-      mixed: bundles that `jaxllm quantize-experts` made of it; the first is ours, the others are of other
+      mixed: bundles that `jaxllm calibrate experts` made of it; the first is ours, the others are of other
         losses.
       cache: a folder for the baselines' bundles.
       plan: sizes.
@@ -297,24 +296,13 @@ def _system_rows(setting: Setting, device: Device, plan: Seq2SeqPlan) -> list[Ro
             rows += compared(
                 values, ours=OURS, case=case, metric=metric, unit=unit, lower_is_better=unit == "loads"
             )
-    memory = {name: _planned(name, setting) for name in found}
-    return rows + compared(
-        memory, ours=OURS, case=f"memory: {device.name}", metric="peak_memory_bytes", unit="bytes",
-        lower_is_better=True,
-    )  # fmt: skip
+    return rows + memory_rows(list(found), setting, f"memory: {device.name}")
 
 
 def _by_layer(each: Measured, index: int, metric: str) -> float:
     if metric == "hit_rate":
         return each.hits[index] / max(1, each.visits[index])
     return each.loads[index] / max(1, each.prompts)
-
-
-def _planned(name: str, setting: Setting) -> float:
-    engine = opened(name, setting)
-    found = float(planned_bytes(engine))
-    engine.close()
-    return found
 
 
 def _time_rows(found: Mapping[str, Measured], case: str, device: Device) -> list[Row]:

@@ -6,32 +6,42 @@ room for the experts of one token at one layer, as EdgeMoE's baselines.
 - IO-FREE: all experts in memory, as the checkpoint has them.
 - IO-EXP: an expert is read when the router has chosen it, as the checkpoint has it.
 - IO-QEXP: the same with all experts at 4 bits.
+- IO-QEXP, our buffer: the same with a buffer of as many bytes as ours, which keeps the experts used last.
 - STI (arXiv 2207.05022): whole layers at 4 bits are read ahead, in as much memory as ours takes.
+
+Measures the memory of each system of experts, in a process of its own.
 """
 
+import concurrent.futures
 import dataclasses
+import itertools
+import multiprocessing
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness.memory import peak_resident_bytes, reset_peak_memory
+from benchmarks.harness.report import OURS, Row, compared
 from jaxllm.bundle import Bundle, Part
-from jaxllm.bundle.experts import copied_parts, read_path_counts
+from jaxllm.bundle.calibrations import copied_parts, expert_facts, read_path_counts
 from jaxllm.checkpoints.huggingface import read_config
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.rooms import require_room
+from jaxllm.models.features import require_room
 from jaxllm.prepare import prepare
-from serving.engine import Engine
-from serving.host.direct_io import Storage
-from serving.host.progress import Progress
-from serving.options import EngineOptions
-from serving.speculation.options import TreeShape
-from serving.weights.experts.options import ExpertOptions
-from serving.weights.experts.store import ExpertStore
-from serving.weights.footprint import budget_with_experts, fixed_bytes
+from jaxllm.sampling import Sampling
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.experts.store import ExpertStore
+from jaxllm.serving.ground.expert_options import ExpertOptions
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import TreeShape
+from jaxllm.serving.host.direct_io import Storage
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.opening.engine import Engine
+from jaxllm.serving.opening.weight_source import budget_with_experts
 
-OURS = "jaxllm"
 _FLOAT_BITS = {"f32": 32, "bf16": 16}
 
 
@@ -48,7 +58,7 @@ def config_of(mixed: Sequence[Path]) -> ModelConfig:
             require_room(bundle.cfg, "experts apart")
             if not bundle.layout.experts_apart:
                 raise ConfigError(
-                    f"{path} stores its experts together; make a bundle by `jaxllm quantize-experts`"
+                    f"{path} stores its experts together; make a bundle by `jaxllm calibrate experts`"
                 )
             found.add(bundle.cfg)
     if len(found) != 1:
@@ -151,7 +161,7 @@ def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress | No
 
     Args:
       folder: the checkpoint.
-      mixed: made of it by `jaxllm quantize-experts`.
+      mixed: made of it by `jaxllm calibrate experts`.
       cache: the folder for the others.
       progress: see `prepare`.
     """
@@ -196,6 +206,8 @@ def opened(name: str, setting: Setting) -> Engine:
     if name == "STI":
         ours = _planned_bytes(bundles.mixed, setting)
         return Engine.open(bundles.layers, options=_options(setting, memory_bytes=ours))
+    if name == EQUAL:
+        return opened("IO-QEXP", dataclasses.replace(setting, equal=True))
     if name in ("IO-EXP", "IO-QEXP"):
         path = bundles.floats if name == "IO-EXP" else bundles.four_bit
         room = _buffer_bytes(setting) if setting.equal else 0
@@ -245,9 +257,10 @@ def nested_engine(
     return _with_buffer(path, options, room, how)
 
 
+EQUAL = "IO-QEXP, our buffer"
 SYSTEMS = (OURS, "IO-FREE", "IO-EXP", "IO-QEXP", "STI")
 # Whose weights at 4 bits are made of the checkpoint, not of our bundle.
-FOUR_BIT = ("IO-QEXP", "STI", f"{OURS}-no-widths")
+FOUR_BIT = ("IO-QEXP", EQUAL, "STI", f"{OURS}-no-widths")
 _ABLATIONS = ("no-widths", "no-preloading", "no-buffer", "lru")
 # These predict by the statistics of a text.
 _BY_STATISTICS = ("paths", "tokens")
@@ -259,11 +272,16 @@ def ablations(bundle: Bundle) -> tuple[str, ...]:
     return tuple(f"{OURS}-{what}" for what in (*_ABLATIONS, *(_BY_STATISTICS if known else ())))
 
 
-def planned_bytes(engine: Engine) -> int:
-    """Memory that a system takes for weights, caches and activations."""
-    if engine.model.streamed is not None:
-        return engine.model.streamed.facts()["planned_bytes"]
-    return engine.model.bundle.weight_bytes + fixed_bytes(engine.cfg, engine.options)
+def widths_of(path: Path) -> str:
+    """How many of a bundle's experts have each width, and whether anything was measured for it."""
+    with Bundle.open(path) as bundle:
+        store = ExpertStore(bundle)
+        keys = itertools.product(range(len(store.layers)), range(store.experts))
+        counts = Counter(store[key].bits for key in keys)
+        chosen = "calibrated" if expert_facts(bundle) else "by no calibration"
+    total = sum(counts.values())
+    shares = ", ".join(f"{counts[bits] / total:.0%} at {bits} bits" for bits in sorted(counts, reverse=True))
+    return f"experts: {shares}, {chosen}"
 
 
 def _buffer_bytes(setting: Setting) -> int:
@@ -298,3 +316,58 @@ def _options(setting: Setting | NestedSetting, memory_bytes: int = 0) -> EngineO
         storage=setting.storage,
         memory_bytes=memory_bytes,
     )
+
+
+_PROMPT_TOKENS, _TOKENS = 24, 9
+
+
+def memory_rows(names: Sequence[str], setting: Setting, case: str) -> list[Row]:
+    """Peak of resident memory of each system above that of Python and JAX, while it is opened and answers.
+
+    Compiling takes memory of its own: systems have been opened before, so that their buckets are on disk.
+
+    Args:
+      names: of systems, ours among them.
+      setting: of all of them.
+      case: of the rows.
+    """
+    found = {name: _in_process(name, setting) for name in names}
+    notes: dict[str, str | None] = {
+        name: f"measured, above {before / 1e6:,.0f} MB of Python and JAX; planned {planned / 1e6:,.0f} MB"
+        if planned
+        else f"measured, above {before / 1e6:,.0f} MB of Python and JAX; all in memory"
+        for name, (_, before, planned) in found.items()
+    }
+    peaks = {name: float(peak) for name, (peak, _, _) in found.items()}
+    return compared(
+        peaks, ours=OURS, case=case, metric="peak_memory_bytes", unit="bytes", notes=notes,
+        lower_is_better=True,
+    )  # fmt: skip
+
+
+def _in_process(name: str, setting: Setting) -> tuple[int, int, int]:
+    """`_measured` in a fresh process."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_measured, name, setting).result()
+
+
+def _measured(name: str, setting: Setting) -> tuple[int, int, int]:
+    """Bytes of this process: the peak above those before, those before, and the system's plan (0 where all is
+    in memory)."""
+    import jax
+    import numpy as np
+
+    # JAX takes memory of its own before there is a model.
+    jax.device_put(np.zeros(4)).block_until_ready()
+    reset_peak_memory()
+    before = peak_resident_bytes()
+    engine = opened(name, setting)
+    count = min(_PROMPT_TOKENS, setting.context_tokens - _TOKENS)
+    prompt = (np.arange(count) % engine.cfg.vocab_size).tolist()
+    sampling = Sampling(temperature=1.0, seed=0)
+    engine.generate(prompt, GenerationConfig(max_tokens=_TOKENS, ignore_eos=True, sampling=sampling))
+    streamed = engine.model.streamed
+    planned = 0 if streamed is None else int(streamed.facts()["planned_bytes"])
+    engine.close()
+    return peak_resident_bytes() - before, before, planned

@@ -1,7 +1,15 @@
-"""Exports a model in every format whose packages are installed, each by a command of its own."""
+"""Exports a model in every format whose packages are installed, each by a command of its own.
+
+Quantizes an exported float TFLite model to 8 bits with Google's AI Edge Quantizer.
+
+Weights of fully connected layers and embeddings become 8-bit by output channel, activations are quantized
+while the model runs (`dynamic_wi8_afp32`). Only the model's file is replaced, and the same loop runs it.
+"""
 
 import dataclasses
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,13 +19,12 @@ from typing import Any
 
 import jax
 
-from benchmarks.peers import edge_quantizer
 from benchmarks.peers.process import last_words
 from jaxllm.errors import JaxllmError
-from serving.options import CPU_CHUNK_TOKENS
+from jaxllm.export.folder_format.manifest import MANIFEST, Manifest, StoredFile
+from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS
 
 Tell = Callable[[str], None]
-
 LIVE, STEPS, STABLEHLO = "jaxllm", "jaxllm-live-steps", "jaxllm-stablehlo"
 TFLITE = {precision: f"jaxllm-tflite-{precision}" for precision in ("f32", "int8", "w8a8")}
 EDGE_QUANTIZER = "AI-Edge-Quantizer"
@@ -71,8 +78,8 @@ def make_exports(
             made[system] = exported(bundle, scratch / options[1] / system, options)
         except JaxllmError as error:
             tell(f"without {system}: {error}")
-    if TFLITE["f32"] in made and edge_quantizer.missing() is not None:
-        tell(f"without {EDGE_QUANTIZER}: {edge_quantizer.PACKAGE} is not installed")
+    if TFLITE["f32"] in made and quantizer_missing() is not None:
+        tell(f"without {EDGE_QUANTIZER}: {PACKAGE} is not installed")
     elif TFLITE["f32"] in made:
         try:
             made[EDGE_QUANTIZER] = _quantized(made[TFLITE["f32"]], scratch / EDGE_QUANTIZER)
@@ -111,7 +118,7 @@ def exported(bundle: Path, out: Path, options: Sequence[Any]) -> Export:
     out.parent.mkdir(exist_ok=True)
     if "litertlm" in options:
         out = out.with_suffix(".litertlm")
-    command = [sys.executable, "-m", "serving.cli", "export", bundle, "-o", out, *options]
+    command = [sys.executable, "-m", "jaxllm.cli.main", "export", bundle, "-o", out, *options]
     began = time.perf_counter()
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -124,10 +131,62 @@ def exported(bundle: Path, out: Path, options: Sequence[Any]) -> Export:
 def _quantized(floats: Export, out: Path) -> Export:
     """The float TFLite model as AI Edge Quantizer makes it 8-bit."""
     began = time.perf_counter()
-    edge_quantizer.quantize_folder(floats.path, out)
+    quantize_folder(floats.path, out)
     took_ms = 1000 * (time.perf_counter() - began)
     return Export(out, sum(each.stat().st_size for each in out.iterdir()), floats.export_ms + took_ms)
 
 
 def _platform() -> str:
     return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+
+
+PACKAGE = "ai-edge-quantizer"
+_MODULE = "ai_edge_quantizer"
+# In a process of its own: it brings its own LiteRT, and logs a lot. It identifies tensors by their names,
+# which several signatures of a model share.
+_SCRIPT = """
+import pathlib, sys
+from ai_edge_quantizer import quantizer, recipe
+from ai_edge_quantizer.utils import tfl_flatbuffer_utils
+floats, out = map(pathlib.Path, sys.argv[1:])
+model = tfl_flatbuffer_utils.read_model(floats)
+for number, subgraph in enumerate(model.subgraphs):
+    for place, tensor in enumerate(subgraph.tensors):
+        tensor.name = f"{number}/{place}".encode()
+renamed = out.with_suffix(".floats")
+tfl_flatbuffer_utils.write_model(model, renamed)
+result = quantizer.Quantizer(str(renamed), recipe.dynamic_wi8_afp32()).quantize(enable_progress_report=False)
+result.export_model(str(out), overwrite=True)
+renamed.unlink()
+"""
+
+
+def quantizer_missing() -> str | None:
+    """Names the package where it is not installed; None where it is."""
+    return None if importlib.util.find_spec(_MODULE) else PACKAGE
+
+
+def quantize_folder(floats: Path, out: Path) -> None:
+    """Writes a copy of a folder of TFLite programs with its model quantized.
+
+    Args:
+      floats: made by `jaxllm export --format tflite`.
+      out: a folder that is not there yet.
+
+    Raises:
+      JaxllmError: the package could not do it.
+    """
+    manifest = Manifest.read(floats)
+    (model,) = {each.file for each in manifest.signatures}
+    shutil.copytree(floats, out, ignore=shutil.ignore_patterns(model, MANIFEST))
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(floats / model), str(out / model)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+    )
+    if done.returncode or not (out / model).is_file():
+        raise JaxllmError(f"{PACKAGE} failed: {last_words(done.stderr)}")
+    files = {**manifest.files, model: StoredFile.of(out / model)}
+    dataclasses.replace(manifest, precision="int8", files=files).write(out)

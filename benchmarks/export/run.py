@@ -5,11 +5,18 @@ that programs are made of, jitted: the difference between it and `jaxllm-stableh
 TFLite models run through our loop on LiteRT (`jaxllm-tflite-...`) and, as a bundle, through LiteRT-LM; the
 float one that Google's AI Edge Quantizer has quantized, and llama.cpp, stand beside them where these are
 installed. Each runs in a process of its own, in alternation.
+
+Makes rows of what was measured of exported programs.
+
+Measures Google's LiteRT-LM on an exported bundle, in a process of its own.
 """
 
 import contextlib
 import dataclasses
+import json
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,31 +24,39 @@ from typing import Any
 
 from benchmarks.export.formats import (
     BLOCK_TOKENS,
+    EDGE_QUANTIZER,
     LITERT_LM,
     LIVE,
     LLAMA_CPP,
+    STABLEHLO,
     STEPS,
+    TFLITE,
     VERIFY_TOKENS,
     Export,
     Tell,
     make_exports,
 )
-from benchmarks.export.litert_lm import measure_litert_lm
-from benchmarks.export.rows import agreement_rows, opening_rows, quality_rows, speed_rows
-from benchmarks.export.stages import stage_rows
-from benchmarks.export.tflite_parts import Sizes, sampling_rows, shadow_rows
-from benchmarks.measuring.report import Row
-from benchmarks.models.checkpoint import Checkpoint
+from benchmarks.export.parts import Sizes, sampling_rows, shadow_rows, stage_rows
+from benchmarks.harness.report import Row, compared, median
+from benchmarks.models import Checkpoint
 from benchmarks.peers import PEERS, Opening
-from benchmarks.peers.alternation import System, alternate, prompt_ids
-from benchmarks.peers.jaxllm_engine import BLOCKS
-from benchmarks.peers.perplexity import Text
-from benchmarks.peers.process import Child
-from benchmarks.samples.stories import SEPARATOR
+from benchmarks.peers.ours import BLOCKS
+from benchmarks.peers.process import (
+    Child,
+    Result,
+    System,
+    Text,
+    alternate,
+    last_words,
+    perplexity,
+    prompt_ids,
+)
+from benchmarks.samples import SEPARATOR
+from jaxllm.errors import JaxllmError
+from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS, cache_lengths
+from jaxllm.serving.host.progress import Progress
 from jaxllm.text.tokenizer import Tokenizer
-from serving.bundles import open_model
-from serving.host.progress import Progress
-from serving.options import CPU_CHUNK_TOKENS, cache_lengths
 
 _PROMPT_TOKENS = 12
 
@@ -257,3 +272,134 @@ def _prompts(text: Text | None, vocab: int, plan: Plan, tokenizer: Tokenizer) ->
     pieces = [tokens[at : at + _PROMPT_TOKENS] for at in range(0, step * plan.answers, step)]
     # As every tokenizer reads them: a piece may begin within a word.
     return [list(tokenizer.encode(tokenizer.decode(each))) for each in pieces]
+
+
+def opening_rows(
+    children: Mapping[str, Child], exports: Mapping[str, Export], runtime: Mapping[str, Any] | None
+) -> list[Row]:
+    """Times to export, load and build, sizes of files, and memory.
+
+    Args:
+      children: the systems, open.
+      exports: by system.
+      runtime: what LiteRT-LM told; None where it did not run.
+    """
+    rows = []
+    for system, export in exports.items():
+        rows.append(_row("export", system, "build_ms", export.export_ms, "ms"))
+        rows.append(_row("file", system, "file_bytes", export.file_bytes, "bytes"))
+    for system, child in children.items():
+        times = {metric: child.facts[metric] for metric in ("load_ms", "build_ms") if metric in child.facts}
+        rows += [_row("open", system, metric, value, "ms") for metric, value in times.items()]
+        rows.append(_row("open", system, "peak_memory_bytes", child.open_peak_bytes, "bytes"))
+        rows.append(_row("run", system, "peak_memory_bytes", child.peak_bytes, "bytes"))
+    if runtime is not None:
+        rows.append(_row("open", LITERT_LM, "load_ms", median(runtime["init_ms"]), "ms"))
+        rows.append(_row("run", LITERT_LM, "peak_memory_bytes", runtime["peak_bytes"], "bytes"))
+    return rows
+
+
+def speed_rows(
+    results: Mapping[tuple[str, int], Result],
+    children: Mapping[str, Child],
+    prompt: int,
+    tokens: int,
+    runtime: Mapping[str, Any] | None,
+) -> list[Row]:
+    """Prefill and decode at one prompt length, each form of ours against the baselines it is measured by."""
+    found = {system: results[system, prompt] for system in children}
+    prefill = {system: 1000 * prompt / each.prefill_ms for system, each in found.items()}
+    decode = {system: 1000 * tokens / each.decode_ms for system, each in found.items()}
+    rows = []
+    for case, metric, rates in (
+        (f"prompt {prompt}", "prefill_tokens_per_s", prefill),
+        (f"decode {tokens} after {prompt}", "decode_tokens_per_s", decode),
+    ):
+        for ours, others in (
+            (STABLEHLO, (STEPS, LIVE)),
+            (TFLITE["f32"], (LIVE,)),
+            (TFLITE["int8"], (LLAMA_CPP, EDGE_QUANTIZER, TFLITE["f32"])),
+            (TFLITE["w8a8"], (TFLITE["int8"],)),
+        ):
+            beside = {name: rates[name] for name in (ours, *others) if name in rates}
+            if ours in beside:
+                shown = compared(beside, ours=ours, case=case, metric=metric, unit="tokens/s")
+                rows += [each for each in shown if each.system == ours]
+        baselines = [name for name in (LIVE, STEPS, LLAMA_CPP, EDGE_QUANTIZER) if name in rates]
+        rows += [_row(case, name, metric, rates[name], "tokens/s") for name in baselines]
+        if runtime is not None:
+            note = "by its own clock"
+            rows.append(_row(case, LITERT_LM, metric, median(runtime[metric]), "tokens/s", note=note))
+    return rows
+
+
+def agreement_rows(
+    children: Mapping[str, Child],
+    prompts: Sequence[Sequence[int]],
+    answer_tokens: int,
+    tokenizer: Tokenizer,
+    runtime: Mapping[str, Any] | None,
+) -> list[Row]:
+    """How many greedy answers are the live engine's, token by token; LiteRT-LM's as text."""
+
+    def answers(child: Child) -> list[list[int]]:
+        return [child.answer(each, answer_tokens - 1, child.settings[0])["ids"] for each in prompts]
+
+    case = f"{len(prompts)} answers of {answer_tokens} tokens"
+    wanted = answers(children[LIVE])
+    rows = []
+    for system, child in children.items():
+        if system not in (LIVE, LLAMA_CPP):
+            same = sum(one == other for one, other in zip(answers(child), wanted, strict=True))
+            rows.append(_row(case, system, "agreement", same / len(prompts), "share"))
+    if runtime is not None and runtime["texts"]:
+        stops = set(tokenizer.eos_ids)
+        texts = []
+        for each in wanted:
+            end = next((at for at, token in enumerate(each) if token in stops), len(each))
+            texts.append(tokenizer.decode(each[:end]))
+        same = sum(one.strip() == other.strip() for one, other in zip(runtime["texts"], texts, strict=True))
+        rows.append(_row(case, LITERT_LM, "agreement", same / len(prompts), "share"))
+    return rows
+
+
+def quality_rows(children: Mapping[str, Child], text: Text, progress: Progress) -> list[Row]:
+    """Perplexity of every system on a text, forms of ours against the live engine."""
+    case = f"{text.name}, {text.tokens} tokens"
+    values = {system: perplexity(child, text, progress) for system, child in children.items()}
+    rows = [_row(case, system, "perplexity", value, "") for system, value in values.items()]
+    return [
+        dataclasses.replace(each, baseline=LIVE, ratio=values[LIVE] / each.value)
+        if each.system.startswith(f"{LIVE}-")
+        else each
+        for each in rows
+    ]
+
+
+def _row(case: str, system: str, metric: str, value: float, unit: str, *, note: str | None = None) -> Row:
+    return Row(case=case, system=system, metric=metric, value=value, unit=unit, note=note)
+
+
+def measure_litert_lm(bundle: Path, scratch: Path, order: Mapping[str, Any]) -> dict[str, Any]:
+    """What `benchmarks.peers.litert_lm_child` finds.
+
+    Args:
+      bundle: in the format of LiteRT-LM.
+      scratch: a folder for its cache.
+      order: the child's order, but for the model and the cache.
+
+    Raises:
+      JaxllmError: it failed.
+    """
+    cache = scratch / "litert-lm-cache"
+    cache.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.peers.litert_lm_child"],
+        input=json.dumps({**order, "model": str(bundle), "cache": str(cache)}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise JaxllmError(f"LiteRT-LM failed: {last_words(done.stderr)}")
+    return json.loads(done.stdout)

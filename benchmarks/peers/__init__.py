@@ -4,10 +4,9 @@ A peer is one file here and one line below.
 """
 
 from benchmarks.peers.drafting import DraftedLlamaCpp, NestedEngine
-from benchmarks.peers.jaxllm_engine import JaxllmEngine
 from benchmarks.peers.llama import LlamaCpp
+from benchmarks.peers.ours import DevicePrograms, JaxllmEngine, LiveSteps, Programs
 from benchmarks.peers.peer import Opening, Peer, Progress, Session
-from benchmarks.peers.programs import DevicePrograms, LiveSteps, Programs
 from benchmarks.peers.torch_transformers import TorchTransformers
 
 OURS = JaxllmEngine()
@@ -23,5 +22,4 @@ PEERS: dict[str, Peer] = {
     )
 }
 SYSTEMS: dict[str, Peer] = {OURS.name: OURS, **{each.name: each for each in (*FORMS, *DRAFTED)}, **PEERS}
-
 __all__ = ["DRAFTED", "FORMS", "OURS", "PEERS", "SYSTEMS", "Opening", "Peer", "Progress", "Session"]

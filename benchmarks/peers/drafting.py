@@ -13,9 +13,8 @@ from typing import cast
 
 import numpy as np
 
-from benchmarks.peers.gguf_cache import gguf_of
-from benchmarks.peers.jaxllm_engine import EngineSession, Ours
-from benchmarks.peers.llama import FORMATS, LlamaCpp, LlamaCppSession
+from benchmarks.peers.llama import FORMATS, LlamaCpp, LlamaCppSession, gguf_of
+from benchmarks.peers.ours import EngineSession, Ours
 from benchmarks.peers.peer import Opening, Progress, Session
 from jaxllm.bundle import WeightFormat
 
@@ -45,9 +44,9 @@ class NestedSession(EngineSession):
     They name `answer_tokens`, of every answer, too."""
 
     def __init__(self, opening: Opening, progress: Progress) -> None:
-        from serving.engine import Engine
-        from serving.options import EngineOptions
-        from serving.speculation.options import SpeculationOptions
+        from jaxllm.serving.ground.options import EngineOptions
+        from jaxllm.serving.ground.speculation_options import SpeculationOptions
+        from jaxllm.serving.opening.engine import Engine
 
         self._answer_tokens = int(opening.options["answer_tokens"])
         drafts = {"drafts of high planes": SpeculationOptions(drafter="nested")}
@@ -73,7 +72,7 @@ class NestedSession(EngineSession):
 
     def prefill(self, prompt: Sequence[int], setting: str) -> int:
         """See `Session.prefill`."""
-        from serving.request import GenerationConfig
+        from jaxllm.serving.engine.request import GenerationConfig
 
         config = GenerationConfig(max_tokens=self._answer_tokens, ignore_eos=True)
         self._answer = self._engines[setting].stream(list(prompt), config)

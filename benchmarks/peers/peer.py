@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxllm.config import ModelConfig
-from serving.host.progress import Progress
+from jaxllm.serving.host.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

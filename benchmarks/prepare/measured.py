@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.measuring.memory import peak_resident_bytes, reset_peak_memory
+from benchmarks.harness.memory import peak_resident_bytes, reset_peak_memory
 from benchmarks.peers.process import environment_of, last_words
 from jaxllm.errors import JaxllmError
 

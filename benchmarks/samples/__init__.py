@@ -2,4 +2,221 @@
 
 `stories.txt` and `questions.json` were written for this project and come from no data set. They suffice to
 time systems and to see that answers agree; accuracies on so few questions have wide intervals.
+
+Reads a text of short stories: the packaged one, or the validation text of a data folder.
+
+Reads the questions of tasks, each with its right answer.
+
+Reads the tasks of encoder-decoders from the folder of all data: translation, summaries, questions.
+
+LLMCad and EdgeMoE measure translation, summary and question answering. Which of our tasks a model has, its
+folder says (`TokenizerFiles.tasks`); a shortened sentence stands in for a summary, and the emotion of a text
+for the answer to a question.
 """
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxllm.cli.console import read_text
+from jaxllm.errors import ConfigError
+from jaxllm.serving.evaluation.tasks import read_questions
+from jaxllm.tasks import api_choice, labels, ui_steps
+from jaxllm.tasks.example import TaskExample, held_out
+from jaxllm.tasks.free_text import SHORTEN, SUM_UP, read_chats, read_compression
+from jaxllm.tasks.labels import EMOTION
+from jaxllm.tasks.pairs import paired_lines
+from jaxllm.text.tokenizer import Tokenizer
+
+SEPARATOR = "<|endoftext|>"
+_PACKAGED = Path(__file__).with_name("stories.txt")
+_IN_DATA = Path("text", "tinystories_valid.txt")
+
+
+def stories_file(data: Path | None) -> Path:
+    """The UTF-8 file of stories, split by `SEPARATOR`: in a data folder, or for None the packaged one."""
+    return _PACKAGED if data is None else Path(data) / _IN_DATA
+
+
+def read_stories(data: Path | None) -> list[str]:
+    """All stories of a data folder, or for None the packaged ones.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    stories = (each.strip() for each in read_text(stories_file(data)).split(SEPARATOR))
+    return [each for each in stories if each]
+
+
+def story_tokens(tokenizer: Tokenizer, data: Path | None) -> list[int]:
+    """Token ids of all stories, one behind the other."""
+    return [token for each in read_stories(data) for token in tokenizer.encode(each)]
+
+
+def text_windows(tokens: Sequence[int], length: int, count: int) -> Iterator[list[int]]:
+    """Pieces of a length, spread evenly over the text.
+
+    Raises:
+      ConfigError: there is too little text.
+    """
+    if len(tokens) < length:
+        raise ConfigError(f"a text of {len(tokens)} tokens is too short for windows of {length}")
+    step = (len(tokens) - length) // max(1, count - 1)
+    for number in range(count):
+        yield list(tokens[number * step : number * step + length])
+
+
+_FILE = Path(__file__).with_name("questions.json")
+_LABELS = {"sentiment": labels.SENTIMENT, "news": labels.NEWS, "emotion": labels.EMOTION}
+_FREE = {"shorten": SHORTEN, "chat summary": SUM_UP}
+
+
+def read_examples(tasks: Sequence[str], data: Path | None, limit: int = 0) -> dict[str, list[TaskExample]]:
+    """The validation questions of tasks, by task.
+
+    Args:
+      tasks: names of `jaxllm.tasks`.
+      data: the folder of the tasks' files; None takes the packaged samples.
+      limit: most questions of a task; 0 takes all.
+
+    Raises:
+      ConfigError: a file is missing or malformed, or a task has no packaged sample.
+    """
+    if data is not None:
+        return read_questions(tasks, data, limit).examples
+    return {task: packaged_examples(task)[: limit or None] for task in tasks}
+
+
+def packaged_examples(task: str) -> list[TaskExample]:
+    """The packaged questions of a task.
+
+    Raises:
+      ConfigError: there are none.
+    """
+    samples = _samples()
+    if task not in samples:
+        raise ConfigError(f"task {task} has no packaged sample, only {', '.join(samples)}; give --data DIR")
+    return list(_examples(task, samples[task]))
+
+
+@functools.cache
+def _samples() -> Mapping[str, list[Any]]:
+    return json.loads(_FILE.read_text(encoding="utf-8"))
+
+
+def _examples(task: str, samples: Sequence[Any]) -> Iterator[TaskExample]:
+    for number, sample in enumerate(samples):
+        if task in _LABELS:
+            text, label = sample
+            yield _LABELS[task].example({"text": text, "label": label})
+        elif task in _FREE:
+            text, answer = sample
+            yield TaskExample(system=_FREE[task], user=text, answer=answer, references=(answer,))
+        elif task == "ui-step":
+            yield _step(sample)
+        else:
+            yield _call(sample, number)
+
+
+def _step(sample: Mapping[str, Any]) -> TaskExample:
+    history = "\n".join(f"- {each}" for each in sample["done"])
+    step = {"label": [sample["chosen"], "null"], "history": history, "state": "\n".join(sample["screen"])}
+    return ui_steps.example(sample["app"], sample["goal"], step)
+
+
+def _call(sample: Mapping[str, Any], number: int) -> TaskExample:
+    functions = [{"name": name, "description": text} for name, text in sample["functions"].items()]
+    record = {
+        "id": f"sample {number}",
+        "question": [[{"role": "user", "content": sample["request"]}]],
+        "function": functions,
+    }
+    return api_choice.example(record, sample["answer"], api_choice.lines([record]), 0)
+
+
+# Of the sentences that are shortened the packaged recipes hold out so many.
+_SHORTENED_SHARE = 0.03
+
+
+def _translated(source: str, target: str) -> Callable[[Path], Iterator[TaskExample]]:
+    def read(data: Path) -> Iterator[TaskExample]:
+        folder = data / "tasks" / "multi30k"
+        pairs = paired_lines(folder / f"val.{source}", folder / f"val.{target}", read_lines)
+        for text, right in pairs:
+            yield TaskExample(user=text, answer=right)
+
+    return read
+
+
+def _shortened(data: Path) -> Iterator[TaskExample]:
+    found = read_compression(data, "valid")
+    return (each for each in found if held_out(each.user.strip(), _SHORTENED_SHARE))
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceTask:
+    """One task.
+
+    Attributes:
+      called: in rows; first what the papers call it.
+      read: its held-out examples, from the folder of all data.
+      labels: whether answers are labels, which are right or wrong.
+    """
+
+    called: str
+    read: Callable[[Path], Iterator[TaskExample]]
+    labels: bool = False
+
+
+# By the names of tasks in a model's folder.
+SOURCE_TASKS = {
+    "translation_de_to_en": SourceTask("translation de-en", _translated("de", "en")),
+    "translation_en_to_de": SourceTask("translation en-de", _translated("en", "de")),
+    "summarization": SourceTask("summary", lambda data: read_chats(data, "valid")),
+    "shortening": SourceTask("summary (shortening)", _shortened),
+    "emotion": SourceTask("question (emotion)", lambda data: EMOTION.read(data, "valid"), labels=True),
+}
+
+
+def read_lines(file: Path) -> list[str]:
+    """The lines of a UTF-8 file, stripped.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
+    return [line.strip() for line in read_text(file).split("\n")]
+
+
+def chosen_tasks(tokenizer: Tokenizer, names: Sequence[str] = ()) -> list[str]:
+    """The tasks to measure a model by: those that are named, or all that it has.
+
+    Raises:
+      ConfigError: the model lacks one, or has none.
+    """
+    has = [name for name in SOURCE_TASKS if name in tokenizer.files.tasks]
+    for name in names:
+        if name not in has:
+            raise ConfigError(
+                f"the model has no task {name!r:.80}; it has {', '.join(has) or 'none of them'}"
+            )
+    if not has:
+        raise ConfigError(
+            f"the model's folder names none of the tasks {', '.join(SOURCE_TASKS)}; give sources of your own"
+        )
+    return list(names) or has
+
+
+def source_examples(name: str, data: Path | None) -> list[TaskExample]:
+    """The held-out examples of a task, without an instruction: the model's prefix says what to do.
+
+    Raises:
+      ConfigError: there is no folder of data, or a file is missing or malformed.
+    """
+    if data is None:
+        raise ConfigError(f"{SOURCE_TASKS[name].called} has no packaged sample; give --data DIR")
+    examples = SOURCE_TASKS[name].read(Path(data))
+    # An instruction is for models that answer any; options would bind the answer.
+    return [dataclasses.replace(each, system="", options=(), task=name) for each in examples]

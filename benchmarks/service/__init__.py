@@ -3,7 +3,7 @@ as fast as they are answered, beside ours without batching, planning or reuse of
 server.
 
 `workload` draws what is sent, `load` sends it from a process of its own, `systems` starts the servers,
-`reference` times the idle whole model, `outcomes` and `rows` judge what came back.
+`run` times the idle whole model and the loads, `outcomes` judges what came back.
 """
 
 from collections.abc import Mapping

@@ -1,22 +1,57 @@
 """Judges what came back: which answers were in time, percentiles of times, tokens per second.
 
 Repeated loads are judged together: shares, rates and percentiles are of all of their calls.
+
+Computes confidence intervals of answers in time, by the bootstrap over blocks of calls.
+
+Calls that come soon after each other wait for each other, so that blocks of consecutive ones are resampled
+(Davison and Hinkley, Bootstrap Methods and their Application, section 8.2.3). Two systems were sent the same
+calls: they are compared block by block, which cancels how many calls come at once.
+
+Makes rows of figures, with what repeated measurements say of their certainty: an interval for answers in
+time, else the least and the greatest of the repetitions.
+
+Draws answers in time over loads, tokens per second over clients, and the spread of times to the first
+token.
 """
 
 import dataclasses
+import functools
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.report import OURS, Row, check_plot, compared, median
 from benchmarks.service.load import NOT_ANSWERED
-from benchmarks.service.systems import Limits
+from benchmarks.service.systems import (
+    Limits,
+)
 from benchmarks.service.workload import APPS, Request
 from jaxllm.elastic.slo import SLOS
 
 PERCENTILES = (50, 95, 99)
 _BUSY = (429, 503)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The outcomes of one load on one system.
+
+    Attributes:
+      case: the load.
+      system: its name.
+      repetition: from 0.
+      window: its outcomes.
+    """
+
+    case: str
+    system: str
+    repetition: int
+    window: "Window"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,3 +213,252 @@ def figures(windows: Sequence[Window]) -> dict[str, float]:
         if shares := [tokens / prompt for tokens, prompt in told if tokens is not None]:
             found[name] = statistics.fmean(shares)
     return found
+
+
+BLOCK_CALLS = 5
+# With fewer blocks intervals are too narrow to be said.
+LEAST_BLOCKS = 10
+_DRAWS = 4000
+
+
+def said(windows: Sequence[Window]) -> str | None:
+    """The middle 95 % of the answers in time per second of one system, for notes; None for too few calls.
+
+    Args:
+      windows: of repeated loads.
+    """
+    sums, seconds = _blocks(windows), sum(each.seconds for each in windows)
+    if len(sums) < LEAST_BLOCKS:
+        return None
+    low, high = np.percentile(_resampled(sums), (2.5, 97.5)) / seconds
+    return f"95 % in [{low:.3g}, {high:.3g}] of {_calls(windows)} calls"
+
+
+def lead(ours: Sequence[Window], theirs: Sequence[Window]) -> str | None:
+    """How many times as many answers in time ours gives to the same calls, for notes; None for too few calls.
+
+    Args:
+      ours: windows of repeated loads.
+      theirs: of the same calls.
+    """
+    mine, other = _blocks(ours), _blocks(theirs)
+    if len(mine) < LEAST_BLOCKS or len(mine) != len(other):
+        return None
+    # A draw may have no answer in time.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.nan_to_num(_resampled(mine) / _resampled(other), nan=1.0, posinf=np.inf)
+    low, high = np.percentile(ratios, (2.5, 97.5), method="nearest")
+    return f"ours paired 95 % in [{low:.2f}x, {high:.2f}x]"
+
+
+def _calls(windows: Sequence[Window]) -> int:
+    return sum(len(each.counted) for each in windows)
+
+
+def _blocks(windows: Sequence[Window]) -> np.ndarray:
+    """`[blocks]` answers in time of each block of consecutive calls; no block is of two windows."""
+    sums = []
+    for window in windows:
+        met = [each.met for each in sorted(window.counted, key=lambda each: each.due_s)]
+        sums += [sum(met[place : place + BLOCK_CALLS]) for place in range(0, len(met), BLOCK_CALLS)]
+    return np.array(sums, np.float64)
+
+
+def _resampled(sums: np.ndarray) -> np.ndarray:
+    """`[draws]` sums over blocks drawn with replacement, the same ones for as many blocks."""
+    drawn = np.random.default_rng(0).integers(0, len(sums), (_DRAWS, len(sums)))
+    return sums[drawn].sum(1)
+
+
+# Metric -> unit, and whether the smaller value is the better one; None for values of which none is better.
+_METRICS: Mapping[str, tuple[str, bool | None]] = {
+    "goodput_per_s": ("answers/s", False),
+    "slo_met": ("share", False),
+    "requests_per_s": ("answers/s", False),
+    "decode_tokens_per_s": ("tokens/s", False),
+    "ttft_ms": ("ms", True),
+    "tpot_ms": ("ms", True),
+    "refused": ("share", None),
+    "failed": ("share", None),
+    "level": ("%", None),
+    "kept": ("share", None),
+    "reused": ("share", None),
+}
+# Without objectives these say nothing.
+_OF_OBJECTIVES = ("goodput_per_s", "slo_met")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What one system did under one load.
+
+    Attributes:
+      case: the load.
+      system: its name.
+      windows: of each repetition.
+    """
+
+    case: str
+    system: str
+    windows: Sequence[Window]
+
+    @functools.cached_property
+    def figures(self) -> Mapping[str, float]:
+        """Over all repetitions (see `outcomes.figures`)."""
+        return figures(self.windows)
+
+    @functools.cached_property
+    def repeated(self) -> Sequence[Mapping[str, float]]:
+        """Of each repetition."""
+        return [figures([each]) for each in self.windows]
+
+
+def load_rows(cells: Sequence[Cell], *, objectives: bool) -> list[Row]:
+    """Rows of every case and metric.
+
+    Args:
+      cells: of all systems and loads.
+      objectives: whether there were limits of time.
+    """
+    rows = []
+    for case in dict.fromkeys(cell.case for cell in cells):
+        own = [cell for cell in cells if cell.case == case]
+        for name in dict.fromkeys(name for cell in own for name in cell.figures):
+            metric, place = _split(name)
+            if objectives or metric not in _OF_OBJECTIVES:
+                rows += _rows(own, name, metric, f"{case}, {place}" if place else case)
+    return rows
+
+
+def memory_rows(name: str, peaks: Mapping[str, Sequence[int]], shares: Mapping[str, int]) -> list[Row]:
+    """Rows of peak memory.
+
+    Args:
+      name: of the model.
+      peaks: bytes of each system's processes.
+      shares: proportional share of memory (PSS) of each system's last process at its end.
+    """
+    if not peaks:
+        return []
+    notes = {each: f"proportional share at the end {bytes_ / 1e6:,.0f} MB" for each, bytes_ in shares.items()}
+    return compared(
+        {system: median(values) for system, values in peaks.items()},
+        ours=OURS,
+        case=f"{name}, server",
+        metric="peak_memory_bytes",
+        unit="bytes",
+        notes=notes,
+        lower_is_better=True,
+    )
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A figure's metric, and which part of the case it is of: an app or a percentile."""
+    metric, _, app = name.partition(" of ")
+    if app:
+        return metric, f"app {app}"
+    begin, _, percent = name.rpartition("_p")
+    return (begin, f"percentile {percent}") if percent.isdecimal() else (name, "")
+
+
+def _rows(cells: Sequence[Cell], name: str, metric: str, case: str) -> list[Row]:
+    unit, lower = _METRICS[metric]
+    own = {cell.system: cell for cell in cells if name in cell.figures}
+    values = {system: cell.figures[name] for system, cell in own.items()}
+    notes = {system: _note(cell, name, own.get(OURS)) for system, cell in own.items()}
+    if lower is None or OURS not in values:
+        return [
+            Row(case=case, system=system, metric=metric, value=value, unit=unit, note=notes[system])
+            for system, value in values.items()
+        ]
+    return compared(
+        values, ours=OURS, case=case, metric=metric, unit=unit, notes=notes, lower_is_better=lower
+    )
+
+
+def _note(cell: Cell, name: str, ours: Cell | None) -> str | None:
+    parts = []
+    if name == "goodput_per_s":
+        parts.append(said(cell.windows))
+        if ours is not None and ours is not cell:
+            parts.append(lead(ours.windows, cell.windows))
+    values = [each[name] for each in cell.repeated if name in each]
+    if len(values) > 1:
+        parts.append(f"runs {min(values):.4g} to {max(values):.4g}")
+    return "; ".join(filter(None, parts)) or None
+
+
+_LOAD = re.compile(r".*, load ([\d.e+-]+)$")
+_CLIENTS = re.compile(r".*, (\d+) clients$")
+
+
+def draw(rows: Sequence[Row], folder: Path, kept: Sequence[Measured] = ()) -> None:
+    """Draws the figures that the rows and outcomes allow into a folder, a PNG each."""
+    check_plot(folder)
+    import matplotlib.pyplot as plt
+
+    def saved(name: str, figure: Any) -> None:
+        figure.savefig(folder / f"service_{name}.png", dpi=150)
+        plt.close(figure)
+
+    if lines := _lines(rows, "goodput_per_s", _LOAD):
+        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        _bars(axes, lines)
+        axes.set_xlabel("load (in what the idle whole model answers one after another)")
+        axes.set_ylabel("answers in time per second")
+        saved("goodput", figure)
+    if lines := _lines(rows, "decode_tokens_per_s", _CLIENTS):
+        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        _bars(axes, lines)
+        axes.set_xlabel("clients")
+        axes.set_ylabel("tokens per second")
+        saved("clients", figure)
+    cases = [each for each in dict.fromkeys(one.case for one in kept) if _LOAD.match(each)]
+    if cases:
+        figure, all_axes = plt.subplots(
+            1, len(cases), figsize=(1 + 4 * len(cases), 4.5), layout="constrained", squeeze=False, sharey=True
+        )
+        for axes, case in zip(all_axes[0], cases, strict=True):
+            _shares(axes, [each for each in kept if each.case == case])
+            axes.set_title(case)
+        all_axes[0][0].set_ylabel("share of requests")
+        if any(one.answered for each in kept for one in each.window.counted):
+            all_axes[0][0].legend(fontsize="small")
+        saved("ttft", figure)
+
+
+def _lines(rows: Sequence[Row], metric: str, cases: re.Pattern[str]) -> dict[str, dict[float, float]]:
+    """Values of a metric by system and load."""
+    found: dict[str, dict[float, float]] = {}
+    for row in rows:
+        match = cases.match(row.case) if row.metric == metric else None
+        if match:
+            found.setdefault(row.system, {})[float(match[1])] = row.value
+    return found
+
+
+def _bars(axes: Any, lines: dict[str, dict[float, float]]) -> None:
+    """A group of bars for each load, in it one for each system."""
+    loads = sorted({load for points in lines.values() for load in points})
+    width = 0.9 / len(lines)
+    for number, (system, points) in enumerate(lines.items()):
+        at = [place + (number + 0.5) * width - 0.45 for place in range(len(loads))]
+        axes.bar(at, [points.get(load, 0.0) for load in loads], width, label=system)
+    axes.set_xticks(range(len(loads)), [f"{load:g}" for load in loads])
+    axes.legend(fontsize="small")
+
+
+def _shares(axes: Any, kept: Sequence[Measured]) -> None:
+    """The share of all counted requests that had their first token within a time."""
+    for system in dict.fromkeys(each.system for each in kept):
+        counted = [one for each in kept if each.system == system for one in each.window.counted]
+        times = sorted(one.ttft_ms for one in counted if one.answered)
+        if times:
+            # Those without an answer have none, so that the curve ends below 1.
+            axes.step(times, np.arange(1, len(times) + 1) / len(counted), where="post", label=system)
+    times = [one.ttft_ms for each in kept for one in each.window.counted if one.answered]
+    if times:
+        axes.set_xlim(min(times) / 1.1, max(times) * 1.1)
+        axes.set_xscale("log")
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("time to the first token (ms)")

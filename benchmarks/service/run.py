@@ -8,31 +8,50 @@ import dataclasses
 import itertools
 import json
 import math
+import random
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic.random_model import elastic_shape
-from benchmarks.measuring.quiet import wait_until_asleep
-from benchmarks.measuring.report import Row
-from benchmarks.models.checkpoint import Checkpoint
-from benchmarks.models.shapes import shape_folder
+import numpy as np
+
+from benchmarks.elastic.baselines import elastic_shape
+from benchmarks.harness.machine import wait_for_quiet, wait_until_asleep
+from benchmarks.harness.report import OURS, Row
+from benchmarks.models import Checkpoint, shape_folder
 from benchmarks.peers.process import threads_of
 from benchmarks.service import PARTS
 from benchmarks.service.load import send
-from benchmarks.service.outcomes import Outcome, Window, judged
-from benchmarks.service.reference import Reference, measure
-from benchmarks.service.rows import Cell, load_rows, memory_rows
-from benchmarks.service.server import Server, require_httpx
-from benchmarks.service.start import start_rows
-from benchmarks.service.systems import OURS, Conditions, LlamaServer, OurService, System, keys_of, systems_of
-from benchmarks.service.workload import Arrivals, Request, Sizes, back_to_back, from_trace, poisson
+from benchmarks.service.outcomes import Cell, Measured, Outcome, Window, judged, load_rows, memory_rows
+from benchmarks.service.systems import (
+    Conditions,
+    Limits,
+    LlamaServer,
+    OurService,
+    Server,
+    System,
+    keys_of,
+    require_httpx,
+    start_rows,
+    systems_of,
+)
+from benchmarks.service.workload import (
+    LEAST_PROMPT_TOKENS,
+    Arrivals,
+    Request,
+    Sizes,
+    back_to_back,
+    from_trace,
+    poisson,
+    random_prompt,
+)
 from jaxllm.bundle import WeightFormat
-from jaxllm.errors import ConfigError
-from serving.bundles import open_model
-from serving.host.progress import Progress
+from jaxllm.elastic.slo import SLOS
+from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.host.progress import Progress
 
 # Seeds of one repetition's loads are so far from those of the next, and those of one load from the next.
 _SEEDS, _LOAD_SEEDS = 1000, 10
@@ -46,6 +65,41 @@ _OF_OBJECTIVES = f"{OURS}-no-planning"
 # Contexts have room for prompts and answers so many times as long as the medians.
 _CONTEXT_MEDIANS = 4
 _NO_LIMITS = (math.inf, math.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Times of the idle whole model.
+
+    Attributes:
+      tokens: lengths of prompts, ascending.
+      ttft_ms: of each.
+      tpot_ms: after the longest prompt's half.
+    """
+
+    tokens: tuple[int, ...]
+    ttft_ms: tuple[float, ...]
+    tpot_ms: float
+
+    def ttft(self, prompt_tokens: int) -> float:
+        """Milliseconds to the first token after a prompt of so many tokens."""
+        return float(np.interp(prompt_tokens, self.tokens, self.ttft_ms))
+
+    def answer_s(self, request: Request) -> float:
+        """Seconds of a whole answer."""
+        return (self.ttft(len(request.prompt)) + self.tpot_ms * (request.answer_tokens - 1)) / 1000
+
+    def limits(self, request: Request, scale: float) -> Limits:
+        """Most TTFT and TPOT in milliseconds: the app's shares of `scale` times the idle whole model's."""
+        return SLOS[request.app].limits(scale * self.ttft(len(request.prompt)), scale * self.tpot_ms)
+
+    @property
+    def note(self) -> str:
+        """Its times."""
+        lengths = ", ".join(
+            f"{ttft:.1f} ms at {tokens}" for tokens, ttft in zip(self.tokens, self.ttft_ms, strict=True)
+        )
+        return f"idle whole model: TTFT {lengths} tokens, TPOT {self.tpot_ms:.2f} ms"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,23 +181,6 @@ class Subject:
     slots: int = 8
     trace: Path | None = None
     threads: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The outcomes of one load on one system.
-
-    Attributes:
-      case: the load.
-      system: its name.
-      repetition: from 0.
-      window: its outcomes.
-    """
-
-    case: str
-    system: str
-    repetition: int
-    window: Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,7 +399,7 @@ def write_outcomes(path: Path, kept: Sequence[Measured]) -> None:
     Raises:
       ConfigError: it cannot be written.
     """
-    from serving.traces.files import write_lines
+    from benchmarks.traces import write_lines
 
     write_lines(
         path,
@@ -373,3 +410,55 @@ def write_outcomes(path: Path, kept: Sequence[Measured]) -> None:
             for one in each.window.outcomes
         ),
     )
+
+
+_PATIENCE_S = 600.0
+_ANSWER_TOKENS = 24
+
+
+def measure(server: Server, given: Conditions, sizes: Sizes, *, repeats: int, seed: int) -> Reference:
+    """Times the whole model on our idle service.
+
+    Args:
+      server: of ours.
+      given: the conditions.
+      sizes: of prompts.
+      repeats: of each length, of which medians are taken, after one that is not counted.
+      seed: of the prompts.
+
+    Raises:
+      JaxllmError: a request is not answered.
+    """
+    draw, ours = random.Random(seed), OurService()
+    tokens = _lengths(sizes)
+    requests = []
+    for _ in range(repeats + 1):
+        for each in tokens:
+            # No prompt begins as another, so that nothing is reused.
+            request = Request(app=0, prompt=random_prompt(sizes, each, draw), answer_tokens=_ANSWER_TOKENS)
+            # Without an objective the whole model answers.
+            requests.append(ours.message(request, None, given) | {"time_s": 0.0})
+    wait_for_quiet()
+    job = {"url": server.url, "requests": requests, "clients": 1, "duration_s": 0, "patience_s": _PATIENCE_S}
+    found = send(job, alive=server.require_alive)
+    for outcome in found:
+        if outcome["error"] or outcome["tokens"] < 2:
+            raise JaxllmError(f"the reference was not answered: {outcome['error'] or outcome}")
+    counted = found[len(tokens) :]
+    ttft = [1000 * (each["first_s"] - each["sent_s"]) for each in counted]
+    tpot = [1000 * (each["last_s"] - each["first_s"]) / (each["tokens"] - 1) for each in counted]
+    medians = [statistics.median(ttft[place :: len(tokens)]) for place in range(len(tokens))]
+    # A longer prompt never takes less time, whatever disturbed a sample.
+    rising = tuple(itertools.accumulate(medians, max))
+    return Reference(tokens, rising, statistics.median(tpot))
+
+
+def _lengths(sizes: Sizes) -> tuple[int, ...]:
+    most = sizes.within(sizes.context_tokens, _ANSWER_TOKENS)[0]
+    wanted: Sequence[int] = (
+        LEAST_PROMPT_TOKENS,
+        sizes.prompt_tokens // 2,
+        sizes.prompt_tokens,
+        2 * sizes.prompt_tokens,
+    )
+    return tuple(sorted({min(max(each, LEAST_PROMPT_TOKENS), most) for each in wanted} | {most}))

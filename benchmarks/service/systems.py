@@ -3,27 +3,47 @@
 Ours runs as `jaxllm serve` does without options, and an ablation changes one of them. llama.cpp's server runs
 the same weights at the same width; it is the binary `llama-server`, with as many slots as ours decodes
 together, or the one of `llama-cpp-python`, which answers one request at a time.
+
+Starts a server in a process of its own, on a port and on cores of its own, and ends it.
+
+Measures how long after its start a service gives the first token, with compiled buckets and the device's
+profile on disk.
+
+A client tries from the first moment on, as one does that has just started the service: until there is a
+socket, and then until calls are no longer refused with "loading".
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from benchmarks.peers.gguf_cache import gguf_of
+from benchmarks.harness.report import OURS, Row
 from benchmarks.peers.gguf_file import refusal, text_of_token
-from benchmarks.peers.llama import FORMATS
-from benchmarks.service.server import Server, free_port
+from benchmarks.peers.llama import FORMATS, gguf_of
+from benchmarks.peers.process import PeerFailed, environment_of, last_words, pinned
 from benchmarks.service.workload import APPS, Request
 from jaxllm.elastic.slo import SLOS
-from jaxllm.errors import ConfigError
-from serving.host.progress import Progress
+from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.serving.host.progress import Progress
 
-OURS, LLAMA = "jaxllm", "llama.cpp"
+if TYPE_CHECKING:
+    import httpx
+
+
+LLAMA = "llama.cpp"
 # Ablation -> the options of the service that it changes.
 ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -42,7 +62,6 @@ NOTES = {
 _NEVER = -100.0
 _LLAMA_QUANTIZER = ("llama_cpp", "gguf")
 _LLAMA_PYTHON = (*_LLAMA_QUANTIZER, "starlette_context", "pydantic_settings", "sse_starlette")
-
 Limits = tuple[float, float]
 
 
@@ -85,7 +104,7 @@ class System(Protocol):
     @property
     def note(self) -> str | None: ...  # noqa: D102
 
-    def start(self, given: Conditions, progress: Progress) -> Server:
+    def start(self, given: Conditions, progress: Progress) -> "Server":
         """Starts the server.
 
         Raises:
@@ -121,7 +140,7 @@ class OurService:
         """See `System`."""
         return NOTES.get(self.ablation)
 
-    def start(self, given: Conditions, progress: Progress) -> Server:
+    def start(self, given: Conditions, progress: Progress) -> "Server":
         """See `System`: the whole profile of the device is there before anything is sent."""
         del progress
         port = free_port()
@@ -149,7 +168,7 @@ class OurService:
         config = given.folder / f"{self.name}.toml"
         # A JSON number, text or list of them is one in TOML, too.
         config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items()))
-        command = (sys.executable, "-m", "serving.entry", "serve", "--config", str(config))
+        command = (sys.executable, "-m", "jaxllm.cli.entry", "serve", "--config", str(config))
         return command, {"JAXLLM_KEYS": str(given.folder / "keys.json")}
 
     def message(self, request: Request, limits_ms: Limits | None, given: Conditions) -> dict[str, Any]:
@@ -191,7 +210,7 @@ class LlamaServer:
         """See `System`."""
         return f"{self.slots} slots" if self.binary else "its server answers one request at a time"
 
-    def start(self, given: Conditions, progress: Progress) -> Server:
+    def start(self, given: Conditions, progress: Progress) -> "Server":
         """See `System`."""
         assert given.floats is not None
         model = gguf_of(given.floats, FORMATS[given.weights], threads=given.threads, progress=progress)
@@ -274,6 +293,226 @@ def systems_of(
 
 def keys_of(folder: Path) -> list[str]:
     """New keys of the apps, in a file `keys.json` of the folder."""
-    from serving.server.keys import add_key
+    from jaxllm.serving.server.identity import add_key
 
     return [add_key(folder / "keys.json", app)[0] for app in APPS]
+
+
+# A first start compiles, and measures the device.
+_START_S = 1800.0
+_OK = 200
+_STOP_S = 15.0
+_LOOK_S = 0.1
+_SHOWN_BYTES = 4000
+
+
+def free_port() -> int:
+    """A port of the loopback that nothing listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+class Server:
+    """A running server. A context manager; leaving it ends the process.
+
+    Attributes:
+      name: of the system, in messages.
+      url: of its HTTP.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        port: int,
+        ready: str,
+        threads: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts the process and waits until it answers.
+
+        Args:
+          name: of the system.
+          command: to run.
+          port: that it is told to listen on.
+          ready: a path that answers 200 once it can be called.
+          threads: that it computes with, on as many cores.
+          environment: variables besides those of all systems.
+
+        Raises:
+          PeerFailed: it ends, or is not ready in half an hour.
+        """
+        self.name, self.url = name, f"http://127.0.0.1:{port}"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
+        with pinned(threads):
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=environment_of(threads) | dict(environment or {}),
+                # Ctrl-C is for the parent alone, which then ends its servers.
+                start_new_session=True,
+            )
+        try:
+            self.wait_until(ready, lambda answer: answer.status_code == _OK)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def require_alive(self) -> None:
+        """Raises PeerFailed where the process has ended."""
+        code = self._process.poll()
+        if code is not None:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _SHOWN_BYTES))
+            said = last_words(self._log.read().decode(errors="replace"))
+            raise PeerFailed(f"the server of {self.name} {how}; it said last: {said}")
+
+    def peak_bytes(self) -> int | None:
+        """Peak of its resident memory so far, mapped files included; None where the system does not tell."""
+        return _kibibytes(Path(f"/proc/{self.pid}/status"), "VmHWM:")
+
+    def share_bytes(self) -> int | None:
+        """Its proportional share of memory now (PSS); None where the system does not tell."""
+        return _kibibytes(Path(f"/proc/{self.pid}/smaps_rollup"), "Pss:")
+
+    def close(self) -> None:
+        """Ends the process, by force if it must be."""
+        if self._log.closed:
+            return
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._log.close()
+
+    def wait_until(self, path: str, there: "Callable[[httpx.Response], bool]") -> None:
+        """Asks for a path until the answer is as it should be.
+
+        Raises:
+          PeerFailed: the process ends, or the answer is not so in half an hour.
+        """
+        import httpx
+
+        late_s = time.monotonic() + _START_S
+        with httpx.Client(base_url=self.url, timeout=5.0) as client:
+            while time.monotonic() < late_s:
+                self.require_alive()
+                with contextlib.suppress(httpx.HTTPError):
+                    if there(client.get(path)):
+                        return
+                time.sleep(_LOOK_S)
+        raise PeerFailed(f"the server of {self.name} was not ready within {_START_S:.0f} s ({path})")
+
+
+def require_httpx() -> None:
+    """Raises JaxllmError where httpx is not installed, which sends the load."""
+    try:
+        import httpx  # noqa: F401
+    except ImportError as error:
+        raise JaxllmError(
+            "bench service needs the package httpx; run `pip install 'jaxllm[client]'`"
+        ) from error
+
+
+def _kibibytes(path: Path, name: str) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)
+
+
+_AGAIN_S = 0.005
+_LATE_S = 120.0
+_START_STOP_S = 60.0
+_BODY = json.dumps({"prompt": [1, 2, 3, 4], "max_tokens": 8, "stream": True}).encode()
+
+
+def start_rows(name: str, given: Conditions, starts: int, progress: Progress) -> list[Row]:
+    """Times starts of our service, whose buckets an earlier one has left on disk.
+
+    Args:
+      name: of the model.
+      given: the conditions.
+      starts: how many.
+      progress: called with ("start", starts done, starts in all).
+
+    Raises:
+      PeerFailed: the service ends, or gives no token in two minutes.
+    """
+    times = []
+    for number in range(starts):
+        times.append(1000 * _first_token_s(given))
+        progress("start", number + 1, starts)
+    note = f"{min(times):.4g} to {max(times):.4g} of {starts}"
+    return [
+        Row(
+            case=f"{name}, start to the first token", system=OURS, metric="load_ms",
+            value=statistics.median(times), unit="ms", note=note,
+        )
+    ]  # fmt: skip
+
+
+def _first_token_s(given: Conditions) -> float:
+    port = free_port()
+    command, environment = OurService().command(given, port)
+    environment = environment_of(given.threads) | dict(environment)
+    began = time.perf_counter()
+    with pinned(given.threads):
+        process = _started(command, environment)
+    try:
+        while not _has_token(port, given.keys[0]):
+            if process.poll() is not None:
+                raise PeerFailed(f"the service exited with {process.returncode} before its first token")
+            if time.perf_counter() - began > _LATE_S:
+                raise PeerFailed(f"the service gave no token within {_LATE_S:.0f} s")
+            time.sleep(_AGAIN_S)
+        return time.perf_counter() - began
+    finally:
+        process.terminate()
+        try:
+            process.wait(_START_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _started(command: Sequence[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(
+        command, stdin=nothing, stdout=nothing, stderr=nothing, env=environment, start_new_session=True
+    )
+
+
+def _has_token(port: int, key: str) -> bool:
+    """Asks once for an answer: whether its first piece has come."""
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(_BODY)}\r\n\r\n"
+    )
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), _LATE_S) as connection:
+        connection.sendall(head.encode() + _BODY)
+        got = b""
+        while part := connection.recv(1 << 16):
+            got += part
+            if got.startswith(b"HTTP/1.1 200") and b"data: {" in got:
+                return True
+    return False

@@ -4,6 +4,11 @@ Six apps, one per objective of ELMS (arXiv 2409.09071, section 5.1), call equall
 calls continue the app's last conversation, and send all of it again, as clients of chats do. Prompts are
 random tokens: no system's speed depends on them. What a conversation was answered is drawn, too, so that what
 can be reused of it are its earlier prompts.
+
+Times the idle whole model through the service: what every system's objectives are shares of.
+
+The limits are the same milliseconds for all systems. They are taken once, at the start, from our service with
+one client, which sends prompts of several lengths without an objective.
 """
 
 import dataclasses
@@ -12,9 +17,9 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.traces import Lengths, read_azure, read_mooncake
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import ConfigError
-from serving.traces.switching import Lengths, read_azure, read_mooncake
 
 APPS = tuple(f"app-{number}" for number in range(1, len(SLOS) + 1))
 # The first ids of every tokenizer are special tokens.

@@ -11,16 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.bundle.elastic import read_ladder
 from jaxllm.bundle.layout import Part
+from jaxllm.bundle.levels import read_ladder
 from jaxllm.bundle.reader import Bundle
-from jaxllm.bundle.stored import Stored, stored_form
-from jaxllm.bundle.writer import rewrite_bundle, widths_by_layer
+from jaxllm.bundle.writer import Stored, rewrite_bundle, stored_form, widths_by_layer
 from jaxllm.errors import ConfigError
+from jaxllm.models.features import room_refusal
 from jaxllm.models.parameters import ParamSpec, expert_parameter, sparse_layers, specs_apart
-from jaxllm.models.rooms import room_refusal
 from jaxllm.quant import BlockedArray, QArray, dequantize, from_blocks, to_blocks
-from jaxllm.quant.planes import nested_entry
+from jaxllm.quant.parts import nested_entry
 
 _FLOAT_BITS = {"float32": 32, "float16": 32, "bfloat16": 16}
 

@@ -18,20 +18,20 @@ from jaxllm.bundle.layout import (
     HEADER,
     Extent,
     Layout,
+    OpenedFile,
     Part,
     Tensor,
     check_header,
     low_segment,
     part_segment,
 )
-from jaxllm.bundle.opened_file import OpenedFile
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, CheckpointError
 from jaxllm.files.input_files import open_regular
 from jaxllm.kernels import native
 from jaxllm.models.parameters import expert_parameter, param_specs
 from jaxllm.quant import Apart, Bfloat16Bits, BlockedArray, Weight, by_form, from_blocks
-from jaxllm.quant.stacked import stack_entries
+from jaxllm.quant.parts import stack_entries
 from jaxllm.text.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int], None]

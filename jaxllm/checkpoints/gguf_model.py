@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoints import gguf_blocks
+from jaxllm.checkpoints import gguf_file
 from jaxllm.checkpoints.gguf_config import family_of
 from jaxllm.checkpoints.gguf_file import GgufFile, GgufTensor, import_gguf
-from jaxllm.checkpoints.packed_weights import packed_parameter
+from jaxllm.checkpoints.quantization import packed_parameter
 from jaxllm.checkpoints.safetensors_folder import some
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
@@ -25,7 +25,7 @@ from jaxllm.models.architectures import architecture
 from jaxllm.models.parameters import ParamSpec, param_specs
 from jaxllm.models.translate import Architecture, Tensor
 from jaxllm.quant import QArray
-from jaxllm.quant.row_parts import RowParts, part_rows
+from jaxllm.quant.weights import RowParts, part_rows
 
 _EXPERTS = {
     "experts.gate": "ffn_gate_exps.weight",
@@ -55,15 +55,15 @@ def own_format(file: GgufFile) -> WeightFormat:
       CheckpointError: the file has blocks that no format has as they are.
     """
     kinds = {each.kind for each in file.tensors.values() if len(each.shape) > 1}
-    if kinds & set(gguf_blocks.MINIMA):
+    if kinds & set(gguf_file.MINIMA):
         own: WeightFormat = "int4-min"
     elif "Q4_0" in kinds:
         own = "int4"
-    elif kinds & {"Q8_0", "MXFP4", *gguf_blocks.INTO_INT8}:
+    elif kinds & {"Q8_0", "MXFP4", *gguf_file.INTO_INT8}:
         own = "int8"
     else:
         own = "bf16" if "BF16" in kinds and not kinds & {"F32", "F16", "F64"} else "f32"
-    read = {"BF16", *gguf_blocks.FLOATS, *gguf_blocks.EXACT, *gguf_blocks.MINIMA, *gguf_blocks.INTO_INT8}
+    read = {"BF16", *gguf_file.FLOATS, *gguf_file.EXACT, *gguf_file.MINIMA, *gguf_file.INTO_INT8}
     _refuse(file, kinds - read)
     return own
 
@@ -219,23 +219,23 @@ def _read(
     """One parameter, in the widest form that both the tensor and `weights` allow."""
     stored, spec = source.stored, specs[param]
     vector = spec.role == "vector"
-    if stored.kind in gguf_blocks.EXACT and not vector:
-        bits = gguf_blocks.EXACT[stored.kind]
+    if stored.kind in gguf_file.EXACT and not vector:
+        bits = gguf_file.EXACT[stored.kind]
         wanted = bits if weights is None else _bits(weights, spec)
         if bits <= wanted <= 8:
-            blocks = dataclasses.replace(gguf_blocks.levels(stored), bits=8 if wanted > bits else bits)
+            blocks = dataclasses.replace(gguf_file.levels(stored), bits=8 if wanted > bits else bits)
             exact = packed_parameter(blocks, source.tensor, param, specs)
             if exact is not None:
                 return exact
-    if stored.kind in gguf_blocks.MINIMA and not vector and weights in (None, "int4-min"):
-        found = packed_parameter(gguf_blocks.levels_with_minima(stored), source.tensor, param, specs)
+    if stored.kind in gguf_file.MINIMA and not vector and weights in (None, "int4-min"):
+        found = packed_parameter(gguf_file.levels_with_minima(stored), source.tensor, param, specs)
         if found is not None:
             return found
-    values = gguf_blocks.floats(stored)
+    values = gguf_file.floats(stored)
     read = _rows(source, param, specs, values)
-    quantized = stored.kind not in gguf_blocks.FLOATS and stored.kind != "BF16"
+    quantized = stored.kind not in gguf_file.FLOATS and stored.kind != "BF16"
     if quantized and not vector and (weights is None or _bits(weights, spec) == 8):
-        return gguf_blocks.into_int8(read, -2 if spec.role == "from_units" else -1)
+        return gguf_file.into_int8(read, -2 if spec.role == "from_units" else -1)
     return read
 
 

@@ -14,6 +14,14 @@ from jaxllm.errors import CheckpointError
 from jaxllm.text.tokenizer import TokenizerFiles, open_tokenizer
 
 _MAX_TOKENS = 1 << 21
+# Of what the model's authors advise (see `TokenizerFiles.sampling`), keys of llama.cpp's.
+SAMPLING_KEYS = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "\u2581"
 _GAPS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -102,7 +110,29 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
         special=special,
         eos_ids=tuple(dict.fromkeys(number for number in ends if number is not None)),
         bos_id=begin,
+        sampling=_sampling(file),
     )
+
+
+def _sampling(file: GgufFile) -> dict[str, float]:
+    """The sampling that a file's metadata advise.
+
+    Raises:
+      CheckpointError: a value is no number.
+    """
+    found = {}
+    for name, key in SAMPLING_KEYS.items():
+        value = file.metadata.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"{file.path}: {key} must be a number, got {value!r:.80}")
+        if name == "top_k" and type(value) is int:
+            found[name] = max(0, value)
+        else:
+            # Stored in 32 bits: more digits are none that were meant.
+            found[name] = float(f"{value:.7g}")
+    return found
 
 
 def split_name(pre_tokenizer: Mapping[str, Any] | None) -> str | None:

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.checkpoints.packed_weights import GROUP, Levels, packed_parameter
+from jaxllm.checkpoints.quantization import GROUP, Levels, Quantization, packed_parameter, read_quantization
 from jaxllm.checkpoints.quantization import KEY as QUANTIZATION_KEY
-from jaxllm.checkpoints.quantization import Quantization, read_quantization
 from jaxllm.checkpoints.safetensors_folder import (
     WEIGHTS_FILE,
     SafetensorsFolder,
     Tensors,
     check_parameters,
+    has_weights,
     some,
     write_checkpoint,
 )
@@ -32,7 +32,7 @@ from jaxllm.models.parameters import ParamSpec, param_specs
 from jaxllm.models.translate import Architecture, Tensor
 from jaxllm.models.wrappers import WRAPPERS, Wrapper, read_text_config
 from jaxllm.quant import QArray, dequantize, quantize
-from jaxllm.quant.row_parts import RowParts, part_rows
+from jaxllm.quant.weights import RowParts, part_rows
 
 CONFIG_FILE = "config.json"
 
@@ -44,19 +44,23 @@ _NO_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 def read_config(folder: Path, *, ignore_keys: Collection[str] = ()) -> ModelConfig:
     """The model that a folder's config.json describes; of a multimodal one its text model.
 
+    Where the config says that the head is the embedding, and the folder has another head, the model has that
+    one, as in transformers.
+
     Args:
       folder: a Hugging Face model folder.
-      ignore_keys: unknown keys of the config to ignore.
+      ignore_keys: keys of the config to ignore, see `jaxllm.models.config_reader.ConfigReader`.
 
     Raises:
-      CheckpointError: config.json is missing or is not a JSON object.
+      CheckpointError: config.json is missing or is not a JSON object, or the weights of a model with a tied
+        head cannot be opened.
       ConfigError: the model_type is not supported, or a key is unknown, malformed or not supported.
     """
     config = _read_json_config(folder)
     read_quantization(config, ignore_keys=ignore_keys)
     plain = {key: value for key, value in config.items() if key != QUANTIZATION_KEY}
-    others = [key for key in ignore_keys if not key.startswith(f"{QUANTIZATION_KEY}.")]
-    return read_text_config(plain, ignore_keys=others)
+    cfg = read_text_config(plain, ignore_keys=ignore_keys)
+    return dataclasses.replace(cfg, tied_head=False) if _has_other_head(Path(folder), cfg) else cfg
 
 
 def quantization_of(folder: Path) -> Quantization | None:
@@ -99,8 +103,7 @@ def read_stored_params(
     quantization = quantization_of(folder)
     # Parameter -> its tensors: several, in order, if each is one expert.
     sources: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in specs}
-    wrapper = WRAPPERS.get(str(_read_json_config(folder).get("model_type")))
-    located = _locate(architecture(cfg.model_type), cfg, weights, wrapper, quantization)
+    located = _locate(architecture(cfg.model_type), cfg, weights, _wrapper(folder), quantization)
     for stored, tensor in located.items():
         if not _packed(stored, quantization, weights):
             weights.check(stored, tensor.shape(specs))
@@ -173,6 +176,66 @@ def _read_json_config(folder: Path) -> dict[str, Any]:
     return read_json(Path(folder) / CONFIG_FILE, "give the path of a Hugging Face model folder")
 
 
+def _has_other_head(folder: Path, cfg: ModelConfig) -> bool:
+    """Whether a folder's weights have a head of their own, though its config ties it to the embedding."""
+    if not cfg.tied_head or not has_weights(folder):
+        return False
+    weights, family = SafetensorsFolder(folder), architecture(cfg.model_type)
+    embed, head = (
+        next(tensor for tensor in family.top_tensors if name in tensor.params)
+        for name in ("embed.tokens", "head")
+    )
+    prefixes = _prefixes(family, weights.names(), embed, _wrapper(folder))
+    stored = [_stored_name(tensor, *prefixes) for tensor in (embed, head)]
+    return weights.names() >= set(stored) and not weights.equal(*stored)
+
+
+def _wrapper(folder: Path) -> Wrapper | None:
+    return WRAPPERS.get(str(_read_json_config(folder).get("model_type")))
+
+
+def _prefixes(
+    family: Architecture, names: Collection[str], first: Tensor, wrapper: Wrapper | None
+) -> tuple[str, str]:
+    """Prefixes of the body and of the head. One pair for the whole folder, found by the first tensor (the
+    embedding). If none fits, the usual one, for a message."""
+    layouts = [(each, "") for each in family.prefixes] if wrapper is None else list(wrapper.layouts)
+    return next((each for each in layouts if each[0] + first.name in names), layouts[0])
+
+
+def _check_copies(
+    family: Architecture,
+    cfg: ModelConfig,
+    weights: SafetensorsFolder,
+    prefix: str,
+    located: Mapping[str, Tensor],
+) -> set[str]:
+    """The names of tensors that repeat a parameter, or what is computed here; raises CheckpointError where
+    they differ."""
+    found = set()
+    for name in weights.names() - located.keys():
+        for short, param in family.copies.items():
+            if name == prefix + short:
+                own = next(stored for stored, tensor in located.items() if param in tensor.params)
+                found.add(name)
+                if not weights.equal(name, own):
+                    raise _differs(
+                        weights, name, f"{own}, which it has to repeat in a {cfg.model_type} model"
+                    )
+        for short, values in family.computed.items():
+            if name == prefix + short:
+                found.add(name)
+                if not weights.close_to(name, values(cfg)):
+                    raise _differs(weights, name, f"the values that a {cfg.model_type} model computes")
+    return found
+
+
+def _differs(weights: SafetensorsFolder, name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"tensor {name} of {weights.folder} differs from {what}; models that have both are not supported"
+    )
+
+
 def _locate(
     family: Architecture,
     cfg: ModelConfig,
@@ -183,11 +246,7 @@ def _locate(
     """The stored name of every tensor of the model; raises CheckpointError for other tensors."""
     names = weights.names()
     tensors = family.tensors(cfg, stacked=family.stacks(names))
-    # Prefixes of the body and of the head. One pair for the whole folder, found by the first tensor (the
-    # embedding). If none fits, the usual one, for the message below.
-    layouts = [(each, "") for each in family.prefixes] if wrapper is None else list(wrapper.layouts)
-    first = tensors[0].name
-    prefix, head = next((each for each in layouts if each[0] + first in names), layouts[0])
+    prefix, head = _prefixes(family, names, tensors[0], wrapper)
     located = {_stored_name(tensor, prefix, head): tensor for tensor in tensors}
     if family.head_or_embedding:
         located = {
@@ -199,7 +258,7 @@ def _locate(
             f"{weights.folder} lacks {some(missing)} of a {cfg.model_type} model with this config; the "
             "weights belong to another config, or are incomplete"
         )
-    # A tied head is sometimes stored all the same; buffers are computed here.
+    # `read_config` has compared it with the embedding.
     tied = {
         _stored_name(tensor, prefix, head)
         for tensor in family.top_tensors
@@ -207,9 +266,10 @@ def _locate(
     }
     skipped = () if wrapper is None else wrapper.skipped
     unread = {prefix + name for name in family.unread(cfg)}
+    copies = _check_copies(family, cfg, weights, prefix, located)
     extra = {
         name
-        for name in names - located.keys() - tied - unread - set().union(*packed.values())
+        for name in names - located.keys() - tied - unread - copies - set().union(*packed.values())
         if not name.endswith(family.buffers) and not name.startswith(skipped)
     }
     if extra:

@@ -148,7 +148,7 @@ def config_from_hf(config: Mapping[str, Any], *, ignore_keys: Collection[str] = 
         raise ConfigError(
             f"model_type {config.get('model_type')!r:.80} is no encoder that is supported; use mobilebert"
         )
-    reader = ConfigReader(config)
+    reader = ConfigReader(config, ignore_keys=ignore_keys)
     reader.only("model_type", ("mobilebert",), "other encoders have other layers")
     reader.only("quantization_config", (None,), "quantized checkpoints are not read; take the float weights")
     reader.only("pruned_heads", (None, {}), "all heads of a layer have to be there")
@@ -181,7 +181,7 @@ def config_from_hf(config: Mapping[str, Any], *, ignore_keys: Collection[str] = 
         activation=read_activation(reader, "hidden_act", "relu"),
         type_vocab_size=reader.integer("type_vocab_size", 2),
     )
-    reader.finish(inert_keys=_INERT_KEYS, ignore_keys=ignore_keys)
+    reader.finish(inert_keys=_INERT_KEYS)
     return cfg
 
 

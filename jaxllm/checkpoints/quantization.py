@@ -1,22 +1,177 @@
-"""Reads what `quantization_config` says of a Hugging Face folder: which tensors stand for a matrix, and how.
-
-Integers with scales stay as they are; a zero point of 4 bits becomes a minimum of the group, the product of
-both in float16. MXFP4's numbers of 4 bits are halves of whole numbers, and its scales powers of two: 8 bits
-have both. FP8 is widened and quantized again, to 8 bits in groups of 32 (adds about 0.7 % error). What is not
-read is refused by name.
-"""
+"""Reads weights that others quantized: GPTQ, AWQ, compressed-tensors, FP8, MXFP4."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.checkpoints.packed_weights import GROUP, Levels, e2m1_levels
-from jaxllm.checkpoints.safetensors_folder import SafetensorsFolder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.formats import WeightFormat
 from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.parameters import ParamSpec
+from jaxllm.models.translate import Tensor, heads_of, swap_pairs
+from jaxllm.quant.formats import QArray, pack_int4
+
+if TYPE_CHECKING:
+    # Importing it takes the safetensors package, which a GGUF file does not need.
+    from jaxllm.checkpoints.safetensors_folder import SafetensorsFolder
+
+# Puts levels and scales of a quantized checkpoint into our order, without touching a number.
+
+
+GROUP = 32
+# Twice the numbers of MXFP4 (e2m1), by their 4 bits.
+_TWICE_E2M1 = np.asarray((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Levels:
+    """A checkpoint's tensor as integers and scales: what stands for `levels · scale`, or with minima for
+    `(levels + 8) · scale + minimum`.
+
+    Attributes:
+      levels: int8, of the tensor's shape.
+      scale: one for `group` values of the last axis, float16; or one for all of them, float32 (group 0).
+      bits: 8 or 4.
+      group: 32 or 0; 4 bits have groups.
+      minimum: of 4 bits, float16 of the shape of `scale`; None without.
+    """
+
+    levels: np.ndarray
+    scale: np.ndarray
+    bits: int
+    group: int = GROUP
+    minimum: np.ndarray | None = None
+
+    def values(self) -> np.ndarray:
+        """The numbers, in float32."""
+        repeats = self.group or self.levels.shape[-1]
+
+        def wide(each: np.ndarray) -> np.ndarray:
+            return each.astype(np.float32).repeat(repeats, -1)[..., : self.levels.shape[-1]]
+
+        levels = self.levels.astype(np.float32)
+        if self.minimum is None:
+            return levels * wide(self.scale)
+        return (levels + np.float32(8)) * wide(self.scale) + wide(self.minimum)
+
+    def packed(self, axis: int) -> QArray:
+        """Our weight of these levels, contracted along `axis`."""
+        data = self.levels if self.bits == 8 else pack_int4(self.levels)
+        return QArray(
+            data=np.ascontiguousarray(data),  # pyright: ignore[reportArgumentType]: a host array
+            scale=np.ascontiguousarray(self.scale),  # pyright: ignore[reportArgumentType]
+            bits=self.bits,
+            group=self.group,
+            axis=axis,
+            columns=self.levels.shape[-1],
+            minimum=None if self.minimum is None else np.ascontiguousarray(self.minimum),  # pyright: ignore
+        )
+
+
+def e2m1_levels(codes: np.ndarray, exponents: np.ndarray) -> Levels:
+    """A tensor of MXFP4 as 8-bit levels, bit for bit.
+
+    Args:
+      codes: `[..., groups, 32]` integers below 16.
+      exponents: `[..., groups]` uint8, of powers of two, 127 above the power; 255 is no number.
+
+    Raises:
+      CheckpointError: a scale is not finite, or above what float16 holds.
+    """
+    levels, exponents = _TWICE_E2M1[codes], exponents.astype(np.int32)
+    empty = ~levels.any(-1)
+    if (exponents == 255).any():
+        raise CheckpointError("a scale is not finite; take another copy of the weights")
+    # Of levels that are twice the numbers. Powers of two from 2**-24 to 2**15 are float16.
+    power = np.where(empty, 0, exponents - 128)
+    if power.max(initial=0) > 15:
+        raise CheckpointError("a scale is above what float16 holds; take the float weights")
+    # Levels of smaller scales are rounded to multiples of the least.
+    if (below := np.minimum(power + 24, 0)).any():
+        levels = np.rint(np.ldexp(levels.astype(np.float32), below[..., None])).astype(np.int8)
+    scale = np.ldexp(np.float32(1), np.maximum(power, -24)).astype(np.float16)
+    return Levels(levels.reshape(*codes.shape[:-2], -1), scale, 8)
+
+
+def packed_parameter(of: Levels, tensor: Tensor, param: str, specs: Mapping[str, ParamSpec]) -> QArray | None:
+    """One of our parameters in a checkpoint's tensor, as it is stored.
+
+    Args:
+      of: the tensor, of the checkpoint's shape; of experts all `[E, ...]` or, by `tensor.expert`, one.
+      tensor: how our parameters lie in it.
+      param: the parameter.
+      specs: of all parameters.
+
+    Returns:
+      The weight; None where a group of the checkpoint lies in two of our units, each of which needs scales of
+      its own.
+    """
+    spec = specs[param]
+    stacked = tensor.stacked or (tensor.expert is not None and of.levels.ndim == 3)
+    shape = spec.shape if tensor.expert is None or stacked else spec.shape[1:]
+    if stacked and not tensor.stacked:
+        values = np.stack([tensor.read(each, param, specs) for each in of.levels])
+    else:
+        values = tensor.read(of.levels, param, specs)
+
+    def turned(scale: np.ndarray) -> np.ndarray | None:
+        """Scales in our order, or minima."""
+        scale = scale.swapaxes(-1, -2)
+        if len(shape) < 3 or stacked:
+            return scale
+        return _scales_of_units(scale, shape[0], shape[1], of.group)
+
+    def plain(scale: np.ndarray) -> np.ndarray:
+        if tensor.alternating:
+            scale = tensor.rows_of(scale, param, slice(None))
+        elif not stacked:
+            scale = _scales_of_rows(scale, tensor, param, specs)
+        return scale.reshape(*shape[:-1], -1)
+
+    inputs = spec.role == "from_units"
+    place = turned if inputs else plain
+    scale, minimum = (None if each is None else place(each) for each in (of.scale, of.minimum))
+    if scale is None:
+        return None
+    return dataclasses.replace(of, levels=values, scale=scale, minimum=minimum).packed(-2 if inputs else -1)
+
+
+def _scales_of_rows(
+    scale: np.ndarray, tensor: Tensor, param: str, specs: Mapping[str, ParamSpec]
+) -> np.ndarray:
+    """Scales of the rows of a parameter, as `Tensor.read` takes the rows themselves."""
+    lead = 0 if tensor.expert is None else 1
+    counts = [math.prod(specs[name].shape[lead:-1]) for name in tensor.params]
+    place = tensor.params.index(param)
+    if tensor.by_head:
+        return heads_of(scale, len(counts), place, specs[param.rsplit(".", 1)[0] + ".k"].shape[1])
+    scale = scale[sum(counts[:place]) :][: counts[place]]
+    if not tensor.interleaved:
+        return scale
+    return swap_pairs(scale, specs[param.rsplit(".", 1)[0] + ".k"].shape[1], 2)
+
+
+def _scales_of_units(scale: np.ndarray, units: int, rows: int, group: int) -> np.ndarray | None:
+    """Scales `[groups, D]` of all rows of units as `[units, groups of a unit, D]`; None where a group is in
+    two."""
+    if group == 0:
+        return np.broadcast_to(scale[None], (units, *scale.shape))
+    if rows % group and group % rows:
+        return None
+    first = np.arange(units)[:, None] * rows + np.arange(-(-rows // group))[None] * group
+    return scale[first // group]
+
+
+# Reads what `quantization_config` says of a Hugging Face folder: which tensors stand for a matrix, and how.
+#
+# Integers with scales stay as they are; a zero point of 4 bits becomes a minimum of the group, the product
+# of both in float16. MXFP4's numbers of 4 bits are halves of whole numbers, and its scales powers of two: 8
+# bits have both. FP8 is widened and quantized again, to 8 bits in groups of 32 (adds about 0.7 % error).
+# What is not read is refused by name.
+
 
 KEY = "quantization_config"
 # Column of each 4-bit number of a word of AWQ, lowest bits first.
@@ -55,7 +210,7 @@ class Quantization:
     method: str
     form: WeightFormat
     parts: tuple[str, ...]
-    read: Callable[[SafetensorsFolder, str, Any], Levels | np.ndarray]
+    read: Callable[["SafetensorsFolder", str, Any], Levels | np.ndarray]
     experts: bool = False
 
     def stem(self, stored: str) -> str | None:
@@ -83,10 +238,21 @@ class Quantization:
         return {*needed, *optional}
 
 
+class _Every:
+    """All keys."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
 def read_quantization(
     config: Mapping[str, Any], *, ignore_keys: Collection[str] | None = ()
 ) -> Quantization | None:
     """The quantization that a config.json describes; None where it has none.
+
+    Args:
+      config: the JSON object.
+      ignore_keys: keys to ignore, see `ConfigReader`; None for a config that has been judged already.
 
     Raises:
       ConfigError: it is of a kind, or has an option, that is not supported, or a key is unknown.
@@ -96,7 +262,7 @@ def read_quantization(
         return None
     if not isinstance(section, dict):
         raise ConfigError(f"config key {KEY!r} must be an object, got {section!r:.80}; fix it")
-    reader = ConfigReader(section, f"{KEY}.")
+    reader = ConfigReader(section, f"{KEY}.", ignore_keys=_Every() if ignore_keys is None else ignore_keys)
     method = reader.text("quant_method", "an unknown kind")
     if method not in _METHODS:
         raise ConfigError(
@@ -105,8 +271,7 @@ def read_quantization(
         )
     found = _METHODS[method](reader)
     if ignore_keys is not None:
-        own = [key for key in ignore_keys if key.startswith(f"{KEY}.")]
-        reader.finish(inert_keys=_INERT, ignore_keys=own)
+        reader.finish(inert_keys=_INERT)
     return found
 
 
@@ -120,7 +285,7 @@ def _gptq(reader: ConfigReader) -> Quantization:
     # Version 1 stores zero points minus 1.
     more = 1 if version == "gptq" else 0
 
-    def read(folder: SafetensorsFolder, stem: str, shape: tuple[int, int]) -> Levels:
+    def read(folder: "SafetensorsFolder", stem: str, shape: tuple[int, int]) -> Levels:
         rows, columns = shape
         count, groups = 32 // bits, _groups(columns, group)
         words = folder.integers(f"{stem}qweight", (columns // count, rows))
@@ -146,7 +311,7 @@ def _awq(reader: ConfigReader) -> Quantization:
     bits, group = _bits(reader, "bits", (4,)), _group(reader, "group_size")
     symmetric = not reader.flag("zero_point", True)
 
-    def read(folder: SafetensorsFolder, stem: str, shape: tuple[int, int]) -> Levels:
+    def read(folder: "SafetensorsFolder", stem: str, shape: tuple[int, int]) -> Levels:
         rows, columns = shape
         groups = _groups(columns, group)
         place = np.argsort(_AWQ_ORDER)
@@ -192,7 +357,7 @@ def _compressed_tensors(reader: ConfigReader) -> Quantization:
     packed = form == "pack-quantized"
     name = "weight_packed" if packed else "weight"
 
-    def read(folder: SafetensorsFolder, stem: str, shape: tuple[int, int]) -> Levels:
+    def read(folder: "SafetensorsFolder", stem: str, shape: tuple[int, int]) -> Levels:
         rows, columns = shape
         groups = _groups(columns, group)
         if packed:
@@ -214,7 +379,7 @@ def _bitsandbytes(reader: ConfigReader) -> Quantization:
     )
     reader.only("load_in_8bit", (True,), "only 8 bits are read")
 
-    def read(folder: SafetensorsFolder, stem: str, shape: tuple[int, int]) -> Levels:
+    def read(folder: "SafetensorsFolder", stem: str, shape: tuple[int, int]) -> Levels:
         levels = folder.integers(f"{stem}weight", shape, "I8")
         scale = folder.floats(f"{stem}SCB", (shape[0],)).reshape(-1, 1) / np.float32(127)
         return _grouped(stem, levels, np.zeros((1, 1), np.int16), scale, 8, True)
@@ -228,7 +393,7 @@ def _fp8(reader: ConfigReader) -> Quantization:
     if blocks and (len(blocks) != 2 or min(blocks) < 1):
         raise ConfigError(f"{KEY}.weight_block_size must be two positive numbers, got {blocks!r:.40}")
 
-    def read(folder: SafetensorsFolder, stem: str, shape: tuple[int, int]) -> np.ndarray:
+    def read(folder: "SafetensorsFolder", stem: str, shape: tuple[int, int]) -> np.ndarray:
         if not blocks:
             # One scale for the matrix; activations are rounded as our own kernels do it.
             return folder.eighths(f"{stem}weight", shape) * folder.floats(f"{stem}weight_scale_inv", ())
@@ -244,7 +409,7 @@ def _fp8(reader: ConfigReader) -> Quantization:
 def _mxfp4(reader: ConfigReader) -> Quantization:
     reader.accept("dequantize")
 
-    def read(folder: SafetensorsFolder, stem: str, shape: tuple[int, ...]) -> Levels:
+    def read(folder: "SafetensorsFolder", stem: str, shape: tuple[int, ...]) -> Levels:
         if shape[-1] % GROUP:
             raise CheckpointError(
                 f"{stem}blocks: {shape[-1]} inputs are no whole groups of {GROUP}; the config belongs to "

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from jaxllm.errors import CheckpointError, one_line
 from jaxllm.files.atomic import atomic_file
 from jaxllm.files.input_files import open_regular, read_json
-from jaxllm.quant.finite import all_finite
+from jaxllm.quant.weights import all_finite, part_rows
 
 # Stored name -> dtype (one of `FLOAT_TYPES`), shape, and a function that gives the values.
 Tensors = dict[str, tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]]
@@ -35,6 +35,11 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _NAMED = 3
 # Pages that were read stay in memory while a file is mapped: after so many bytes it is mapped anew.
 _MOST_MAPPED_BYTES = 64 << 20
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights that `SafetensorsFolder` would open."""
+    return (folder / WEIGHTS_FILE).is_file() or (folder / INDEX_FILE).is_file()
 
 
 class SafetensorsFolder:
@@ -101,6 +106,34 @@ class SafetensorsFolder:
                 "nonsense; take another copy or an earlier checkpoint"
             )
         return values
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two matrices have the same numbers, whatever their types.
+
+        Raises:
+          CheckpointError: as `read`.
+        """
+        (dtype, shape), (other_dtype, other_shape) = self.describe(name), self.describe(other)
+        if len(shape) != 2 or shape != other_shape or not {dtype, other_dtype} <= set(FLOAT_TYPES.values()):
+            return False
+        for first, last in part_rows(*shape):
+            one, two = (
+                self.read(each, lambda rows, at=(first, last): rows[slice(*at)]) for each in (name, other)
+            )
+            if not np.array_equal(one.astype(np.float32), two.astype(np.float32)):
+                return False
+        return True
+
+    def close_to(self, name: str, values: np.ndarray) -> bool:
+        """Whether a small tensor has some values in [-1, 1], as closely as any type of weights holds them.
+
+        Raises:
+          CheckpointError: as `read`.
+        """
+        dtype, shape = self.describe(name)
+        if shape != values.shape or dtype not in FLOAT_TYPES.values():
+            return False
+        return np.allclose(self.read(name, lambda rows: rows[:]).astype(np.float32), values, atol=4e-3)
 
     def integers(self, name: str, shape: tuple[int, ...], dtype: str = "I32") -> np.ndarray:
         """A tensor of integers of a type (safetensors' name).
@@ -195,22 +228,25 @@ class SafetensorsFolder:
         file_of = read_json(path, "download it again").get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
             raise CheckpointError(f"{path} has no 'weight_map' object; download it again")
+        unplaced: dict[str, str] = {}
         for file in sorted(set(map(str, file_of.values()))):
             # Only plain names, so that an index cannot lead out of its folder. Links are followed, because
-            # Hugging Face's
-            # cache consists of them.
+            # Hugging Face's cache consists of them.
             if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
                 raise CheckpointError(
                     f"{path} names the shard {file!r}; a shard must be a .safetensors file in the same "
                     "folder: do not use this checkpoint"
                 )
             placed = {name for name, where in file_of.items() if where == file}
-            if absent := placed - set(self._open(file).keys()):
+            stored = set(self._open(file).keys())
+            if absent := placed - stored:
                 raise CheckpointError(
                     f"shard {file} of {self.folder} lacks {some(absent)}, which {INDEX_FILE} places "
                     "there; download the folder again"
                 )
-        return file_of
+            # As in transformers, tensors that the index leaves out are of the model, too.
+            unplaced |= dict.fromkeys(stored - file_of.keys(), file)
+        return {**unplaced, **file_of}
 
 
 def write_checkpoint(

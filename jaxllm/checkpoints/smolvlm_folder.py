@@ -1,14 +1,14 @@
 """Reads the encoder of images of a SmolVLM folder, and how images are cut for it; its text model is read by
 `huggingface.py`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxllm.checkpoints.huggingface import CONFIG_FILE
-from jaxllm.checkpoints.safetensors_folder import SafetensorsFolder
+from jaxllm.checkpoints.safetensors_folder import SafetensorsFolder, some
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.input_files import read_json
 from jaxllm.models.config_reader import ConfigReader
@@ -18,7 +18,7 @@ from jaxllm.models.translate import read_activation
 from jaxllm.models.wrappers import read_text_config
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
-_LEAD = "model.vision_model."
+_LEAD, _CONNECTOR = "model.vision_model.", "model.connector."
 # Our name -> the folder's, without `weight` and `bias`.
 _BELOW = {
     "patches": "embeddings.patch_embedding",
@@ -126,10 +126,15 @@ def _require_tokens(folder: Path, files: TokenizerFiles, image_id: int) -> None:
 
 
 def read_image_encoder(
-    folder: Path, *, widened: bool = True
+    folder: Path, *, widened: bool = True, ignore_keys: Collection[str] = ()
 ) -> tuple[ImageEncoderConfig, dict[str, np.ndarray]]:
     """The encoder of a SmolVLM folder: its config, and its parameters, in float32 or (without `widened`) as
     they are stored.
+
+    Args:
+      folder: SmolVLM's.
+      widened: whether to widen parameters to float32.
+      ignore_keys: keys of the config to ignore, see `ConfigReader`.
 
     Raises:
       CheckpointError: the folder is of another model, or its tensors disagree with its config.
@@ -143,7 +148,7 @@ def read_image_encoder(
     outer, section = ConfigReader(config), ConfigReader(config).section("vision_config")
     if section is None:
         raise ConfigError("config key 'vision_config' is missing: it has the shape of the encoder of images")
-    reader = ConfigReader(config["vision_config"], "vision_config.")
+    reader = ConfigReader(config["vision_config"], "vision_config.", ignore_keys=ignore_keys)
     reader.only("model_type", ("smolvlm_vision",), "it is the only encoder that is read")
     cfg = ImageEncoderConfig(
         image_size=reader.integer("image_size", 224),
@@ -156,12 +161,20 @@ def read_image_encoder(
         activation=read_activation(reader, "hidden_act", "gelu_pytorch_tanh"),
         norm_eps=reader.number("layer_norm_eps", 1e-6),
         shuffle=outer.integer("scale_factor", 2),
-        row_size=read_text_config(config).hidden_size,
+        row_size=read_text_config(config, ignore_keys=ignore_keys).hidden_size,
     )
     reader.finish(inert_keys={"attention_dropout", "size", "max_image_size", "use_base_siglip"})
-    weights = SafetensorsFolder(Path(folder))
+    weights, shapes = SafetensorsFolder(Path(folder)), image_encoder_shapes(cfg)
+    own_names = {name for name in weights.names() if name.startswith((_LEAD, _CONNECTOR))}
+    # Older folders store numbers of positions, which are counted here.
+    unread = own_names - {_stored(name) for name in shapes} - {f"{_LEAD}embeddings.position_ids"}
+    if unread:
+        raise CheckpointError(
+            f"{folder} holds {some(unread)}, which an encoder of images with this config does not have; the "
+            "weights belong to another config"
+        )
     params = {}
-    for name, shape in image_encoder_shapes(cfg).items():
+    for name, shape in shapes.items():
         stored = _stored(name)
         if stored not in weights.names():
             raise CheckpointError(f"{folder} lacks {stored} of the encoder of images; download it again")
@@ -176,7 +189,7 @@ def read_image_encoder(
 def _stored(name: str) -> str:
     """The folder's name of a parameter."""
     if name == "connector":
-        return "model.connector.modality_projection.proj.weight"
+        return f"{_CONNECTOR}modality_projection.proj.weight"
     ending = "bias" if name.endswith("bias") else "weight"
     plain = name.removesuffix("_bias").removesuffix(".bias").removesuffix(".scale")
     if not plain.startswith("layers."):

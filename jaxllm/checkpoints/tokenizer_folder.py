@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import CheckpointError, one_line
+from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.files.atomic import atomic_file
 from jaxllm.files.input_files import read_bytes
+from jaxllm.sampling_state import MODEL_SAMPLING, Sampling
 from jaxllm.text.tokenizer import AnyTokenizer, TokenizerFiles, open_tokenizer
 
 # The largest published tokenizer.json files take about 40 MiB.
@@ -28,7 +29,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     """Reads the tokenizer of the model in `folder`.
 
     The ids that end an answer are those of `generation_config.json`, `config.json` and the tokenizer's own
-    end token, in this order, each once.
+    end token, in this order, each once. The first of these files names the sampling, too.
 
     Raises:
       CheckpointError: a file is missing, oversized or malformed, or needs transformers to convert.
@@ -60,6 +61,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         special=special,
         eos_ids=tuple(dict.fromkeys(eos_ids)),
         bos_id=bos_ids[0] if bos_ids else None,
+        sampling=_sampling(folder, models[0]),
         **_source_facts(folder, models, bos_ids),
     )
 
@@ -177,6 +179,44 @@ def _ids(folder: Path, model: Mapping[str, Any], key: str) -> Iterator[int]:
             raise CheckpointError(f"{folder}: {key} must be a token id or a list, got {value!r:.80}")
         if id_ >= 0:  # Some configs say -1 for none.
             yield id_
+
+
+def _sampling(folder: Path, config: Mapping[str, Any]) -> dict[str, float]:
+    """The sampling that a `generation_config.json` names; `do_sample` false is greedy.
+
+    Raises:
+      CheckpointError: a value is out of its domain.
+    """
+    found = {name: config[name] for name in MODEL_SAMPLING if config.get(name) is not None}
+    # Some write it as a float, or -1 for all tokens.
+    top_k = found.get("top_k")
+    if type(top_k) is int or (isinstance(top_k, float) and top_k.is_integer()):
+        found["top_k"] = max(0, int(top_k))
+    if config.get("do_sample") is False:
+        found["temperature"] = 0.0
+    try:
+        Sampling(**found)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder / 'generation_config.json'}: {error}; correct the file") from error
+    return found
+
+
+def write_sampling(folder: Path, files: TokenizerFiles) -> None:
+    """Writes the sampling of `files`, if they name one, as `read_tokenizer` and transformers read it; with
+    begin and end tokens, which transformers then takes from this file alone.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    if not files.sampling:
+        return
+    sampling = dict(files.sampling)
+    drawn = sampling.get("temperature") != 0
+    if not drawn:
+        del sampling["temperature"]
+    config = {"do_sample": drawn, **sampling, "bos_token_id": files.bos_id, "eos_token_id": [*files.eos_ids]}
+    plain = {name: value for name, value in config.items() if value not in (None, [])}
+    _write(folder / "generation_config.json", json.dumps(plain, indent=1) + "\n")
 
 
 def _source_facts(

@@ -1,24 +1,32 @@
-"""Chooses the units of each level's sub-model (ELMS, section 3.2).
-
-A level is a share, in percent, of the parameters of all layers. Anchor layers, the most important ones, stay
-whole as long as the share allows; the other layers shrink evenly, by whole units. Or a ladder says itself how
-many units each level has of each layer (see `knapsack.py`). A sub-model has a prefix of each layer's units,
-so that all levels read the same buffers from the start.
-
-Every level is a part of the whole model, but not always of the next larger level: where that has one kv group
-more in a layer, it may have a few neurons fewer.
-"""
+"""Chooses the units of each level (ELMS, section 3.2), and makes sub-models without copying weights."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxllm.config import WHOLE, LayerUnits, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.parameters import ENCODER, param_specs
+from jaxllm.kernels.native_call import PARAMETER, counts_of
+from jaxllm.models.layer_stack import STACK, can_be_addressed
+from jaxllm.models.lora import Adapter, summed_factors
+from jaxllm.models.parameters import ENCODER, Params, param_specs
+from jaxllm.models.stacked_layers import are_entries
+from jaxllm.quant import Adapted, Weight, first_units, narrow, sliced, take_units
+
+# Chooses the units of each level's sub-model (ELMS, section 3.2).
+#
+# A level is a share, in percent, of the parameters of all layers. Anchor layers, the most important ones,
+# stay whole as long as the share allows; the other layers shrink evenly, by whole units. Or a ladder says
+# itself how many units each level has of each layer (see `chosen_ladder`). A sub-model has a prefix of each
+# layer's units, so that all levels read the same buffers from the start.
+#
+# Every level is a part of the whole model, but not always of the next larger level: where that has one kv
+# group more in a layer, it may have a few neurons fewer.
+
 
 LEVELS = (20, 30, 40, 50, 60, 70, 80, 90, 100)
 # Neurons are kept in multiples of this, which a kernel computes at once; of less in narrow layers.
@@ -210,3 +218,213 @@ def _size(kept: list[LayerUnits], costs: list[tuple[int, int]]) -> int:
         units.kv_heads * group + units.neurons * neuron
         for units, (group, neuron) in zip(kept, costs, strict=True)
     )
+
+
+# Chooses each level's units over all layers at once, by what they matter per parameter.
+#
+# The paper gives every layer but the anchors the same share (`ladder.py`). Here a level is a knapsack: its
+# parameters are the capacity, kv groups and steps of neurons the items, importance their value. Units of a
+# layer are taken in their order, most important first, so that a greedy choice by importance per parameter
+# is the optimum of the knapsack whose last item may be cut (Dantzig 1957), and no whole choice is better by
+# more than that item. Every layer keeps a kv group and a step of neurons.
+
+
+# Of an item: importance per parameter, layer, whether it is neurons, units, parameters.
+_Item = tuple[float, int, bool, int, int]
+
+
+def chosen_ladder(
+    cfg: ModelConfig, levels: tuple[int, ...], groups: Sequence[np.ndarray], neurons: Sequence[np.ndarray]
+) -> Ladder:
+    """The levels of a model, with their units chosen over all layers.
+
+    Args:
+      cfg: the whole model.
+      levels: in percent, ascending, the last one 100.
+      groups: per layer the importances of its kv groups `[K]`, in any order.
+      neurons: per layer those of its neurons, `[F]`, or `[E, F]` for experts.
+
+    Raises:
+      ConfigError: malformed levels.
+    """
+    least, items = _items(cfg, groups, neurons)
+    items.sort(key=lambda item: -item[0])
+    whole = layer_parameters(cfg)
+    units = [_filled(least, items, whole * level / WHOLE) for level in levels if level != WHOLE]
+    return Ladder(levels=levels, units=tuple(units))
+
+
+def _items(
+    cfg: ModelConfig, groups: Sequence[np.ndarray], neurons: Sequence[np.ndarray]
+) -> tuple[list[tuple[int, int, int]], list[_Item]]:
+    """What every level has, per layer kv groups, neurons and parameters; and the items that may be added."""
+    least, items = [], []
+    for layer in range(cfg.layers):
+        whole, (group, neuron) = cfg.units(layer), unit_sizes(cfg, layer)
+        step = neuron_step(whole.neurons)
+        least.append((1, step, group + step * neuron))
+        falling = -np.sort(-np.asarray(groups[layer], np.float64))
+        items += [(value / group, layer, False, 1, group) for value in falling[1:].tolist()]
+        # A neuron of a level is one of every expert.
+        each = -np.sort(-np.asarray(neurons[layer], np.float64), axis=-1)
+        each = each.sum(0) if each.ndim == 2 else each
+        for first in range(step, whole.neurons, step):
+            own = each[first : first + step]
+            items.append((float(own.mean()) / neuron, layer, True, len(own), len(own) * neuron))
+    return least, items
+
+
+def _filled(
+    least: list[tuple[int, int, int]], items: list[_Item], capacity: float
+) -> tuple[tuple[int, int], ...]:
+    """The kv groups and neurons of each layer: the first items that fit. Of a layer's kind nothing is taken
+    behind an item that does not fit."""
+    kept = [[groups, neurons] for groups, neurons, _ in least]
+    room = capacity - sum(size for *_, size in least)
+    closed: set[tuple[int, bool]] = set()
+    for _, layer, kind, count, size in items:
+        if (layer, kind) in closed:
+            continue
+        if size > room:
+            closed.add((layer, kind))
+            continue
+        kept[layer][kind] += count
+        room -= size
+    return tuple((groups, neurons) for groups, neurons in kept)
+
+
+# Makes sub-models of a whole model's parameters in memory, without copying weights.
+#
+# A sub-model is either views of prefixes of the whole model's buffers, with buckets of its own
+# (`shared_sub_model`), or the whole model's parameters with counts of used units, for buckets that serve all
+# levels (`counted_sub_model`).
+
+
+def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
+    """The parameters of a sub-model: the first units of each parameter.
+
+    Call it within a compiled step: weights in blocks are used in place, others are sliced. `shared_sub_model`
+    makes the parameters outside of one.
+
+    Args:
+      params: of the whole model, with its units in order; or of a larger sub-model with all of these units
+        (not every larger level has them, see `jaxllm.elastic.ladder`); or the result of `shared_sub_model` or
+        of `by_address`, which is returned as it is, as are parameters of an encoder-decoder, whose sub-models
+        are counted.
+      cfg: the sub-model.
+
+    Raises:
+      ConfigError: the parameters are those of a sub-model that lacks some of the units.
+    """
+    if STACK in params or cfg.encoder is not None:
+        return dict(params)
+    return part_of_sub_model({name: params[name] for name in param_specs(cfg)}, cfg)
+
+
+def part_of_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
+    """`sub_model` of some of the parameters, such as those of one layer."""
+    if STACK in params or cfg.encoder is not None:
+        return dict(params)
+    specs = param_specs(cfg)
+    return {name: _cut(sliced(each), name, specs[name].shape, take_units) for name, each in params.items()}
+
+
+def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
+    """`sub_model` of parameters in memory, outside of a compiled step, without copying weights.
+
+    A slice outside of a compiled step is a copy, and on a CPU a slice inside of one is a copy too. So on a
+    CPU the prefix of an array becomes an array of its own over the same memory; on other devices, and of
+    layers in stacks, it is marked, and the step slices it. Rows of a mixture's experts are no prefix: their
+    stack stays whole, and a step cuts an expert when it takes it, which for floats on a CPU is a copy, as it
+    is for the whole model.
+    """
+    return shared_part({name: params[name] for name in param_specs(cfg)}, cfg)
+
+
+def shared_part(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
+    """`shared_sub_model` of some of the parameters, such as those of one layer."""
+    specs = param_specs(cfg)
+    shapes = {name: specs[name].shape for name in params}
+    if jax.default_backend() != "cpu" or are_entries(params.values()):
+        return {name: _cut(params[name], name, shape, first_units) for name, shape in shapes.items()}
+    device = jax.devices()[0]
+
+    def shared(view: np.ndarray, like: jax.Array) -> jax.Array:
+        return like if view.shape == like.shape else jax.device_put(view, device, may_alias=True)
+
+    def beginning(weight: Weight, name: str) -> Weight:
+        if tuple(weight.shape) == shapes[name]:
+            return weight
+        leaves = jax.tree.leaves(weight)
+        if any(isinstance(each, jax.ShapeDtypeStruct) for each in leaves):
+            # Weights that are streamed are given by their shapes alone.
+            return jax.eval_shape(lambda each: _cut(each, name, shapes[name], take_units), weight)
+        cut = _cut(jax.tree.map(np.asarray, weight), name, shapes[name], take_units)
+        views = [shared(*pair) for pair in zip(jax.tree.leaves(cut), leaves, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(cut), views)
+
+    return {name: beginning(params[name], name) for name in shapes}
+
+
+def can_be_counted(params: Params, cfg: ModelConfig) -> bool:
+    """Whether one bucket can serve all levels of a model, each at its own cost: if its layers are read by
+    address, and no units are in experts. Those of encoder-decoders are always counted: other weights than
+    those in blocks then cost at every level what they cost at the whole model."""
+    if cfg.encoder is not None:
+        return True
+    return not cfg.experts and can_be_addressed(params, cfg)
+
+
+def counted_sub_model(
+    params: Params,
+    cfg: ModelConfig,
+    level: ModelConfig | None = None,
+    *,
+    adapters: Sequence[tuple[Adapter, float]] = (),
+    ranks: Mapping[str, int] | None = None,
+) -> dict[str, Weight]:
+    """A sub-model as the whole model's parameters and counts of its units.
+
+    Args:
+      params: of the whole model (see `can_be_addressed`).
+      cfg: the whole model.
+      level: the sub-model; None counts nothing.
+      adapters: (adapter, scaling) pairs for matrices of layers, of the whole model or the sub-model; they are
+        added up.
+      ranks: of the adapters of parameters, at least the sums of the given ones: the same for all sub-models
+        that share buckets. Ranks that are not given are zero, and not computed.
+    """
+    found = dict(params)
+    for name, rank in (ranks or {}).items():
+        base = params[name]
+        left, right = summed_factors(name, base.shape, adapters, rank)
+        found[name] = Adapted(base, left, right)  # pyright: ignore[reportArgumentType]: of the host
+    if level is not None:
+        rank = max((ranks or {}).values(), default=0) if adapters else 0
+        for lead, side in (("", level), (ENCODER, level.encoder)):
+            units = [] if side is None else [side.units(layer) for layer in range(side.layers)]
+            counts = counts_of([each.kv_heads for each in units], [each.neurons for each in units], rank)
+            for layer, own in enumerate(counts):
+                found[f"{lead}layers.{layer}.{PARAMETER}"] = own  # pyright: ignore[reportArgumentType]: host
+    return found
+
+
+def with_weights(params: Params, weights: Params) -> dict[str, Weight]:
+    """A `counted_sub_model` with other weights: its adapters and counts stay."""
+
+    def rebased(name: str, weight: Weight) -> Weight:
+        if isinstance(weight, Adapted):
+            return dataclasses.replace(weight, base=rebased(name, weight.base))
+        return weights.get(name, weight)
+
+    return {name: rebased(name, each) for name, each in params.items()}
+
+
+def _cut(weight: Weight, name: str, shape: tuple[int, ...], take: Callable[[Weight, int], Weight]) -> Weight:
+    if tuple(weight.shape) == shape or not is_unit_parameter(name):
+        return weight
+    stacked = ".experts." in name
+    has, wanted = weight.shape[int(stacked)], shape[int(stacked)]
+    if has < wanted:
+        raise ConfigError(f"{name} has {has} units, the sub-model {wanted}: cut it from the whole model")
+    return narrow(weight, wanted) if stacked else take(weight, wanted)

@@ -1,34 +1,20 @@
-"""Computes a mixture of experts: every token goes through exactly its chosen experts, none is dropped.
-
-Each (token, chosen expert) is a pair. Pairs are sorted by expert and cut into tiles of up to `tile` pairs of
-one expert, so that a tile is an ordinary feed-forward block over a few tokens. There are at most `pairs/tile
-+ E` tiles whatever the router chooses, which makes shapes static without a capacity that could overflow (the
-idea of MegaBlocks, arXiv 2211.15841, there with block-sparse kernels). The outputs of a tile, its visits, are
-stored in the order of pairs, so that visits take no more memory than pairs. Tiles run in one of two modes:
-
-- all at once, as products with a batch axis over tiles: differentiable, for training on CPUs, and elsewhere
-  without tiles (`differentiable.py`);
-- one after the other: only chosen experts are read, whatever the storage type of their weights, so that a
-  decode step reads k of E. Native kernels run all tiles in one call if experts are stored apart. A token's
-  output does not depend on other tokens, nor on how many share its tile: products are always `rowwise` (see
-  `linear.py`), so that prefill, tree and decode give it bit for bit the same.
-"""
+"""Computes a mixture of experts: every token goes through exactly its chosen experts, none is dropped."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import RaggedDotDimensionNumbers
 
 from jaxllm.config import Activation
-from jaxllm.experts.differentiable import differentiable_visits
 from jaxllm.experts.routing import Routing, high_alone
-from jaxllm.experts.tiles import Tiles, tiles_of
-from jaxllm.kernels import native_experts
-from jaxllm.kernels.platforms import natively
+from jaxllm.kernels import native_products
+from jaxllm.kernels.converted import natively
+from jaxllm.nn.layers import Norm, activate, gated, normalize
 from jaxllm.nn.linear import FeedForward, feed_forward
-from jaxllm.nn.norms import Norm, normalize
 from jaxllm.quant import (
     Adapted,
     Apart,
@@ -36,10 +22,176 @@ from jaxllm.quant import (
     ByForm,
     Weight,
     by_form,
+    dequantize,
     entry_of_form,
     unit_at,
 )
-from jaxllm.quant.stacked import part_entry
+from jaxllm.quant.parts import part_entry
+
+# Sorts pairs of tokens and experts by expert, and cuts them into tiles.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Pairs sorted by expert and cut into tiles, with M tokens, P = M·k pairs and n tiles, the first `count`
+    in use.
+
+    Attributes:
+      token: `[n, tile]` int32, the token of each row; rows without a pair repeat some token.
+      expert: `[n]` int32, the expert of each tile.
+      start: `[n]` int32, index of a tile's first row among the sorted pairs; P for tiles that are not in use.
+      size: `[n]` int32, number of rows with a pair, which are the first ones.
+      place: `[M, k]` int32, index of each pair in the sorted order, in `[0, P)`; pairs without an expert come
+        last.
+      count: int32 scalar, number of tiles in use.
+    """
+
+    token: jax.Array
+    expert: jax.Array
+    start: jax.Array
+    size: jax.Array
+    place: jax.Array
+    count: jax.Array
+
+
+def tiles_of(ids: jax.Array, experts: int, *, rows: int, padded: bool = True) -> Tiles:
+    """Tiles of `rows` rows for choices `ids` `[M, k]` int32. Ids of `experts` and above, which stand for
+    padding, get no tile; without `padded` there are none."""
+    pairs, choices = ids.size, ids.shape[-1]
+    chosen = ids.reshape(-1)
+    if rows == 1 and pairs <= experts and not padded:
+        # A decode step: each pair is a tile, unsorted.
+        place = jnp.arange(pairs, dtype=jnp.int32)
+        count = jnp.full((), pairs, jnp.int32)
+        token, size = place[:, None] // np.int32(choices), jnp.ones_like(place)
+        return Tiles(token, chosen, place, size, place.reshape(ids.shape), count)
+    most = (pairs + (rows - 1) * min(experts, pairs)) // rows
+    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+    sizes = jnp.bincount(chosen, length=experts).astype(jnp.int32)
+    tiles = -(-sizes // np.int32(rows))
+    ends, before = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
+    number = jnp.arange(most, dtype=jnp.int32)
+    expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), experts - 1).astype(jnp.int32)
+    # Per tile, rows of its expert in earlier tiles.
+    done = (number - (ends - tiles)[expert]) * np.int32(rows)
+    used = number < ends[-1]
+    start = jnp.where(used, before[expert] + done, np.int32(pairs))
+    size = jnp.where(used, jnp.minimum(sizes[expert] - done, np.int32(rows)), np.int32(0))
+    at = jnp.minimum(start[:, None] + jnp.arange(rows, dtype=jnp.int32), np.int32(pairs - 1))
+    place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
+    return Tiles(
+        token=order[at] // np.int32(choices),
+        expert=expert,
+        start=start,
+        size=size,
+        # Pairs without an expert come last; no tile writes their visits, which stay zero.
+        place=place.reshape(ids.shape),
+        count=ends[-1].astype(jnp.int32),
+    )
+
+
+# Computes the visits of a mixture's experts so that gradients may be taken, for training.
+#
+# On CPUs tiles run all at once, as products with a batch axis over tiles. Elsewhere
+# `jax.lax.ragged_dot_general` multiplies each expert's pairs with its weights: no expert is copied for a
+# tile, and no row is padding. On CPUs XLA would compute that with every expert for every pair.
+
+
+# Of rows `[P, D]` and weights `[E, F, D]` to `[P, F]`, and of `[P, F]` and `[E, F, D]` to `[P, D]`.
+_TO_UNITS, _TO_WIDTH = (
+    RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(([1], [contracted]), ([], [])),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    for contracted in (2, 1)
+)
+
+
+def differentiable_visits(x: jax.Array, tiles: Tiles, experts: FeedForward) -> jax.Array:
+    """The visits `[P, D]`, in the order of pairs by expert, given normed tokens `x` `[M, D]` and weights
+    `[E, F, D]`; zero or anything for pairs without an expert, whose weight is zero."""
+    if tiles.token.shape[1] == 1 and tiles.place.size <= experts.up.shape[0]:
+        # So few pairs are not sorted.
+        return in_tiles(x, tiles, experts)
+    return jax.lax.platform_dependent(x, tiles, experts, cpu=in_tiles, default=by_groups)
+
+
+def in_tiles(x: jax.Array, tiles: Tiles, experts: FeedForward) -> jax.Array:
+    """`differentiable_visits` by products with a batch axis over tiles, each with a copy of its expert."""
+
+    def product(equation: str, values: jax.Array, weight: Weight) -> jax.Array:
+        return jnp.einsum(equation, values, jnp.asarray(dequantize(weight, x.dtype))[tiles.expert])
+
+    def biases(bias: jax.Array) -> jax.Array:
+        return bias[tiles.expert][:, None]
+
+    out = _block(
+        x[tiles.token],
+        experts,
+        functools.partial(product, "ntd,nfd->ntf"),
+        functools.partial(product, "ntf,nfd->ntd"),
+        biases,
+    )
+    places = jnp.arange(tiles.place.size, dtype=jnp.int32)
+    tile = jnp.maximum(jnp.searchsorted(tiles.start, places, side="right") - 1, 0)
+    row = jnp.minimum(places - tiles.start[tile], np.int32(tiles.token.shape[1] - 1))
+    return out[tile, jnp.maximum(row, 0)]
+
+
+def by_groups(x: jax.Array, tiles: Tiles, experts: FeedForward) -> jax.Array:
+    """`differentiable_visits` by products of the groups of pairs of one expert."""
+    place = tiles.place
+    sizes = jnp.zeros(experts.up.shape[0], jnp.int32).at[tiles.expert].add(tiles.size)
+    token = jnp.arange(place.size, dtype=jnp.int32) // np.int32(place.shape[-1])
+    rows = x[jnp.zeros_like(token).at[place.reshape(-1)].set(token)]
+
+    def product(dims: RaggedDotDimensionNumbers, values: jax.Array, weight: Weight) -> jax.Array:
+        return jax.lax.ragged_dot_general(values, jnp.asarray(dequantize(weight, x.dtype)), sizes, dims)
+
+    def biases(bias: jax.Array) -> jax.Array:
+        return jnp.repeat(bias, sizes, axis=0, total_repeat_length=len(rows))
+
+    to_units, to_width = (functools.partial(product, dims) for dims in (_TO_UNITS, _TO_WIDTH))
+    return _block(rows, experts, to_units, to_width, biases)
+
+
+def _block(
+    rows: jax.Array,
+    experts: FeedForward,
+    to_units: Callable[[jax.Array, Weight], jax.Array],
+    to_width: Callable[[jax.Array, Weight], jax.Array],
+    biases: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """The experts' blocks over rows, given products with each row's expert, and each row's bias."""
+
+    def biased(out: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return out if bias is None else out + biases(bias).astype(out.dtype)
+
+    # In the order in which weights are stored.
+    gate = None if experts.gate is None else biased(to_units(rows, experts.gate), experts.gate_bias)
+    up, kind = biased(to_units(rows, experts.up), experts.up_bias), experts.activation
+    hidden = activate(up, kind) if gate is None else gated(gate, up, kind)
+    return biased(to_width(hidden, experts.down), experts.down_bias)
+
+
+# Computes a mixture of experts: every token goes through exactly its chosen experts, none is dropped.
+#
+# Each (token, chosen expert) is a pair. Pairs are sorted by expert and cut into tiles of up to `tile` pairs
+# of one expert, so that a tile is an ordinary feed-forward block over a few tokens. There are at most
+# `pairs/tile + E` tiles whatever the router chooses, which makes shapes static without a capacity that could
+# overflow (the idea of MegaBlocks, arXiv 2211.15841, there with block-sparse kernels). The outputs of a
+# tile, its visits, are stored in the order of pairs, so that visits take no more memory than pairs. Tiles
+# run in one of two modes:
+#
+# - all at once, as products with a batch axis over tiles: differentiable, for training on CPUs, and elsewhere
+#   without tiles (`differentiable_visits`);
+# - one after the other: only chosen experts are read, whatever the storage type of their weights, so that a
+#   decode step reads k of E. Native kernels run all tiles in one call if experts are stored apart. A token's
+#   output does not depend on other tokens, nor on how many share its tile: products are always `rowwise` (see
+#   `linear.py`), so that prefill, tree and decode give it bit for bit the same.
+
 
 # The most rows of a tile. Larger tiles make faster products and read weights less often; on average half a
 # tile per expert is padding.
@@ -131,7 +283,7 @@ def sum_visits(
 
     def by_kernel(visits: jax.Array, place: jax.Array, weights: jax.Array, residual: jax.Array | None):
         wide = None if residual is None else residual.astype(jnp.float32)
-        return native_experts.sum_visits(visits, place, weights.astype(jnp.float32), wide)
+        return native_products.sum_visits(visits, place, weights.astype(jnp.float32), wide)
 
     operands = (visits, tiles.place, weights, residual)
     return by_xla(*operands) if differentiable else natively(by_kernel, by_xla, *operands)
@@ -180,7 +332,7 @@ def run_stored(
     norm: Norm,
     tiles: Tiles,
     actions: jax.Array,
-    weights: native_experts.StoredExperts,
+    weights: native_products.StoredExperts,
     before: tuple[jax.Array, jax.Array],
     *,
     activation: Activation,
@@ -197,7 +349,7 @@ def run_stored(
       activation: of the experts.
     """
     out, begun = before
-    found, begun = native_experts.stored_visits(
+    found, begun = native_products.stored_visits(
         x.astype(jnp.float32),
         (tiles.token, tiles.expert, tiles.size, tiles.count),
         actions,
@@ -227,7 +379,7 @@ def _one_by_one(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) ->
         return out[: tiles.place.size]
 
     def by_kernel(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) -> jax.Array:
-        return native_experts.visits(
+        return native_products.visits(
             x,
             (tiles.token, tiles.expert, tiles.size, tiles.count),
             _blocks_apart(experts),
@@ -243,7 +395,7 @@ def _one_by_one(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) ->
     return by_loop(x, norm, tiles, experts)
 
 
-def _blocks_apart(experts: FeedForward) -> list[native_experts.ExpertBlocks]:
+def _blocks_apart(experts: FeedForward) -> list[native_products.ExpertBlocks]:
     """Gate, up and down of each expert, if experts are stored apart and each is in blocks of one bitwidth;
     else empty."""
     stacks = [_base(each) for each in experts.weights]

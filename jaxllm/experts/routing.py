@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.kernels import native_experts
+from jaxllm.kernels import native_products
+from jaxllm.kernels.converted import natively
+from jaxllm.kernels.native import Operand, TableArray
 from jaxllm.kernels.native_call import value
-from jaxllm.kernels.platforms import natively
-from jaxllm.kernels.weight_table import Operand, TableArray
+from jaxllm.nn.layers import Norm
+from jaxllm.nn.layers import normalize as normalized
 from jaxllm.nn.linear import to_units
-from jaxllm.nn.norms import Norm
-from jaxllm.nn.norms import normalize as normalized
 from jaxllm.quant import Weight, dequantize
 
 Floats = TypeVar("Floats", jax.Array, np.ndarray)
@@ -82,7 +82,7 @@ def route(
     def by_kernel(
         x: jax.Array, router: Weight | TableArray, bias: Operand | None, norm: Norm | None
     ) -> Routing:
-        logits, weights, ids = native_experts.route(
+        logits, weights, ids = native_products.route(
             x.reshape(-1, x.shape[-1]),
             router if isinstance(router, TableArray) else dequantize(router, jnp.dtype(jnp.float32)),
             experts_per_token=experts_per_token,

@@ -131,6 +131,19 @@ def require_replaceable(path: Path) -> None:
     raise FileExistsError(errno.EEXIST, f"it is {kind}, which is never replaced; name {instead}", str(path))
 
 
+def is_there(path: Path) -> bool:
+    """Whether a file has this name; also a link that leads nowhere.
+
+    Raises:
+      OSError: storage refuses to say.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def sync(path: Path) -> None:
     """Waits until a file's data, or a folder's entries, are on storage."""
     with _opened(path) as number:

@@ -1,21 +1,9 @@
-"""Calibrates integer prefill from observations on a text: steps, channels and layers with a shadow (mllm-NPU,
-arXiv 2407.05858, section 3.3).
-
-- Steps. For each product, the largest magnitude of every input channel is observed. With a shadow, the step
-  is one of
-  these magnitudes over 127, such that few channels exceed it: each exceeding channel must make the step finer
-    by a given share. Without a shadow it is the largest of them over 127, and no observed value is clipped.
-- Channels. Channels with outliers get rows of weights in floats. These stay in the mapped file, and the
-  operating system reads their pages when a prompt needs them. (The paper keeps the rows of hot channels in
-  memory.)
-- Layers. The importance of a layer is how far its largest outlier exceeds its step. The least important
-  layers get no shadow, as many as the allowed loss permits. If shadows in all layers are not enough, steps
-  become finer and more channels exceed them.
-"""
+"""Calibrates integer prefill from observations on a text (mllm-NPU, arXiv 2407.05858, section 3.3)."""
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +12,36 @@ import numpy as np
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.int8_prefill.products import PRODUCTS, contracts_last_axis, product_matrices, product_sizes
 from jaxllm.int8_prefill.recipe import ShadowRecipe
-from jaxllm.int8_prefill.reference import Rule, observed
-from jaxllm.int8_prefill.shadow import FloatRows
+from jaxllm.int8_prefill.reference import Rule, observed, plain_rule
+from jaxllm.int8_prefill.shadow import (
+    PRODUCTS,
+    FloatRows,
+    contracts_last_axis,
+    product_matrices,
+    product_sizes,
+)
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
-from jaxllm.kernels.stepwise import TOP_LEVEL
+from jaxllm.kernels.native_products import TOP_LEVEL
 from jaxllm.models.parameters import Params
 from jaxllm.quant import contracted_rows
+
+# Calibrates integer prefill from observations on a text: steps, channels and layers with a shadow (mllm-NPU,
+# arXiv 2407.05858, section 3.3).
+#
+# - Steps. For each product, the largest magnitude of every input channel is observed. With a shadow, the step
+#   is one of these magnitudes over 127, such that few channels exceed it: each exceeding channel must make
+#   the
+#   step finer by a given share. A layer without a shadow takes the same step, and what exceeds it is clipped
+#   (*pruned*, as in the paper), or a *wide* one, the largest of them over 127, which clips no observed value:
+#   the one that changes its products less.
+# - Channels. Channels with outliers get rows of weights in floats. These stay in the mapped file, and the
+#   operating system reads their pages when a prompt needs them. (The paper keeps the rows of hot channels in
+#   memory.)
+# - Layers. The importance of a layer is how far its largest outlier exceeds its step. The least important
+#   layers get no shadow, as many as the allowed loss permits. If shadows in all layers are not enough, steps
+#   become finer and more channels exceed them.
+
 
 # [layer][product] -> a value per input channel, `[D]`.
 ByProduct = list[list[np.ndarray]]
@@ -77,7 +87,7 @@ class PrefillCalibration:
         if level not in self.levels:
             raise ConfigError(
                 f"level {level} has no integer prefill; there are {', '.join(map(str, self.levels))}: "
-                "calibrate again with `jaxllm calibrate-prefill`"
+                "calibrate again with `jaxllm calibrate prefill`"
             )
         steps = self.steps[self.levels.index(level)]
 
@@ -132,6 +142,33 @@ def outlier_counts(
         return jnp.sum(jnp.abs(x) > TOP_LEVEL * steps[layer, product], axis=0, dtype=jnp.int32)
 
     return observed(params, tokens, look, cfg=cfg, rule=rule)
+
+
+def product_errors(
+    params: Params, tokens: jax.Array, steps: tuple[jax.Array, jax.Array], *, cfg: ModelConfig
+) -> list[list[jax.Array]]:
+    """How far quantized inputs take the results of all products from exact ones, over tokens `[T]`: `[2]`
+    sums of squares, one for each of two `steps` `[L, 4]`, as shares of the results' own."""
+    multiply = plain_rule(params, cfg)
+
+    def look(layer: int, product: int, x: jax.Array) -> jax.Array:
+        def squares(inputs: jax.Array) -> jax.Array:
+            return jnp.asarray(sum(jnp.sum(jnp.square(each)) for each in multiply(layer, product, inputs)))
+
+        def moved(step: jax.Array) -> jax.Array:
+            return jnp.clip(jnp.round(x / step), -TOP_LEVEL, TOP_LEVEL) * step - x
+
+        errors = jnp.stack([squares(moved(each[layer, product])) for each in steps])
+        return errors / jnp.maximum(squares(x), np.float32(_LEAST_STEP))
+
+    return observed(params, tokens, look, cfg=cfg)
+
+
+def clipped_layers(errors: Sequence[list[list[np.ndarray]]]) -> tuple[bool, ...]:
+    """Per layer, whether a clipping step changes its products less than a wide one, by the `product_errors`
+    of several texts with these two steps."""
+    clipping, wide = np.sum(np.asarray(errors), axis=(0, 2)).T
+    return tuple((clipping <= wide).tolist())
 
 
 def largest_of(tops: Sequence[ByProduct]) -> ByProduct:
@@ -192,11 +229,11 @@ def most_important(importance: np.ndarray, count: int) -> tuple[bool, ...]:
 
 def shadow_counts(layers: int, pruned_share: float) -> list[int]:
     """Numbers of layers with a shadow to try in this order: as few as the share asks for, then doubling."""
-    count = max(1, math.ceil(layers * (1 - pruned_share) - 1e-9))
+    count = math.ceil(layers * (1 - pruned_share) - 1e-9)
     found = []
     while count < layers:
         found.append(count)
-        count *= 2
+        count = max(1, 2 * count)
     return [*found, layers]
 
 
@@ -212,6 +249,7 @@ def assembled(
     *,
     levels: Mapping[int, tuple[np.ndarray, np.ndarray]],
     shadowed: tuple[bool, ...],
+    clipped: tuple[bool, ...],
     losses: Mapping[int, tuple[float, float]] | None = None,
 ) -> PrefillCalibration:
     """A calibration from observations.
@@ -220,11 +258,12 @@ def assembled(
       cfg: the model.
       floats: its parameters at the best available precision.
       counts: outliers of each channel, at the steps of layers with a shadow.
-      levels: level -> steps `[L, 4]` with a shadow, and without.
+      levels: level -> clipping steps `[L, 4]`, and wide ones.
       shadowed: per layer, whether it has a shadow.
+      clipped: per layer, whether it takes a clipping step without one.
       losses: see `PrefillCalibration`.
     """
-    mask = np.array(shadowed)[:, None]
+    mask = (np.array(shadowed) | np.array(clipped))[:, None]
     steps = [np.where(mask, *levels[level]) for level in sorted(levels)]
     found = {
         (layer, product): outlying_channels(counts[layer][product])
@@ -258,3 +297,117 @@ def _float_rows(weight, channels: np.ndarray, *, last: bool) -> np.ndarray:
     taken = np.asarray(contracted_rows(weight, jnp.maximum(channels, 0), last=last))
     top = float(np.finfo(np.float16).max)
     return np.where(channels[:, None] >= 0, np.clip(taken, -top, top), 0).astype(np.float16)
+
+
+# Puts activation outliers into a model without changing its function.
+#
+# Small trained models hardly have outliers; large ones have them in the same few channels of all layers
+# (LLM.int8(), arXiv 2208.07339). To compare quantization methods on small models, chosen channels are scaled
+# up where they are produced, and down where they are consumed. Factors are powers of two, so that the model
+# in floats computes the same results bit for bit. Benchmarks say when a model has such outliers.
+
+
+# "norm": channels of the norms before attention and feed-forward block; "value": dimensions of value heads;
+# "neuron": neurons of the feed-forward block.
+Place = Literal["norm", "value", "neuron"]
+PLACES: tuple[Place, ...] = ("norm", "value", "neuron")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutlierRecipe:
+    """The channels that become outliers.
+
+    Attributes:
+      channels: number of channels per place and layer; channels of norms are the same in all layers, as in
+        large models.
+      factor: a power of two; half of the channels get half of it.
+      places: kinds of channels.
+      seed: of the draw of channels.
+    """
+
+    channels: int = 4
+    factor: int = 64
+    places: tuple[Place, ...] = PLACES
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.channels < 1:
+            raise ConfigError(f"outliers take at least one channel, got {self.channels}")
+        if self.factor < 2 or self.factor & (self.factor - 1):
+            raise ConfigError(f"the factor of outliers must be a power of two above 1, got {self.factor}")
+        if not self.places or not set(self.places) <= set(PLACES):
+            raise ConfigError(f"outliers are in some of {', '.join(PLACES)}, got {self.places}")
+
+
+def with_outliers(
+    cfg: ModelConfig, params: Mapping[str, np.ndarray], recipe: OutlierRecipe
+) -> dict[str, np.ndarray]:
+    """Parameters of the same function with outliers among its activations.
+
+    Args:
+      cfg: a dense model. Scaling neurons needs a gated block, or relu, with which the factor commutes.
+      params: floats by name; they are not changed.
+      recipe: the outliers.
+
+    Raises:
+      ConfigError: the model has no channels of a kind, or fewer of them.
+    """
+    if cfg.experts:
+        raise ConfigError("outliers are not put into mixtures of experts: these have no integer prefill")
+    if "value" in recipe.places and cfg.qkv_clip:
+        raise ConfigError("values that are clipped cannot be scaled; leave out the place 'value'")
+    if "neuron" in recipe.places and not cfg.gated_ffn and cfg.activation != "relu":
+        raise ConfigError(
+            f"neurons without a gate cannot be scaled past {cfg.activation}; leave out the place 'neuron'"
+        )
+    draw = np.random.default_rng(recipe.seed)
+    found = {name: np.array(value) for name, value in params.items()}
+    everywhere = _chosen(draw, cfg.hidden_size, recipe)
+    for layer in range(cfg.layers):
+        prefix = f"layers.{layer}."
+        if "norm" in recipe.places:
+            gate = ["ffn.gate"] if cfg.gated_ffn else []
+            readers = {"attn_norm": ["attn.q", "attn.k", "attn.v"], "ffn_norm": [*gate, "ffn.up"]}
+            for norm, names in readers.items():
+                _scale(found, f"{prefix}{norm}.scale", np.s_[everywhere], recipe, up=True)
+                _scale(found, f"{prefix}{norm}.bias", np.s_[everywhere], recipe, up=True)
+                for name in names:
+                    _scale(found, prefix + name, np.s_[..., everywhere], recipe, up=False)
+        if "value" in recipe.places:
+            head, size = draw.integers(cfg.kv_heads), cfg.head_dim
+            inside = _chosen(draw, size, recipe)
+            _scale(found, f"{prefix}attn.v", np.s_[head, inside], recipe, up=True, rows=True)
+            _scale(found, f"{prefix}attn.v_bias", np.s_[head, inside], recipe, up=True)
+            for group in range(cfg.group):
+                at = group * size + inside
+                _scale(found, f"{prefix}attn.o", np.s_[head, at], recipe, up=False, rows=True)
+        if "neuron" in recipe.places:
+            neurons = _chosen(draw, cfg.ffn_size, recipe)
+            _scale(found, f"{prefix}ffn.up", np.s_[neurons], recipe, up=True, rows=True)
+            _scale(found, f"{prefix}ffn.up_bias", np.s_[neurons], recipe, up=True)
+            _scale(found, f"{prefix}ffn.down", np.s_[neurons], recipe, up=False, rows=True)
+    return found
+
+
+def _chosen(draw: np.random.Generator, channels: int, recipe: OutlierRecipe) -> np.ndarray:
+    if recipe.channels > channels:
+        raise ConfigError(f"{recipe.channels} of {channels} channels cannot be outliers; ask for fewer")
+    return draw.permutation(channels)[: recipe.channels]
+
+
+def _scale(
+    params: dict[str, np.ndarray],
+    name: str,
+    at: Any,
+    recipe: OutlierRecipe,
+    *,
+    up: bool,
+    rows: bool = False,
+) -> None:
+    """Multiplies or divides chosen channels of a parameter, if the model has it."""
+    if name not in params:
+        return
+    factors = np.full(recipe.channels, recipe.factor, params[name].dtype)
+    factors[::2] = recipe.factor // 2
+    factors = factors if up else 1 / factors
+    params[name][at] *= factors[:, None] if rows else factors

@@ -19,20 +19,21 @@ from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import (
     ByProduct,
     PrefillCalibration,
-    ShadowRecipe,
     assembled,
     channel_tops,
+    clipped_layers,
     clipping_steps,
     importances,
     largest_of,
     most_important,
     outlier_counts,
+    product_errors,
     shadow_counts,
     whole_steps,
 )
-from jaxllm.int8_prefill.products import PRODUCTS, contracted_axes
-from jaxllm.int8_prefill.recipe import MOST_LOSS
+from jaxllm.int8_prefill.recipe import MOST_LOSS, ShadowRecipe
 from jaxllm.int8_prefill.reference import Rule, integer_rule, plain_rule, scores_by_rule
+from jaxllm.int8_prefill.shadow import PRODUCTS, contracted_axes
 from jaxllm.int8_prefill.subgraphs import LayerCalibration, require_integer_prefill
 from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, quantize, to_blocks
@@ -62,11 +63,13 @@ class Fitted:
     Attributes:
       calibration: with its losses on both texts.
       recipe: the recipe that was used, finer than the given one if that lost too much.
+      clipped: per layer, whether it has no shadow and clips what exceeds its step.
       lossy: levels that lose more than allowed, or were not measured because the whole model does.
     """
 
     calibration: PrefillCalibration
     recipe: ShadowRecipe
+    clipped: tuple[bool, ...]
     lossy: tuple[int, ...]
 
     @property
@@ -89,10 +92,11 @@ def fit_calibration(
 ) -> Fitted:
     """Calibrates integer prefill.
 
-    Steps and channels come from one text. Choices of layers are tried from few shadows to all, then with
-    finer recipes; the first is taken with which no level loses more than `most_loss` on that text or on the
-    held-out one. If there is none, the choice with the fewest lossy levels is taken; if the whole model is
-    always lossy, the choice with its least loss.
+    Steps and channels come from one text, and whether a layer without a shadow clips what exceeds a step or
+    widens it. Choices of layers are tried from few shadows to all, then with finer recipes; the first is
+    taken with which no level loses more than `most_loss` on that text or on the held-out one. If there is
+    none, the choice with the fewest lossy levels is taken; if the whole model is always lossy, the choice
+    with its least loss.
 
     Args:
       cfg: a dense model.
@@ -120,7 +124,7 @@ def fit_calibration(
         level: _Level(own, params, params, both) for level, (own, params) in (sub_models or {}).items()
     }
     best: Fitted | None = None
-    for tried, choice in _choices(cfg, floats, texts, levels, recipe or ShadowRecipe()):
+    for tried, clipped, choice in _choices(cfg, floats, texts, levels, recipe or ShadowRecipe()):
         losses = {WHOLE: levels[WHOLE].losses(choice.layers(WHOLE, cfg))}
         if max(losses[WHOLE]) <= most_loss:
             losses |= {
@@ -131,7 +135,8 @@ def fit_calibration(
         lossy = tuple(
             level for level in sorted(levels) if not max(losses.get(level, (math.inf,))) <= most_loss
         )
-        found = Fitted(calibration=dataclasses.replace(choice, losses=losses), recipe=tried, lossy=lossy)
+        calibration = dataclasses.replace(choice, losses=losses)
+        found = Fitted(calibration=calibration, recipe=tried, clipped=clipped, lossy=lossy)
         if best is None or found.worse_by < best.worse_by:
             best = found
         if not lossy:
@@ -146,9 +151,11 @@ def _choices(
     texts: Sequence[np.ndarray],
     levels: Mapping[int, "_Level"],
     recipe: ShadowRecipe,
-) -> Iterator[tuple[ShadowRecipe, PrefillCalibration]]:
-    """Yields calibrations without losses, the cheapest to serve first, with their recipes."""
+) -> Iterator[tuple[ShadowRecipe, tuple[bool, ...], PrefillCalibration]]:
+    """Yields calibrations without losses, the cheapest to serve first, with their recipes and the layers that
+    clip."""
     count = jax.jit(functools.partial(outlier_counts, cfg=cfg))
+    errors = jax.jit(functools.partial(product_errors, cfg=cfg))
     tops = levels[WHOLE].tops
     seen: set[tuple[bytes, tuple[bool, ...]]] = set()
     for each in recipe.finer():
@@ -156,16 +163,20 @@ def _choices(
             level: (clipping_steps(one.tops, each), whole_steps(one.tops)) for level, one in levels.items()
         }
         clipping = steps[WHOLE][0]
+        clips = clipped_layers([jax.device_get(errors(floats, row, steps[WHOLE])) for row in texts])
         counts = _summed(cfg, [jax.device_get(count(floats, row, clipping)) for row in texts])
         importance = importances(tops, clipping)
         for shadows in shadow_counts(cfg.layers, each.pruned_share):
             shadowed = most_important(importance, shadows)
+            clipped = tuple(clip and not own for clip, own in zip(clips, shadowed, strict=True))
             # A finer recipe may give the same steps.
-            own = b"".join(pair[0][np.array(shadowed)].tobytes() for pair in steps.values()), shadowed
+            finer = np.array(shadowed) | np.array(clipped)
+            own = b"".join(pair[0][finer].tobytes() for pair in steps.values()), shadowed
             if own in seen:
                 continue
             seen.add(own)
-            yield each, assembled(cfg, floats, counts, levels=steps, shadowed=shadowed)
+            choice = assembled(cfg, floats, counts, levels=steps, shadowed=shadowed, clipped=clipped)
+            yield each, clipped, choice
 
 
 class _Level:
@@ -216,6 +227,7 @@ def random_calibration(
         counts,
         levels={WHOLE: (clipping, whole_steps(tops))},
         shadowed=shadowed,
+        clipped=(False,) * cfg.layers,
         losses={WHOLE: (0.0, 0.0)},
     )
 

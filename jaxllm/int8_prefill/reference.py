@@ -12,18 +12,20 @@ import jax.numpy as jnp
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.int8_prefill.products import PRODUCTS, contracts_last_axis, product_biases, product_matrices
-from jaxllm.int8_prefill.shadow import shadow_products
+from jaxllm.int8_prefill.shadow import (
+    PRODUCTS,
+    contracts_last_axis,
+    product_biases,
+    product_matrices,
+    shadow_products,
+)
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
-from jaxllm.kv.cache import Past
-from jaxllm.kv.positions import TokenPositions
+from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.decoder import embed_tokens, logits
-from jaxllm.models.layer import attend_cache, normed_heads
-from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.layer import LayerParams, attend_cache, normed_heads
 from jaxllm.models.parameters import Params
-from jaxllm.nn.layers import activate
+from jaxllm.nn.layers import activate, normalize
 from jaxllm.nn.linear import add_normed, from_units, to_units
-from jaxllm.nn.norms import normalize
 
 # (layer, index in PRODUCTS, the product's input `[T, inputs]`) -> its results `[T, outputs]`, without biases.
 Rule = Callable[[int, int, jax.Array], Sequence[jax.Array]]

@@ -1,28 +1,41 @@
-"""Multiplies shadow outliers, the excess that a static 8-bit step clips, in floats (mllm-NPU, arXiv
-2407.05858, section 3.3).
-
-With one calibrated step for all activations, a product is a product of integer tensors with one scale, which
-suits integer processors. The few channels with outliers exceed 127 steps. Their excess is gathered into a
-compact tensor and multiplied with these channels' weights in floats, on another processor if there is one.
-The sum is exact (equation 1): x = clip(x) + excess(x).
-
-Compact tensors have static sizes. Exceeding channels are counted first; the smallest size for all of them is
-taken, or the largest size several times, so that nothing is dropped. (No size is for all channels: every
-dispatch would reserve memory for all weights in floats, which is hardly ever needed.)
-
-Steps, channels and layers are chosen by `calibration.py`.
-"""
+"""Multiplies with a static scale in 8 bits, and shadow outliers in floats (mllm-NPU, arXiv 2407.05858,
+section 3.3)."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.axes import Axes
-from jaxllm.kernels.stepwise import TOP_LEVEL
+from jaxllm.config import ModelConfig
+from jaxllm.kernels import native_products
+from jaxllm.kernels.converted import natively
+from jaxllm.kernels.native_call import Adaptable, UsedUnits
+from jaxllm.kernels.native_products import TOP_LEVEL
+from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.parameters import Params, param_specs
+from jaxllm.nn import linear
+from jaxllm.nn.layers import Norm, activate, normalize
+from jaxllm.nn.linear import FeedForward, Steps, in_blocks
 from jaxllm.quant import Weight, contracted_rows
+
+# Multiplies shadow outliers, the excess that a static 8-bit step clips, in floats (mllm-NPU, arXiv
+# 2407.05858, section 3.3).
+#
+# With one calibrated step for all activations, a product is a product of integer tensors with one scale,
+# which suits integer processors. The few channels with outliers exceed 127 steps. Their excess is gathered
+# into a compact tensor and multiplied with these channels' weights in floats, on another processor if there
+# is one. The sum is exact (equation 1): x = clip(x) + excess(x).
+#
+# Compact tensors have static sizes. Exceeding channels are counted first; the smallest size for all of them
+# is taken, or the largest size several times, so that nothing is dropped. (No size is for all channels:
+# every dispatch would reserve memory for all weights in floats, which is hardly ever needed.)
+#
+# Steps, channels and layers are chosen by `calibration.py`.
+
 
 # Sizes of compact tensors in channels, ascending: few outliers are the rule (5 to 15 channels in the paper's
 # models), and each size is a branch to compile.
@@ -158,3 +171,266 @@ def _rows_of(
 
 def _outputs(weight: Weight, last: bool) -> int:
     return int(np.prod(weight.shape[:-1])) if last else weight.shape[-1]
+
+
+# Products with a static step together with their shadow (mllm-NPU, arXiv 2407.05858, equation 1), for one
+# processor that computes both.
+#
+# Native kernels find and multiply outliers inside the products (`jaxllm.kernels.native_products`); elsewhere
+# they are multiplied separately (`shadow.py`), with the same result but for the order of sums. Functions
+# have the parameters of those in `linear.py`.
+
+
+def normed_to_units(
+    x: jax.Array,
+    norm: Norm,
+    weights: Sequence[Weight],
+    biases: Sequence[jax.Array | None],
+    step: jax.Array,
+    rows: FloatRows,
+    *,
+    used: UsedUnits | None = None,
+    live: jax.Array | None = None,
+) -> tuple[list[jax.Array], jax.Array]:
+    """Products `[..., *U]` of `norm(x)` `[..., D]` with each weight `[*U, D]`, and the number of the D
+    channels with outliers, `[1]` int32."""
+
+    def beside(
+        x: jax.Array,
+        norm: Norm,
+        weights: Sequence[Weight],
+        used: UsedUnits | None,
+        step: jax.Array,
+        rows: FloatRows,
+        live: jax.Array | None,
+    ) -> tuple[list[jax.Array], jax.Array]:
+        outs = linear.normed_to_units(
+            x, norm, weights, [None] * len(weights), used=used, step=step, live=live
+        )
+        shadows, count = added_by_shadow(normalize(x, norm), step, weights, rows, last=True)
+        return [out + shadow.astype(out.dtype) for out, shadow in zip(outs, shadows, strict=True)], count[
+            None
+        ]
+
+    def inside(
+        x: jax.Array,
+        norm: Norm,
+        weights: Sequence[Adaptable],
+        used: UsedUnits | None,
+        step: jax.Array,
+        rows: FloatRows,
+        live: jax.Array | None,
+    ) -> tuple[list[jax.Array], jax.Array]:
+        products, count = native_products.to_units_with_shadow(
+            x.reshape(-1, x.shape[-1]),
+            weights,
+            step,
+            rows.place,
+            rows.rows,
+            norm_scale=norm.scale,
+            norm_eps=norm.eps,
+            used=used,
+            live=live,
+        )
+        shapes = [(*x.shape[:-1], *weight.shape[:-1]) for weight in weights]
+        return [out.reshape(shape) for out, shape in zip(products, shapes, strict=True)], count
+
+    operands = x, norm, list(weights), used, step, rows, live
+    fused = norm.bias is None and _taken(weights)
+    outs, count = natively(inside, beside, *operands) if fused else beside(*operands)
+    return [_with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)], count
+
+
+def from_units(
+    h: jax.Array,
+    weight: Weight,
+    bias: jax.Array | None,
+    step: jax.Array,
+    rows: FloatRows,
+    *,
+    residual: jax.Array | None = None,
+    used: UsedUnits | None = None,
+    live: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Product `[..., D]` of `h` `[..., *U]` with `weight` `[*U, D]`, plus `residual` if there is one, and the
+    number of inputs with outliers, `[1]` int32."""
+    units = len(weight.shape) - 1
+    batch = h.shape[: h.ndim - units]
+
+    def beside(
+        h: jax.Array,
+        weight: Weight,
+        residual: jax.Array | None,
+        used: UsedUnits | None,
+        step: jax.Array,
+        rows: FloatRows,
+        live: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        out = linear.from_units(h, weight, residual=residual, used=used, step=step, live=live)
+        seen = h if used is None else used.only(h, len(batch))
+        (shadow,), count = added_by_shadow(seen.reshape(*batch, -1), step, [weight], rows, last=False)
+        return out + shadow.astype(out.dtype), count[None]
+
+    def inside(
+        h: jax.Array,
+        weight: Adaptable,
+        residual: jax.Array | None,
+        used: UsedUnits | None,
+        step: jax.Array,
+        rows: FloatRows,
+        live: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        width = weight.shape[-1]
+        add = None if residual is None else residual.reshape(-1, width).astype(h.dtype)
+        flat = h.reshape(-1, int(rows.place.shape[0]))
+        out, count = native_products.from_units_with_shadow(
+            flat, weight, step, rows.place, rows.rows[0], residual=add, used=used, live=live
+        )
+        return out.reshape(*batch, width), count
+
+    operands = h, weight, residual, used, step, rows, live
+    out, count = natively(inside, beside, *operands) if _taken([weight]) else beside(*operands)
+    return _with_bias(out, bias), count
+
+
+def feed_forward(
+    x: jax.Array,
+    norm: Norm,
+    weights: FeedForward,
+    steps: Steps,
+    rows: tuple[FloatRows, FloatRows],
+    *,
+    add_input: bool,
+    used: UsedUnits | None = None,
+    live: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`linear.feed_forward` of `x` `[..., D]`, and the numbers of the D channels and of the F units with
+    outliers, `[2]` int32; steps and rows are pairs, for both."""
+
+    def apart(
+        x: jax.Array,
+        norm: Norm,
+        weights: FeedForward,
+        used: UsedUnits | None,
+        steps: Steps,
+        rows: tuple[FloatRows, FloatRows],
+        live: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        first = [weights.up] if weights.gate is None else [weights.gate, weights.up]
+        biases = [weights.up_bias] if weights.gate is None else [weights.gate_bias, weights.up_bias]
+        products, outer = normed_to_units(x, norm, first, biases, steps[0], rows[0], used=used, live=live)
+        hidden = activate(products[0], weights.activation)
+        hidden = hidden if weights.gate is None else hidden * products[1]
+        residual = x if add_input else None
+        out, inner = from_units(
+            hidden,
+            weights.down,
+            weights.down_bias,
+            steps[1],
+            rows[1],
+            residual=residual,
+            used=used,
+            live=live,
+        )
+        return out, jnp.concatenate([outer, inner])
+
+    def inside(
+        x: jax.Array,
+        norm: Norm,
+        weights: FeedForward,
+        used: UsedUnits | None,
+        steps: Steps,
+        rows: tuple[FloatRows, FloatRows],
+        live: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        out, counts = native_products.feed_forward_with_shadow(
+            x.reshape(-1, x.shape[-1]),
+            weights.gate,  # pyright: ignore[reportArgumentType]: all are in blocks
+            weights.up,  # pyright: ignore[reportArgumentType]
+            weights.down,  # pyright: ignore[reportArgumentType]
+            steps,
+            (rows[0].place, rows[1].place),
+            (rows[0].rows, rows[1].rows[0]),
+            activation=weights.activation,
+            norm_scale=norm.scale,
+            norm_eps=norm.eps,
+            residual=add_input,
+            used=used,
+            live=live,
+        )
+        return out.reshape(x.shape), counts
+
+    operands = x, norm, weights, used, steps, rows, live
+    fused = norm.bias is None and not weights.biased and _taken(weights.weights)
+    return natively(inside, apart, *operands) if fused else apart(*operands)
+
+
+def _taken(weights: Sequence[Weight]) -> bool:
+    """Whether the native kernels can compute the shadow of all weights."""
+    return all(in_blocks(each) and native_products.takes(each) for each in weights)  # pyright: ignore[reportArgumentType]
+
+
+def _with_bias(out: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return out if bias is None else out + bias.astype(out.dtype)
+
+
+# The products of a layer that have a static step in integer prefill: their weights, biases and sizes.
+
+
+# Products, named by their inputs, each of which has one step; and their indices.
+PRODUCTS = ("project", "out", "widen", "narrow")
+PROJECT, OUT, WIDEN, NARROW = range(4)
+
+
+def product_matrices(params: Params, layer: int, product: int, cfg: ModelConfig) -> list[Weight]:
+    """The weights of one of `PRODUCTS`."""
+    return matrices_of(LayerParams(params, f"layers.{layer}."), product, cfg)[0]
+
+
+def product_biases(params: Params, layer: int, product: int, cfg: ModelConfig) -> list[jax.Array | None]:
+    """The biases of one of `PRODUCTS`."""
+    return matrices_of(LayerParams(params, f"layers.{layer}."), product, cfg)[1]
+
+
+def product_sizes(cfg: ModelConfig, layer: int, product: int) -> tuple[int, list[int]]:
+    """Number of inputs of a product, and of outputs of each of its weights."""
+    specs = param_specs(cfg)
+    shapes = [specs[name].shape for name in product_names(layer, product, cfg)]
+    units = [int(np.prod(shape[:-1], dtype=object)) for shape in shapes]
+    if contracts_last_axis(product):
+        return shapes[0][-1], units
+    return units[0], [shape[-1] for shape in shapes]
+
+
+def contracted_axes(cfg: ModelConfig) -> dict[str, Literal[-1, -2]]:
+    """Name of each product's weight -> its contracted axis, as `quantize` takes it."""
+    return {
+        name: -1 if contracts_last_axis(product) else -2
+        for layer in range(cfg.layers)
+        for product in range(len(PRODUCTS))
+        for name in product_names(layer, product, cfg)
+    }
+
+
+def product_names(layer: int, product: int, cfg: ModelConfig) -> list[str]:
+    """The names of the weights of one of `PRODUCTS`, among a model's parameters."""
+    return [f"layers.{layer}.{name}" for name in _names(product, cfg)]
+
+
+def contracts_last_axis(product: int) -> bool:
+    """Whether a product contracts its weights' last axis; else it contracts their units."""
+    return product in (PROJECT, WIDEN)
+
+
+def matrices_of(
+    weights: LayerParams, product: int, cfg: ModelConfig
+) -> tuple[list[Weight], list[jax.Array | None]]:
+    """The weights and biases of one of `PRODUCTS`, from a layer's parameters."""
+    names = _names(product, cfg)
+    return [weights[name] for name in names], [weights.vector(f"{name}_bias") for name in names]
+
+
+def _names(product: int, cfg: ModelConfig) -> list[str]:
+    """The names of a product's weights within a layer."""
+    gate = ["ffn.gate"] if cfg.gated_ffn else []
+    return (["attn.q", "attn.k", "attn.v"], ["attn.o"], [*gate, "ffn.up"], ["ffn.down"])[product]

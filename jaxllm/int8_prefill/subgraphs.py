@@ -1,34 +1,49 @@
-"""The stages of a layer in integer prefill (mllm-NPU, arXiv 2407.05858, section 3.2).
-
-Static stages depend only on the length of a chunk: one bucket serves all chunks of all prompts, and all
-layers of one shape. Attention alone depends on the cache, and has a bucket for each cache length. Weights,
-steps and float rows are arguments.
-
-`stages.py` lists them, `schedule.py` says where and in which order they run. On a single processor a layer is
-one step (`whole_layer.py`), equal to all of these stages.
-"""
+"""A layer of integer prefill, in stages for two processors or whole for one (mllm-NPU, arXiv 2407.05858,
+section 3.2)."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.int8_prefill.products import NARROW, OUT, PROJECT, WIDEN, contracts_last_axis, matrices_of
-from jaxllm.int8_prefill.shadow import FloatRows, added_by_shadow
-from jaxllm.kv.cache import Past
-from jaxllm.kv.positions import TokenPositions
-from jaxllm.models.layer import attend_cache, normed_heads
-from jaxllm.models.layer_params import LayerParams
+from jaxllm.int8_prefill.shadow import (
+    NARROW,
+    OUT,
+    PRODUCTS,
+    PROJECT,
+    WIDEN,
+    FloatRows,
+    added_by_shadow,
+    contracts_last_axis,
+    matrices_of,
+)
+from jaxllm.int8_prefill.shadow import feed_forward as feed_forward_shadowed
+from jaxllm.int8_prefill.shadow import from_units as from_units_shadowed
+from jaxllm.int8_prefill.shadow import normed_to_units as normed_to_units_shadowed
+from jaxllm.kernels.native_call import value
+from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.models.features import require_room
+from jaxllm.models.layer import LayerParams, attend_cache, normed_heads
 from jaxllm.models.layer_stack import layer_of
 from jaxllm.models.parameters import Params
-from jaxllm.models.rooms import require_room
-from jaxllm.nn.layers import activate
+from jaxllm.nn.layers import activate, normalize
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
-from jaxllm.nn.norms import normalize
+from jaxllm.quant import Adapted, BlockedArray
+
+# The stages of a layer in integer prefill (mllm-NPU, arXiv 2407.05858, section 3.2).
+#
+# Static stages depend only on the length of a chunk: one bucket serves all chunks of all prompts, and all
+# layers of one shape. Attention alone depends on the cache, and has a bucket for each cache length. Weights,
+# steps and float rows are arguments.
+#
+# `schedule.py` lists them, and says where and in which order they run. On a single processor a layer
+# is one step (`pass_layer`), equal to all of these stages.
+
 
 # Product -> the norm of its input.
 _NORMS = {PROJECT: "attn_norm", WIDEN: "ffn_norm"}
@@ -339,3 +354,117 @@ def _shadow(
     matrices, _ = matrices_of(weights, product, cfg)
     last = contracts_last_axis(product)
     return added_by_shadow(x, calibration.steps[product], matrices, calibration.rows[product], last=last)
+
+
+# The calibration of integer prefill beside a layer's parameters, in their weight table.
+
+
+_STEPS, _PLACE, _ROWS = "int8.steps", "int8.place", "int8.rows"
+
+
+def can_be_addressed(weights: Params, cfg: ModelConfig) -> bool:
+    """Whether native kernels compute all layers, shadows included, from addresses: 8-bit blocks with a scale
+    per output, and norms without biases."""
+    blocks = [each.base if isinstance(each, Adapted) else each for each in weights.values()]
+    formats = {(each.bits, each.group) for each in blocks if isinstance(each, BlockedArray)}
+    return cfg.norm == "rms" and formats == {(8, 0)}
+
+
+def calibration_arrays(calibration: LayerCalibration) -> dict[str, Any]:
+    """A layer's calibration as arrays by name."""
+    found: dict[str, Any] = {_STEPS: np.asarray(calibration.steps)}
+    for product, rows in enumerate(calibration.rows or ()):
+        found[f"{_PLACE}.{product}"] = np.asarray(rows.place)
+        for number, each in enumerate(rows.rows):
+            found[f"{_ROWS}.{product}.{number}"] = np.asarray(each)
+    return found
+
+
+def calibration_of(weights: LayerParams) -> LayerCalibration:
+    """The calibration from `calibration_arrays` among a layer's parameters."""
+    steps = weights.operand(_STEPS)
+    assert steps is not None
+    rows = tuple(_rows_of(weights, product) for product in range(len(PRODUCTS)))
+    return LayerCalibration(value(steps), rows if all(each is not None for each in rows) else None)  # pyright: ignore
+
+
+def _rows_of(weights: LayerParams, product: int) -> FloatRows | None:
+    place, found = weights.operand(f"{_PLACE}.{product}"), []
+    while (each := weights.operand(f"{_ROWS}.{product}.{len(found)}")) is not None:
+        found.append(each)
+    return None if place is None else FloatRows(place, tuple(found))  # pyright: ignore[reportArgumentType]
+
+
+# A layer of integer prefill as one step, for a processor that computes all of it (mllm-NPU, arXiv
+# 2407.05858).
+#
+# The result is that of the layer's stages but for the order of sums: here the products add
+# their shadow themselves (`shadow.py`).
+
+
+def pass_layer(
+    params: Params,
+    calibration: LayerCalibration,
+    x: jax.Array,
+    at: TokenPositions,
+    past: Past,
+    mass: jax.Array | None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, Past, jax.Array | None, jax.Array | None]:
+    """One layer over a chunk.
+
+    Args:
+      params: the layer's.
+      calibration: of the layer.
+      x: `[1, T, D]`, its input.
+      at, past, mass, cfg, layer: see `decoder.forward_layer`; past and mass are donated.
+
+    Returns:
+      The next layer's input, the updated keys and values, the updated mass; and if the layer has a shadow the
+      number of channels with outliers of each of `PRODUCTS`, `[4]` int32, else None.
+    """
+    check_past(check_stage("pass_layer", calibration, cfg, x=x), at, past, mass)
+    steps, rows = calibration.steps, calibration.rows
+    plain = LayerCalibration(steps)
+    if rows is None:
+        heads = project(params, plain, x, cfg=cfg, layer=layer)
+        out, _, past, mass, _ = attend(params, plain, Projected(heads), at, past, mass, cfg=cfg, layer=layer)
+        return finish(params, plain, x, out, cfg=cfg, layer=layer), past, mass, None
+    weights = layer_of(params, layer)
+    groups, neurons = weights.used
+    heads, projected = normed_to_units_shadowed(
+        x,
+        weights.norm("attn_norm", cfg),
+        *matrices_of(weights, PROJECT, cfg),
+        steps[PROJECT],
+        rows[PROJECT],
+        used=groups,
+        live=at.valid,
+    )
+    out, _, past, mass, _ = attend(params, plain, Projected(heads), at, past, mass, cfg=cfg, layer=layer)
+    residual = None if cfg.post_norms else x
+    mixed, attended = from_units_shadowed(
+        out,
+        weights["attn.o"],
+        weights.vector("attn.o_bias"),
+        steps[OUT],
+        rows[OUT],
+        residual=residual,
+        used=groups,
+        live=at.valid,
+    )
+    x = add_normed(x, mixed, weights.norm("attn_post_norm", cfg), at.valid) if cfg.post_norms else mixed
+    mixed, both = feed_forward_shadowed(
+        x,
+        weights.norm("ffn_norm", cfg),
+        block_weights(weights, cfg),
+        (steps[WIDEN], steps[NARROW]),
+        (rows[WIDEN], rows[NARROW]),
+        add_input=not cfg.post_norms,
+        used=neurons,
+        live=at.valid,
+    )
+    x = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg), at.valid) if cfg.post_norms else mixed
+    return x, past, mass, jnp.concatenate([projected, attended, both])

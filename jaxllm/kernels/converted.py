@@ -1,29 +1,37 @@
-"""Multiplies with weights that are converted block by block, for XLA on a CPU.
-
-XLA:CPU writes a whole converted weight (int8, int4 or bfloat16 to float32) to memory before it multiplies.
-For one token this is eight times slower than loading the weight, and with the conversions of all layers live
-at once it takes the memory of a float32 model. A loop over blocks of rows converts what fits the core's own
-cache and multiplies it there. Accelerators fuse the conversion into the product and do not need this.
-
-The loops' carries start from a value of the activations instead of zeros. The value is never read, but it
-keeps XLA from allocating the carries of all layers at the start of the step.
-"""
+"""Products for platforms without native kernels, and the choice of an implementation by platform."""
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from jaxllm.kernels import native
+from jaxllm.kernels.native import TableArray
 from jaxllm.quant import QArray, Weight, dequantize
-from jaxllm.quant.stacked import Part, StackedArray, map_parts, part_entry, part_rows, taken
+from jaxllm.quant.parts import Part, StackedArray, map_parts, part_entry, part_rows, taken
+
+# Multiplies with weights that are converted block by block, for XLA on a CPU.
+#
+# XLA:CPU writes a whole converted weight (int8, int4 or bfloat16 to float32) to memory before it multiplies.
+# For one token this is eight times slower than loading the weight, and with the conversions of all layers
+# live at once it takes the memory of a float32 model. A loop over blocks of rows converts what fits the
+# core's own cache and multiplies it there. Accelerators fuse the conversion into the product and do not need
+# this.
+#
+# The loops' carries start from a value of the activations instead of zeros. The value is never read, but it
+# keeps XLA from allocating the carries of all layers at the start of the step.
+
 
 # Converted bytes per block: they stay in a core's second-level cache next to the activations.
 BLOCK_BYTES = 1 << 19
 
 
-def fits_one_block(weight: Weight, dtype: jnp.dtype) -> bool:
+def fits_one_block(weight: Weight, dtype: DTypeLike) -> bool:
     """Whether the weight, converted to `dtype`, is one block, so that a loop is not needed."""
     return math.prod(weight.shape[:-1]) <= _block_rows(weight, dtype)
 
@@ -81,7 +89,7 @@ def stacked_reduction_product(h: jax.Array, weight: QArray) -> jax.Array:
     return jax.lax.fori_loop(0, weight.shape[0], unit, total)
 
 
-def _block_rows(weight: Weight, dtype: jnp.dtype) -> int:
+def _block_rows(weight: Weight, dtype: DTypeLike) -> int:
     return max(1, BLOCK_BYTES // (weight.shape[-1] * jnp.dtype(dtype).itemsize))
 
 
@@ -109,3 +117,58 @@ def _of_rows(group: int, groups: Part, start: jax.Array, count: int) -> jax.Arra
     rows = (start + jnp.arange(count, dtype=jnp.int32)) // group
     whole = groups.array if isinstance(groups, StackedArray) else groups
     return jnp.take(whole, rows, axis=0, mode="clip")
+
+
+# Chooses the implementation of a function for the platform that a step is compiled for.
+
+
+Out = TypeVar("Out")
+
+
+def natively(by_kernel: Callable[..., Out], by_xla: Callable[..., Out], x: jax.Array, *operands: Any) -> Out:
+    """`by_kernel` with x in float32 if the step is compiled for a CPU with native kernels, else `by_xla`.
+    Floats of the result have the dtype of x. Operands in a weight table take `by_kernel`, which alone reads
+    them."""
+    in_table = any(map(_in_table, jax.tree.leaves(operands, is_leaf=_in_table)))
+    # XLA cannot partition an FFI call over the devices of a mesh.
+    elsewhere = not native.kernels().native or jax.sharding.get_abstract_mesh().size > 1
+    if elsewhere and not in_table:
+        return by_xla(x, *operands)
+    dtype = x.dtype
+
+    def typed(out: jax.Array) -> jax.Array:
+        return out.astype(dtype) if jnp.issubdtype(out.dtype, jnp.floating) else out
+
+    def widened(x: jax.Array, *operands: Any) -> Out:
+        return jax.tree.map(typed, by_kernel(x.astype(jnp.float32), *operands))
+
+    return widened(x, *operands) if in_table else on_platform(widened, by_xla, (x, *operands))
+
+
+def _in_table(operand: Any) -> bool:
+    return isinstance(operand, TableArray)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def on_platform(on_cpu: Callable[..., Out], elsewhere: Callable[..., Out], operands: tuple[Any, ...]) -> Out:
+    """`on_cpu` if the step is compiled for a CPU, else `elsewhere`; both must compute the same function.
+
+    The gradient is that of `elsewhere`, because a kernel has none. Neither function may close over arrays.
+    """
+    return jax.lax.platform_dependent(*operands, cpu=on_cpu, default=elsewhere)
+
+
+def _forward(
+    on_cpu: Callable[..., Out], elsewhere: Callable[..., Out], operands: tuple[Any, ...]
+) -> tuple[Out, tuple[Any, ...]]:
+    return on_platform(on_cpu, elsewhere, operands), operands
+
+
+def _backward(
+    on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], operands: tuple[Any, ...], cotangent: Any
+) -> tuple[Any]:
+    del on_cpu
+    return (jax.vjp(elsewhere, *operands)[1](cotangent),)
+
+
+on_platform.defvjp(_forward, _backward)

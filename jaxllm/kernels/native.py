@@ -1,22 +1,28 @@
-"""Loads the native CPU kernels (calls of them: `native_call.py` and the modules that import it).
-
-The library is built with the package if there is a C++ compiler (`native/`, `setup.py`). A process has one
-library and one pool of threads; its choice of instruction set applies to all of its steps. Without the
-library, on other devices and in exported programs XLA computes the same functions (`linear.py`, `layers.py`).
-"""
+"""Loads the native CPU kernels, and keeps the tables of addresses that they look up by a handle."""
 
 import contextlib
 import contextvars
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError
+
+# Loads the native CPU kernels (calls of them: `native_call.py` and the modules that import it).
+#
+# The library is built with the package if there is a C++ compiler (`native/`, `setup.py`); an instruction
+# set that does not compile is left out of it, and importing one that could not be built raises why. A
+# process has one library and one pool of threads; its choice of instruction set applies to all of its steps.
+# Without the library, on other devices and in exported programs XLA computes the same functions
+# (`linear.py`, `layers.py`).
+
 
 # Environment variable: "xla" for no native kernels, or an instruction set from `Kernels.choices`.
 CHOICE_VARIABLE = "JAXLLM_KERNELS"
@@ -33,15 +39,19 @@ class Kernels:
     Attributes:
       name: the instruction set of the native kernels, or "xla".
       reason: why this one was chosen.
-      choices: instruction sets that this processor runs, fastest first; empty without the library.
+      choices: instruction sets that were built and that this processor runs, fastest first.
+      built: all instruction sets that were built, fastest first; empty without the library, as `choices`.
+      left_out: instruction sets of this kind of processor that could not be built, and why.
       missing: whether the native library could not be loaded although it was not switched off.
       branches: whether attention on CPUs reads a prefix of a cache by branches (see
-        `jaxllm.nn.used_prefix`).
+        `jaxllm.nn.layers`).
     """
 
     name: str
     reason: str
     choices: tuple[str, ...] = ()
+    built: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     missing: bool = False
     branches: bool = False
 
@@ -49,6 +59,11 @@ class Kernels:
     def native(self) -> bool:
         """Whether the native library is in use."""
         return self.name != "xla"
+
+
+def switched_off() -> bool:
+    """Whether the environment asks for XLA's own computations only, on every device."""
+    return os.environ.get(CHOICE_VARIABLE) == "xla"
 
 
 @contextlib.contextmanager
@@ -82,10 +97,11 @@ def process_kernels() -> Kernels:
       ConfigError: the environment asks for kernels that do not run here, or for an invalid number of threads.
     """
     choice = os.environ.get(CHOICE_VARIABLE, "")
-    if choice == "xla":
+    if switched_off():
         return Kernels("xla", f"{CHOICE_VARIABLE}=xla")
     try:
         library = _library()
+        choices, built, refused = library.backends(), library.built_backends(), library.refused_backends()
         for name, target in library.targets().items():
             jax.ffi.register_ffi_target(name, target, platform="cpu")
     except Exception as error:
@@ -96,14 +112,16 @@ def process_kernels() -> Kernels:
                 f"{CHOICE_VARIABLE}={choice}: there are no native kernels ({reason})"
             ) from error
         return Kernels("xla", reason, missing=True)
-    choices = library.backends()
     try:
         library.use_backend(choice)
     except ValueError as error:
         raise ConfigError(f"{CHOICE_VARIABLE}: {error}; kernels here: {', '.join(choices)}") from error
     library.set_threads(_threads_wanted())
-    reason = f"{CHOICE_VARIABLE}={choice}" if choice else "the fastest that this processor runs"
-    return Kernels(library.backend(), reason, choices)
+    reason = (
+        f"{CHOICE_VARIABLE}={choice}" if choice else "the fastest of those built that this processor runs"
+    )
+    left_out = {name: why for name, why in refused.items() if name not in built}
+    return Kernels(library.backend(), reason, choices, built, left_out)
 
 
 def set_threads(count: int) -> None:
@@ -133,7 +151,7 @@ def read_all(data: np.ndarray) -> None:
 
 
 def open_table(rows: Sequence[Sequence[np.ndarray | None]]) -> int:
-    """Opens a weight table (see `jaxllm.kernels.weight_table`), and returns its handle."""
+    """Opens a weight table (see `jaxllm.kernels.native`), and returns its handle."""
     target("copy")
     return _library().open_table(rows)
 
@@ -146,7 +164,7 @@ def close_table(handle: int) -> None:
 def open_chunks(
     form: tuple[Any, ...], heads: Sequence[int], bits: Sequence[int], chunks: Sequence[Sequence[np.ndarray]]
 ) -> int:
-    """Opens a table of chunks (see `jaxllm.kernels.chunk_table`), and returns its handle."""
+    """Opens a table of chunks (see `jaxllm.kernels.native`), and returns its handle."""
     target("attention")
     return _library().open_chunks(form, heads, bits, chunks)
 
@@ -183,3 +201,141 @@ def _library() -> Any:
     import jaxllm.kernels._native as library  # pyright: ignore[reportMissingImports]: may not be built
 
     return library
+
+
+# Weights by address: a table of the arrays of all layers, which native kernels look up by handle and row.
+#
+# A compiled step takes the handle, 8 bytes, instead of hundreds of arrays, and its body can be a loop over
+# layers. A kernel finds an array's address, type and shape in the table and checks them as those of an
+# operand; a handle of no open table is an error before the kernel runs. Handles are worthless in other
+# processes, so that buckets kept on disk hold none.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TableArray:
+    """An array in a row of a weight table, in the place of an array as an operand of native kernels.
+
+    Attributes:
+      table: `[2]` uint32, the handle, lower half first.
+      row: int32 scalar.
+      column: of the table.
+      shape, dtype: of the array. Kernels go by those of the table.
+    """
+
+    table: jax.Array
+    row: jax.Array
+    column: int = dataclasses.field(metadata={"static": True})
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+
+# XLA on a CPU uses memory of this alignment without a copy.
+_ALIGN_BYTES = 64
+# An array as a native kernel takes it.
+Operand = jax.Array | TableArray
+
+
+class WeightTable:
+    """An open weight table. It holds its arrays, and closes when the memory of `operand` is free.
+
+    Attributes:
+      operand: `[2]` uint32, the handle as compiled steps take it, aligned so that a CPU device may use its
+        memory: then the table is open until the last step with it has ended.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[np.ndarray | jax.Array | None]]) -> None:
+        """Opens a table.
+
+        Args:
+          rows: of as many arrays each, which are not copied: C-contiguous, of at most 5 dimensions, of
+            8-bit integers, bool, int32, uint16, float16, bfloat16 or float32. None is no array.
+
+        Raises:
+          ValueError: an array has another form, or 4,096 tables are open.
+          BufferError: an array is not contiguous.
+        """
+        handle = open_table([[_buffer(each) for each in row] for row in rows])
+        memory = np.zeros(2 * _ALIGN_BYTES, np.uint8)
+        start = -memory.ctypes.data % _ALIGN_BYTES
+        self.operand = memory[start : start + 8].view(np.uint32)
+        self.operand[:] = handle & 0xFFFFFFFF, handle >> 32
+        self._finalizer = weakref.finalize(memory, close_table, handle)
+
+    def close(self) -> None:
+        """Closes the table when no kernel reads it any more: later kernels fail, and the arrays are
+        released."""
+        self._finalizer()
+
+
+def _buffer(array: np.ndarray | jax.Array | None) -> np.ndarray | None:
+    if array is None:
+        return None
+    found = np.asarray(array)
+    return found.view(np.uint16) if found.dtype == jnp.bfloat16 else found
+
+
+# Chunks by address: a table of the coded chunks of a context, which native attention finds by a handle.
+#
+# A table checks once, when it opens, that each blob has the bytes of its width, and holds their memory until
+# it closes. A handle of no open table is an error before a kernel runs.
+
+
+# The handle of no table.
+NO_CHUNKS = np.zeros(2, np.uint32)
+
+
+class ChunkTable:
+    """An open table of chunks.
+
+    Attributes:
+      operand: `[2]` uint32, the handle as compiled steps take it.
+      chunks: number of its chunks.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[tuple[int, Sequence[np.ndarray]]],
+        *,
+        heads: Sequence[int],
+        tokens: int,
+        width: int,
+        half: bool,
+        keys_by_token: bool,
+        values_by_token: bool,
+        rotated: bool,
+    ) -> None:
+        """Opens a table.
+
+        Args:
+          chunks: bits and each layer's blob (`jaxllm.contexts.codecs`), in the order of their tokens. Not
+          copied;
+            they must not change.
+          heads: per layer, kv heads in the blobs.
+          tokens: of a chunk (C).
+          width: of a head (H).
+          half: whether the cache that follows them is of float16, else of float32.
+          keys_by_token, values_by_token, rotated: see `jaxllm.contexts.codecs.Codec`.
+
+        Raises:
+          ValueError: a blob has not the bytes of its width, or too many tables are open.
+        """
+        form = (tokens, width, half, keys_by_token, values_by_token, rotated)
+        bits, blobs = [each for each, _ in chunks], [each for _, each in chunks]
+        handle = open_chunks(form, heads, bits, blobs)
+        memory = np.zeros(2 * _ALIGN_BYTES, np.uint8)
+        start = -memory.ctypes.data % _ALIGN_BYTES
+        self.operand = memory[start : start + 8].view(np.uint32)
+        self.operand[:] = handle & 0xFFFFFFFF, handle >> 32
+        self.chunks = len(bits)
+        self._finalizer = weakref.finalize(self, close_chunks, handle)
+
+    def close(self) -> None:
+        """Closes the table when no kernel reads it any more: later kernels fail, and the blobs are
+        released."""
+        self._finalizer()

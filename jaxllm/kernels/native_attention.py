@@ -1,24 +1,24 @@
-"""Calls of the native kernels for attention and for the caches that it reads, for compiled steps (see
-`native`)."""
+"""Calls of the native kernels for attention, caches and sampling, for compiled steps."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.kernels.native import target
-from jaxllm.kernels.native_call import call
-from jaxllm.kernels.native_operands import count_operand, counts_operand, optional
-from jaxllm.kernels.used_units import UsedUnits
+from jaxllm.kernels.native_call import UsedUnits, call, count_operand, counts_operand, optional
+
+# Calls of the native kernels for attention and for the caches that it reads, for compiled steps (see
+# `native`).
 
 
 class ChunksAt(NamedTuple):
     """Chunks of one layer, by address.
 
     Attributes:
-      table: `[2]` uint32, the handle of a table (see `jaxllm.kernels.chunk_table`).
+      table: `[2]` uint32, the handle of a table (see `jaxllm.kernels.native`).
       layer: int32 scalar, in the table.
       tokens: int32 scalar, of the chunks that are attended to: whole chunks.
       mass: `[B, n]` float32, to which what valid queries attend to each chunk is added; for a tree
@@ -129,11 +129,11 @@ def load_chunks(
       stacks: per layer, the index of its stack.
       slots: `[L]` int32, per layer its index in its stack.
       extents: `[L, N, 3]` uint32, of chunk i of layer l the lower and the upper half of its address in this
-        process, and its size in bytes, which must be that of its width: a blob of `jaxllm.kv.codecs`.
+        process, and its size in bytes, which must be that of its width: a blob of `jaxllm.contexts.codecs`.
       bits: `[N]` int32, width of each chunk; 0 for raw floats, negative for no chunk.
       counts: `[L]` int32, how many of the K kv heads a layer's blobs have; None: all.
       tokens: of a chunk (C).
-      keys_by_token, values_by_token, rotated: see `jaxllm.kv.codecs.Codec`.
+      keys_by_token, values_by_token, rotated: see `jaxllm.contexts.codecs.Codec`.
     """
     flat = [rows for cache in caches for rows in cache]
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in flat]
@@ -191,3 +191,30 @@ def document_attention_gradients(
     call = jax.ffi.ffi_call(target("document_attention_gradients"), results)
     dq, dk, dv = call(q, k, v, starts, out, lse, dout, scale=np.float32(scale))
     return dq, dk, dv
+
+
+# Calls of the native kernels that choose tokens, for compiled steps (see `jaxllm.sampling`).
+#
+# All may be mapped over by `jax.vmap`.
+
+
+def largest(x: jax.Array) -> jax.Array:
+    """The index of each row's largest value or NaN, the first of equals, for `x` `[M, V]` float32: `[M]`
+    int32."""
+    return _call("largest", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32), x)
+
+
+def random_bits(seed: jax.Array, drawn: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Random bits of a shape, uint32: those of `jax.random.bits` with the threefry2x32 key `seed` `[2]`
+    uint32 into which `drawn`, an int32 scalar, is folded."""
+    return _call("random_bits", jax.ShapeDtypeStruct(shape, jnp.uint32), seed, drawn)
+
+
+def kth_largest(x: jax.Array, k: jax.Array) -> jax.Array:
+    """The `k`-th largest value (int32 scalar, from 0 up) of each row of `x` `[M, V]` float32, as keys `[M]`
+    uint32 whose order is that of the floats (see `sampling.ordered_bits`); 0 where a row has fewer."""
+    return _call("kth_largest", jax.ShapeDtypeStruct(x.shape[:1], jnp.uint32), x, k)
+
+
+def _call(name: str, result: jax.ShapeDtypeStruct, *operands: jax.Array) -> Any:
+    return jax.ffi.ffi_call(target(name), result, vmap_method="broadcast_all")(*operands)

@@ -1,37 +1,41 @@
-"""Calls of the native products, and of what begins a step, for compiled steps.
+"""Calls of the native products, for compiled steps: plain, of experts, with a static scale and its shadow."""
 
-Activations are quantized on the fly to 8 bits, with one scale per token and 256 inputs, or with a given
-static `step` in [1e-30, 1e30], at which values beyond ±127 steps are clipped. A token whose activations hold
-NaN or
-infinity gives NaN; magnitudes under 1e-30 count as zero.
-"""
-
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllm.config import Activation
-from jaxllm.kernels.native import target
-from jaxllm.kernels.native_call import call
-from jaxllm.kernels.native_operands import (
+from jaxllm.kernels.native import Operand, target
+from jaxllm.kernels.native_call import (
+    ACTIVATIONS,
     Adaptable,
+    UsedUnits,
     arrays_of,
     block_of,
+    call,
     count_operand,
     counts_operand,
     format_of,
     no_parts,
+    nothing,
     optional,
     parts_of,
     segments_of,
     steps_operand,
     units_of,
 )
-from jaxllm.kernels.used_units import UsedUnits
-from jaxllm.kernels.weight_table import Operand
-from jaxllm.quant import BlockedArray
+from jaxllm.quant import PANEL, BlockedArray, QArray, Weight
+from jaxllm.quant.nested import NESTED_GROUP
+
+# Calls of the native products, and of what begins a step, for compiled steps.
+#
+# Activations are quantized on the fly to 8 bits, with one scale per token and 256 inputs, or with a given
+# static `step` in [1e-30, 1e30], at which values beyond ±127 steps are clipped. A token whose activations
+# hold NaN or infinity gives NaN; magnitudes under 1e-30 count as zero.
 
 
 def to_units(
@@ -157,6 +161,354 @@ def unit_rows(weight: BlockedArray, index: jax.Array, live: jax.Array | None = N
     return call("unit_rows", result, buffers, operands, **format_of(weight), outputs=outputs)
 
 
-def zeros(shapes: Sequence[tuple[int, ...]], dtype: jnp.dtype) -> list[jax.Array]:
+def zeros(shapes: Sequence[tuple[int, ...]], dtype: DTypeLike) -> list[jax.Array]:
     """Arrays of zeros that take memory when they are used, where the system can do so."""
     return list(jax.ffi.ffi_call(target("zeros"), [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])())
+
+
+# Calls of the native kernels for mixtures of experts, for compiled steps (see `native`).
+#
+# The result of each token is bit for bit what it is alone.
+
+
+# Gate, up and down of one expert.
+ExpertBlocks = tuple[BlockedArray, BlockedArray, BlockedArray]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StoredExperts:
+    """The experts of one layer in a weight table whose rows are layers.
+
+    Attributes:
+      table: `[2]` uint32, the handle.
+      row: int32 scalar.
+      experts: of the layer (E); the arrays of gate, up and down of each follow each other.
+      units: of an expert (F).
+    """
+
+    table: jax.Array
+    row: jax.Array
+    experts: int = dataclasses.field(metadata={"static": True})
+    units: int = dataclasses.field(metadata={"static": True})
+
+
+def route(
+    x: jax.Array,
+    router: Operand,
+    *,
+    experts_per_token: int,
+    normalize: bool,
+    norm_scale: Operand | None = None,
+    norm_eps: float = 0.0,
+    bias: Operand | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The routing of tokens `x` `[M, D]` float32, after an RMS norm if given, by a router `[E, D]` float32
+    and its bias `[E]`: logits `[M, E]` float32, weights `[M, k]` float32 and ids `[M, k]` int32 (see
+    `jaxllm.experts.routing.route`)."""
+    chosen = (x.shape[0], experts_per_token)
+    logits, weights, ids = call(
+        "route",
+        [
+            jax.ShapeDtypeStruct((x.shape[0], router.shape[0]), jnp.float32),
+            jax.ShapeDtypeStruct(chosen, jnp.float32),
+            jax.ShapeDtypeStruct(chosen, jnp.int32),
+        ],
+        (x,),
+        (optional(norm_scale), router, optional(bias)),
+        eps=np.float32(norm_eps),
+        normalized=normalize,
+    )
+    return logits, weights, ids
+
+
+def visits(
+    x: jax.Array,
+    tiles: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    experts: Sequence[ExpertBlocks],
+    adapters: Sequence[tuple[Operand, Operand] | None],
+    pairs: int,
+    *,
+    activation: Activation,
+    norm_scale: Operand | None,
+    norm_eps: float,
+) -> jax.Array:
+    """The outputs of experts for tokens `x`, after an RMS norm if given.
+
+    Args:
+      x: `[M, D]` float32.
+      tiles: the tokens `[n, tile]`, expert `[n]` and size `[n]` of each tile, and the number of tiles, all
+        int32 (see `jaxllm.experts.mixture.Tiles`); in the result each tile begins where the one before ends.
+      experts: all experts of a layer, weights `[F, D]`, each with a bitwidth of its own.
+      adapters: of gate, up and down, `left` `[E, r, F]` and `right` `[E, r, D]`, or None.
+      pairs: rows of the result.
+      activation, norm_scale, norm_eps: see `native.feed_forward`.
+    """
+    sides = [each or (nothing(), nothing()) for each in adapters]
+    return call(
+        "experts",
+        jax.ShapeDtypeStruct((pairs, x.shape[-1]), jnp.float32),
+        (x, *tiles),
+        (
+            optional(norm_scale),
+            *(side for both in sides for side in both),
+            *(part for expert in experts for weight in expert for part in arrays_of(weight)),
+        ),
+        bits=np.array([expert[0].bits for expert in experts], np.int64),
+        groups=np.array([expert[0].group for expert in experts], np.int64),
+        units=np.int64(experts[0][1].shape[0]),
+        activation=np.int64(ACTIVATIONS.index(activation)),
+        eps=np.float32(norm_eps),
+    )
+
+
+# What `stored_visits` does with a tile: nothing; all; of one row of a nested expert what the high planes of
+# gate and up give, while its low planes are not there; the rest of that.
+LEAVE, RUN, BEGIN, FINISH = range(4)
+
+
+def stored_visits(
+    x: jax.Array,
+    tiles: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    actions: jax.Array,
+    weights: StoredExperts,
+    out: jax.Array,
+    begun: jax.Array,
+    *,
+    activation: Activation,
+    norm_scale: Operand | None,
+    norm_eps: float,
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs of some tiles, by experts that are found by address.
+
+    Args:
+      x, tiles, activation, norm_scale, norm_eps: see `visits`. An expert's number plus E stands for its high
+        plane alone.
+      actions: `[n]` int32, of each tile.
+      weights: of the layer.
+      out: `[P, D]` float32, or more rows, the outputs so far; donated.
+      begun: see `begun_shape`; of tiles that were begun, donated. Empty where none is.
+
+    Returns:
+      `out` and `begun`, changed at the tiles of these actions alone. To the bit as `visits` gives them, begun
+      before or not.
+    """
+    results = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (out, begun))
+    kernel = jax.ffi.ffi_call(target("stored_experts"), results, input_output_aliases={9: 0, 10: 1})
+    found, begun = kernel(
+        x,
+        *tiles,
+        actions,
+        optional(norm_scale),
+        weights.table,
+        weights.row,
+        out,
+        begun,
+        units=np.int64(weights.units),
+        experts=np.int64(weights.experts),
+        activation=np.int64(ACTIVATIONS.index(activation)),
+        eps=np.float32(norm_eps),
+    )
+    return found, begun
+
+
+def begun_shape(tiles: int, units: int, width: int) -> tuple[int, ...]:
+    """The shape of what is kept of tiles that were begun, int32: of gate and up, a number for each output and
+    group of inputs."""
+    return (tiles, 2, -(-units // PANEL), -(-width // NESTED_GROUP), PANEL)
+
+
+def sum_visits(
+    visits: jax.Array, places: jax.Array, weights: jax.Array, residual: jax.Array | None
+) -> jax.Array:
+    """Each token's sum of its rows in `visits` `[P, D]` float32, at indices `places` `[M, k]` int32, by
+    `weights` `[M, k]` float32, plus `residual` `[M, D]` float32 if given: `[M, D]` float32."""
+    shape = jax.ShapeDtypeStruct((places.shape[0], visits.shape[-1]), jnp.float32)
+    kernel = jax.ffi.ffi_call(target("sum_visits"), shape)
+    return kernel(visits, places, weights, optional(residual))
+
+
+# Calls of the native products with a static step that add their shadow themselves, for compiled steps.
+#
+# The excess beyond 127 steps is found when activations are quantized, and multiplied in floats with the rows
+# of its channels while the product's results are in the processor's cache (mllm-NPU, arXiv 2407.05858,
+# equation 1). Sizes are dynamic: nothing is padded, nothing is dropped. For everything else see
+# `native_products`.
+#
+# The row of a channel is the entry of a weight's float rows `[R, outputs]` float16 at the channel's `place`
+# `[inputs]` int32; where that is negative, it is the 8-bit weight's own.
+
+
+def takes(weight: Adaptable) -> bool:
+    """Whether these kernels take a weight in blocks: 8 bits with one scale per output."""
+    return format_of(weight) == {"bits": 8, "group": 0}
+
+
+def to_units_with_shadow(
+    x: jax.Array,
+    weights: Sequence[Adaptable],
+    step: jax.Array,
+    place: Operand,
+    rows: Sequence[Operand],
+    *,
+    norm_scale: Operand | None = None,
+    norm_eps: float = 0.0,
+    used: UsedUnits | None = None,
+    live: jax.Array | None = None,
+) -> tuple[list[jax.Array], jax.Array]:
+    """`native_products.to_units` with a step, and the number of channels with outliers, `[1]` int32; `rows`
+    per weight."""
+    outputs = [int(np.prod(weight.shape[:-1])) for weight in weights]
+    results = [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs]
+    *found, channels = call(
+        "to_units",
+        [*results, _channels(1)],
+        (x, count_operand(live)),
+        (
+            optional(norm_scale),
+            counts_operand(used),
+            steps_operand(step),
+            *(part for weight in weights for part in parts_of(weight)),
+            place,
+            *rows,
+        ),
+        **format_of(weights[0]),
+        **units_of(used, weights[0]),
+        eps=np.float32(norm_eps),
+        widen=True,
+        shadowed=True,
+    )
+    return found, channels
+
+
+def from_units_with_shadow(
+    h: jax.Array,
+    weight: Adaptable,
+    step: jax.Array,
+    place: Operand,
+    rows: Operand,
+    *,
+    residual: jax.Array | None = None,
+    used: UsedUnits | None = None,
+    live: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`native_products.from_units` with a step, and the number of inputs with outliers, `[1]` int32."""
+    out, channels = call(
+        "from_units",
+        [jax.ShapeDtypeStruct((h.shape[0], weight.shape[-1]), jnp.float32), _channels(1)],
+        (h, count_operand(live), optional(residual)),
+        (*parts_of(weight), counts_operand(used), steps_operand(step), place, rows),
+        **format_of(weight),
+        **segments_of(used, weight),
+        widen=True,
+    )
+    return out, channels
+
+
+def feed_forward_with_shadow(
+    x: jax.Array,
+    gate: Adaptable | None,
+    up: Adaptable,
+    down: Adaptable,
+    steps: tuple[jax.Array, jax.Array],
+    places: tuple[Operand, Operand],
+    rows: tuple[Sequence[Operand], Operand],
+    *,
+    activation: Activation,
+    norm_scale: Operand | None,
+    norm_eps: float,
+    residual: bool,
+    used: UsedUnits | None = None,
+    live: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`native_products.feed_forward` with steps, and the numbers of channels of x and of units with outliers,
+    `[2]` int32; places and rows are those of x's channels (for gate, if there is one, and up) and of units
+    (for down)."""
+    first = [*rows[0]] if gate is not None else [nothing(), *rows[0]]
+    out, channels = call(
+        "feed_forward",
+        [jax.ShapeDtypeStruct(x.shape, jnp.float32), _channels(2)],
+        (x, count_operand(live)),
+        (
+            optional(norm_scale),
+            counts_operand(used),
+            steps_operand(*steps),
+            *(no_parts() if gate is None else parts_of(gate)),
+            *parts_of(up),
+            *parts_of(down),
+            places[0],
+            *first,
+            places[1],
+            rows[1],
+        ),
+        **format_of(up),
+        **block_of(used, up, activation),
+        residual=residual,
+        eps=np.float32(norm_eps),
+        widen=True,
+    )
+    return out, channels
+
+
+def _channels(count: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((count,), jnp.int32)
+
+
+# Multiplies activations that are quantized with a static step, by XLA, where native kernels do not run.
+#
+# Weights of 8 bits with one scale per output are multiplied in integers, exactly, which is faster on
+# accelerators than floats. With other weights, activations are rounded to steps and the product is in
+# floats.
+
+
+# Largest number of steps, of a symmetric 8-bit range.
+TOP_LEVEL = 127
+
+
+def in_integers(weight: Weight) -> bool:
+    """Whether the weight is multiplied in integers."""
+    return isinstance(weight, QArray) and weight.bits == 8 and not weight.group
+
+
+def levels(x: jax.Array, step: jax.Array) -> jax.Array:
+    """`x` in steps, as floats: integers in [-127, 127], and NaN where x is NaN."""
+    top = np.float32(TOP_LEVEL)
+    return jnp.clip(jnp.round(x.astype(jnp.float32) / step), -top, top)
+
+
+def rounded(x: jax.Array, step: jax.Array) -> jax.Array:
+    """`x` `[M, D]` rounded to whole steps and clipped; rows with an infinity become NaN."""
+    return _broken_as_nan(x, levels(x, step) * step).astype(x.dtype)
+
+
+def rows_product(rows: jax.Array, weight: Weight, step: jax.Array) -> jax.Array:
+    """Activations `[M, D]` times a matrix `[R, D]` that `in_integers` accepts: `[M, R]`."""
+    assert isinstance(weight, QArray)
+    sums = jax.lax.dot_general(
+        levels(rows, step).astype(jnp.int8),
+        weight.data,
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.int32,
+    )
+    return _broken_as_nan(rows, sums.astype(jnp.float32) * (step * weight.scale[:, 0])).astype(rows.dtype)
+
+
+def reduction_product(rows: jax.Array, weight: Weight, step: jax.Array) -> jax.Array:
+    """Activations `[M, prod(U)]` times a weight `[*U, D]` that `in_integers` accepts: `[M, D]`."""
+    assert isinstance(weight, QArray)
+    # Each entry of a stack has its own scale per output.
+    data = weight.data.reshape(-1, *weight.data.shape[-2:])
+    scale = weight.scale.reshape(-1, weight.scale.shape[-1])
+    parts = levels(rows, step).astype(jnp.int8).reshape(len(rows), len(data), -1)
+    sums = jax.lax.dot_general(
+        parts, data, (((2,), (1,)), ((1,), (0,))), preferred_element_type=jnp.int32
+    ).astype(jnp.float32)
+    out = jnp.sum(sums * (step * scale)[:, None], axis=0)
+    return _broken_as_nan(rows, out).astype(rows.dtype)
+
+
+def _broken_as_nan(rows: jax.Array, out: jax.Array) -> jax.Array:
+    """Sets rows of the result to NaN where the activations have NaN or infinity, which integers cannot
+    represent."""
+    fine = jnp.all(jnp.isfinite(rows), axis=-1, keepdims=True)
+    return jnp.where(fine, out, np.asarray(np.nan, out.dtype))

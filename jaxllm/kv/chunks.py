@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
+from jaxllm.contexts.codecs import ChunkFormat, ChunkShape
 from jaxllm.kernels import native, native_attention
 from jaxllm.kv.cache import KVCache, Past
-from jaxllm.kv.codecs import ChunkFormat, ChunkShape
 
 # Default tokens of a chunk (LLMS, section 4).
 CHUNK_TOKENS = 16
@@ -156,10 +157,10 @@ def load_layer(
     return dataclasses.replace(past, keys=keys, values=values, coded=None)
 
 
-def reads_addresses(dtype: jnp.dtype) -> bool:
+def reads_addresses(dtype: DTypeLike) -> bool:
     """Whether `load_chunks` into a cache of `dtype` is native, and takes addresses of blobs in memory."""
     on_cpu = jax.default_backend() == "cpu" and native.kernels().native
-    return on_cpu and dtype in (jnp.float32, jnp.float16)
+    return on_cpu and jnp.dtype(dtype) in (jnp.float32, jnp.float16)
 
 
 def place_chunks(

@@ -11,18 +11,20 @@ from typing import Protocol, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
-from jaxllm.kv.cache import KVCache, Past
-from jaxllm.kv.positions import TokenPositions
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.models import encoder_decoder, mixed_layers
-from jaxllm.models.encoder_decoder_positions import embedded
-from jaxllm.models.input_rows import InputRows
+from jaxllm.models.encoder_decoder import embedded
+from jaxllm.models.features import require_decoder_alone, require_room
 from jaxllm.models.layer import (
     CosSin,
+    InputRows,
+    LayerParams,
     attend_cache,
     attend_documents,
     attended,
@@ -31,16 +33,13 @@ from jaxllm.models.layer import (
     rotary_by_rope,
     run_layer,
 )
-from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import STACK, layer_of, one_by_one, over_layers
 from jaxllm.models.parameters import Params, head_name
-from jaxllm.models.rooms import require_decoder_alone, require_room
 from jaxllm.models.scanned_layers import Remat, is_stacked, remembering, run_scanned
 from jaxllm.models.state_layer import cached_state_layer, document_state_layer
 from jaxllm.nn.documents import Branches, document_positions
+from jaxllm.nn.layers import by_sequence, constrained, normalize
 from jaxllm.nn.linear import embed, to_units
-from jaxllm.nn.norms import by_sequence, normalize
-from jaxllm.nn.sharding import constrained
 
 
 @overload
@@ -53,7 +52,7 @@ def forward(
     valid: jax.Array | None = None,
     row: jax.Array | None = None,
     inputs: InputRows | None = None,
-    dtype: jnp.dtype = ...,
+    dtype: DTypeLike = ...,
 ) -> tuple[jax.Array, None]: ...
 
 
@@ -67,7 +66,7 @@ def forward(
     valid: jax.Array | None = None,
     row: jax.Array | None = None,
     inputs: InputRows | None = None,
-    dtype: jnp.dtype = ...,
+    dtype: DTypeLike = ...,
 ) -> tuple[jax.Array, KVCache]: ...
 
 
@@ -80,7 +79,7 @@ def forward(
     valid: jax.Array | None = None,
     row: jax.Array | None = None,
     inputs: InputRows | None = None,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, KVCache | None]:
     """Hidden states of new tokens, and the cache with their keys and values.
 
@@ -121,7 +120,7 @@ def forward_at(
     at: TokenPositions,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     row: jax.Array | None = None,
     inputs: InputRows | None = None,
 ) -> tuple[jax.Array, KVCache]:
@@ -172,7 +171,7 @@ def embed_tokens(
     positions: jax.Array,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     live: jax.Array | None = None,
     inputs: InputRows | None = None,
 ) -> jax.Array:
@@ -254,7 +253,7 @@ def forward_documents(
     branches: Branches | None = None,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     remat: Remat = "none",
     differentiable: bool = True,
 ) -> jax.Array:
@@ -292,7 +291,7 @@ def forward_documents_with_routing(
     starts: jax.Array | None = None,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     remat: Remat = "none",
     differentiable: bool = True,
 ) -> tuple[jax.Array, Routing]:
@@ -315,8 +314,7 @@ def forward_documents_with_routing(
 
 
 class _DocumentLayer(Protocol):
-    """One layer over documents: its parameters, and its input `[B, T, D]`, to the next layer's input, and its
-    routing if it is sparse."""
+    """One layer over documents: from parameters and input `[B, T, D]` to output, and routing where sparse."""
 
     def __call__(self, own: Params, x: jax.Array, *, like: int) -> tuple[jax.Array, Routing | None]: ...
 
@@ -328,7 +326,7 @@ def _begin_documents(
     branches: Branches | None,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     differentiable: bool,
 ) -> tuple[jax.Array, _DocumentLayer]:
     """The first layer's input, and what runs a layer."""

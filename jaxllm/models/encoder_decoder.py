@@ -1,35 +1,188 @@
-"""Encoder-decoders: a decoder that also attends to what an encoder said of a source once.
-
-`encode` computes the source's hidden states, `with_source` projects them to keys and values of each decoder
-layer (`jaxllm.kv.source`), and `forward_at` is that of `decoder.py` for such a decoder. Both sides differ
-from the shared decoder in `ModelConfig` alone: relative position biases and no scale (T5, arXiv 1910.10683),
-or norms after each sum (BART, arXiv 1910.13461), or experts with a capacity (Switch, arXiv 2101.03961).
-"""
+"""Encoder-decoders: a decoder that also attends to an encoder's output."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.experts.routing import Routing
-from jaxllm.kernels.used_units import UsedUnits
-from jaxllm.kv.cache import KVCache, Past
-from jaxllm.kv.positions import TokenPositions
-from jaxllm.kv.source import Source
-from jaxllm.models.encoder_decoder_blocks import SharedOptions, fed_forward, routed
-from jaxllm.models.encoder_decoder_positions import bias_both_ways, bias_by_distance, embedded
+from jaxllm.experts.mixture import mixture
+from jaxllm.experts.routing import Routing, route
+from jaxllm.kernels.native_call import UsedUnits
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
+from jaxllm.kv.states import Source
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of, over_layers
 from jaxllm.models.parameters import ENCODER, Params
-from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention, source_attention
-from jaxllm.nn.linear import from_units, normed_to_units, to_units
-from jaxllm.nn.norms import normalize
-from jaxllm.nn.source_self_attention import BLOCK_TOKENS, source_self_attention
+from jaxllm.nn.documents import BLOCK_TOKENS, source_self_attention
+from jaxllm.nn.layers import AttentionOptions, Heads, activate, cached_attention, normalize, source_attention
+from jaxllm.nn.linear import FeedForward, embed, feed_forward, from_units, normed_to_units, to_units
+
+# Runs the second half of a layer of an encoder-decoder: a feed-forward block, or experts with a capacity
+# (Switch, arXiv 2101.03961).
+
+
+class SharedOptions(TypedDict):
+    """Options that all products of a block take (see `jaxllm.nn.linear`)."""
+
+    used: UsedUnits | None
+    live: jax.Array | None
+    rowwise: bool
+
+
+def fed_forward(
+    weights: LayerParams,
+    x: jax.Array,
+    cfg: ModelConfig,
+    layer: int,
+    valid: jax.Array,
+    live: jax.Array | None,
+    rowwise: bool = False,
+) -> jax.Array:
+    """The second half of a layer: a feed-forward block, or experts."""
+    norm = weights.norm("ffn_norm", cfg)
+    if cfg.is_sparse(layer):
+        return _visited(weights, x, cfg, valid, rowwise)
+    block = FeedForward(
+        up=weights["ffn.up"],
+        down=weights["ffn.down"],
+        gate=weights["ffn.gate"] if cfg.gated_ffn else None,
+        up_bias=weights.vector("ffn.up_bias"),
+        down_bias=weights.vector("ffn.down_bias"),
+        activation=cfg.activation,
+    )
+    _, neurons = weights.used
+    shared: SharedOptions = {"used": neurons, "live": live, "rowwise": rowwise}
+    if not cfg.norm_after:
+        return feed_forward(x, norm, block, add_input=True, **shared)
+    hidden = activate(to_units(x, block.up, block.up_bias, **shared), cfg.activation)
+    mixed = from_units(hidden, block.down, block.down_bias, residual=x, **shared)
+    return normalize(mixed, norm)
+
+
+def _visited(
+    weights: LayerParams, x: jax.Array, cfg: ModelConfig, valid: jax.Array, rowwise: bool
+) -> jax.Array:
+    """The experts of a layer (see `routed`)."""
+    routing, taken = routed(weights, x, cfg, valid, rowwise)
+    block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], activation=cfg.activation)
+    return mixture(x, weights.norm("ffn_norm", cfg), routing, block, add_input=True, live=taken)
+
+
+def routed(
+    weights: LayerParams, x: jax.Array, cfg: ModelConfig, valid: jax.Array, rowwise: bool
+) -> tuple[Routing, jax.Array]:
+    """The routing of tokens, and which of the T visit their expert: each token the likeliest one, unless as
+    many tokens before it as the expert's capacity visit the same. Nodes of a tree (`rowwise`) come alone, so
+    that none is too many."""
+    norm = weights.norm("ffn_norm", cfg)
+    routing = route(x, weights["router"], experts_per_token=1, normalize=False, norm=norm)  # pyright: ignore
+    real = jnp.arange(x.shape[1], dtype=jnp.int32) < valid
+    return routing, real if rowwise else within_capacity(routing, real, cfg)
+
+
+def within_capacity(routing: Routing, real: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Which tokens visit their expert, `[B, T]` bool: of those that chose the same as many as it takes, the
+    first ones of each row. `real` `[T]` or `[B, T]` bool is False for padding, which takes no place."""
+    visits = jax.nn.one_hot(routing.ids[..., 0], cfg.experts, dtype=jnp.int32)
+    visits = jnp.where(real[..., None], visits, 0)
+    rank = jnp.take_along_axis(jnp.cumsum(visits, axis=1), routing.ids, axis=-1)[..., 0]
+    return real & (rank <= cfg.expert_capacity)
+
+
+# Positions in encoder-decoders: learned or sinusoidal ones are added to embeddings; relative ones add a
+# learned bias per head and bucket of distance to scores (T5, arXiv 1910.10683).
+
+
+def embedded(
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    *,
+    cfg: ModelConfig,
+    dtype: DTypeLike,
+    live: jax.Array | None,
+) -> jax.Array:
+    """Input of the first layer `[B, T, D]`."""
+    x = embed(tokens, params["embed.tokens"], dtype, live)
+    if cfg.embed_scale != 1.0:
+        x = x * np.asarray(cfg.embed_scale, x.dtype)
+    if cfg.learned_positions:
+        x = x + embed(positions, params["embed.positions"], dtype)
+    if cfg.sinusoidal_positions:
+        x = x + _sinusoids(positions, cfg.hidden_size).astype(dtype)
+    return normalize(x, LayerParams(params, "").norm("embed.norm", cfg)) if cfg.embed_norm else x
+
+
+def bias_both_ways(params: Params, count: int, cfg: ModelConfig) -> jax.Array | None:
+    """The bias of `source_self_attention` of an encoder, for `count` tokens."""
+    if not cfg.relative_buckets:
+        return None
+    distance = jnp.arange(1 - count, count, dtype=jnp.int32)
+    bias = _biases(params, distance, cfg, both_ways=True)
+    return bias.T.reshape(cfg.kv_heads, cfg.group, -1)
+
+
+def bias_by_distance(params: Params, cfg: ModelConfig) -> jax.Array | None:
+    """The decoder's `AttentionOptions.bias`."""
+    if not cfg.relative_buckets:
+        return None
+    # All tokens at least as far as `relative_distance` share a bucket.
+    behind = jnp.arange(-cfg.relative_distance, 1, dtype=jnp.int32)
+    bias = _biases(params, behind, cfg, both_ways=False)
+    return bias.T.reshape(cfg.kv_heads, cfg.group, -1)
+
+
+def relative_buckets(distance: jax.Array, *, buckets: int, most: int, both_ways: bool) -> jax.Array:
+    """The bucket in [0, buckets) of each distance, int32, from a token to the one it attends to.
+
+    Half of the buckets are for one token each, the others for ranges that grow logarithmically, up to `most`
+    tokens; those farther away share the last one. With `both_ways` each direction has half of the buckets,
+    else tokens that come later share bucket 0.
+    """
+    lead = jnp.zeros_like(distance)
+    if both_ways:
+        buckets //= 2
+        lead = jnp.where(distance > 0, np.int32(buckets), np.int32(0))
+        distance = jnp.abs(distance)
+    else:
+        distance = jnp.maximum(-distance, 0)
+    exact = buckets // 2
+    # In this order, and in float32, as checkpoints were trained: a distance at a boundary stays on its side.
+    growth = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact) / np.float32(np.log(most / exact))
+    far = jnp.minimum(exact + (growth * (buckets - exact)).astype(jnp.int32), buckets - 1)
+    return lead + jnp.where(distance < exact, distance, far)
+
+
+def _biases(params: Params, distance: jax.Array, cfg: ModelConfig, *, both_ways: bool) -> jax.Array:
+    """Biases `[..., N]` float32 of distances (see `relative_buckets`)."""
+    biases = LayerParams(params, "").vector("relative_positions")
+    assert biases is not None
+    own = {"buckets": cfg.relative_buckets, "most": cfg.relative_distance, "both_ways": both_ways}
+    return biases.astype(jnp.float32)[relative_buckets(distance, **own)]
+
+
+def _sinusoids(positions: jax.Array, width: int) -> jax.Array:
+    """`[T, D]` float32: sines in the first half of the dimensions, cosines in the other (Marian)."""
+    frequencies = 10000.0 ** -(np.arange(0, width, 2, dtype=np.float64) / width)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+# Encoder-decoders: a decoder that also attends to what an encoder said of a source once.
+#
+# `encode` computes the source's hidden states, `with_source` projects them to keys and values of each
+# decoder layer (`jaxllm.kv.states`), and `forward_at` is that of `decoder.py` for such a decoder. Both sides
+# differ from the shared decoder in `ModelConfig` alone: relative position biases and no scale (T5, arXiv
+# 1910.10683), or norms after each sum (BART, arXiv 1910.13461), or experts with a capacity (Switch, arXiv
+# 2101.03961).
+
 
 Kept = TypeVar("Kept")
 # (queries, keys and values of new tokens; used kv groups) -> (attention outputs, what the layer keeps, such
@@ -49,7 +202,7 @@ def encode(
     valid: jax.Array,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     block_tokens: int = BLOCK_TOKENS,
 ) -> jax.Array:
     """What the encoder says of a source.
@@ -75,7 +228,7 @@ def encode(
 
 
 def begin_encoder(
-    params: Params, tokens: jax.Array, valid: jax.Array, *, cfg: ModelConfig, dtype: jnp.dtype = jnp.float32
+    params: Params, tokens: jax.Array, valid: jax.Array, *, cfg: ModelConfig, dtype: DTypeLike = jnp.float32
 ) -> tuple[jax.Array, jax.Array | None]:
     """`encode` before its first layer; see there.
 
@@ -174,7 +327,7 @@ def read_source(
     cache: KVCache,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> KVCache:
     """An empty cache with a source: encodes the tokens, and projects what was said.
 
@@ -198,7 +351,7 @@ def forward_at(
     at: TokenPositions,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     row: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """`decoder.forward_at` of a decoder whose cache has a source."""

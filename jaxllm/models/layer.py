@@ -1,6 +1,7 @@
 """Computes one decoder layer: attention over a cache or over whole documents, then feed-forward block or
 experts."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -8,17 +9,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import Routing, route
-from jaxllm.kernels.used_units import UsedUnits
-from jaxllm.kv.cache import Past
-from jaxllm.kv.positions import TokenPositions
+from jaxllm.kernels.native_call import UsedUnits
+from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.nn.documents import Branches, document_attention
-from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention, rotary_cos_sin, rotate
+from jaxllm.nn.layers import (
+    AttentionOptions,
+    Heads,
+    by_sequence,
+    cached_attention,
+    normalize,
+    rotary_cos_sin,
+    rotate,
+)
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
-from jaxllm.nn.norms import by_sequence, normalize
+
+# Computes one decoder layer: attention over a cache or over whole documents, then feed-forward block or
+# experts.
+
 
 CosSin = tuple[jax.Array, jax.Array]
 Kept = TypeVar("Kept")
@@ -305,3 +317,29 @@ def chosen_experts(
         bias=weights.operand("router_bias"),
         differentiable=differentiable,
     )
+
+
+# Rows that stand in place of tokens' embeddings, such as those that an encoder makes of an image.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InputRows:
+    """Rows of some of T new tokens, which no token id can make again.
+
+    Attributes:
+      rows: `[T, D]` float32, as the first layer's input is before positions are added.
+      given: `[T]` bool, which tokens have one; the others have their embedding.
+    """
+
+    rows: jax.Array | np.ndarray
+    given: jax.Array | np.ndarray
+
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes them is traced."""
+        axes.check(jnp.float32, "T D", rows=self.rows)
+        axes.check(jnp.bool_, "T", given=self.given)
+
+    def over(self, x: jax.Array) -> jax.Array:
+        """The embeddings `[B, T, D]` of tokens, with these rows in their places."""
+        return jnp.where(jnp.asarray(self.given)[:, None], jnp.asarray(self.rows).astype(x.dtype), x)

@@ -6,10 +6,9 @@ import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.kernels.native_call import value
-from jaxllm.kernels.used_units import PARAMETER, UsedUnits, used_units
-from jaxllm.kernels.weight_table import Operand, TableArray
-from jaxllm.nn.norms import Norm
+from jaxllm.kernels.native import Operand, TableArray
+from jaxllm.kernels.native_call import PARAMETER, UsedUnits, used_units, value
+from jaxllm.nn.layers import Norm
 from jaxllm.quant import Weight
 
 
@@ -30,7 +29,7 @@ class LayerParams:
     @property
     def used(self) -> tuple[UsedUnits | None, UsedUnits | None]:
         """The used kv groups and the used neurons, None where all are used (see
-        `jaxllm.kernels.used_units`)."""
+        `jaxllm.kernels.native`)."""
         return used_units(self.operand(PARAMETER)) if self._used is None else self._used
 
     def using(self, used: tuple[UsedUnits, UsedUnits]) -> "LayerParams":

@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.kernels import native
-from jaxllm.kernels.used_units import PARAMETER
-from jaxllm.kernels.weight_table import TableArray, WeightTable
+from jaxllm.kernels.native import TableArray, WeightTable
+from jaxllm.kernels.native_call import PARAMETER
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.models.stacked_layers import StackedLayer, StackedLayers, stack_layers

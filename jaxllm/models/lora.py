@@ -6,7 +6,7 @@ An adapter is a flat dict like that of the model, with two arrays for each adapt
 
 and the parameter becomes `w + scaling · left · right` (equation 3). `adapt` puts an adapter beside weights of
 any storage type, as arrays of a fixed rank, so that another adapter, or none (zeros), uses the same compiled
-step. Files are read and written by `checkpoints/peft_folder.py`.
+step. Files are read and written by `checkpoints/peft.py`.
 """
 
 import dataclasses

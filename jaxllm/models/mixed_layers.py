@@ -16,12 +16,12 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import route
-from jaxllm.kv.cache import KVCache, Past
-from jaxllm.kv.positions import TokenPositions
-from jaxllm.mixed_config import layer_config, shares_kv
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
+from jaxllm.layer_configs import layer_config, shares_kv
 from jaxllm.models.layer import (
     Attend,
     Kept,
+    LayerParams,
     attend_cache,
     attend_documents,
     dense_block,
@@ -30,14 +30,12 @@ from jaxllm.models.layer import (
     query_growth,
     rotary_by_rope,
 )
-from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of, over_layers
 from jaxllm.models.parameters import Params
 from jaxllm.models.scanned_layers import is_stacked
 from jaxllm.nn.documents import document_positions
-from jaxllm.nn.layers import Heads, activate
+from jaxllm.nn.layers import Heads, Norm, activate, by_sequence, normalize
 from jaxllm.nn.linear import FeedForward, add_normed, embed, from_units, normed_to_units, to_units
-from jaxllm.nn.norms import Norm, by_sequence, normalize
 
 Pair = tuple[jax.Array, jax.Array]
 

@@ -1,35 +1,4 @@
-"""The parameters of every decoder: their names, shapes and initial values.
-
-A flat dict with stable string keys:
-
-    embed.tokens [V, D]            embed.positions [P, D]
-    layers.{i}.attn_norm.scale/bias [D]          (and attn_post_norm, ffn_norm, ffn_post_norm)
-    layers.{i}.attn.q [K, G·H, D]  .k [K, H, D]  .v [K, H, D]  .o [K, G·H, D]   (+ q_bias ...)
-    layers.{i}.attn.q_norm.scale [H]             .k_norm.scale [H]          (joint: [N·H] and [K·H])
-    layers.{i}.ffn.gate [F, D]     .up [F, D]    .down [F, D]                   (+ gate_bias ...)
-    layers.{i}.attn.gate [K, G·H, D]                                (where attention has an output gate)
-    layers.{i}.state_norm.scale [D]  .state.*                       (in place of attn.*, see `state_layer.py`)
-    layers.{i}.router [E, D]       .experts.gate [E, F, D]  .up [E, F, D]  .down [E, F, D]   (or these)
-    layers.{i}.router_bias [E]     .expert_gate_bias [E, F]   .expert_up_bias   .expert_down_bias [E, D]
-    layers.{i}.attn.sink_logits [K, G]
-    layers.{i}.layer_input.gate [P, D]           .layer_input.o [P, D]          .layer_input_norm.scale [D]
-    layers.{i}.output.scale [1]                  (of mixed layers, as all of P)
-    layers.{i}.router_norm.scale, .experts_norm.scale, .experts_post_norm.scale, .dense_post_norm.scale [D]
-    layers.{i}.router_output.scale [E]           (of mixed layers with experts)
-    embed.layer_inputs [V, L·P]    embed.input_projection [L·P, D]             embed.input_norm.scale [P]
-    layers.{i}.shared.gate/up/down [S, D]        .shared.score [1, D]       (beside experts)
-    final_norm.scale/bias [D]      head [V, D]   head_bias [V]
-
-and of an encoder-decoder
-
-    encoder.*, all of the above but embed.tokens, which both share
-    embed.norm.scale/bias [D]      relative_positions [buckets, N]        head_bias [V]
-    layers.{i}.cross_norm.scale/bias [D]  .cross.q  .cross.k  .cross.v  .cross.o  (+ q_bias ..., as attn.*)
-
-The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer. Where a layer has
-experts, an expert is one entry of the leading axis. The experts' biases are no part of `experts.*`: they are
-small, and stay in memory where experts are loaded one by one.
-"""
+"""The parameters of every decoder: their names, shapes and initial values."""
 
 import dataclasses
 import functools
@@ -39,11 +8,45 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllm.config import ModelConfig
-from jaxllm.mixed_config import MixedLayers, layer_config, shares_kv
+from jaxllm.layer_configs import MixedLayers, StateConfig, layer_config, shares_kv
 from jaxllm.quant import Weight
-from jaxllm.state_config import StateConfig
+
+# The parameters of every decoder: their names, shapes and initial values.
+#
+# A flat dict with stable string keys:
+#
+#     embed.tokens [V, D]            embed.positions [P, D]
+#     layers.{i}.attn_norm.scale/bias [D]          (and attn_post_norm, ffn_norm, ffn_post_norm)
+#     layers.{i}.attn.q [K, G·H, D]  .k [K, H, D]  .v [K, H, D]  .o [K, G·H, D]   (+ q_bias ...)
+#     layers.{i}.attn.q_norm.scale [H]             .k_norm.scale [H]          (joint: [N·H] and [K·H])
+#     layers.{i}.ffn.gate [F, D]     .up [F, D]    .down [F, D]                   (+ gate_bias ...)
+#     layers.{i}.attn.gate [K, G·H, D]                                (where attention has an output gate)
+#     layers.{i}.state_norm.scale [D]  .state.*                       (in place of attn.*, see
+#     `state_layer.py`)
+#     layers.{i}.router [E, D]       .experts.gate [E, F, D]  .up [E, F, D]  .down [E, F, D]   (or these)
+#     layers.{i}.router_bias [E]     .expert_gate_bias [E, F]   .expert_up_bias   .expert_down_bias [E, D]
+#     layers.{i}.attn.sink_logits [K, G]
+#     layers.{i}.layer_input.gate [P, D]           .layer_input.o [P, D]          .layer_input_norm.scale [D]
+#     layers.{i}.output.scale [1]                  (of mixed layers, as all of P)
+#     layers.{i}.router_norm.scale, .experts_norm.scale, .experts_post_norm.scale, .dense_post_norm.scale [D]
+#     layers.{i}.router_output.scale [E]           (of mixed layers with experts)
+#     embed.layer_inputs [V, L·P]    embed.input_projection [L·P, D]             embed.input_norm.scale [P]
+#     layers.{i}.shared.gate/up/down [S, D]        .shared.score [1, D]       (beside experts)
+#     final_norm.scale/bias [D]      head [V, D]   head_bias [V]
+#
+# and of an encoder-decoder
+#
+#     encoder.*, all of the above but embed.tokens, which both share
+#     embed.norm.scale/bias [D]      relative_positions [buckets, N]        head_bias [V]
+#     layers.{i}.cross_norm.scale/bias [D]  .cross.q  .cross.k  .cross.v  .cross.o  (+ q_bias ..., as attn.*)
+#
+# The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer. Where a layer has
+# experts, an expert is one entry of the leading axis. The experts' biases are no part of `experts.*`: they
+# are small, and stay in memory where experts are loaded one by one.
+
 
 Params = Mapping[str, Weight]
 # Prefix of the encoder's parameters.
@@ -279,14 +282,14 @@ def _expert_specs(cfg: ModelConfig, neurons: int) -> dict[str, ParamSpec]:
     return specs
 
 
-def init_params(cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> dict[str, jax.Array]:
+def init_params(cfg: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
     """Random parameters to train from: normal weights of variance 1/fan-in, norms at one."""
     specs = param_specs(cfg)
     keys = jax.random.split(key, len(specs))
     return {name: init_param(cfg, name, each, dtype) for name, each in zip(specs, keys, strict=True)}
 
 
-def init_param(cfg: ModelConfig, name: str, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def init_param(cfg: ModelConfig, name: str, key: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The initial value of one parameter (see `init_params`)."""
     spec = param_specs(cfg)[name]
     if name.endswith(".scale"):

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.quant import Weight, sliced
-from jaxllm.quant.stacked import StackedArray, StackEntry, new_stack, placed, taken, with_row
+from jaxllm.quant.parts import StackedArray, StackEntry, new_stack, placed, taken, with_row
 
 
 @jax.tree_util.register_dataclass

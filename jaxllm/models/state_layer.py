@@ -20,15 +20,19 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
-from jaxllm.kv.positions import TokenPositions
+from jaxllm.kv.cache import TokenPositions
 from jaxllm.kv.states import LayerState, StateNodes, no_states
-from jaxllm.models.layer import fed_forward, live_rows
-from jaxllm.models.layer_params import LayerParams
+from jaxllm.layer_configs import StateConfig
+from jaxllm.models.layer import LayerParams, fed_forward, live_rows
+from jaxllm.nn.layers import normalize
 from jaxllm.nn.linear import from_units, normed_to_units, to_units
-from jaxllm.nn.norms import normalize
-from jaxllm.nn.state_trees import tree_convolution, tree_delta_rule
-from jaxllm.nn.states import DeltaInputs, gated_delta_rule, short_convolution
-from jaxllm.state_config import StateConfig
+from jaxllm.nn.states import (
+    DeltaInputs,
+    gated_delta_rule,
+    short_convolution,
+    tree_convolution,
+    tree_delta_rule,
+)
 
 # Of the squared length of a query or key, as in flash-linear-attention.
 _LENGTH_EPS = 1e-6
@@ -74,7 +78,7 @@ def cached_state_layer(
 
     Returns:
       The next layer's input `[B, T, D]`, and the state after the valid tokens; after a tree the same state
-      with its nodes (see `jaxllm.nn.state_trees.after_path`).
+      with its nodes (see `jaxllm.nn.states.after_path`).
 
     Raises:
       ConfigError: the positions are those of a part of a tree, or of tokens that are computed again.

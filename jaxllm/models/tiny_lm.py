@@ -21,6 +21,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.encoder.config import EncoderConfig, require, require_whole
@@ -99,7 +100,7 @@ def tlm_shapes(cfg: TlmConfig) -> dict[str, Shape]:
     return shapes
 
 
-def init_tlm(cfg: TlmConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> dict[str, jax.Array]:
+def init_tlm(cfg: TlmConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
     """Random parameters to train from (see `init_values`)."""
     return init_values(tlm_shapes(cfg), key, dtype)
 
@@ -192,7 +193,7 @@ def separate_tokens(params: Params, ids: Sequence[int], key: jax.Array) -> dict[
 
 
 def score(
-    params: Params, tokens: jax.Array, mask: jax.Array, *, cfg: TlmConfig, dtype: jnp.dtype = jnp.float32
+    params: Params, tokens: jax.Array, mask: jax.Array, *, cfg: TlmConfig, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
     """Scores of keeping each token.
 
@@ -211,7 +212,7 @@ def score(
 
 
 def decide(
-    params: Params, tokens: jax.Array, mask: jax.Array, *, cfg: TlmConfig, dtype: jnp.dtype = jnp.float32
+    params: Params, tokens: jax.Array, mask: jax.Array, *, cfg: TlmConfig, dtype: DTypeLike = jnp.float32
 ) -> tuple[jax.Array, jax.Array]:
     """Logits of levels and prompt ratios; arguments are those of `score`.
 
@@ -225,7 +226,7 @@ def decide(
 
 
 def forward_both(
-    params: Params, tokens: jax.Array, mask: jax.Array, *, cfg: TlmConfig, dtype: jnp.dtype = jnp.float32
+    params: Params, tokens: jax.Array, mask: jax.Array, *, cfg: TlmConfig, dtype: DTypeLike = jnp.float32
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """`score` and `decide` of the same tokens, with the shared layers run once."""
     hidden = _shared(params, tokens, mask, cfg, dtype)
@@ -248,7 +249,7 @@ def _orthogonal_rows(embedding: jax.Array, count: int, key: jax.Array) -> jax.Ar
 
 
 def _shared(
-    params: Params, tokens: jax.Array, mask: jax.Array, cfg: TlmConfig, dtype: jnp.dtype
+    params: Params, tokens: jax.Array, mask: jax.Array, cfg: TlmConfig, dtype: DTypeLike
 ) -> jax.Array:
     hidden = embed_tokens(params, tokens, mask, cfg=cfg.encoder, dtype=dtype)
     return encode_layers(params, hidden, mask, cfg=cfg.encoder, layers=range(cfg.shared_layers))

@@ -174,7 +174,11 @@ class Architecture:
       layer_prefix: prefix of a layer's checkpoint names, with `{}` for its number.
       prefixes: prefixes that a checkpoint's names may have, the usual one first.
       inert_keys: keys of this architecture that cannot change the logits.
-      buffers: endings of checkpoint names that are no parameters.
+      buffers: endings of checkpoint names that are no parameters, and that transformers does not read.
+      copies: names, without the checkpoint's prefix, of tensors that repeat a parameter -> its name; those
+        that are stored have to be equal to it.
+      computed: names, without the prefix, of tensors whose values are computed here -> the values; those
+        that are stored have to be alike.
       encoder_tensors: `layer_tensors` of the encoder of an encoder-decoder, its names relative to the layer.
       encoder_prefix: `layer_prefix` of the encoder.
       head_or_embedding: whether the head is the embedding where a checkpoint has no head of its own.
@@ -192,6 +196,8 @@ class Architecture:
     prefixes: tuple[str, ...] = ("model.", "")
     inert_keys: frozenset[str] = frozenset()
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    computed: Mapping[str, Callable[[ModelConfig], np.ndarray]] = dataclasses.field(default_factory=dict)
     encoder_tensors: tuple[Tensor, ...] = ()
     encoder_prefix: str = ""
     head_or_embedding: bool = False
@@ -204,13 +210,13 @@ class Architecture:
 
         Args:
           config: the JSON object.
-          ignore_keys: unknown keys to ignore.
+          ignore_keys: keys to ignore, see `ConfigReader`.
           path: prefix of the keys' names, where the object is a section of another.
 
         Raises:
           ConfigError: a key is unknown, or its value is not supported or malformed.
         """
-        reader = ConfigReader(config, path)
+        reader = ConfigReader(config, path, ignore_keys=ignore_keys)
         reader.only("model_type", (self.model_type,), "this is the translation of one model_type")
         reader.only(
             "quantization_config",
@@ -218,9 +224,8 @@ class Architecture:
             "quantized checkpoints are not read; take the float weights, which jaxllm quantizes itself",
         )
         reader.only("pruned_heads", (None, {}), "all heads of a layer have to be there")
-        reader.only("pretraining_tp", (None, 1), "tensor-parallel slicing of weights is not emulated")
         translated = self.read_config(reader)
-        reader.finish(inert_keys=self.inert_keys, ignore_keys=ignore_keys)
+        reader.finish(inert_keys=self.inert_keys)
         return translated
 
     def config_to_hf(self, cfg: ModelConfig) -> dict[str, Any]:

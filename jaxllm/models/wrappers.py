@@ -119,7 +119,7 @@ def read_text_config(config: Mapping[str, Any], *, ignore_keys: Collection[str] 
 
     Args:
       config: the JSON object.
-      ignore_keys: unknown keys to ignore; those of the text model start with `text_config.`.
+      ignore_keys: keys to ignore, see `ConfigReader`; those of the text model start with `text_config.`.
 
     Raises:
       ConfigError: the model_type or that of the text model is not supported, or a key is unknown, malformed
@@ -130,8 +130,7 @@ def read_text_config(config: Mapping[str, Any], *, ignore_keys: Collection[str] 
     if wrapper is None:
         _refuse_unknown_wrapper(config)
         return architecture(model_type).config_from_hf(config, ignore_keys=ignore_keys)
-    within = [key for key in ignore_keys if key.startswith(_SECTION)]
-    reader = ConfigReader(config)
+    reader = ConfigReader(config, ignore_keys=ignore_keys)
     reader.only(
         "quantization_config",
         (None,),
@@ -142,7 +141,7 @@ def read_text_config(config: Mapping[str, Any], *, ignore_keys: Collection[str] 
         # The wrapper's key decides, whatever the text model's own says.
         text["tie_word_embeddings"] = reader.flag("tie_word_embeddings", False)
     inert = {*wrapper.keys, "text_config", "vision_config"}
-    reader.finish(inert_keys=inert, ignore_keys=[key for key in ignore_keys if key not in within])
+    reader.finish(inert_keys=inert)
     named = ConfigReader(text, _SECTION).text("model_type", next(iter(wrapper.text_types)))
     if named not in wrapper.text_types:
         raise ConfigError(
@@ -151,7 +150,7 @@ def read_text_config(config: Mapping[str, Any], *, ignore_keys: Collection[str] 
         )
     family = architecture(wrapper.text_types[named])
     plain = {**wrapper.text_defaults, **_without_image_keys(text), "model_type": family.model_type}
-    return family.config_from_hf(plain, ignore_keys=within, path=_SECTION)
+    return family.config_from_hf(plain, ignore_keys=ignore_keys, path=_SECTION)
 
 
 def _refuse_unknown_wrapper(config: Mapping[str, Any]) -> None:

@@ -1,26 +1,78 @@
-"""Activation functions, rotary embedding and attention, as pure functions over arrays.
-
-Softmax is computed in float32, whatever the dtype of the activations.
-"""
+"""Activation functions, norms, rotary embedding and attention, as pure functions over arrays."""
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxllm.config import Activation, RopeConfig
+from jaxllm.contexts.coded import CodedChunks
 from jaxllm.kernels import native, native_attention
-from jaxllm.kernels.used_units import UsedUnits
-from jaxllm.kernels.weight_table import TableArray
-from jaxllm.kv.cache import Past
-from jaxllm.kv.coded import CodedChunks
-from jaxllm.kv.positions import TokenPositions
-from jaxllm.kv.source import Source, SourceKV
-from jaxllm.nn.used_prefix import Attend, over_used_prefix
+from jaxllm.kernels.fused_attention import BATCH_AXES
+from jaxllm.kernels.fused_attention import HEAD_AXES as UNIT_AXES
+from jaxllm.kernels.native import Operand, TableArray
+from jaxllm.kernels.native_call import UsedUnits, value
+from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.kv.states import Source, SourceKV
+
+# Attention over no more than a prefix of a cache, for programs on CPUs, which call no native kernels.
+#
+# Shapes are static in XLA: of a few lengths, each a branch, the shortest one that holds all rows in use is
+# computed. There is another reason for a branch: XLA fuses nothing with it. Without one, its fusions write a
+# step's new rows once more where attention reads them, into copies of the whole cache.
+
+
+# Each length has a branch, which takes time to compile: a token at a time is what programs run most.
+_TOKEN_LENGTHS, _CHUNK_LENGTHS, _SHORTEST = 8, 4, 64
+
+# (queries, keys [B, K, n, H], values, what they see [..., n]) -> outputs in the shape of the queries.
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def prefix_lengths(capacity: int, tokens: int) -> tuple[int, ...]:
+    """Lengths of prefixes of a cache of `capacity` rows for so many queries, ascending; the last is the
+    whole."""
+    parts = _TOKEN_LENGTHS if tokens == 1 else _CHUNK_LENGTHS
+    lengths = [capacity * part // parts for part in range(1, parts)]
+    return (*(each for each in lengths if each >= _SHORTEST), capacity)
+
+
+def over_used_prefix(
+    attend: Attend, q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, used: jax.Array
+) -> jax.Array:
+    """Attends to the shortest of `prefix_lengths` that holds the rows in use.
+
+    Args:
+      attend: over rows of any number.
+      q: queries `[B, T, ...]`.
+      keys, values: `[B, K, S, H]`.
+      visible: `[..., S]`, which of them a query sees, or what is added to its scores; of rows from `used` on
+        nothing is seen.
+      used: int32 scalar, at most S: how many rows may be seen.
+    """
+    lengths = prefix_lengths(keys.shape[2], q.shape[1])
+    if len(lengths) == 1:
+        return attend(q, keys, values, visible)
+
+    def of(length: int) -> Attend:
+        return lambda q, keys, values, visible: attend(
+            q, keys[:, :, :length], values[:, :, :length], visible[..., :length]
+        )
+
+    shortest = sum((used > each).astype(jnp.int32) for each in lengths[:-1])
+    return jax.lax.switch(shortest, [of(each) for each in lengths], q, keys, values, visible)
+
+
+# Activation functions, rotary embedding and attention, as pure functions over arrays.
+#
+# Softmax is computed in float32, whatever the dtype of the activations.
+
 
 # Large but finite: a query with all keys masked must give a uniform softmax, not NaN.
 MASKED = -1e30
@@ -398,3 +450,88 @@ def _behind_chunks(
     visible, row = at.visible(front + capacity, window), jnp.arange(front, dtype=jnp.int32)
     behind = jax.lax.dynamic_slice_in_dim(visible, coded.tokens, capacity, axis=1)
     return jnp.concatenate([visible[:, :front] & (row < coded.tokens), behind], axis=1)
+
+
+# Norms over the last axis; statistics are computed in float32, whatever the dtype of the activations.
+
+
+# More sequences by themselves are a loop: each of them in the program takes seconds to compile.
+_MOST_UNROLLED = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A norm over the last axis: layer norm where there is a `bias`, else root-mean-square norm."""
+
+    scale: Operand
+    bias: Operand | None
+    eps: float = dataclasses.field(metadata={"static": True})
+
+
+def normalize(x: jax.Array, norm: Norm, *, apart: bool = False) -> jax.Array:
+    """`norm` of `x` `[..., D]`; for `apart` see `by_sequence`."""
+    scale, bias = value(norm.scale), None if norm.bias is None else value(norm.bias)
+
+    def normed(x: jax.Array) -> jax.Array:
+        return rms_norm(x, scale, norm.eps) if bias is None else layer_norm(x, scale, bias, norm.eps)
+
+    return by_sequence(normed, x, apart=apart)
+
+
+def by_sequence(function: Callable[..., jax.Array], *arrays: jax.Array, apart: bool) -> jax.Array:
+    """`function` of arrays `[B, ...]`; if `apart`, of each of the B sequences by itself.
+
+    XLA orders sums, and approximates functions, by the shape of their operands: by itself a sequence gets bit
+    for bit what it gets alone.
+    """
+    batch = arrays[0].shape[0]
+    if not apart or batch == 1:
+        return function(*arrays)
+    if batch > _MOST_UNROLLED:
+        return jax.lax.map(lambda each: function(*(array[None] for array in each))[0], arrays)
+    each = [function(*(array[row : row + 1] for array in arrays)) for row in range(batch)]
+    return jnp.concatenate(each, axis=0)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis; `scale` `[D]`."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Layer norm over the last axis; `scale`, `bias` `[D]`."""
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+# Says how activations are divided over the devices of a mesh.
+#
+# Without constraints XLA's partitioner may follow the parameters instead, which are divided too, and gather
+# the whole batch on every device. The rules are data: per kind of activation, the mesh axes of each of its
+# axes.
+
+
+RULES = {
+    "residual": (BATCH_AXES,),  # [B, T, D]
+    "logits": (BATCH_AXES, None, UNIT_AXES),  # [B, T, V]
+}
+
+
+def constrained(x: jax.Array, kind: str) -> jax.Array:
+    """`x`, divided as `RULES` say, in a mesh (`jax.set_mesh`) that has these axes; an axis that does not
+    divide evenly stays whole."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size <= 1:
+        return x
+    free = {name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of == AxisType.Auto}
+    parts: list[tuple[str, ...] | None] = []
+    for size, axes in zip(x.shape, RULES[kind], strict=False):
+        own = tuple(axis for axis in axes or () if axis in free)
+        divides = size % math.prod(mesh.shape[axis] for axis in own) == 0
+        parts.append(own if own and divides else None)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*parts)) if any(parts) else x

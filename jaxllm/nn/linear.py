@@ -1,47 +1,20 @@
-"""Matrix products of a model: every product goes through this module.
-
-Weights lead with their unit axes (`[*U, D]`: the rows of a kv group, of an MLP neuron, of a vocabulary
-entry), on whichever side of the product units are, so that a prefix of units is a prefix of memory:
-
-- `to_units`:   x `[..., D]`  with w `[*U, D]` -> `[..., *U]` (q, k, v, gate, up, head)
-- `from_units`: h `[..., *U]` with w `[*U, D]` -> `[..., D]`  (o, down)
-
-and functions that a kernel may fuse: `normed_to_units` (a norm, then several products of the same
-activations), `feed_forward`, and `add_normed`, which ends a block.
-
-`used` limits a product to the first units: outputs of others are undefined, and as inputs they add nothing.
-
-With a `step`, activations are quantized to 8-bit integer multiples of it, clipped at ±127, in every format of
-weights (mllm-NPU, arXiv 2407.05858, equation 1; for its outliers see `jaxllm.int8_prefill.shadow`).
-
-With `live`, an int32 scalar, only the first `live` rows of activations are computed; the other rows of the
-result are undefined. Native products alone save this work.
-
-With `rowwise`, native products give each token bit for bit what it gets alone, which verification of drafted
-tokens needs. 8-bit products always do; at fewer bits products of many tokens are slower this way. What XLA
-computes beside them, it computes for each sequence of a batch by itself.
-
-Callers need not know how a weight is stored, nor which kernel runs: on a CPU native kernels for weights in
-blocks (`kernels/native.py`), loops over converted blocks for other quantized ones (`kernels/converted.py`);
-plain products elsewhere. Gradients are of activations and float weights.
-"""
+"""Matrix products of a model: every product goes through this module."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxllm.config import Activation
-from jaxllm.kernels import converted, native, native_products, stepwise
-from jaxllm.kernels.native_operands import Adaptable
-from jaxllm.kernels.platforms import natively, on_platform
-from jaxllm.kernels.used_units import UsedUnits, only_of_rows
-from jaxllm.nn.dense_products import dense_product
-from jaxllm.nn.layers import activate, gated
-from jaxllm.nn.norms import Norm, by_sequence, normalize
+from jaxllm.kernels import converted, native, native_products
+from jaxllm.kernels.converted import natively, on_platform
+from jaxllm.kernels.native_call import Adaptable, UsedUnits, only_of_rows
+from jaxllm.nn.layers import Norm, activate, by_sequence, gated, normalize
 from jaxllm.quant import (
     Adapted,
     BlockedArray,
@@ -52,7 +25,78 @@ from jaxllm.quant import (
     dequantize,
     embedding_rows,
 )
-from jaxllm.quant.stacked import StackedArray, map_parts, part_matrix, taken
+from jaxllm.quant.parts import StackedArray, map_parts, part_matrix, taken
+
+# Products of activations with matrices of their dtype; those in bfloat16 are summed in float32.
+#
+# XLA's CPU backend computes a product of two bfloat16 matrices at the processor's bfloat16 speed only where
+# the result is asked for in float32; otherwise it converts both to float32 first. Gradients keep to that:
+# without a rule of its own, the gradient of a product with a float32 result would be one of mixed types.
+
+
+def dense_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+    """Activations `[M, K]` times a matrix of their dtype, over the matrix's axis `axis` (0 or 1), which has K
+    entries: `[M, N]` in the same dtype."""
+    if rows.dtype == jnp.bfloat16:
+        return _half_product(rows, matrix, axis)
+    return jax.lax.dot_general(rows, matrix, (((1,), (axis,)), ((), ())))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _half_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+    return _summed(rows, matrix, 1, axis)
+
+
+def _forward(rows: jax.Array, matrix: jax.Array, axis: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _half_product(rows, matrix, axis), (rows, matrix)
+
+
+def _backward(
+    axis: int, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    rows, matrix = saved
+    of_rows = _summed(gradient, matrix, 1, 1 - axis)
+    sides = (gradient, rows) if axis else (rows, gradient)
+    return of_rows, _summed(*sides, 0, 0)
+
+
+def _summed(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int) -> jax.Array:
+    """The product over one axis of each matrix, rounded to bfloat16."""
+    dims = (((left_axis,), (right_axis,)), ((), ()))
+    return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32).astype(left.dtype)
+
+
+_half_product.defvjp(_forward, _backward)
+
+
+# Matrix products of a model: every product goes through this module.
+#
+# Weights lead with their unit axes (`[*U, D]`: the rows of a kv group, of an MLP neuron, of a vocabulary
+# entry), on whichever side of the product units are, so that a prefix of units is a prefix of memory:
+#
+# - `to_units`:   x `[..., D]`  with w `[*U, D]` -> `[..., *U]` (q, k, v, gate, up, head)
+# - `from_units`: h `[..., *U]` with w `[*U, D]` -> `[..., D]`  (o, down)
+#
+# and functions that a kernel may fuse: `normed_to_units` (a norm, then several products of the same
+# activations), `feed_forward`, and `add_normed`, which ends a block.
+#
+# `used` limits a product to the first units: outputs of others are undefined, and as inputs they add
+# nothing.
+#
+# With a `step`, activations are quantized to 8-bit integer multiples of it, clipped at ±127, in every format
+# of weights (mllm-NPU, arXiv 2407.05858, equation 1; for its outliers see `jaxllm.int8_prefill.shadow`).
+#
+# With `live`, an int32 scalar, only the first `live` rows of activations are computed; the other rows of the
+# result are undefined. Native products alone save this work.
+#
+# With `rowwise`, native products give each token bit for bit what it gets alone, which verification of
+# drafted tokens needs. 8-bit products always do; at fewer bits products of many tokens are slower this way.
+# What XLA computes beside them, it computes for each sequence of a batch by itself.
+#
+# Callers need not know how a weight is stored, nor which kernel runs: on a CPU native kernels for weights in
+# blocks (`kernels/native.py`), loops over converted blocks for other quantized ones
+# (`kernels/converted.py`); plain products elsewhere. Gradients are of activations and float weights.
+
 
 # Static steps of a feed-forward block: of the inputs of its first products, and of the input of its last.
 Steps = tuple[jax.Array, jax.Array]
@@ -279,7 +323,7 @@ def add_normed(
     return natively(by_kernel, by_xla, x, residual, norm, live)
 
 
-def embed(tokens: jax.Array, embedding: Weight, dtype: jnp.dtype, live: jax.Array | None = None) -> jax.Array:
+def embed(tokens: jax.Array, embedding: Weight, dtype: DTypeLike, live: jax.Array | None = None) -> jax.Array:
     """Rows of `embedding` `[V, D]` at `tokens` (any shape, in range): `[*tokens.shape, D]` in `dtype`; for
     `live` see the module docstring."""
 
@@ -324,9 +368,9 @@ def _to_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None = N
         low = _to_units_by_xla(rows, weight.right)
         return _to_units_by_xla(rows, weight.base, step) + _from_units_by_xla(low, _as_matrix(weight.left))
     if step is not None:
-        if stepwise.in_integers(weight):
-            return stepwise.rows_product(rows, _flat(taken(weight)), step)
-        rows = stepwise.rounded(rows, step)
+        if native_products.in_integers(weight):
+            return native_products.rows_product(rows, _flat(taken(weight)), step)
+        rows = native_products.rounded(rows, step)
 
     def whole(rows: jax.Array, weight: Weight) -> jax.Array:
         return dense_product(rows, dequantize(weight, rows.dtype).reshape(-1, width), 1)
@@ -352,9 +396,9 @@ def _from_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None =
         low = _to_units_by_xla(rows, _as_matrix(weight.left))
         return _from_units_by_xla(rows, weight.base, step) + _from_units_by_xla(low, weight.right)
     if step is not None:
-        if stepwise.in_integers(weight):
-            return stepwise.reduction_product(rows, taken(weight), step)
-        rows = stepwise.rounded(rows, step)
+        if native_products.in_integers(weight):
+            return native_products.reduction_product(rows, taken(weight), step)
+        rows = native_products.rounded(rows, step)
 
     def whole(rows: jax.Array, weight: Weight) -> jax.Array:
         return dense_product(rows, dequantize(weight, rows.dtype).reshape(-1, width), 0)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes
 from jaxllm.quant.blocks import (
@@ -14,8 +15,7 @@ from jaxllm.quant.blocks import (
     take_blocked_rows,
 )
 from jaxllm.quant.formats import QArray, packed_columns, scaled
-from jaxllm.quant.parts import entry_of_form, sliced
-from jaxllm.quant.stacked import taken
+from jaxllm.quant.parts import entry_of_form, sliced, taken
 from jaxllm.quant.weights import (
     Adapted,
     Apart,
@@ -29,7 +29,7 @@ from jaxllm.quant.weights import (
 )
 
 
-def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
+def dequantize(weight: Weight, dtype: DTypeLike) -> jax.Array:
     """The weight as floats `[..., R, C]` in `dtype`, any adapter included."""
     weight = taken(weight)
     if isinstance(weight, Adapted):
@@ -63,7 +63,7 @@ def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
     return scaled(levels, scale, minimum, weight.group, weight.axis)
 
 
-def unpack_int4(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
+def unpack_int4(packed: jax.Array, columns: int, dtype: DTypeLike) -> jax.Array:
     """Inverse of `pack_int4`: whole numbers `[..., columns]` in `dtype`."""
     Axes("unpack_int4", bytes=packed_columns(columns, 4)).check(jnp.uint8, "... bytes", packed=packed)
     halves = (packed & np.uint8(15), packed >> np.uint8(4))
@@ -71,7 +71,7 @@ def unpack_int4(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
     return wide[..., :columns] - np.asarray(8, dtype)
 
 
-def unpack_int2(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
+def unpack_int2(packed: jax.Array, columns: int, dtype: DTypeLike) -> jax.Array:
     """Inverse of `pack_int2`: whole numbers `[..., columns]` in `dtype`."""
     Axes("unpack_int2", bytes=packed_columns(columns, 2)).check(jnp.uint8, "... bytes", packed=packed)
     quarters = [(packed >> np.uint8(shift)) & np.uint8(3) for shift in (0, 2, 4, 6)]
@@ -79,7 +79,7 @@ def unpack_int2(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
     return codes[..., :columns] * np.asarray(2, dtype) - np.asarray(3, dtype)
 
 
-def embedding_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def embedding_rows(weight: Weight, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rows of a matrix `[R, C]` contracted along its last axis: `[*rows.shape, C]` in `dtype`; `rows`
     (any shape) in range."""
     if isinstance(weight, Adapted):

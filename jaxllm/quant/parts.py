@@ -1,8 +1,8 @@
-"""Takes parts of weights of every storage type: the first units, the first rows, one matrix of a stack."""
+"""Parts of weights of every storage type: units, rows, planes, one matrix of a stack, one layer."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +12,234 @@ from jaxllm.errors import ConfigError
 from jaxllm.quant.blocks import (
     PANEL,
     BlockedArray,
+    blocked_levels,
+    blocked_scales,
+    levels_in_blocks,
     take_blocked_rows,
 )
 from jaxllm.quant.formats import QArray, scaled
-from jaxllm.quant.stacked import map_parts, part_entry, part_first, taken
-from jaxllm.quant.weights import (
-    Adapted,
-    ByForm,
-    FirstUnits,
-    Narrowed,
-    Weight,
-)
+from jaxllm.quant.nested import FACTORS, NestedLevels, scale_parts
+from jaxllm.quant.weights import Adapted, Apart, ByForm, FirstUnits, Narrowed, Weight
+
+# Arrays of equal layers stacked along a leading axis, of which a step takes one layer's.
+#
+# A loop over layers gives a layer's weights as entries of stacks. Slices of an entry are slices of the
+# stack, so that a loop over rows of a weight, or over experts, copies no other part of the layer's weight.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackedArray:
+    """The array of one layer within a compiled step, in the place of an array of a weight.
+
+    Attributes:
+      stack: `[n, U, ...]`, of n layers.
+      index: int32 scalar, the layer's.
+      units: how many of the U entries of the leading axis it has; None for all.
+    """
+
+    stack: jax.Array
+    index: jax.Array
+    units: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        whole = self.stack.shape[1:]
+        return whole if self.units is None else (self.units, *whole[1:])
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the array."""
+        return self.stack.ndim - 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the array."""
+        return self.stack.dtype
+
+    @property
+    def array(self) -> jax.Array:
+        """The array itself: XLA copies it unless it fuses the slice with its use."""
+        return self._sliced((0,) * self.ndim, self.shape)
+
+    def rows(self, start: jax.Array, count: int) -> jax.Array:
+        """Entries `[start, start + count)` of the leading axis."""
+        return self._sliced((start, *(0,) * (self.ndim - 1)), (count, *self.shape[1:]))
+
+    def entry(self, index: jax.Array | int) -> "StackedArray":
+        """One entry of the leading axis."""
+        entries = self.stack.shape[1]
+        stack = self.stack.reshape(-1, *self.stack.shape[2:])
+        return StackedArray(stack, self.index * np.int32(entries) + index)
+
+    def first(self, count: int) -> "StackedArray":
+        """The first entries of the leading axis."""
+        return dataclasses.replace(self, units=count)
+
+    @property
+    def matrix(self) -> "StackedArray":
+        """With all axes but the last as one."""
+        rows = 1 if self.ndim == 1 else int(np.prod(self.stack.shape[2:-1], dtype=np.int64))
+        stack = self.stack.reshape(len(self.stack), -1, self.stack.shape[-1])
+        return StackedArray(stack, self.index, None if self.units is None else self.units * rows)
+
+    def _sliced(self, start: Sequence[Any], shape: Sequence[int]) -> jax.Array:
+        starts = [self.index, *(np.int32(each) if isinstance(each, int) else each for each in start)]
+        part = jax.lax.dynamic_slice(self.stack, starts, (1, *shape), allow_negative_indices=False)
+        return part.reshape(shape)
+
+
+class StackEntry:
+    """The array of one layer outside of compiled steps: a leaf of a weight. Nothing is copied until it is
+    read.
+
+    Attributes:
+      stack: `[n, ...]`, of n layers.
+      index: the layer's.
+    """
+
+    def __init__(self, stack: jax.Array, index: int) -> None:
+        self.stack, self.index = stack, index
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.stack.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the array."""
+        return self.stack.ndim - 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the array."""
+        return self.stack.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the array."""
+        return self.stack.nbytes // len(self.stack)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The array on the host; on a CPU a view of the stack."""
+        found = (
+            np.asarray(self.stack)[self.index] if _on_cpu(self.stack) else np.asarray(self.stack[self.index])
+        )
+        return np.array(found, dtype, copy=copy)
+
+
+Taken = TypeVar("Taken")
+# What stands in a compiled step for an array of a weight.
+Part = jax.Array | StackedArray
+
+
+def map_parts(function: Callable[..., Any], *weights: Any) -> Any:
+    """`jax.tree.map` over the arrays of weights, entries of stacks among them."""
+    return jax.tree.map(function, *weights, is_leaf=_stacked)
+
+
+def taken(weight: Taken) -> Taken:
+    """A weight whose entries of stacks are arrays."""
+    return map_parts(lambda part: part.array if _stacked(part) else part, weight)
+
+
+def is_stacked(weight: Any) -> bool:
+    """Whether the weight has an entry of a stack."""
+    return any(map(_stacked, jax.tree.leaves(weight, is_leaf=_stacked)))
+
+
+def part_rows(part: Part, start: jax.Array, count: int) -> jax.Array:
+    """Entries `[start, start + count)` of an array's leading axis."""
+    if isinstance(part, StackedArray):
+        return part.rows(start, count)
+    return jax.lax.dynamic_slice_in_dim(part, start, count, axis=0)
+
+
+def part_entry(part: Part, index: jax.Array | int) -> Any:
+    """One entry of an array's leading axis."""
+    if isinstance(part, StackedArray):
+        return part.entry(index)
+    return jax.lax.dynamic_index_in_dim(part, index, axis=0, keepdims=False)
+
+
+def part_first(part: Any, count: int) -> Any:
+    """The first entries of an array's leading axis."""
+    return part.first(count) if isinstance(part, StackedArray) else part[:count]
+
+
+def part_matrix(part: Part) -> Part:
+    """An array with all axes but the last as one."""
+    return part.matrix if isinstance(part, StackedArray) else part.reshape(-1, part.shape[-1])
+
+
+def stack_entries(layers: Mapping[str, Callable[[], Mapping[str, Any]]]) -> dict[str, Any]:
+    """Stacks the arrays of equal layers, with one layer at a time in memory besides the stacks.
+
+    Args:
+      layers: by the prefix of their parameters' names, a function that gives a layer's weights by their names
+        within it, as host arrays.
+
+    Returns:
+      The weights by name, with arrays that are entries of stacks on the default device.
+    """
+    stacks: Any = None
+    for row, read in enumerate(layers.values()):
+        weights = dict(read())
+        if len(layers) == 1:
+            stacks = jax.tree.map(lambda array: array[None], weights)
+        elif stacks is None:
+            stacks = jax.tree.map(lambda array: new_stack(len(layers), array), weights)
+        if len(layers) > 1:
+            stacks = jax.tree.map(lambda stack, array, row=row: with_row(stack, row, array), stacks, weights)
+    stacks = jax.tree.map(placed, stacks)
+    return {
+        prefix + name: jax.tree.map(lambda stack, row=row: StackEntry(stack, row), weight)
+        for row, prefix in enumerate(layers)
+        for name, weight in stacks.items()
+    }
+
+
+def new_stack(count: int, like: Any) -> np.ndarray | jax.Array:
+    """A stack of zeros for `count` arrays of the shape and dtype of `like`: on a CPU host memory, of which
+    the system provides what is written."""
+    shape = (count, *np.shape(like))
+    return np.zeros(shape, like.dtype) if jax.default_backend() == "cpu" else jnp.zeros(shape, like.dtype)
+
+
+def with_row(stack: np.ndarray | jax.Array, row: int, array: Any) -> np.ndarray | jax.Array:
+    """The same stack with an array in a row; the given one is used up."""
+    if isinstance(stack, np.ndarray):
+        stack[row] = np.asarray(array)
+        return stack
+    own = np.asarray(array) if isinstance(array, StackEntry) else array
+    return _with_row(stack, np.int32(row), own)
+
+
+def placed(stack: np.ndarray | jax.Array) -> jax.Array:
+    """The stack on the default device."""
+    if isinstance(stack, jax.Array):
+        return stack
+    return jax.device_put(stack, jax.devices()[0], may_alias=True)
+
+
+def _stacked(part: Any) -> bool:
+    return isinstance(part, StackedArray)
+
+
+def _on_cpu(stack: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in stack.devices())
+
+
+def _update(stack: jax.Array, row: jax.Array, array: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, array, row, axis=0)
+
+
+_with_row = jax.jit(_update, donate_argnums=0)
+
+
+# Takes parts of weights of every storage type: the first units, the first rows, one matrix of a stack.
 
 
 def take_units(weight: Weight, count: int) -> Weight:
@@ -144,3 +361,75 @@ def unit_at(weight: Weight, index: jax.Array) -> Weight:
     if minimum is not None:
         return scaled(levels.astype(jnp.float32), scale, minimum, weight.group, -1)
     return QArray(levels, scale, bits=8, group=weight.group, axis=-1, columns=columns)
+
+
+# Takes parts of nested weights: the high planes, a 4-bit model that is part of an 8-bit one; and one matrix
+# of a stack.
+
+
+def high_plane(weight: Weight) -> Weight:
+    """A weight that reads the high plane alone where it is nested; nothing is copied."""
+    if isinstance(weight, BlockedArray):
+        return dataclasses.replace(weight, low=None)
+    if isinstance(weight, Adapted):
+        return Adapted(high_plane(weight.base), weight.left, weight.right)
+    if isinstance(weight, Narrowed):
+        return Narrowed(high_plane(weight.stack), weight.rows)
+    if isinstance(weight, Apart):
+        return Apart(tuple(map(high_plane, weight.matrices)))
+    return weight
+
+
+def high_planes(params: Mapping[str, Weight]) -> dict[str, Weight]:
+    """`high_plane` of all parameters."""
+    return {name: high_plane(weight) for name, weight in params.items()}
+
+
+def nested_entry(stack: BlockedArray, index: int) -> BlockedArray:
+    """One matrix of a nested stack `[n, R, C]` of host arrays: the same levels and scales, bit for bit."""
+    count, rows, columns = stack.shape
+    levels = np.asarray(blocked_levels(stack))[index]
+    if stack.axis == -1:
+        outputs = count * rows
+        channel, factor = (np.asarray(each)[:, :, 0] for each in scale_parts(stack.scale, 1))
+        channels = channel.reshape(-1)[:outputs].reshape(count, rows, 1)[index]
+        factors = factor.transpose(0, 2, 1).reshape(len(factor) * PANEL, -1)[:outputs]
+        factors = factors.reshape(count, rows, -1)[index]
+        found = NestedLevels(levels[None], channels[None], factors[None])
+        return levels_in_blocks(found, (rows, columns), -1)
+    channel, factor = (np.asarray(each)[index] for each in scale_parts(stack.scale, stack.data.shape[-2]))
+    channels = channel.reshape(-1)[:columns, None]
+    factors = factor.reshape(len(factor), -1).T[:columns]
+    found = NestedLevels(levels.T[None], channels[None], factors[None])
+    return levels_in_blocks(found, (rows, columns), -2)
+
+
+def by_outputs(weight: np.ndarray, axis: int) -> np.ndarray:
+    """A weight `[..., R, C]` as `[outputs, inputs]`: all that a product contracts is its inputs."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    return rows if axis == -1 else rows.T
+
+
+def levels_by_outputs(weight: BlockedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Levels of a nested weight of host arrays and the scale of each, int8 and float32, as `by_outputs`."""
+    levels, scale = np.asarray(blocked_levels(weight)), np.asarray(blocked_scales(weight))
+    scale = np.repeat(scale, weight.group, axis=weight.axis)
+    scale = np.take(scale, np.arange(levels.shape[weight.axis]), axis=weight.axis)
+    return by_outputs(levels, weight.axis), by_outputs(scale, weight.axis)
+
+
+def with_levels(weight: BlockedArray, levels: np.ndarray) -> BlockedArray:
+    """A nested weight of host arrays with other levels, in the order of `levels_by_outputs`, and its own
+    scales."""
+    lead = (1,) if weight.axis == -1 else weight.shape[:-2] or (1,)
+    inputs = weight.shape[weight.axis]
+    # [K, outputs, inputs].
+    stack = levels.reshape(len(levels), *lead, inputs).swapaxes(0, 1)
+    groups = -(-inputs // weight.group)
+    none = NestedLevels(
+        levels=stack,
+        channel=np.ones((*stack.shape[:2], 1), np.float32),
+        factor=np.full((*stack.shape[:2], groups), FACTORS[-1], np.int8),
+    )
+    axis = -1 if weight.axis == -1 else -2
+    return dataclasses.replace(levels_in_blocks(none, weight.shape, axis), scale=weight.scale)

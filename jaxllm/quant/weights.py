@@ -1,15 +1,18 @@
-"""Types of weights besides plain arrays: quantized, adapted, and parts of other weights."""
+"""Types of weights besides plain arrays: quantized, adapted, parts of other weights, and matrices in parts of
+rows."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxllm.quant.blocks import (
-    BlockedArray,
-)
+from jaxllm.quant.blocks import BlockedArray
 from jaxllm.quant.formats import QArray
+
+# Types of weights besides plain arrays: quantized, adapted, and parts of other weights.
 
 
 @jax.tree_util.register_dataclass
@@ -198,3 +201,62 @@ Weight = (
     | Apart
     | ByForm
 )
+
+
+# A matrix that comes in parts of its rows, so that all of it is never in memory.
+#
+# Embeddings and heads are by far the largest matrices of small models: a vocabulary of 128,000 tokens has
+# ten times the numbers of a layer's largest.
+
+
+# Numbers of a part, of which a matrix that has more than one is read in parts.
+PART_NUMBERS = 1 << 22
+# Parts begin at multiples of so many rows, those of a panel of the native kernels.
+_STEP = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowParts:
+    """A matrix as consecutive parts of its rows, each made when it is asked for.
+
+    Attributes:
+      shape: `[rows, columns]` of the matrix.
+      parts: arrays or weights; all but the last have a multiple of 16 rows. They can be taken once.
+    """
+
+    shape: tuple[int, ...]
+    parts: Iterable[Any]
+
+    def map(self, change: Callable[[Any], Any]) -> "RowParts":
+        """The same matrix of changed parts."""
+        return RowParts(self.shape, map(change, self.parts))
+
+
+def part_rows(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """The first and last row (exclusive) of each part of a matrix; one if it has fewer numbers than a
+    part."""
+    step = max(_STEP, PART_NUMBERS // max(1, columns) // _STEP * _STEP)
+    for first in range(0, rows, step):
+        yield first, min(rows, first + step)
+
+
+# Checks weights for NaN and infinity without allocating copies.
+
+
+# Exponent bits by dtype: all of them are set in infinities and NaN, and in no other value.
+_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Whether an array has neither NaN nor infinity. True for every array that is not of floats."""
+    if not values.size:
+        return True
+    exponent = _EXPONENTS.get(values.dtype.name)
+    if exponent is not None:
+        # As integers: numpy's 16-bit floats are many times slower.
+        magnitudes = np.ascontiguousarray(values).view(np.uint16) & 0x7FFF
+        return bool(magnitudes.max() < exponent)
+    if values.dtype.kind != "f":
+        return True
+    # Minimum and maximum are NaN if any value is, and need no temporary array.
+    return bool(np.isfinite(values.min()) and np.isfinite(values.max()))

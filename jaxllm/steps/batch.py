@@ -11,21 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kernels.used_units import PARAMETER, UsedUnits, of_rows, only_of_rows
-from jaxllm.kv.cache import KVCache, Past
-from jaxllm.kv.positions import TokenPositions
+from jaxllm.kernels.native_call import PARAMETER, UsedUnits, of_rows, only_of_rows
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.models.decoder import embed_tokens, logits
-from jaxllm.models.layer import attend_cache, rotary_by_rope, run_layer
-from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.layer import LayerParams, attend_cache, rotary_by_rope, run_layer
 from jaxllm.models.layer_stack import STACK, LayerStack, layer_of, over_layers
 from jaxllm.models.parameters import Params, head_name
-from jaxllm.nn.layers import Heads
+from jaxllm.nn.layers import Heads, normalize
 from jaxllm.nn.linear import in_blocks
-from jaxllm.nn.norms import normalize
 from jaxllm.quant import Adapted
 from jaxllm.sampling import NO_TOKEN, SamplerState, choose, chosen
 
@@ -55,10 +53,10 @@ class RowLimits:
         axes.check(jnp.int32, "B L 2", units=self.units)
 
 
-def can_decode_rows(params: Params, cache_dtype: jnp.dtype) -> bool:
+def can_decode_rows(params: Params, cache_dtype: DTypeLike) -> bool:
     """Whether rows decoded together get what they get alone: native kernels read the layers' weights by
     address, and attend to caches of this dtype. XLA's own products of several rows have other last bits."""
-    return isinstance(params.get(STACK), LayerStack) and cache_dtype in (jnp.float32, jnp.float16)
+    return isinstance(params.get(STACK), LayerStack) and jnp.dtype(cache_dtype) in (jnp.float32, jnp.float16)
 
 
 def can_mix_levels(params: Params) -> bool:
@@ -85,7 +83,7 @@ def decode_rows(
     *,
     cfg: ModelConfig,
     block: int,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array, Caches, tuple[SamplerState, ...]]:
     """Decodes tokens of each row up to its limit in one dispatch; a row that has ended waits for the others,
     and its cache and sampler do not change any more.
@@ -158,7 +156,7 @@ def _row_logits(
     units: jax.Array | None,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
 ) -> tuple[list[jax.Array], Caches]:
     """Logits `[1, V]` of each row, undefined behind the last running one, and the caches with the tokens of
     running rows."""

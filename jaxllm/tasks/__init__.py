@@ -1,6 +1,7 @@
 """Tasks to train and evaluate models on: questions with their right answers, read from files.
 
-`TASKS` names them all; to add one, write how its files become `TaskExample`s and add a line here.
+`TASKS` names them all; to add one, write how its files become `TaskExample`s and add a line here, or an
+entry point of the group `jaxllm.tasks`.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxllm.errors import ConfigError
+from jaxllm.registry import Registry
 from jaxllm.tasks import api_choice, free_text, labels, multiple_choice, ui_steps
 from jaxllm.tasks.example import Split, TaskExample
 from jaxllm.tasks.own_questions import SUFFIX, OwnQuestions
@@ -38,7 +40,7 @@ class Task:
     answer_tokens: int = 64
 
 
-TASKS = {
+_OWN = {
     task.name: task
     for task in (
         Task("sentiment", "is a review positive or negative (SST-2)", labels.SENTIMENT.read),
@@ -60,6 +62,7 @@ TASKS = {
         ),
     )
 }
+TASKS: Registry[Task] = Registry("jaxllm.tasks", _OWN)
 
 
 def find_task(name: str) -> Task:

@@ -9,14 +9,13 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxllm.elastic.compression import spread, word_count, word_scores
-from jaxllm.elastic.tiny_lm_input import input_rows, read_scores
+from jaxllm.elastic.compression import input_rows, read_scores, spread, word_count, word_scores
 from jaxllm.text.droppable import PromptTokens
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 
 class ReadTokens(Protocol):
-    """What is known of a tiny LM's tokens (see `jaxllm.bundle.tiny_lm.TinyLm`)."""
+    """What is known of a tiny LM's tokens (see `jaxllm.bundle.levels.TinyLm`)."""
 
     @property
     def mark_ids(self) -> tuple[int, ...]: ...  # noqa: D102

@@ -4,13 +4,15 @@ The result says of each character whether it comes from a message (`MarkedText`)
 a special token and speak as another role. For this the template runs twice: on the messages, and on the same
 messages with every character replaced by a private one, which shows where the template put them.
 
-A chat template is a program written by whoever published the model. A template whose work is bounded by its
-input runs here, in Jinja's sandbox; any other runs in a child process with bounds of time and memory.
+A chat template is a program written by whoever published the model. It runs in Jinja's sandbox, in a child
+process with limits of time and memory. The templates of `KNOWN_TEMPLATES`, such as that of the packaged
+models, run in this process.
 """
 
 import dataclasses
 import datetime
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +24,6 @@ import numpy as np
 from jaxllm.errors import ConfigError, TemplateError, one_line
 from jaxllm.text.child_process import ChildFailed, TextProcess
 from jaxllm.text.marked_text import MarkedText, Marks
-from jaxllm.text.template_bounds import is_bounded
 from jaxllm.text.template_program import TemplateProgram, names_in, parse
 
 # Roles that every template accepts; others must be named in the template. A role must be known, because a
@@ -33,9 +34,11 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _NAMING_KEYS = ("role", "type")
 
-
-# Time limit of a template of unknown cost; ordinary ones take milliseconds.
+# SHA-256 of templates that are known to end: that of the packaged models and of the pretraining recipes.
+KNOWN_TEMPLATES = {"6f24638e0e8f35881f2cea5bb934b6761941fe69fab9d8c55ec003dcab379c6f"}
+# Time limit of any other template; ordinary ones take milliseconds.
 RENDER_S = 5.0
+_START_S = 60.0
 RENDER_BYTES = 1 << 29
 
 
@@ -63,9 +66,9 @@ class ChatTemplate:
         # Texts that the template may look for in messages, without special tokens, which it writes.
         self._looked_for = [name for name in names if name and not any(word in name for word in spelled)]
         # Templates of models with images loop over the parts of a content; some know no plain texts.
-        self._parts_alone = {"image", "text"} <= names and not _tells_texts(tree)
-        bounded = is_bounded(tree, special)
-        self._program = TemplateProgram(source) if bounded else ConfinedTemplate(source)
+        self.reads_parts_alone = {"image", "text"} <= names and not _tells_texts(tree)
+        known = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest() in KNOWN_TEMPLATES
+        self._program = TemplateProgram(source) if known else ConfinedTemplate(source)
 
     def render(
         self,
@@ -77,7 +80,7 @@ class ChatTemplate:
     ) -> MarkedText:
         """The prompt (see `Tokenizer.chat_text`)."""
         messages = _plain_messages(messages)
-        if self._parts_alone:
+        if self.reads_parts_alone:
             messages = [_in_parts(each) for each in messages]
         self._check_roles(messages)
         if tools and not self._knows_tools:
@@ -169,7 +172,9 @@ class ConfinedTemplate:
 
 @functools.cache
 def _templates_process() -> TextProcess:
-    return TextProcess(memory_bytes=RENDER_BYTES)
+    # A render's time limit does not count the start of the process, which a busy machine may delay.
+    empty = {"operation": "render", "source": "", "variables": {}, "now": None}
+    return TextProcess(memory_bytes=RENDER_BYTES, setup=empty, setup_s=_START_S)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Runs chat templates and tokenizers of unknown cost in a child process with bounds of time and memory.
+"""Runs chat templates, tokenizers and expressions of unknown cost in a child process with bounds of time and
+memory.
 
-Both are programs: a template can loop without end, a tokenizer's regular expressions can take years, and
-their libraries abort the process when memory is short. A child is started with the first request and kept for
+All are programs: a template can loop without end, regular expressions can take years, and libraries abort the
+process when memory is short. A child is started with the first request and kept for
 the next ones; it answers one at a time (`child_worker.py`). It ends at its bounds, and with its parent: while
 it waits its input ends, while it computes it runs out of processor time.
 

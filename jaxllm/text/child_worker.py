@@ -101,6 +101,12 @@ def _decode(request: Mapping[str, Any]) -> str:
     return _state["tokenizer"].decode(request["ids"], skip_special_tokens=request["skip_special_tokens"])
 
 
+def _match(request: Mapping[str, Any]) -> list[Any]:
+    from jaxllm.text.expressions import match_here
+
+    return match_here(request["expressions"], request["names"], full=request["full"])
+
+
 _state: dict[str, Any] = {}
 
 OPERATIONS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -111,6 +117,7 @@ OPERATIONS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "decode": _decode,
     "token_id": lambda request: _state["tokenizer"].token_id(request["token"]),
     "vocabulary": lambda _: _state["tokenizer"].vocabulary(),
+    "match": _match,
 }
 
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxllm.elastic.compression import forced_tokens, words_of
 from jaxllm.errors import ConfigError
-from jaxllm.text.marked_text import MarkedText
+from jaxllm.text.marked_text import PLACE, MarkedText
 from jaxllm.text.prompts import Prompt, prompt_text
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -43,8 +43,6 @@ _ASKING = frozenset({"goal", "task", "request", "query", "instruction"})
 _ASKS = re.compile(r".*\?[\s\"'”’)\]]*", re.DOTALL)
 _SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*\s+(?=\S)")
 _WORD_END = re.compile(r"\S*")
-# Stands for the user's text when a template is rendered to find it; no text contains it.
-_PLACE = "\ue000\ue001\ue000"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -136,6 +134,7 @@ def conversation_tokens(
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] = (),
+    continue_final: bool | None = None,
     now: datetime.datetime | None = None,
 ) -> PromptTokens:
     """Renders the messages of a chat and encodes them. Of the last message, if it is a user's text, words may
@@ -143,12 +142,12 @@ def conversation_tokens(
 
     Args:
       tokenizer: the model's, with its chat template.
-      messages, tools, now: see `Tokenizer.chat_text`.
+      messages, tools, continue_final, now: see `Tokenizer.chat_text`.
 
     Raises:
       ConfigError, TemplateError, ContextOverflow: see `Tokenizer.encode_chat`.
     """
-    text = tokenizer.chat_text(messages, tools=tools, now=now)
+    text = tokenizer.chat_text(messages, tools=tools, continue_final=continue_final, now=now)
     ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=False)
 
     def spans() -> np.ndarray:
@@ -180,7 +179,7 @@ def droppable_spans(
     Raises:
       TemplateError: the model's template is broken.
     """
-    blank = prompt_text(tokenizer, dataclasses.replace(prompt, user=_PLACE), now=now)[0].text
+    blank = prompt_text(tokenizer, dataclasses.replace(prompt, user=PLACE), now=now)[0].text
     return _user_spans(text, blank, prompt.user, goes_on=prompt.form == "text")
 
 
@@ -224,9 +223,9 @@ def free_spans(user: str, *, goes_on: bool = False) -> np.ndarray:
 
 
 def _user_spans(text: str, blank: str, user: str, *, goes_on: bool = False) -> np.ndarray:
-    """The droppable spans of a rendered prompt, of which `blank` has `_PLACE` for the user's text (see
+    """The droppable spans of a rendered prompt, of which `blank` has `PLACE` for the user's text (see
     `droppable_spans`)."""
-    before, *behind = blank.split(_PLACE)
+    before, *behind = blank.split(PLACE)
     around = len(before) + sum(map(len, behind))
     # The user's text as it is, or without the white space around it, which some templates trim.
     whole = len(behind) == 1 and text.startswith(before) and text.endswith(behind[0])
@@ -237,14 +236,14 @@ def _user_spans(text: str, blank: str, user: str, *, goes_on: bool = False) -> n
 
 
 def _only_text(content: Any) -> tuple[str | None, Any]:
-    """The text of a message's content, None where that is not one text, and the content with `_PLACE` in its
+    """The text of a message's content, None where that is not one text, and the content with `PLACE` in its
     place."""
     if isinstance(content, str):
-        return content, _PLACE
+        return content, PLACE
     texts = [each for each in content or () if isinstance(each, Mapping) and each.get("type") == "text"]
     if len(texts) != 1:
         return None, content
-    return texts[0]["text"], [{**each, "text": _PLACE} if each is texts[0] else each for each in content]
+    return texts[0]["text"], [{**each, "text": PLACE} if each is texts[0] else each for each in content]
 
 
 def _head(line: str) -> int:

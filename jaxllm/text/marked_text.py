@@ -12,6 +12,9 @@ import functools
 
 import numpy as np
 
+# Put into messages to find where a template writes them; no text contains it.
+PLACE = "\ue000\ue001\ue000"
+
 # The first character of each private-use plane; a plane has room for all characters of 16 bits.
 _PLANES = (0xF0000, 0x100000)
 _LAST = 0xFFFD

@@ -20,7 +20,7 @@ from jaxllm.errors import ConfigError, ContextOverflow, TemplateError
 from jaxllm.text.confined_tokenizer import ConfinedTokenizer
 from jaxllm.text.control_tokens import Encoded
 from jaxllm.text.library_tokenizer import MAX_TOKEN_ID, LibraryTokenizer
-from jaxllm.text.marked_text import MarkedText
+from jaxllm.text.marked_text import PLACE, MarkedText
 from jaxllm.text.tokenizer_bounds import is_ordinary
 from jaxllm.text.tokenizer_files import TokenizerFiles
 
@@ -86,7 +86,11 @@ class Tokenizer:
 
     def same_tokens(self, other: "Tokenizer") -> bool:
         """Whether both have the same tokens with the same ids."""
-        return self._tokenizer.vocabulary() == other._tokenizer.vocabulary()
+        return self.vocabulary() == other.vocabulary()
+
+    def vocabulary(self) -> Mapping[str, int]:
+        """The id of every token, by its name in the tokenizer's file."""
+        return self._tokenizer.vocabulary()
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -97,6 +101,11 @@ class Tokenizer:
     def bos_id(self) -> int | None:
         """The token that begins a text, if the model has one."""
         return self._files.bos_id
+
+    @functools.cached_property
+    def adds_bos(self) -> bool:
+        """Whether `encode` begins a text with `bos_id`: a tokenizer may name that token and not add it."""
+        return self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
 
     @property
     def has_chat_template(self) -> bool:
@@ -216,6 +225,7 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
+        continue_final: bool | None = None,
         now: datetime.datetime | None = None,
     ) -> MarkedText:
         """The prompt of `messages` by the model's chat template. Encode it without adding special tokens,
@@ -224,21 +234,38 @@ class Tokenizer:
         Args:
           messages: JSON objects with a `role` and usually a `content`, oldest first.
           tools: JSON objects for templates that know tools. Their text is content, as that of messages is.
-          add_generation_prompt: whether the prompt ends with the beginning of an assistant's turn.
+          add_generation_prompt: whether the prompt ends where an assistant's text goes on.
+          continue_final: whether that is behind the last message's text, else at the beginning of a new turn;
+            None for the first where the last message is an assistant's.
           now: the time for templates that ask for it; this module has no clock.
 
         Raises:
           ConfigError: the model has no chat template, a message is malformed or of a role that the
-            template does not know, there are tools and the template knows none, or
-            the template asks for the time and `now` is None.
+            template does not know, there are tools and the template knows none, the last message cannot be
+            continued, or the template asks for the time and `now` is None.
           TemplateError: the template refuses the messages or is broken.
           ContextOverflow: they have more tokens than this tokenizer is limited to, by far.
         """
         if self._most_tokens is not None:
             self._require_short(_characters(messages) + _characters(list(tools)))
-        return self._chat_template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, now=now
+        if continue_final is None:
+            # What is malformed is refused where it is rendered.
+            last = messages[-1] if isinstance(messages, Sequence) and messages else None
+            continue_final = isinstance(last, Mapping) and last.get("role") == "assistant"
+        if not (add_generation_prompt and continue_final):
+            return self._chat_template.render(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt, now=now
+            )
+        text = self._chat_template.render(
+            _open_ended(messages), tools=tools, add_generation_prompt=False, now=now
         )
+        end = text.text.rfind(PLACE)
+        if end < 0:
+            raise ConfigError(
+                "the model's chat template does not write the text of the last message, which the answer "
+                "would continue; end with another message"
+            )
+        return text.part(0, end)
 
     def render_chat(
         self,
@@ -246,6 +273,7 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
+        continue_final: bool | None = None,
         now: datetime.datetime | None = None,
     ) -> str:
         """`chat_text` as a plain string, for display. To encode use `chat_text`, which marks content.
@@ -254,7 +282,11 @@ class Tokenizer:
           ConfigError, TemplateError: as `chat_text`.
         """
         return self.chat_text(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, now=now
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final=continue_final,
+            now=now,
         ).text
 
     def encode_chat(
@@ -263,6 +295,7 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
+        continue_final: bool | None = None,
         now: datetime.datetime | None = None,
     ) -> list[int]:
         """Token ids of `chat_text`: the template's special tokens, and none that a message spells.
@@ -271,8 +304,23 @@ class Tokenizer:
           ConfigError: as `chat_text` and `encode`.
           TemplateError: as `chat_text`.
         """
-        text = self.chat_text(messages, tools=tools, add_generation_prompt=add_generation_prompt, now=now)
+        text = self.chat_text(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final=continue_final,
+            now=now,
+        )
         return self.encode(text, add_special_tokens=False)
+
+    @property
+    def chat_reads_parts_alone(self) -> bool:
+        """Whether there is a chat template, and it knows contents as lists of parts and not as texts.
+
+        Raises:
+          TemplateError: the template is broken.
+        """
+        return self.has_chat_template and self._chat_template.reads_parts_alone
 
     def compile_chat_template(self) -> None:
         """Compiles the chat template, if there is one, so that the first chat need not wait for it. A broken
@@ -296,6 +344,22 @@ class Tokenizer:
         return ChatTemplate(self._files.chat_template, self._files.special, self._tokenizer.spelled)
 
 
+def _open_ended(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages whose last one ends with `PLACE`; raises ConfigError where it has no text at its end."""
+    *before, last = messages
+    content = last.get("content")
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        what = "calls tools; send their results"
+        if last.get("role") != "assistant":
+            what = f"is of {last.get('role')!r:.40}"
+        raise ConfigError(f"an answer continues an assistant's text, and the last message is none: it {what}")
+    if isinstance(content, str | None):
+        return [*before, {**last, "content": f"{content or ''}{PLACE}"}]
+    if isinstance(content, Sequence) and all(isinstance(each, Mapping) for each in content):
+        return [*before, {**last, "content": [*content, {"type": "text", "text": PLACE}]}]
+    raise ConfigError(f"the content of the last message is a text or a list of parts, got {content!r:.80}")
+
+
 def _characters(messages: Any) -> int:
     """Number of characters of all messages as JSON, the form in which templates get them."""
     try:
@@ -311,7 +375,7 @@ def open_tokenizer(
     *,
     ordinary: bool | None = None,
 ) -> AnyTokenizer:
-    """A tokenizer: in this process if its cost is known to be bounded, else in a child process.
+    """A tokenizer: in this process if it has well-known parts alone, else in a child process.
 
     Args:
       tokenizer_json: the text of a tokenizer.json.

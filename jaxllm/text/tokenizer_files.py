@@ -1,10 +1,11 @@
-"""All data of a tokenizer, as a bundle stores it."""
+"""All data of a tokenizer, and the sampling that goes with the model, as a bundle stores it."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import CheckpointError, ConfigError, one_line
+from jaxllm.sampling_state import MODEL_SAMPLING, Sampling
 from jaxllm.text.library_tokenizer import MAX_TOKEN_ID
 
 # Tokens that the decoder of an encoder-decoder begins with, at most.
@@ -27,6 +28,8 @@ class TokenizerFiles:
       source_prefix: text in front of each source, which names the task (T5).
       tasks: of the tasks that the model was trained on, by their names, such texts; a source that begins with
         one, perhaps without the space at its end, gets no `source_prefix`.
+      sampling: options among `MODEL_SAMPLING`, as the model's authors advise: the defaults of requests that
+        name none.
 
     Raises:
       CheckpointError: a field is of the wrong type.
@@ -40,6 +43,7 @@ class TokenizerFiles:
     start_ids: tuple[int, ...] = ()
     source_prefix: str = ""
     tasks: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    sampling: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         template, special, ids = self.chat_template, self.special, self.eos_ids
@@ -62,6 +66,13 @@ class TokenizerFiles:
             isinstance(each, str) and each.strip() for item in tasks.items() for each in item
         )
         _require("tasks", valid, "a map from names to texts that are not empty", tasks)
+        sampling = self.sampling
+        valid = isinstance(sampling, Mapping) and set(sampling) <= set(MODEL_SAMPLING)
+        _require("sampling", valid, f"a map from some of {', '.join(MODEL_SAMPLING)} to numbers", sampling)
+        try:
+            Sampling(**self.sampling)  # pyright: ignore[reportArgumentType]: it checks them
+        except ConfigError as error:
+            raise CheckpointError(f"the model's own sampling cannot be used: {error}") from error
 
     def source_text(self, text: str, task: str = "") -> str:
         """The source that a user's text stands for: with the prefix of a task, unless it begins with one.
@@ -91,11 +102,12 @@ class TokenizerFiles:
             "eos_ids": list(self.eos_ids),
             "bos_id": self.bos_id,
         }
-        # Bundles of decoders alone say nothing of sources.
+        # Most bundles say nothing of these.
         own = {
             "start_ids": list(self.start_ids),
             "source_prefix": self.source_prefix,
             "tasks": dict(self.tasks),
+            "sampling": dict(self.sampling),
         }
         return {**data, **{name: value for name, value in own.items() if value}}
 

@@ -7,9 +7,9 @@ import jax
 
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Progress, SamplerState
+from jaxllm.serving.buckets.bucket import Bucket, ModelShapes, ids
+from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 from jaxllm.steps.batch import Caches, RowLimits, can_mix_levels, decode_rows
-from serving.buckets.bucket import Bucket, ModelShapes, ids
-from serving.text_stream import MAX_STOP_IDS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.elastic.submodel import part_of_sub_model, sub_model
+from jaxllm.contexts.coded import CodedChunks
+from jaxllm.elastic.ladder import part_of_sub_model, sub_model
+from jaxllm.host_settings import own_jax_settings
 from jaxllm.kernels import native
-from jaxllm.kernels.chunk_table import NO_CHUNKS
-from jaxllm.kv.cache import KVCache, Past, new_cache
-from jaxllm.kv.coded import CodedChunks
-from jaxllm.kv.positions import TokenPositions, TreePositions
+from jaxllm.kernels.native import NO_CHUNKS
+from jaxllm.kv.cache import KVCache, Past, TokenPositions, TreePositions, new_cache
 from jaxllm.models.layer_stack import STACK
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Sampling, sampler_state
-from jaxllm.speculative.tree import TokenTree, new_tree
-from serving.host.device import Device
-from serving.options import EngineOptions
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.device import Device
+from jaxllm.speculation.tree import TokenTree, new_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,8 @@ class Bucket(abc.ABC):
         """Compiles it for its placement."""
         where = self.placement
         options = None if where is None else dict(where.compiler_options)
-        return self.lower(model).compile(compiler_options=options or None)
+        with own_jax_settings():
+            return self.lower(model).compile(compiler_options=options or None)
 
     @property
     def placement(self) -> Placement | None:

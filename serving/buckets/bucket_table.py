@@ -12,11 +12,11 @@ from typing import Any
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import BucketMissing, ConfigError
-from serving.buckets.bucket import Bucket
-from serving.buckets.store import BucketStore
-from serving.host.forked import require_not_forked
-from serving.host.machine import usable_cores
-from serving.host.progress import Progress
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.store import BucketStore
+from jaxllm.serving.host.forked import require_not_forked
+from jaxllm.serving.host.machine import usable_cores
+from jaxllm.serving.host.progress import Progress
 
 _PROGRESS_S = 1.0
 

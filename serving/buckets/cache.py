@@ -6,7 +6,7 @@ import functools
 import jax
 
 from jaxllm.kv.cache import KVCache, fork, grow
-from serving.buckets.bucket import SCALAR, Bucket, ModelShapes
+from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ModelShapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,8 @@ from jax.experimental import serialize_executable
 
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file, remove_abandoned
-from serving.host.device import Device
-from serving.host.user_cache import (
+from jaxllm.serving.host.device import Device
+from jaxllm.serving.host.user_cache import (
     cache_folder,
     clear_entry,
     make_private_folder,

@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.kv.chunks import LayerChunks, chunk_shapes, encode_chunks, reads_addresses
+from jaxllm.serving.buckets.bucket import Bucket, ModelShapes, ids, position_shapes
+from jaxllm.serving.buckets.parts import head_params, lowered_layer
+from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.steps.layers import last_logits, load_cache, prefill_restored, restore_layer
-from serving.buckets.bucket import Bucket, ModelShapes, ids, position_shapes
-from serving.buckets.parts import head_params, lowered_layer
-from serving.options import EngineOptions
 
 # Chunks that are encoded in one dispatch.
 ENCODED_CHUNKS = 8

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Progress, SamplerState, sample
+from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
+from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 from jaxllm.steps.model import BlockEnd, decode_tokens
-from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
-from serving.text_stream import MAX_STOP_IDS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

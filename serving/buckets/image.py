@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.models.encoder.siglip import ImageEncoderConfig, image_rows
-from serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.bucket import Bucket
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,13 +9,11 @@ from typing import Any
 
 import jax
 
-from jaxllm.kv.cache import Past
-from jaxllm.kv.positions import TokenPositions
+from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.parameters import Params, head_name
-from jaxllm.steps.layers import final_rows, head_piece, one_layer
-from serving.buckets.bucket import Bucket, ModelShapes, ids, mass_by_node, position_shapes
-from serving.buckets.parts import (
+from jaxllm.serving.buckets.bucket import Bucket, ModelShapes, ids, mass_by_node, position_shapes
+from jaxllm.serving.buckets.parts import (
     embedding_params,
     lowered_layer,
     lowered_layers,
@@ -23,6 +21,7 @@ from serving.buckets.parts import (
     row_step,
     some_rows,
 )
+from jaxllm.steps.layers import final_rows, head_piece, one_layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,13 @@ import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.kv.cache import Past
-from jaxllm.kv.positions import TokenPositions
+from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.layer_stack import STACK, LayersAt, LayerStack
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.models.stacked_layers import StackedLayers
 from jaxllm.quant import PANEL, BlockedArray, QArray, Weight, blocked_shapes
-from jaxllm.steps.consecutive_layers import consecutive_layers
-from serving.buckets.bucket import SCALAR, ModelShapes, shapes_of
+from jaxllm.serving.buckets.bucket import SCALAR, ModelShapes, shapes_of
+from jaxllm.steps.layers import consecutive_layers
 
 # Layers that one dispatch runs at most.
 MOST_LAYERS = 4

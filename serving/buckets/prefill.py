@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxllm.models.input_rows import InputRows
+from jaxllm.models.layer import InputRows
+from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
 from jaxllm.steps.model import prefill_chunk
-from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from jaxllm.nn.documents import Branches
+from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
 from jaxllm.steps.branching import target_room
 from jaxllm.steps.model import ScoredTokens, embed_chunk, route_documents, score_branches, score_chunk
-from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,10 @@ from jaxllm.models.encoder_decoder import (
     source_layer,
 )
 from jaxllm.models.parameters import Params
+from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
+from jaxllm.serving.buckets.parts import layer_shapes, norm_params, outer_params, row_step, some_rows
+from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.steps.layers import SparseLayer, attend_encoder
-from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
-from serving.buckets.parts import layer_shapes, norm_params, outer_params, row_step, some_rows
-from serving.options import EngineOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class AttendEncoderBucket(Bucket):
     Attributes:
       tokens: length of the source, padding included.
       layer: the first of the encoder's layers that share the bucket.
-      loss, ahead: see `serving.buckets.expert.AttendBucket`.
+      loss, ahead: see `jaxllm.serving.experts.bucket.AttendBucket`.
     """
 
     tokens: int

@@ -21,16 +21,16 @@ import jaxlib
 import ml_dtypes
 import numpy as np
 
-import jaxllm
 from jaxllm.config import ModelConfig
-from serving.buckets.bucket import Bucket
-from serving.buckets.compiled_folder import CompiledBucketFolder
-from serving.host.machine import cpu_features, usable_cores
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
+from jaxllm.serving.host.machine import cpu_features, usable_cores
+from jaxllm.version import __version__
 
 if TYPE_CHECKING:
     from jaxllm.models.encoder.siglip import ImageEncoderConfig
     from jaxllm.models.tiny_lm import TlmConfig
-    from serving.options import EngineOptions
+    from jaxllm.serving.ground.options import EngineOptions
 
 _ENVIRONMENT = ("XLA_", "TF_XLA_", "LIBTPU_", "JAXLLM_KERNELS", "JAXLLM_THREADS")
 # Settings of JAX for logs and caches; any other setting may change a bucket.
@@ -158,7 +158,7 @@ def environment_facts() -> dict[str, Any]:
         if not name.startswith(_HARMLESS_SETTINGS)
     }
     return {
-        "package": jaxllm.__version__,
+        "package": __version__,
         "source": _SOURCE_DIGEST,
         "python": [sys.implementation.cache_tag, *sys.version_info],
         "versions": [each.__version__ for each in (jax, jaxlib, np, ml_dtypes)],
@@ -185,14 +185,15 @@ def source_digest(*packages: str) -> str:
 
 
 def _modules(package: str) -> Iterator[str]:
-    for folder, folders, names in os.walk(package):
+    # In a checkout, the folders of other floors are links.
+    for folder, folders, names in os.walk(package, followlinks=True):
         folders[:] = sorted(set(folders) - {"__pycache__"})
         yield from (os.path.join(folder, name) for name in sorted(names) if name.endswith(_MODULE_SUFFIXES))
 
 
 # Computed at import, right after the modules that it describes: later, files may have been edited and differ
 # from the code that this process runs.
-_SOURCE_DIGEST = source_digest(*jaxllm.__path__, os.path.dirname(os.path.dirname(__file__)))
+_SOURCE_DIGEST = source_digest(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")))
 
 
 def digest_of(parts: Any) -> str:

@@ -10,12 +10,19 @@ import jax.numpy as jnp
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Progress, SamplerState
-from jaxllm.speculative.growth import Growth
-from jaxllm.speculative.tree import TokenTree
-from jaxllm.steps.drafting import DraftEnd, draft
-from jaxllm.steps.trees import follow, keep_path, prune, settle, verify
-from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids, mass_by_node, shapes_of, tree_shapes
-from serving.text_stream import MAX_STOP_IDS
+from jaxllm.serving.buckets.bucket import (
+    SCALAR,
+    Bucket,
+    ModelShapes,
+    ids,
+    mass_by_node,
+    shapes_of,
+    tree_shapes,
+)
+from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
+from jaxllm.speculation.token_tree import Growth
+from jaxllm.speculation.tree import TokenTree
+from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, prune, settle, verify
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,16 +4,13 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from jaxllm.errors import ConfigError, JaxllmError
-from serving.answer import Answer
-from serving.contexts.manager import Contexts
-from serving.contexts.record import Record
-from serving.contexts.restore import Restoration
-from serving.contexts.turn import Turn
-from serving.run import Lifecycle, Run
-from serving.step import close
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.record import Record
+from jaxllm.serving.contexts.turn import Turn
+from jaxllm.serving.engine.run import Lifecycle, Run
+from jaxllm.serving.engine.step import close
 
 
 class ContextCall(Lifecycle):
@@ -38,7 +35,6 @@ class ContextCall(Lifecycle):
           base: `record`, or the rest of it after sliding.
           most_tokens: most tokens of the context when the answer ends.
         """
-        self.restoration, self.finish_ms = Restoration(), 0.0
         self.record, self._contexts, self._base, self._most_tokens = record, contexts, base, most_tokens
         self._turn: Turn | None = None
 
@@ -102,34 +98,6 @@ class ContextCall(Lifecycle):
         # In a forked child the turn belongs to the parent.
         if self._turn is not None and not self._contexts.forked:
             self.failed(run)
-
-
-class ContextAnswer(Answer):
-    """An answer in a context: iterate over its pieces of text, then read its attributes.
-
-    When it has ended, was closed or dropped, its tokens are part of the context and stored.
-    """
-
-    def __init__(self, *args: Any, call: ContextCall, **more: Any) -> None:
-        """See `Answer`; `call` is its lifecycle."""
-        super().__init__(*args, lifecycle=call, **more)
-        self._call = call
-
-    @property
-    def restoration(self) -> Restoration:
-        """How the context was restored (see `ContextCall`)."""
-        return self._call.restoration
-
-    @property
-    def ttft_ms(self) -> float:
-        """Time from the call's first step to its first token: to restore the context and to compute the
-        prompt and the context's tokens that are in no whole chunk."""
-        return self.restoration.took_ms + self.timings.ttft_ms
-
-    @property
-    def finish_ms(self) -> float:
-        """Time to store the context (see `ContextCall`)."""
-        return self._call.finish_ms
 
 
 def _stop(run_ref: weakref.ref[Run], name: str) -> Callable[[], Callable[[], None] | None]:

@@ -1,55 +1,160 @@
-"""Finds the records of a store, and their damage.
+"""The catalog of a store: the records of its contexts, in one SQLite file.
 
-Finding changes nothing on storage. Damaged files are set aside when they are mended, or when another record
-takes their place; a folder without a record is a leftover of a context that was being made or deleted.
+A context is a row: its name, its app, and its record, encrypted where there are keys (`encryption`), with a
+checksum of all. The row of a deleted context stays, without a record, until its files are removed; so a
+folder that no row names is one that the catalog has lost, or that somebody copied: it is listed, and never
+removed.
+Nothing else has rows: quotas are sums over files and records, and what contexts share are links to the
+same segments.
+
+A row changes by one statement. Segments are flushed before it, and the older ones are removed after `flush`;
+so whatever comes in between, the row names segments that are there.
 """
 
 import contextlib
 import dataclasses
+import json
 import os
+import secrets
+import shutil
 from pathlib import Path
+from typing import Any
 
-from jaxllm.errors import CheckpointError, ContextGone, JaxllmError, Unreadable
-from jaxllm.files.atomic import sync
-from serving.contexts.damage import Damage
-from serving.contexts.encryption import KeyErased, Vault
-from serving.contexts.record import Record
-from serving.contexts.record_file import MOST_USED, RecordMissing, find_record, is_readable, write_record
-from serving.contexts.root import (
-    PREVIOUS,
+import xxhash
+
+from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError, Unreadable
+from jaxllm.files.atomic import atomic_file, sync
+from jaxllm.serving.contexts.database import Database, require_kind
+from jaxllm.serving.contexts.encryption import ID_DIGITS, SALT_BYTES, KeyErased, Vault, require_form
+from jaxllm.serving.contexts.layout import (
+    CATALOG,
+    LOCK,
+    QUARANTINE,
     RECORD,
-    SEGMENT,
-    ContextFolder,
+    RECORD_HEAD,
+    UNFINISHED,
+    app_of,
     context_folders,
     folder_name,
+    is_app_folder,
+    is_name,
     is_own,
+    new_name,
+    not_read,
     remove_own,
+    require_real,
     set_aside,
     written,
 )
-from serving.contexts.stored import OpenSegments
+from jaxllm.serving.contexts.record import MOST_USED, SEGMENT, Record, decoded, encoded
+from jaxllm.serving.contexts.segment import OpenSegments
+
+KIND, VERSION = 0x4A58434E, 1
+_SCHEMA = """
+CREATE TABLE contexts (
+    name TEXT NOT NULL UNIQUE,  -- of the context
+    app TEXT NOT NULL,          -- name of its app's folder
+    sealed INTEGER NOT NULL,    -- whether the record is encrypted
+    record BLOB,                -- NULL of a deleted context
+    checksum BLOB NOT NULL      -- of all of these
+);
+"""
+_SELECT = "SELECT rowid, name, app, sealed, record, checksum FROM contexts"
+_BEFORE_BODY = ID_DIGITS + SALT_BYTES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Damage:
+    """Damage of a stored context.
+
+    Attributes:
+      app, name: of the context; empty for the catalog's own.
+      chunks: damaged chunks, which are computed again when the context is used.
+      reason: further damage.
+      lost: whether the context cannot be used.
+      proved: whether the content is damaged. Otherwise storage refuses it now, or nobody knows what it is:
+        nothing of it is repaired.
+      aside: where a repair has moved damaged files, relative to the store; empty where it moved none.
+    """
+
+    app: str
+    name: str
+    chunks: tuple[int, ...] = ()
+    reason: str = ""
+    lost: bool = False
+    proved: bool = True
+    aside: str = ""
+
+
+def require_store(root: Path) -> bool:
+    """Checks that a folder is a store, or may become one (it is missing or empty); changes nothing.
+
+    Returns:
+      Whether it has a catalog already.
+
+    Raises:
+      ConfigError: it is neither, or a store of another version.
+      OSError: it cannot be read.
+    """
+    try:
+        with os.scandir(root) as found:
+            names = sorted(each.name for each in found)
+    except FileNotFoundError:
+        return False
+    if CATALOG in names:
+        return require_kind(root / CATALOG, KIND, VERSION)
+    if any(map(is_app_folder, names)):
+        raise ConfigError(
+            f"{root} has contexts, and their catalog, {CATALOG}, is missing: restore it from a copy, or use "
+            "another folder; the files stay as they are"
+        )
+    if others := [name for name in names if name != LOCK and not UNFINISHED.fullmatch(name)]:
+        raise ConfigError(
+            f"{root} is not a store of contexts, and not empty (it has {others[0]!a:.80}): use an empty "
+            "folder"
+        )
+    return False
 
 
 class Catalog:
-    """The contexts in a store's folder.
+    """The contexts of a store.
 
     Attributes:
       root: the store's folder.
       records: by name.
-      damage: that was found and is not mended, by the context's folder.
-      leftovers: folders without a record.
+      record_bytes: of each row, by name.
+      damage: of rows, by the context's folder; that of the catalog itself by its path.
+      deleted: folders of deleted contexts, whose files are not removed yet, by name.
       erased: folders of contexts whose key was erased.
     """
 
     def __init__(self, root: Path, segments: OpenSegments, vault: Vault | None = None) -> None:
-        """Takes the store's folder, its open segments, and the keys of its encrypted contexts."""
+        """Opens the catalog in a store's folder, made if missing.
+
+        Args:
+          root: the store's folder.
+          segments: that are open.
+          vault: has the keys of encrypted contexts.
+
+        Raises:
+          ConfigError: it is damaged as a whole, of another version, or another program's file.
+          OSError: it cannot be made or read.
+        """
         self.root, self._segments, self._vault = root, segments, vault
-        self.erased: set[Path] = set()
+        self.path = root / CATALOG
         self.records: dict[str, Record] = {}
+        self.record_bytes: dict[str, int] = {}
         self.damage: dict[Path, Damage] = {}
-        self.leftovers: set[Path] = set()
-        # Folders of contexts whose record a power cut may still take.
-        self._unflushed: set[Path] = set()
+        self.deleted: dict[str, Path] = {}
+        self.erased: set[Path] = set()
+        # What SQLite finds wrong in the file; and the row of damage, by its path.
+        self._faults = ""
+        self._row_ids: dict[Path, int] = {}
+        self._database = Database(self.path, _SCHEMA, kind=KIND, version=VERSION)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._database.close()
 
     def folder(self, record: Record) -> Path:
         """A context's folder."""
@@ -57,50 +162,41 @@ class Catalog:
 
     def next_use(self) -> int:
         """The number of the store's next use."""
-        return min(MOST_USED, 1 + max((each.used for each in list(self.records.values())), default=0))
+        # Of records that a ledger knows and the catalog has not, too: a number that comes twice proves
+        # nothing.
+        known = 0 if self._vault is None else self._vault.ledger.most_used
+        return min(MOST_USED, 1 + max([known, *(each.used for each in list(self.records.values()))]))
 
-    def find_all(self) -> list[ContextFolder]:
-        """Reads all records.
+    def find_all(self) -> None:
+        """Reads all rows, and compares them with the folders. Records that are known already stay.
 
         Raises:
-          OSError: storage refuses to list them.
+          JaxllmError: the device failed.
+          OSError: storage refuses to list folders.
         """
-        folders = list(context_folders(self.root))
-        for each in folders:
-            self.find(each)
-        return folders
-
-    def find(self, folder: ContextFolder) -> None:
-        """Reads a context's record, and notes its damage. A record that is known already stays."""
-        known = self.records.get(folder.name)
-        own = known is not None and self.folder(known) == folder.path
-        whose = Damage(app=folder.app, name=folder.name)
-        self.damage.pop(folder.path, None)
-        try:
-            if folder.problem is not None:
-                raise folder.problem
-            if known is not None and not own:
-                raise CheckpointError(f"{folder.path}: a context of another app has its name")
-            found = find_record(folder.path, self._vault)
-        except RecordMissing as error:
-            if own or error.foreign:
-                self.damage[folder.path] = dataclasses.replace(
-                    whose, reason=str(error), lost=not own, proved=own
-                )
-            else:
-                self.leftovers.add(folder.path)
-        except CheckpointError as error:
-            proved = not isinstance(error, Unreadable)
-            if isinstance(error, KeyErased):
-                self.erased.add(folder.path)
-            self.damage[folder.path] = dataclasses.replace(
-                whose, reason=str(error), lost=not own, proved=proved
+        self.damage.clear()
+        self.erased.clear()
+        self._faults = self._database.faults()
+        if self._faults:
+            self._note(self.path, "", "", CheckpointError(f"{self.path} is damaged: {self._faults}"))
+        elif self._database.log_lost:
+            reason = CheckpointError(
+                f"{self.path}: the end of its log cannot be read; the last changes may be missing"
             )
-        else:
-            if not own:
-                self.records[folder.name] = found.record
-            if found.damage:
-                self.damage[folder.path] = dataclasses.replace(whose, reason=found.damage)
+            self._note(self.path, "", "", reason, proved=False)
+        seen = {self._find(row) for row in self._rows()}
+        for record in list(self.records.values()):
+            if (folder := self.folder(record)) not in seen:
+                reason = CheckpointError(f"{self.path} has lost the record of the context {record.name}")
+                self._note(folder, record.app, record.name, reason)
+                seen.add(folder)
+        for path in context_folders(self.root):
+            if path not in seen and not _is_empty(path):
+                reason = CheckpointError(
+                    f"{path} has files of a context that the catalog does not know: the catalog was damaged, "
+                    "or is older, or the folder was copied; they stay until you remove them"
+                )
+                self._note(path, app_of(path.parent.name), path.name, reason, proved=False)
 
     def find_again(self, name: str, app: str | None) -> Record | None:
         """Tries again to read a context that could not be read, and returns its record; None where there is
@@ -112,7 +208,10 @@ class Catalog:
         """
         for path, before in list(self.damage.items()):
             if before.name == name and before.lost and app in (None, before.app):
-                self.find(ContextFolder(path, before.app, name))
+                for row in self._database.run(f"{_SELECT} WHERE name = ?", name):
+                    self.damage.pop(path, None)
+                    self.erased.discard(path)
+                    self._find(row)
                 if path in self.erased:
                     raise ContextGone(f"the context {name} is gone: its app's key was erased")
                 if (damage := self.damage.get(path)) is not None and damage.lost:
@@ -120,41 +219,57 @@ class Catalog:
                     raise kind(f"the context {name} cannot be used: {damage.reason}")
         return self.records.get(name)
 
-    def replace(self, folder: Path, record: Record, *, flush: bool = True) -> Path | None:
-        """Writes a context's record; sets a damaged one aside before. With `flush` it waits for the device;
-        the record before it, which stays, is always one that the device has.
-
-        Returns:
-          The new path of a damaged one.
+    def put(self, record: Record, *, flush: bool = True) -> None:
+        """Writes a context's record. Without `flush` a kill leaves it, and a power cut may leave the one
+        before.
 
         Raises:
-          OSError: it cannot be written.
+          BudgetExceeded, CheckpointError: it cannot be written.
+          OSError: nor can the ledger of an encrypted one.
         """
-        damage, aside = self.damage.get(folder), None
-        if damage is not None and damage.proved and os.path.lexists(folder / RECORD):
-            # One with a whole copy stays until the new one is written, which may fail.
-            aside = set_aside(self.root, folder / RECORD, keep=is_readable(folder, self._vault))
-        write_record(folder, record, self._vault, flush=flush, keep=folder not in self._unflushed)
+        folder, ledger = self.folder(record), None if self._vault is None else self._vault.ledger
+        self._require_whole()
+        body = encoded(record)
+        if self._vault is not None:
+            seal = self._vault.new_seal(folder.parent.name)
+            body = seal.key_id.encode() + seal.salt + seal.sealed(0, body, record.name)
+        if ledger is not None and flush:
+            ledger.expect(folder)
+        values = (record.name, folder.parent.name, int(self._vault is not None), body)
+        self._database.run(
+            "INSERT INTO contexts VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
+            "sealed = excluded.sealed, record = excluded.record, checksum = excluded.checksum",
+            *values, _checksum(*values),
+        )  # fmt: skip
+        self.record_bytes[record.name] = len(body)
         if flush:
-            self._unflushed.discard(folder)
-        else:
-            self._unflushed.add(folder)
+            self._database.flush()
+            if ledger is not None:
+                ledger.wrote(folder, record.used)
         self.damage.pop(folder, None)
-        return aside
 
-    def remove_records(self, folder: Path) -> None:
-        """Removes a context's records, and with them the context, whatever happens next; sets aside other
-        kinds of files in their places.
+    def delete(self, record: Record) -> None:
+        """Deletes a context, whatever happens next; its row stays until `remove`.
 
         Raises:
-          OSError: they cannot be removed.
+          BudgetExceeded, CheckpointError: it cannot be written.
         """
-        for each in (folder / PREVIOUS, folder / RECORD):
-            if each.is_file() and not each.is_symlink():
-                each.unlink()
-            elif os.path.lexists(each):
-                set_aside(self.root, each)
-        sync(folder)
+        folder = self.folder(record)
+        self._require_whole()
+        try:
+            self._mark_deleted(folder)
+        except BudgetExceeded:
+            # A full device has room for a few pages once the chunks are gone; else they are computed again.
+            for each in record.segments:
+                self.discard(folder / each)
+            self._mark_deleted(folder)
+
+    def _mark_deleted(self, folder: Path) -> None:
+        self._database.run(
+            "UPDATE contexts SET sealed = 0, record = NULL, checksum = ? WHERE name = ?",
+            _checksum(folder.name, folder.parent.name, 0, None), folder.name,
+        )  # fmt: skip
+        self._database.flush()
 
     def settle(self, name: str, folder: Path) -> None:
         """Takes a context as it is on storage, whatever was known of it, and removes segments that no record
@@ -163,71 +278,224 @@ class Catalog:
         Raises:
           CheckpointError: its record cannot be read.
         """
+        rows = self._database.run(f"{_SELECT} WHERE name = ?", name)
+        known = self.records.pop(name, None)
         try:
-            found = find_record(folder, self._vault)
-        except RecordMissing:
-            self.records.pop(name, None)
-            self.damage.pop(folder, None)
+            for row in rows:
+                self.damage.pop(folder, None)
+                self._find(row)
+        except BaseException:
+            if known is not None:
+                self.records[name] = known
+            raise
+        if (damage := self.damage.get(folder)) is not None and damage.lost:
+            raise (CheckpointError if damage.proved else Unreadable)(damage.reason)
+        if (record := self.records.get(name)) is None:
             # The context is gone, even where its folder stays for now.
-            try:
-                self.remove(folder)
-            except JaxllmError:
-                self.leftovers.add(folder)
+            with contextlib.suppress(OSError, JaxllmError):
+                if rows:
+                    self.remove(name, folder)
+                else:
+                    # One that was being made: a folder with files is not this store's.
+                    folder.rmdir()
             return
-        self.records[name] = found.record
-        self.damage.pop(folder, None)
-        if found.damage:
-            self.damage[folder] = Damage(app=found.record.app, name=name, reason=found.damage)
-        with written(folder):
+        try:
+            # What the row named before may go once the device has the row.
+            self._database.flush()
             names = os.listdir(folder)
-        for each in {*filter(SEGMENT.fullmatch, names)} - found.record.own_files:
+        except JaxllmError:
+            return
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise not_read(folder, error) from error
+        for each in {*filter(SEGMENT.fullmatch, names)} - record.own_files:
             self.discard(folder / each)
 
     def mend(self, folder: Path) -> Damage:
-        """Sets aside a context's damaged record where there is another, else all of the context.
+        """Writes a context's row again where its record is known, else sets aside its folder, with the row in
+        it; a catalog that is damaged as a whole is made anew of the rows that can be read.
 
         Returns:
           The damage, and where the files were moved.
 
         Raises:
-          OSError: it cannot be moved.
+          OSError, JaxllmError: they cannot be moved.
         """
         damage = self.damage[folder]
-        self._segments.forget(folder)
-        if damage.lost:
-            aside = set_aside(self.root, folder)
-            del self.damage[folder]
+        if folder == self.path:
+            aside = self._rebuild()
+        elif not damage.lost:
+            self.put(self.records[damage.name])
+            return damage
         else:
-            aside = self.replace(folder, self.records[damage.name])
-        return dataclasses.replace(damage, aside="" if aside is None else str(aside.relative_to(self.root)))
+            self._segments.forget(folder)
+            row_id = self._row_ids[folder]
+            rows = self._database.run(f"{_SELECT} WHERE rowid = ?", row_id)
+            if self.path in folder.parents:
+                # It names no folder.
+                folder = self.root / folder_name("unknown") / new_name()
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with atomic_file(folder / RECORD) as file:
+                os.fchmod(file.fileno(), 0o600)
+                plain = [[each.hex() if isinstance(each, bytes) else each for each in row] for row in rows]
+                file.write(RECORD_HEAD + json.dumps(plain).encode() + b"}")
+            aside = set_aside(self.root, folder)
+            self._database.run("DELETE FROM contexts WHERE rowid = ?", row_id)
+            self._database.flush()
+        self.damage = {path: each for path, each in self.damage.items() if each is not damage}
+        return dataclasses.replace(damage, aside=str(aside.relative_to(self.root)))
 
     def discard(self, path: Path) -> None:
         """Removes a segment that no record names. One that stays does no harm; a file of others stays."""
         self._segments.forget(path)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, JaxllmError):
+            require_real(self.root, path.parent)
             if is_own(path):
                 path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Removes folders of contexts that were being made or deleted when a process ended.
+        """Removes the files of deleted contexts, and empty folders of those that were being made.
 
         Raises:
           CheckpointError: the removal cannot be flushed.
         """
-        for folder in list(self.leftovers):
-            self.remove(folder)
-            self.leftovers.discard(folder)
+        for name, folder in list(self.deleted.items()):
+            self.remove(name, folder)
+        with contextlib.suppress(OSError):
+            for path in context_folders(self.root):
+                if path.name not in self.records and path not in self.damage and _is_empty(path):
+                    path.rmdir()
 
-    def remove(self, folder: Path) -> None:
-        """Removes the store's files from the folder of a context without a record, and the folder and its
-        app's where they are empty then.
+    def remove(self, name: str, folder: Path) -> None:
+        """Removes the files of a deleted context, its folder and its app's where they are empty then, and its
+        row.
 
         Raises:
-          CheckpointError: the removal cannot be flushed.
+          CheckpointError: they cannot be removed now; `sweep` tries again.
         """
         self._segments.forget(folder)
-        with contextlib.suppress(OSError):
-            remove_own(folder)
-            folder.parent.rmdir()
+        self.deleted[name] = folder
+        require_real(self.root, folder)
         with written(folder):
+            # Before its row: nobody would know whose files are left.
+            with contextlib.suppress(FileNotFoundError):
+                remove_own(folder)
+            with contextlib.suppress(OSError):
+                folder.parent.rmdir()
             sync(folder.parent if folder.parent.exists() else self.root)
+            if self._vault is not None:
+                self._vault.ledger.forget(folder)
+        self._database.run("DELETE FROM contexts WHERE name = ? AND record IS NULL", name)
+        self.deleted.pop(name, None)
+        self.record_bytes.pop(name, None)
+
+    def _require_whole(self) -> None:
+        if self._faults:
+            raise CheckpointError(
+                f"{self.path} is damaged, and nothing is written to it: `jaxllm contexts repair {self.root}` "
+                "keeps what can be read"
+            )
+
+    def _rows(self) -> list[tuple[Any, ...]]:
+        """All rows; of a damaged catalog those that can be read, from both of its ends."""
+        if not self._faults:
+            return self._database.run(f"{_SELECT} ORDER BY rowid")
+        found: dict[int, tuple[Any, ...]] = {}
+        for beyond, order, at in ((">", "ASC", -1 << 63), ("<", "DESC", (1 << 63) - 1)):
+            with contextlib.suppress(CheckpointError):
+                next_id = f"SELECT rowid FROM contexts WHERE rowid {beyond} ? ORDER BY rowid {order} LIMIT 1"
+                while (ids := self._database.run(next_id, at)) and ids[0][0] not in found:
+                    ((at,),) = ids
+                    with contextlib.suppress(CheckpointError):
+                        (found[at],) = self._database.run(f"{_SELECT} WHERE rowid = ?", at)
+        return list(found.values())
+
+    def _rebuild(self) -> Path:
+        """Makes the catalog anew of the rows that can be read; returns where the damaged one is."""
+        rows = self._rows()
+        temporary = self.path.with_name(f".{self.path.name}.jaxllm-{secrets.token_hex(6)}.tmp")
+        fresh = Database(temporary, _SCHEMA, kind=KIND, version=VERSION)
+        for _, *row in rows:
+            with contextlib.suppress(CheckpointError):
+                fresh.run("INSERT INTO contexts VALUES (?, ?, ?, ?, ?)", *row)
+        fresh.close()
+        self._database.close()
+        place = self.root / QUARANTINE / "catalog" / secrets.token_hex(8)
+        place.mkdir(mode=0o700, parents=True)
+        aside = place / CATALOG
+        try:
+            os.link(self.path, aside)
+        except OSError:
+            # No hard links here.
+            shutil.copyfile(self.path, aside)
+        os.replace(temporary, self.path)
+        for each in (place, self.root):
+            sync(each)
+        self._database, self._faults = Database(self.path, _SCHEMA, kind=KIND, version=VERSION), ""
+        return aside
+
+    def _find(self, row: tuple[Any, ...]) -> Path:
+        """Reads a row, and notes its damage. A record that is known already stays.
+
+        Returns:
+          The context's folder.
+        """
+        row_id, name, app, sealed, body, checksum = row
+        right = is_name(name) and isinstance(app, str) and is_app_folder(app)
+        folder = self.root / app / name if right else self.path / str(name)[:32]
+        try:
+            if not right or _checksum(name, app, sealed, body) != checksum:
+                raise CheckpointError(f"{self.path}: the record of the context {name!a:.40} is corrupt")
+            require_real(self.root, folder)
+            if body is None:
+                self.deleted[name] = folder
+                return folder
+            record = self._opened(folder, sealed, body)
+        except CheckpointError as error:
+            if isinstance(error, KeyErased):
+                self.erased.add(folder)
+            self._row_ids[folder] = row_id
+            self._note(folder, app_of(str(app)), str(name), error)
+        else:
+            self.record_bytes[name] = len(body)
+            self.records.setdefault(name, record)
+        return folder
+
+    def _opened(self, folder: Path, sealed: int, body: bytes) -> Record:
+        """The record of a row, decrypted.
+
+        Raises:
+          CheckpointError: it is not what was written.
+          Unreadable: its key is missing.
+        """
+        require_form(folder / RECORD, self._vault, encrypted=bool(sealed))
+        if sealed and self._vault is not None:
+            key, salt = body[:ID_DIGITS].decode("latin-1"), body[ID_DIGITS:_BEFORE_BODY]
+            body = self._vault.seal(folder.parent.name, key, salt).opened(0, body[_BEFORE_BODY:], folder.name)
+        record = decoded(body, app_of(folder.parent.name), folder.name)
+        if self._vault is not None:
+            self._vault.ledger.require_newest(folder, record.used)
+        return record
+
+    def _note(
+        self, path: Path, app: str, name: str, error: CheckpointError, *, proved: bool | None = None
+    ) -> None:
+        known = self.records.get(name)
+        proved = not isinstance(error, Unreadable) if proved is None else proved
+        lost = bool(name) and (known is None or self.folder(known) != path)
+        self.damage[path] = Damage(app=app, name=name, reason=str(error), lost=lost, proved=proved)
+
+
+def _checksum(name: str, app: str, sealed: int, body: bytes | None) -> bytes:
+    digest = xxhash.xxh3_128(repr((name, app, sealed, body is None)).encode(errors="surrogatepass"))
+    digest.update(body or b"")
+    return digest.digest()
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether a folder has nothing in it; a link or another kind of file is not empty."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    with os.scandir(folder) as found:
+        return next(found, None) is None

@@ -1,30 +1,36 @@
 """Decodes stored chunks into caches, and encodes the chunks of caches, at one level of a model.
 
 On a CPU buckets read stored chunks in place by their addresses; elsewhere they get them by value.
+
+A model with state layers (`StateChunkIO`) has keys and values of its attention layers as they are, and a last
+chunk with the states. A state is of all tokens so far. The last chunk has the states after the context's last
+call, and the rows of the attention layers after the last whole chunk: with it a context goes on exactly where
+it ended. All layers of a chunk are one blob, cut from a cache and put into one on the host, because no chunk
+is computed between others.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 
-from jaxllm.bundle.contexts import read_contexts
+from jaxllm.bundle.calibrations import read_contexts
+from jaxllm.contexts.codecs import RAW, STATE, ChunkShape
+from jaxllm.contexts.recompute import LOST
+from jaxllm.contexts.tolerance import KEPT
 from jaxllm.errors import CheckpointError
-from jaxllm.kernels.chunk_table import NO_CHUNKS, ChunkTable
-from jaxllm.kv.cache import KVCache
+from jaxllm.kernels.native import NO_CHUNKS, ChunkTable
+from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.kv.chunks import LayerChunks, chunk_shapes, reads_addresses
-from jaxllm.kv.positions import TokenPositions
-from jaxllm.kv.recompute import LOST
 from jaxllm.kv.states import states_bytes
-from jaxllm.kv.tolerance import KEPT
-from serving.buckets.context import ENCODED_CHUNKS, source_shape
-from serving.contexts.blobs import Blobs, Stored, blob_memory
-from serving.contexts.record import Origin
-from serving.engine import Engine
-from serving.runners.chunks import placed_chunks
-from serving.runners.level_runner import LevelRunner
-from serving.runners.runner import PrefillChunk
+from jaxllm.serving.buckets.context import ENCODED_CHUNKS, source_shape
+from jaxllm.serving.contexts.memory import Blobs, Stored, blob_memory
+from jaxllm.serving.contexts.record import Origin
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.runners.chunks import placed_chunks
+from jaxllm.serving.runners.level_runner import LevelRunner
+from jaxllm.serving.runners.runner import PrefillChunk
 
 # Width and blob of some chunks in one layer, by number.
 LayerBlobs = Mapping[int, tuple[int, np.ndarray]]
@@ -186,7 +192,7 @@ class ChunkIO:
 
     def feeds(self, chunk: PrefillChunk) -> bool:
         """Whether `prefill_layer` can feed a chunk of a prompt."""
-        return self.runner.restored_prefill is not None and chunk.mode == "float"
+        return self.runner.prefills_restored and chunk.mode == "float"
 
     def prefill_layer(
         self, layer: int, x: jax.Array, at: TokenPositions, cache: KVCache, chunks: LayerBlobs
@@ -206,11 +212,7 @@ class ChunkIO:
         Raises:
           CheckpointError: a blob's size is not that of its width.
         """
-        prefill = self.runner.restored_prefill
-        assert prefill is not None
-        stored = self._layer_chunks(cache, layer, chunks)
-        x, past, mass = prefill.layer(layer, x, at, cache.past(layer), cache.mass, stored)
-        return x, dataclasses.replace(cache.with_past(layer, past), mass=mass)
+        return self.runner.prefill_restored(layer, x, at, cache, self._layer_chunks(cache, layer, chunks))
 
     def _layer_chunks(self, cache: KVCache, layer: int, chunks: LayerBlobs) -> LayerChunks:
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
@@ -281,14 +283,13 @@ class ChunkIO:
                 x = self.embed([0] * self.chunk_tokens, at)
                 for layer in range(self.layers):
                     x, cache = self.restore_layer(layer, x, at, cache, {})
-            prefill = self.runner.restored_prefill
-            if prefill is not None:
+            if self.runner.prefills_restored:
                 for length in options.chunk_tokens:
                     ((ids, at),) = placed_chunks([0], [length], 0)
                     x = self.runner.begin_layers(ids, at)
                     for layer in range(self.layers):
                         x, cache = self.prefill_layer(layer, x, at, cache, {})
-                    jax.block_until_ready(prefill.logits(x, 0))
+                    jax.block_until_ready(self.runner.restored_logits(x, 0))
             jax.block_until_ready(cache.keys)
 
     def _bits(self, cache: KVCache, widths: Mapping[int, int]) -> np.ndarray:
@@ -323,6 +324,117 @@ class ChunkIO:
         for chunk, blob in zip(chunks, blobs, strict=True):
             source[chunk, : blob.size] = blob
         return source
+
+
+class StateChunkIO(ChunkIO):
+    """Loads and encodes chunks of contexts of a model with state layers (see `ChunkIO`)."""
+
+    def __init__(self, runner: LevelRunner, kept: Mapping[int, float] = KEPT) -> None:
+        """See `ChunkIO`."""
+        self.runner, self._form, self.kept = runner, runner.options.chunk_format, kept
+        cfg, options = runner.cfg, runner.options
+        self.chunk_tokens = self._form.tokens
+        attending = [layer for layer in range(cfg.layers) if not cfg.is_state(layer)]
+        self.heads = tuple(cfg.units(layer).kv_heads for layer in attending)
+        self.head_width = cfg.head_dim
+        shapes = [
+            ChunkShape(heads=each, tokens=self.chunk_tokens, width=cfg.head_dim, dtype=options.cache_dtype)
+            for each in self.heads
+        ]
+        self.reference_bytes = sum(each.reference_bytes for each in shapes)
+        rows = sum(each.raw_bytes for each in shapes)
+        self._chunk_bytes = {RAW: rows, STATE: rows + states_bytes(cfg)}
+        self.layer_bytes = {bits: [size] for bits, size in self._chunk_bytes.items()}
+
+    @property
+    def layers(self) -> int:
+        """Blobs of a chunk."""
+        return 1
+
+    @property
+    def computes(self) -> bool:
+        """See `ChunkIO`."""
+        return False
+
+    @property
+    def state_bytes(self) -> int:
+        """See `ChunkIO`."""
+        return self._chunk_bytes[STATE]
+
+    @property
+    def coded(self) -> bool:
+        """See `ChunkIO`."""
+        return False
+
+    def feeds(self, chunk: PrefillChunk) -> bool:
+        """See `ChunkIO`."""
+        del chunk
+        return False
+
+    def load(self, cache: KVCache, chunks: Mapping[int, Stored]) -> KVCache:
+        """Puts chunks into a cache, at their positions, and its states (see `ChunkIO`).
+
+        Raises:
+          CheckpointError: a blob's size is not that of its width.
+        """
+        if not chunks:
+            return cache
+        arrays = [np.zeros(each.shape, each.dtype) for each in _rows_of(cache)]
+        states = [np.zeros(each.shape, each.dtype) for each in jax.tree.leaves(cache.states)]
+        for number, (bits, (blob,)) in chunks.items():
+            if blob.size != self._chunk_bytes[bits]:
+                raise CheckpointError(
+                    f"chunk {number} has {blob.size} bytes, and should have {self._chunk_bytes[bits]}"
+                )
+            for piece, into in self._pieces(blob, bits, number, arrays, states):
+                into[...] = piece.view(into.dtype).reshape(-1, *into.shape[1:])[: len(into)]
+        half = len(cache.keys)
+        placed = jax.device_put(arrays)
+        structure = jax.tree.structure(cache.states)
+        return dataclasses.replace(
+            cache, keys=tuple(placed[:half]), values=tuple(placed[half:]),
+            states=jax.tree.unflatten(structure, jax.device_put(states)),
+        )  # fmt: skip
+
+    def encode(
+        self,
+        cache: KVCache,
+        chunks: Mapping[int, int],
+        stored: Mapping[int, Stored] | None = None,
+        *,
+        into: Mapping[int, Stored] | None = None,
+    ) -> Mapping[int, Stored]:
+        """Cuts chunks of a context out of a cache (see `ChunkIO`)."""
+        del stored
+        found = self.room(chunks) if into is None else into
+        arrays = [np.asarray(each) for each in _rows_of(cache)]
+        states = [np.asarray(each) for each in jax.tree.leaves(cache.states)]
+        for number, bits in chunks.items():
+            blob = found[number][1][0]
+            for piece, rows in self._pieces(blob, bits, number, arrays, states):
+                taken = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+                piece[: taken.size] = taken
+                piece[taken.size :] = 0
+        return found
+
+    def rehearse(self) -> None:
+        """Does nothing: there are no buckets of it."""
+
+    def _pieces(
+        self, blob: np.ndarray, bits: int, number: int, rows: list[np.ndarray], states: list[np.ndarray]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The parts of a chunk's blob, and where each is in the keys and values of a cache, with positions
+        first, or in its states. Behind the end of a cache there is nothing."""
+        at, first = 0, number * self.chunk_tokens
+        for each in rows:
+            view = np.moveaxis(each, -2, 0)[first : first + self.chunk_tokens]
+            size = self.chunk_tokens * each.nbytes // each.shape[-2]
+            yield blob[at : at + size], view
+            at += size
+        for each in states if bits == STATE else ():
+            yield blob[at : at + each.nbytes], each
+            at += each.nbytes
+        assert at == blob.size
 
 
 def origin_of(engine: Engine, chunks: ChunkIO) -> Origin:
@@ -361,3 +473,14 @@ def require_sizes(layer: int, chunks: Sequence[int], found: Sequence[int], wante
                 f"chunk {chunk} has {size} bytes in layer {layer}, and its width takes {right}: it is not of "
                 "this model and codec"
             )
+
+
+def chunk_io_of(runner: LevelRunner, kept: Mapping[int, float] = KEPT) -> ChunkIO:
+    """What chunks of a level are loaded and encoded by."""
+    return (ChunkIO if runner.cfg.states is None else StateChunkIO)(runner, kept)
+
+
+def _rows_of(cache: KVCache) -> list[jax.Array]:
+    """Keys and values of all attention layers, in stacks `[n, 1, K, S, H]`."""
+    assert cache.places is not None
+    return [*cache.keys, *cache.values]

@@ -4,8 +4,8 @@ import dataclasses
 import weakref
 from collections.abc import Callable
 
-from serving.contexts.record import Record
-from serving.contexts.turn import Turn
+from jaxllm.serving.contexts.record import Record
+from jaxllm.serving.contexts.turn import Turn
 
 
 @dataclasses.dataclass(eq=False)

@@ -5,19 +5,25 @@ for piece in context.generate("Dear ..."): ...    callLLM
 context.delete()                                  delLLMCtx
 """
 
+import contextlib
+import dataclasses
 from collections.abc import Sequence
 from datetime import datetime
 
-from jaxllm.errors import ConfigError
+from jaxllm.contexts.recompute import LOST
+from jaxllm.errors import CheckpointError, ConfigError, ContextGone, JaxllmError
 from jaxllm.sampling_state import Sampling
-from serving.contexts.answer import ContextAnswer, ContextCall
-from serving.contexts.growth import slid_record
-from serving.contexts.manager import Contexts
-from serving.contexts.record import Record
-from serving.contexts.turn_ids import TurnTokens, turn_ids
-from serving.prompt_rows import PromptRows
-from serving.request import DEFAULT_MAX_TOKENS, GenerationConfig
-from serving.sliding import Sliding, kept_tokens
+from jaxllm.serving.contexts.answer import ContextCall
+from jaxllm.serving.contexts.growth import slid_record
+from jaxllm.serving.contexts.layout import folder_name, written
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.record import Linked, Record
+from jaxllm.serving.contexts.segment import Chunks
+from jaxllm.serving.contexts.turn_ids import TurnTokens, turn_ids
+from jaxllm.serving.engine.answer import Answer
+from jaxllm.serving.engine.request import DEFAULT_MAX_TOKENS, GenerationConfig
+from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.ground.sliding import Sliding, kept_tokens
 
 
 class Context:
@@ -67,7 +73,7 @@ class Context:
         slide: bool = False,
         sampling: Sampling | None = None,
         rows: PromptRows | None = None,
-    ) -> ContextAnswer:
+    ) -> Answer:
         """Answers a prompt that follows the context's tokens.
 
         The first prompt of an encoder-decoder is the context's source; a later one is what its decoder says
@@ -80,7 +86,7 @@ class Context:
           stop: strings that end it.
           ignore_eos: go on past the model's end tokens.
           slide: where context, prompt and answer outgrow the model's window, drop the middle of the context
-            (see `serving.sliding`). The stored context changes only when the answer has ended.
+            (see `jaxllm.serving.ground.sliding`). The stored context changes only when the answer has ended.
           sampling: how tokens are chosen; greedy by default.
           rows: that stand in place of some tokens of a prompt of ids, at places counted from its first. They
             are stored with the context, which then does not slide, nor move to another model.
@@ -118,7 +124,7 @@ class Context:
             asked.prompt, config, level=record.origin.level, sliding=sliding, rows=rows, source=asked.source
         )
         call = ContextCall(contexts, record, base, most_tokens=len(request.prompt) + max_tokens)
-        return ContextAnswer(engine.decoding(request), engine.tokenizer, request, call=call)
+        return Answer(engine.decoding(request), engine.tokenizer, request, lifecycle=call)
 
     def _slid(self, record: Record, prompt_tokens: int) -> Record:
         """The record after sliding, where the context and a prompt outgrow the window."""
@@ -148,3 +154,87 @@ class Context:
 
     def __repr__(self) -> str:
         return f"Context(app={self.app!r}, name={self.name!r})"
+
+
+def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
+    """A new context of the same app and level, with a context's first tokens and their whole chunks, which
+    both have on storage (see `ContextStore.link`), or copies of them, and a copy of their rows. Chunks that
+    cannot be read are computed again.
+
+    Args:
+      contexts: of all apps.
+      record: of the context, whose origin is the engine's (see `Contexts.record`).
+      tokens: number of its tokens that the new one has.
+
+    Returns:
+      The new context's record.
+
+    Raises:
+      BudgetExceeded: the app may own no more contexts, or there is no room.
+      CheckpointError: it cannot be written.
+    """
+    count = min(tokens // record.origin.chunk_tokens, len(record.bits))
+    if record.state_tokens:
+        # States are of all their tokens, or of none.
+        count = len(record.bits) if tokens >= record.state_tokens else 0
+    made = contexts.create(record.app, level=record.origin.level)
+    try:
+        first = dataclasses.replace(
+            made,
+            tokens=record.tokens[:tokens],
+            source=record.source if tokens else (),
+            mass=record.mass[:count],
+            seen=record.seen[:count],
+            state_tokens=record.state_tokens if count else 0,
+        )
+        contexts.store.wait(record.name)
+        wanted = dict(enumerate(record.bits[:count]))
+        linked = contexts.store.link(first, record.name, wanted) if contexts.options.share_beginnings else {}
+        chunks = _stored(contexts, record, count, linked)
+        widths = {n: wanted[n] for n in linked} | {n: bits for n, (bits, _) in chunks.items()}
+        first = dataclasses.replace(first, bits=tuple(widths.get(n, LOST) for n in range(count)))
+        rows = contexts.rows_before(record, tokens)
+        return contexts.store.commit(first, chunks, linked=linked, rows=rows)
+    except BaseException:
+        with contextlib.suppress(JaxllmError):
+            contexts.delete(made.name)
+        raise
+
+
+def _stored(contexts: Contexts, record: Record, count: int, linked: Linked) -> Chunks:
+    """The first chunks of a context that are on storage, but for those that are linked."""
+    tokens = record.state_tokens or count * record.origin.chunk_tokens
+    try:
+        there = contexts.store.record(record.name)
+        if there.tokens[:tokens] != record.tokens[:tokens]:
+            return {}
+        stored = {chunk for chunk, bits in enumerate(there.bits[:count]) if bits != LOST}
+        wanted = sorted(stored - linked.keys())
+        opened = contexts.store.open(record.name, wanted)
+        return {
+            chunk: (there.bits[chunk], [opened.read(layer, [chunk])[0] for layer in range(opened.layers)])
+            for chunk in wanted
+        }
+    except (CheckpointError, ContextGone):
+        # Damaged, or deleted since the record was read: its tokens are enough.
+        return {}
+
+
+def erase(contexts: Contexts, app: str) -> None:
+    """Deletes an app's contexts, and erases the key of those that are encrypted: copies of their files, in
+    backups too, can be read by nobody.
+
+    Raises:
+      ConfigError: contexts are not encrypted, the app's name is not valid, or one is answering.
+      CheckpointError: the device failed; the key is erased all the same, if that was possible.
+    """
+    vault = contexts.store.vault
+    if vault is None:
+        raise ConfigError("contexts are not encrypted; delete them one by one, or open with encryption")
+    folder = folder_name(app)
+    try:
+        for record in contexts.store.records(app):
+            contexts.delete(record.name)
+    finally:
+        with written(vault.folder):
+            vault.erase(folder)

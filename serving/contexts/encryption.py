@@ -7,6 +7,14 @@
 Every record and every segment has a random salt, which with the app's key gives a key of its own
 (HMAC-SHA256): so its parts may be numbered, and no nonce comes twice. Parts are encrypted and authenticated
 by AES-256-GCM, blob by blob, so that a chunk is still read by its offset.
+
+    KEYS/sealed           from here on nothing is read that is not encrypted, nor an older record
+    KEYS/newest.sqlite    the use of each context's newest record (`Ledger`)
+
+Whoever can write to a store and has no key can put data there: plain, or encrypted earlier. A record has the
+number of its use, which grows, and authenticates it; the ledger has the number that it must have. A record is
+written before its number, so that a kill leaves one that is newer than the ledger says, which is read. A new
+context is noted first: one that the ledger lacks was deleted, or made elsewhere.
 """
 
 import contextlib
@@ -16,15 +24,23 @@ import os
 import secrets
 import stat
 from pathlib import Path
+from typing import Any
 
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
-from jaxllm.files.atomic import sync, temporary_file
+from jaxllm.files.atomic import atomic_file, is_there, sync, temporary_file
+from jaxllm.serving.contexts.database import Database
+from jaxllm.serving.host.trusted_path import trusted_folder
 
 SALT_BYTES = TAG_BYTES = 16
 ID_DIGITS = 16
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
 _SUFFIX = ".key"
+_SEALED, _NEWEST = "sealed", "newest.sqlite"
+_LEDGER_KIND, _LEDGER_VERSION = 0x4A584C44, 1
+_SCHEMA = """
+CREATE TABLE newest (app TEXT NOT NULL, name TEXT NOT NULL, used INTEGER NOT NULL, PRIMARY KEY (app, name));
+"""
 
 
 class KeyErased(Unreadable):
@@ -76,15 +92,130 @@ class Seal:
             raise CheckpointError("its encrypted content was changed") from error
 
 
+class Ledger:
+    """Which record of each encrypted context is the newest (see the module).
+
+    Attributes:
+      most_used: the largest use that it has read or written.
+      plain: folders of contexts in which plain files were read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Opens the ledger in the folder of keys, made if missing.
+
+        Raises:
+          ConfigError: it is damaged.
+          OSError: the device failed.
+        """
+        self._folder = folder
+        self.plain: set[Path] = set()
+        self._is_sealed = is_there(folder / _SEALED)
+        self._database = Database(
+            folder / _NEWEST, _SCHEMA, kind=_LEDGER_KIND, version=_LEDGER_VERSION, shared=True
+        )
+        ((most,),) = self._database.run("SELECT max(used) FROM newest")
+        self.most_used = most or 0
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._database.close()
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether all contexts are encrypted and in the ledger, so that others are refused."""
+        return self._is_sealed
+
+    def seal(self) -> None:
+        """Refuses from here on what is not encrypted, or not in the ledger.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        with atomic_file(self._folder / _SEALED) as file:
+            os.fchmod(file.fileno(), 0o600)
+        self._is_sealed = True
+
+    def require_encrypted(self, path: Path) -> None:
+        """Raises CheckpointError for a plain file where none may be; elsewhere notes it in `plain`."""
+        self.plain.add(path.parent)
+        if self._is_sealed:
+            raise CheckpointError(
+                f"{path} is not encrypted, as all contexts of this store are: the store did not write it"
+            )
+
+    def require_newest(self, folder: Path, used: int) -> None:
+        """Checks that a record is no older one that was put back.
+
+        Args:
+          folder: of the context.
+          used: of the record.
+
+        Raises:
+          CheckpointError: it is, or the context was deleted, or made by another store.
+          Unreadable: the ledger cannot be read now.
+        """
+        if not self._is_sealed:
+            return
+        rows = self._run("SELECT used FROM newest WHERE app = ? AND name = ?", folder)
+        if not rows:
+            raise CheckpointError(f"{folder}: the store has deleted this context, or did not make it")
+        if used < rows[0][0]:
+            raise CheckpointError(
+                f"{folder}: its record is older than the last one that was written (use {used} of "
+                f"{rows[0][0]}): it was put back"
+            )
+
+    def expect(self, folder: Path) -> None:
+        """Notes a context whose first record is about to be written.
+
+        Raises:
+          JaxllmError: it cannot be written.
+        """
+        self._run("INSERT OR IGNORE INTO newest VALUES (?, ?, 0)", folder)
+
+    def wrote(self, folder: Path, used: int) -> None:
+        """Notes that storage has a context's new record.
+
+        Raises:
+          JaxllmError: it cannot be written.
+        """
+        self._run("INSERT OR REPLACE INTO newest VALUES (?, ?, ?)", folder, used)
+        self.most_used = max(self.most_used, used)
+
+    def forget(self, folder: Path) -> None:
+        """Forgets a context that was deleted.
+
+        Raises:
+          JaxllmError: it cannot be written.
+        """
+        self._run("DELETE FROM newest WHERE app = ? AND name = ?", folder)
+
+    def erase(self, app_folder: str) -> None:
+        """Forgets all contexts of an app, whose key was erased.
+
+        Raises:
+          JaxllmError: it cannot be written.
+        """
+        self._database.run("DELETE FROM newest WHERE app = ?", app_folder)
+
+    def _run(self, statement: str, folder: Path, *values: int) -> list[tuple[Any, ...]]:
+        return self._database.run(statement, folder.parent.name, folder.name, *values)
+
+
 class Vault:
-    """The keys of apps, by the names of their folders in the store. For one thread that writes."""
+    """The keys of apps, by the names of their folders in the store. For one thread that writes.
+
+    Attributes:
+      folder: of the keys.
+      ledger: knows the newest records that they encrypt.
+    """
 
     def __init__(self, folder: Path, store: Path) -> None:
         """Opens the folder of keys, made if missing.
 
         Raises:
-          ConfigError: it cannot be used, others can read it, it lies in the store, or the package that
-            encrypts is missing.
+          ConfigError: it cannot be used, others can read or replace it, it lies in the store, or the package
+            that encrypts is missing.
         """
         try:
             import cryptography  # noqa: F401
@@ -97,9 +228,15 @@ class Vault:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _require_private(os.stat(self.folder), self.folder)
+            trusted_folder(self.folder)
+            self.ledger = Ledger(self.folder)
         except OSError as error:
             raise ConfigError(f"{folder}: cannot keep keys ({error.strerror})") from error
         self._keys: dict[str, bytes] = {}
+
+    def close(self) -> None:
+        """Closes the ledger."""
+        self.ledger.close()
 
     def new_seal(self, app_folder: str) -> Seal:
         """The seal of a new file. Makes the app's key if there is none.
@@ -129,6 +266,7 @@ class Vault:
         """
         self._keys.pop(app_folder, None)
         self._path(app_folder).unlink(missing_ok=True)
+        self.ledger.erase(app_folder)
         sync(self.folder)
 
     def _key(self, app_folder: str) -> bytes | None:
@@ -169,6 +307,19 @@ class Vault:
 
     def _path(self, app_folder: str) -> Path:
         return self.folder / f"{app_folder}{_SUFFIX}"
+
+
+def require_form(path: Path, vault: Vault | None, *, encrypted: bool) -> None:
+    """Checks that a file of a store may be read, with the keys that the store was opened with.
+
+    Raises:
+      NotOpened: it is encrypted, and there are no keys.
+      CheckpointError: it is not, and no file of this store may be plain.
+    """
+    if encrypted and vault is None:
+        raise NotOpened(path)
+    if vault is not None and not encrypted:
+        vault.ledger.require_encrypted(path)
 
 
 def key_id(key: bytes) -> str:

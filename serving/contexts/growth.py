@@ -5,47 +5,19 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxllm.contexts.codecs import RAW, STATE, WIDTHS
+from jaxllm.contexts.recompute import LOST
+from jaxllm.contexts.tolerance import allocate, chunk_mass, sightings
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache
-from jaxllm.kv.codecs import RAW, STATE, WIDTHS
-from jaxllm.kv.recompute import LOST
-from jaxllm.kv.tolerance import allocate, chunk_mass, sightings
-from serving.contexts.chunk_io import ChunkIO
-from serving.contexts.options import ContextOptions
-from serving.contexts.record import Record
-from serving.request import Session, common_prefix
-from serving.sliding import slid
+from jaxllm.serving.contexts.chunk_io import ChunkIO
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.contexts.record import Record
+from jaxllm.serving.engine.request import Session, common_prefix
+from jaxllm.serving.ground.sliding import slid
 
 # Of products of a ratio and bytes, just below a whole number.
 _ROUNDING = 1e-6
-
-
-def widened_bits(record: Record, chunk_io: ChunkIO, options: ContextOptions, most: int) -> dict[int, int]:
-    """The chunks of a context whose attention asks for more bits than they are stored at, the densest first,
-    and the bits that they would be given if they were new.
-
-    Args:
-      record: of the context.
-      chunk_io: of its level.
-      options: limit the bytes of chunks.
-      most: chunks.
-    """
-    if chunk_io.widths == (RAW,) or not record.bits:
-        return {}
-    density = np.asarray(record.mass) / np.maximum(record.seen, 1)
-    wanted = _widths(chunk_io, options, density).tolist()
-    room = most_bytes(chunk_io, options, len(record.bits))
-    room -= sum(chunk_io.chunk_bytes(bits) for bits in record.bits if bits != LOST)
-    found: dict[int, int] = {}
-    for n in np.argsort(-density, kind="stable").tolist():
-        bits = record.bits[n]
-        if len(found) == most or bits == LOST or wanted[n] <= bits:
-            continue
-        room -= chunk_io.chunk_bytes(wanted[n]) - chunk_io.chunk_bytes(bits)
-        if room < 0:
-            break
-        found[n] = wanted[n]
-    return found
 
 
 def sink_record(
@@ -153,7 +125,8 @@ def _record_with_states(before: Record, tokens: Sequence[int], session: Session,
 
 def slid_record(record: Record, *, chunk_tokens: int, most: int) -> Record:
     """The rest of a context that drops its middle before a call: its first chunk and its newest tokens,
-    `most` together. The newest are computed again at their new positions (see `serving.sliding`)."""
+    `most` together. The newest are computed again at their new positions (see
+    `jaxllm.serving.ground.sliding`)."""
     tokens = slid(record.tokens, sink_tokens=chunk_tokens, most=most)
     if record.state_tokens:
         return dataclasses.replace(record.cut(0), tokens=tuple(tokens))

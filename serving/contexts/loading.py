@@ -1,30 +1,35 @@
-"""Loads the chunks of a context into a cache and into memory: read from storage or computed from its
-tokens."""
+"""Loads the chunks of a context into a cache and into memory: read from storage, computed from its tokens, or
+shared with a context that begins alike.
+
+Exact chunks (`raw`) are not computed again: a new context whose first prompt begins as another one does uses
+that one's, with the attention that they got. Chunks at fewer bits would change its answer: it computes its
+own, and shares those that come to the same width from the end of its first call on. On storage its folder has
+links to the same segments (`ContextStore.link`), and in memory both have the same blobs; a chunk that one of
+them stores at fewer bits later is a new one of its own.
+"""
 
 import concurrent.futures
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from jaxllm.errors import CheckpointError
-from jaxllm.kernels.chunk_table import ChunkTable
+from jaxllm.contexts.eviction import Resident
+from jaxllm.contexts.recompute import LOST
+from jaxllm.errors import CheckpointError, JaxllmError
+from jaxllm.kernels.native import ChunkTable
 from jaxllm.kv.cache import KVCache
-from jaxllm.kv.eviction import Resident
-from jaxllm.kv.recompute import LOST
-from serving.contexts.blobs import Stored
-from serving.contexts.chunk_io import ChunkIO
-from serving.contexts.delays import Delays
-from serving.contexts.layer_pass import NewTokens
-from serving.contexts.memory import ChunkMemory
-from serving.contexts.options import ContextOptions
-from serving.contexts.record import Record
-from serving.contexts.restore import Reader, Restoration, Restored, restore
-from serving.contexts.sharing import share_resident
-from serving.contexts.store import ContextStore
-from serving.contexts.turn import Turn
-from serving.request import Session
-from serving.runners.level_runner import LevelRunner
+from jaxllm.serving.contexts.chunk_io import ChunkIO
+from jaxllm.serving.contexts.memory import ChunkMemory, Stored
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.contexts.record import Record
+from jaxllm.serving.contexts.restore import Delays, NewTokens, Reader, Restored, restore
+from jaxllm.serving.contexts.store import ContextStore
+from jaxllm.serving.contexts.turn import Turn
+from jaxllm.serving.engine.request import Session, common_prefix
+from jaxllm.serving.ground.plan import Restoration
+from jaxllm.serving.runners.level_runner import LevelRunner
 
 # Two reads at a time keep the device busy.
 _READERS = 2
@@ -198,6 +203,112 @@ class ChunkLoader:
             self._memory.load(name, chunk, bits, blobs, restore_ms=min(read_ms, compute_ms))
 
 
+def cache_with_room(
+    levels: Mapping[int, ChunkIO], runner: LevelRunner, spare: Session, tokens: int
+) -> KVCache:
+    """A cache with room for `tokens`: that of the context before, if its shape fits.
+
+    Clearing new memory takes as long as decoding chunks into it.
+
+    Args:
+      levels: of the model.
+      runner: of the level that is about to answer.
+      spare: the session of the context before, which loses its cache.
+      tokens: most tokens of the cache.
+    """
+    _, cache = spare.take()
+    if cache is not None and spare.weights_version is not None:
+        form = levels[spare.weights_version[0]].runner.model.bucket_level
+        if form == runner.model.bucket_level and cache.capacity_tokens == runner.capacity_for(tokens):
+            # Another context's keys and values are masked until they are overwritten.
+            return cache
+    # Frees the old cache before a new one is made.
+    del cache
+    return runner.start(tokens)
+
+
+def alike(
+    store: ContextStore, record: Record, tokens: Sequence[int], *, across_apps: bool
+) -> tuple[Record | None, int]:
+    """The context that has the longest beginning of some tokens in whole chunks, and how many these are; the
+    chunk of the last token is left out.
+
+    Args:
+      store: of the contexts.
+      record: of the context whose tokens they are.
+      tokens: of it.
+      across_apps: whether other apps' contexts count, too.
+    """
+    best, count = None, 0
+    for each in store.records(None if across_apps else record.app):
+        same = (each.origin, each.source) == (record.origin, record.source)
+        if same and each.name != record.name:
+            common = _common_chunks(each, tokens)
+            if common > count:
+                best, count = each, common
+    return best, count
+
+
+def shared_beginning(
+    store: ContextStore, memory: ChunkMemory, record: Record, prompt: Sequence[int], *, across_apps: bool
+) -> tuple[Record, str]:
+    """Takes the beginning of a new context from another one, whose chunks are not computed then.
+
+    Args:
+      store: of the contexts.
+      memory: gets the chunks that are in memory.
+      record: of the new context, without tokens.
+      prompt: its first.
+      across_apps: see `alike`.
+
+    Returns:
+      The record with the beginning, and the name of the other one; the record as it is and "" where there is
+      none.
+    """
+    best, count = alike(store, record, prompt, across_apps=across_apps)
+    if best is None:
+        return record, ""
+    there = memory.chunks(best.name)
+    if any(n not in there for n in range(count)):
+        # They are read, so that they must be written.
+        store.wait(best.name)
+        best = store.record(best.name)
+        count = min(count, _common_chunks(best, prompt))
+    for n in range(count):
+        if n in there and there[n].bits == best.bits[n]:
+            memory.share(record.name, there[n])
+    first = {field: getattr(best, field)[:count] for field in ("bits", "mass", "seen")}
+    tokens = tuple(prompt[: count * record.origin.chunk_tokens])
+    return dataclasses.replace(record, tokens=tokens, files=("",) * count, **first), best.name
+
+
+def share_resident(store: ContextStore, memory: ChunkMemory, name: str, wanted: Iterable[int]) -> None:
+    """Takes chunks of a context from others that have them in memory and the same segment on storage.
+
+    Args:
+      store: of the contexts.
+      memory: of the chunks.
+      name: of the context.
+      wanted: numbers of the chunks.
+    """
+    record = store.record(name)
+    missing = {n: record.checksums.get(record.files[n]) for n in wanted if n < len(record.files)}
+    for other in memory.contexts():
+        if other == name or not missing:
+            continue
+        with contextlib.suppress(JaxllmError):
+            theirs = store.record(other)
+            if not set(theirs.checksums.values()) & set(missing.values()):
+                continue
+            for n, each in memory.chunks(other).items():
+                if missing.get(n) is None or n >= len(theirs.files):
+                    continue
+                stored = theirs.checksums.get(theirs.files[n]) == missing[n]
+                if stored and each.bits == theirs.bits[n] == record.bits[n]:
+                    memory.share(name, each)
+                    del missing[n]
+
+
 def _sourced(runner: LevelRunner, cache: KVCache, base: Record) -> KVCache:
     """A cache that has the keys and values of a context's source; as it is where there is none."""
     if not base.source:
@@ -238,25 +349,14 @@ def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
     raise AssertionError(f"chunks {list(chunks)} of layer {layer} are not missing")
 
 
-def cache_with_room(
-    levels: Mapping[int, ChunkIO], runner: LevelRunner, spare: Session, tokens: int
-) -> KVCache:
-    """A cache with room for `tokens`: that of the context before, if its shape fits.
-
-    Clearing new memory takes as long as decoding chunks into it.
-
-    Args:
-      levels: of the model.
-      runner: of the level that is about to answer.
-      spare: the session of the context before, which loses its cache.
-      tokens: most tokens of the cache.
-    """
-    _, cache = spare.take()
-    if cache is not None and spare.weights_version is not None:
-        form = levels[spare.weights_version[0]].runner.model.bucket_level
-        if form == runner.model.bucket_level and cache.capacity_tokens == runner.capacity_for(tokens):
-            # Another context's keys and values are masked until they are overwritten.
-            return cache
-    # Frees the old cache before a new one is made.
-    del cache
-    return runner.start(tokens)
+def _common_chunks(record: Record, prompt: Sequence[int]) -> int:
+    """The first whole chunks that a context has of a prompt, its last token left out."""
+    size = record.origin.chunk_tokens
+    if record.state_tokens:
+        # Its chunks are of no use without its states, which are of all its tokens.
+        return 0
+    kept = record.bits.index(LOST) if LOST in record.bits else len(record.bits)
+    most = size * min(kept, (len(prompt) - 1) // size)
+    if most == 0 or list(record.tokens[:size]) != list(prompt[:size]):
+        return 0
+    return common_prefix(record.tokens[:most], prompt[:most]) // size

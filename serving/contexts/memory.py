@@ -1,7 +1,7 @@
 """Keeps chunks in memory within a budget of bytes: Claim, Load, Reclaim and Fault (LLMS, 3.1 and 3.4).
 
     claim     a context is about to run: locks its chunks; the missing ones are its faults
-    load      a missing chunk has been read or computed: makes room for it, and takes it
+    load      a missing chunk has been read or computed: makes room for it, and stores it
     reclaim   makes room: evicts the chunks that the policy names, unless they are locked
     release   the context has run: its chunks may be evicted again
 
@@ -11,17 +11,17 @@ Eviction removes a chunk from memory only: it was written to storage when its ca
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxllm.contexts.eviction import POLICIES, Policy, Resident
 from jaxllm.errors import BudgetExceeded, ConfigError
-from jaxllm.kv.eviction import POLICIES, Policy, Resident
-from serving.contexts.blobs import Blobs
 
 if TYPE_CHECKING:
-    from jaxllm.kernels.chunk_table import ChunkTable
+    from jaxllm.kernels.native import ChunkTable
 
 
 class ChunkMemory:
@@ -191,12 +191,6 @@ class ChunkMemory:
         self._put(resident)
         return resident
 
-    def unasked(self, context: str, chunks: Iterable[int]) -> None:
-        """Marks resident chunks of a context that nobody has asked for: they leave first."""
-        self._tell_use(context)
-        for chunk in chunks:
-            self._chunks[context][chunk].used = 0
-
     def reserve(self, context: str, size_bytes: int) -> None:
         """Makes room for all of a context that is about to run.
 
@@ -313,3 +307,35 @@ class ChunkMemory:
         if not self._chunks[context]:
             del self._chunks[context], self._own_bytes[context]
         return found
+
+
+# Lines of a processor's caches: attention reads rows of heads, which then never stand in one line more.
+_LINE_BYTES = 64
+# A chunk's width, and its blob of each layer.
+Stored = tuple[int, Sequence[np.ndarray]]
+
+
+class Blobs(tuple[np.ndarray, ...]):
+    """A chunk's blobs, one of each layer, uint8. Caches their addresses: asking NumPy for them takes as long
+    as decoding them."""
+
+    @functools.cached_property
+    def extents(self) -> np.ndarray:
+        """`[L, 3]` uint32: the low and high half of each blob's address, and its bytes."""
+        places = np.array([blob.__array_interface__["data"][0] for blob in self], np.uint64)
+        sizes = np.array([blob.nbytes for blob in self], np.uint32)
+        return np.concatenate([places.view(np.uint32).reshape(-1, 2), sizes[:, None]], axis=1)
+
+
+def blob_memory(size_bytes: int) -> np.ndarray:
+    """Memory of its own for a blob, uint8, where a line of the processor's caches begins."""
+    memory = np.empty(size_bytes + _LINE_BYTES, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _LINE_BYTES
+    return memory[start : start + size_bytes]
+
+
+def copied_blob(blob: np.ndarray | bytes) -> np.ndarray:
+    """A copy of a blob in memory of its own."""
+    copy = blob_memory(len(blob))
+    copy[:] = np.frombuffer(blob, np.uint8)
+    return copy

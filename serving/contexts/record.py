@@ -1,16 +1,32 @@
-"""Records of stored contexts: the app, the tokens, and the origin of the cache."""
+"""Records of stored contexts: the app, the tokens, and the origin of the cache; and their JSON, typed and
+bounded, of which nothing is believed."""
 
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Set
+import re
+from collections.abc import Callable, Mapping, Set
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from jaxllm.kv.codecs import RAW, STATE, ChunkFormat, ChunkShape
-from jaxllm.kv.recompute import LOST
+from jaxllm.contexts.codecs import CODECS, RAW, STATE, ChunkFormat, ChunkShape
+from jaxllm.contexts.recompute import LOST
+from jaxllm.errors import CheckpointError
+from jaxllm.text.tokenizer import MAX_TOKEN_ID
+
+# Of the names of segments.
+SEGMENT = re.compile(r"(0|[1-9][0-9]{0,8})\.kv")
+# Chunk -> its segment, and the checksum of that.
+Linked = Mapping[int, tuple[str, str]]
+MOST_USED = 1 << 53
+MOST_BYTES = 1 << 26
+_MOST_TEXT = 1 << 10
+_MOST_ATTENTION = 1e18
+_MOST_STATE_BYTES = 1 << 31
+_DTYPES = ("float32", "float16", "bfloat16")
 
 # Fields of an origin that follow from others, and from the kernels that read chunks.
 _LAYOUT = ("heads", "head_width", "state_bytes")
@@ -32,7 +48,7 @@ class Origin:
         of the buckets' caches.
       head_width: of each head (H).
       state_bytes: of the states, where a model has state layers: its chunks have the attention layers alone,
-        all in one blob (see `serving.contexts.state_chunks`). 0 of other models.
+        all in one blob (see `jaxllm.serving.contexts.chunk_io`). 0 of other models.
     """
 
     model: str
@@ -63,9 +79,6 @@ class Origin:
     def facts(self) -> dict[str, object]:
         """Its fields as JSON values."""
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if not self.state_bytes:
-            # Sources of chunks that were stored before stay as they are.
-            del facts["state_bytes"]
         return {**facts, "heads": list(self.heads)}
 
     def differing(self, other: "Origin") -> tuple[str, ...]:
@@ -91,17 +104,15 @@ class Record:
         chunk, of width `STATE`, has them; without it, or another chunk, all tokens are computed again. 0
         where there are none.
       mass: attention that the tokens of each chunk got so far.
-      seen: the most attention they could have got (see `jaxllm.kv.tolerance`).
+      seen: the most attention they could have got (see `jaxllm.contexts.tolerance`).
       files: name of each chunk's segment; empty where the chunk is lost.
       checksums: checksum of the index of each segment in `files`, and of `rows`, by name.
       rows: name of the file with the rows that stand in place of tokens, such as those of images (see
-        `row_file`); empty for none. In `tokens` they have ids behind the vocabulary.
+        `segment`); empty for none. In `tokens` they have ids behind the vocabulary.
       pinned: whether its chunks are never evicted to make room for another context's.
-      tokenizer: digest of the tokenizer whose ids `tokens` are; empty where that is not known, as of records
-        of versions before 6.
+      tokenizer: digest of the tokenizer whose ids `tokens` are; empty where that is not known.
       used: order of its last use in the store.
-      created_s: when it was made, in whole seconds since 1970; 0 where that is not known, as of records of
-        versions before 4.
+      created_s: when it was made, in whole seconds since 1970.
     """
 
     name: str
@@ -188,6 +199,20 @@ class Record:
                 return self.cut(place)
         return self
 
+    def with_links(self, linked: Linked) -> "Record":
+        """This record with chunks where links are."""
+        count = max([len(self.files), *(n + 1 for n in linked)])
+        files = [*self.files, *[""] * (count - len(self.files))]
+        for n, (file, _) in linked.items():
+            files[n] = file
+        checksums = {**self.checksums, **dict(linked.values())}
+        return dataclasses.replace(self, files=tuple(files), checksums=checksums)
+
+    def kept_files(self, before: "Record") -> list[str]:
+        """The segment of each chunk, as in the record before; empty for chunks that are new or lost."""
+        there = [*before.files, *[""] * len(self.bits)]
+        return ["" if bits == LOST else file for bits, file in zip(self.bits, there, strict=False)]
+
     def lose(self, chunks: Set[int]) -> "Record":
         """This record with some chunks marked as lost, to be computed again."""
         bits = tuple(LOST if place in chunks else each for place, each in enumerate(self.bits))
@@ -202,3 +227,134 @@ class Record:
         """This record with the widths of chunks that are in memory only, by number."""
         bits = tuple(resident.get(n, LOST) if each == LOST else each for n, each in enumerate(self.bits))
         return dataclasses.replace(self, bits=bits)
+
+
+_FIELDS = frozenset(field.name for field in dataclasses.fields(Record))
+_ORIGIN_FIELDS = frozenset(field.name for field in dataclasses.fields(Origin))
+
+
+def encoded(record: Record) -> bytes:
+    """A record as JSON.
+
+    Raises:
+      CheckpointError: it could not be read again.
+    """
+    # Not `asdict`, which copies every token.
+    facts = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    facts |= {"origin": record.origin.facts(), "checksums": dict(record.checksums)}
+    try:
+        content = json.dumps(facts, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"it has {len(content):,} bytes, and at most {MOST_BYTES:,} are read")
+        _record_of(json.loads(content), record.app, record.name)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"the context {record.name} cannot be kept: its record could not be read again ({error})"
+        ) from error
+    return content
+
+
+def decoded(content: bytes, app: str, name: str) -> Record:
+    """The record of a context of an app; typed, bounded and checked.
+
+    Raises:
+      CheckpointError: it is not one.
+    """
+    try:
+        return _record_of(json.loads(content), app, name)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"the record of the context {name} is malformed ({error!s:.120})") from error
+
+
+def _record_of(facts: Any, app: str, name: str) -> Record:
+    """A record from any JSON value.
+
+    Raises:
+      ValueError: it is not a record of this context.
+    """
+    _require("fields", isinstance(facts, dict) and facts.keys() == _FIELDS)
+    _require("name", facts["name"] == name)
+    _require("app", type(facts["app"]) is str and facts["app"] == app)
+    origin = _origin_of(facts["origin"])
+    form = ChunkFormat.named(origin.codec, origin.chunk_tokens)
+    tokens, source = (_row(facts, name, _is_token) for name in ("tokens", "source"))
+    state_tokens = facts["state_tokens"]
+    _require("state_tokens", type(state_tokens) is int and 0 <= state_tokens <= len(tokens))
+    _require("state_tokens", not state_tokens or bool(origin.state_bytes))
+    widths = (LOST, *form.widths, *((STATE,) if state_tokens else ()))
+    bits = _row(facts, "bits", lambda each: type(each) is int and each in widths)
+    count = len(bits)
+    if origin.state_bytes:
+        _require("bits", count == (state_tokens // origin.chunk_tokens + 1 if state_tokens else 0))
+        _require("bits", STATE not in bits[:-1] and bits[-1:] in ((), (LOST,), (STATE,)))
+    else:
+        _require("bits", count <= len(tokens) // origin.chunk_tokens)
+    mass = _row(facts, "mass", _is_attention, count)
+    seen = _row(facts, "seen", _is_attention, count)
+    files = _row(facts, "files", lambda each: each == "" or _is_segment(each), count)
+    _require("files", all((width == LOST) == (not file) for width, file in zip(bits, files, strict=True)))
+    checksums, rows = facts["checksums"], facts["rows"]
+    _require("rows", rows == "" or (_is_segment(rows) and rows not in files))
+    _require("checksums", isinstance(checksums, dict) and checksums.keys() == {*files, rows} - {""})
+    _require("checksums", all(_is_text(each) for each in checksums.values()))
+    _require("tokenizer", _is_text(facts["tokenizer"]))
+    _require("pinned", type(facts["pinned"]) is bool)
+    for key in ("used", "created_s"):
+        _require(key, type(facts[key]) is int and 0 <= facts[key] <= MOST_USED)
+    return Record(
+        name=name, app=facts["app"], origin=origin, tokens=tokens, source=source, bits=bits, mass=mass,
+        seen=seen, files=files, checksums=checksums, rows=rows, pinned=facts["pinned"],
+        tokenizer=facts["tokenizer"], used=facts["used"],
+        created_s=facts["created_s"], state_tokens=state_tokens,
+    )  # fmt: skip
+
+
+def _origin_of(facts: Any) -> Origin:
+    _require("origin", isinstance(facts, dict))
+    _require("origin", facts.keys() == _ORIGIN_FIELDS)
+    _require("model", _is_text(facts["model"]))
+    _require("adapter", _is_text(facts["adapter"]))
+    _require("level", _is_count(facts["level"], 100))
+    _require("codec", type(facts["codec"]) is str and facts["codec"] in ("raw", *CODECS))
+    _require("chunk_tokens", _is_count(facts["chunk_tokens"], 1 << 16))
+    _require("dtype", type(facts["dtype"]) is str and facts["dtype"] in _DTYPES)
+    heads = _row(facts, "heads", lambda each: _is_count(each, 1 << 16))
+    _require("heads", 0 < len(heads) <= 1 << 12)
+    _require("head_width", _is_count(facts["head_width"], 1 << 16) and facts["head_width"] % 4 == 0)
+    state_bytes = facts["state_bytes"]
+    _require("state_bytes", type(state_bytes) is int and 0 <= state_bytes <= _MOST_STATE_BYTES)
+    _require("state_bytes", not state_bytes or facts["codec"] == "raw")
+    return Origin(**{**facts, "heads": heads})
+
+
+def _row(
+    facts: Mapping[str, Any], name: str, good: Callable[[Any], bool], count: int | None = None
+) -> tuple[Any, ...]:
+    row = facts[name]
+    _require(name, isinstance(row, list) and count in (None, len(row)) and all(map(good, row)))
+    return tuple(row)
+
+
+def _require(name: str, good: bool) -> None:
+    if not good:
+        raise ValueError(f"malformed {name}")
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_TOKEN_ID
+
+
+def _is_segment(name: Any) -> bool:
+    return type(name) is str and bool(SEGMENT.fullmatch(name))
+
+
+def _is_text(text: Any) -> bool:
+    return type(text) is str and len(text) <= _MOST_TEXT and text.isascii() and text.isprintable()
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
+
+
+def _is_attention(value: Any) -> bool:
+    return type(value) is float and 0 <= value <= _MOST_ATTENTION

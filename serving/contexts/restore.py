@@ -2,58 +2,48 @@
 
 Chunks in memory are decoded in place. A plan divides the missing ones into those that are read and those that
 are computed from their tokens, layer by layer, at their positions. The new prompt's tokens go through each
-layer as soon as it is restored. Where neither is computed, one dispatch decodes all layers.
+layer as soon as it is restored. Where neither is computed, one dispatch decodes all layers. The delays of
+this device, which the plan weighs, are measured when contexts are opened.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import logging
+import os
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxllm.kernels.chunk_table import ChunkTable
-from jaxllm.kv.cache import KVCache
-from jaxllm.kv.recompute import LOST, Restore, plan_restore
-from serving.contexts.blobs import Stored
-from serving.contexts.chunk_io import ChunkIO, LayerBlobs
-from serving.contexts.delays import Delays
-from serving.contexts.layer_pass import Arriving, InPlace, NewTokens, layer_pass
-from serving.request import Fed
+from jaxllm.contexts.recompute import LOST, Delay, Restore, plan_restore
+from jaxllm.errors import CheckpointError, one_line
+from jaxllm.files.atomic import temporary_file
+from jaxllm.kernels.native import ChunkTable
+from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.serving.contexts.chunk_io import ChunkIO, LayerBlobs, require_sizes
+from jaxllm.serving.contexts.memory import Stored
+from jaxllm.serving.engine.request import Fed
+from jaxllm.serving.ground.plan import Restoration
+from jaxllm.serving.host.direct_io import PieceReader, Storage, aligned
+from jaxllm.serving.runners.chunks import placed_chunks
+from jaxllm.serving.runners.runner import PrefillChunk
 
 # A layer and chunks to read -> their blobs.
 Read = Callable[[int, Sequence[int]], list[np.ndarray]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Restoration:
-    """How a context was restored.
-
-    Attributes:
-      resident: number of chunks that were in memory.
-      read: chunks that were read from storage.
-      computed: chunks that were computed from their tokens.
-      expected_ms: time that the plan expected; 0 where there was no plan.
-      took_ms: time from the beginning of the call to the restored cache.
-      moved: what of the context was of another model or of other settings (see `Origin`), so that all of its
-        tokens were computed again by this one's.
-      shared: number of its chunks that were taken from another context, which begins with the same tokens.
-      cached: whether the context ran last and its cache was still there: nothing had to be restored.
-      fed_tokens: tokens of the prompt that were computed meanwhile.
-      fed_ms: the part of `took_ms` after the last chunk had been read, where tokens were fed; else 0.
-    """
-
-    resident: int = 0
-    read: tuple[int, ...] = ()
-    computed: tuple[int, ...] = ()
-    expected_ms: float = 0.0
-    took_ms: float = 0.0
-    cached: bool = False
-    moved: tuple[str, ...] = ()
-    shared: int = 0
-    fed_tokens: int = 0
-    fed_ms: float = 0.0
+# A layer -> its chunks as they are loaded. Called once per layer, in order; may wait for storage.
+Arriving = Callable[[int], LayerBlobs]
+_SIZES_BYTES = (1 << 14, 1 << 18, 1 << 20)
+_REPEATS = 5
+_TIMED = "timed"
+_NEVER_MS = 1e9
+# Per byte: the slowest storage of phones, eMMC 5.1 (250 MB/s, 11,000 reads per second: Samsung's press
+# release of the 512 GB eUFS 3.1, 17 March 2020).
+UNMEASURED_READ = Delay(fixed_ms=1000 / 11_000, per_unit_ms=1e3 / 250e6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +76,66 @@ class Restored:
     how: Restoration
     chunk_table: ChunkTable | None = None
     fed: Fed | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewTokens:
+    """Tokens of a call that are not in whole chunks of its context.
+
+    Attributes:
+      tokens: all from the first one behind the chunks on.
+      chunks: that they are fed in; of these a pass feeds the first.
+    """
+
+    tokens: Sequence[int]
+    chunks: Sequence[PrefillChunk]
+
+    @property
+    def fed(self) -> Sequence[int]:
+        """Those of the first chunk."""
+        return self.tokens[: self.chunks[0].tokens]
+
+
+class InPlace:
+    """Memory of chunks that are read layer by layer, so that a chunk table can have their addresses before
+    they are there.
+
+    Attributes:
+      chunks: by number.
+    """
+
+    def __init__(self, chunk_io: ChunkIO, bits: Mapping[int, int]) -> None:
+        self.chunks: dict[int, Stored] = chunk_io.room(bits)
+
+    def filled(self, arriving: Arriving) -> Arriving:
+        """Writes each layer as it arrives; nothing is left to load.
+
+        Raises:
+          CheckpointError: a blob's size is not that of its width.
+        """
+
+        def fill(layer: int) -> LayerBlobs:
+            there = arriving(layer)
+            sizes = [self.chunks[chunk][1][layer].size for chunk in there]
+            require_sizes(layer, list(there), [blob.size for _, blob in there.values()], sizes)
+            for chunk, (_, blob) in there.items():
+                self.chunks[chunk][1][layer][:] = blob
+            return {}
+
+        return fill
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delays:
+    """Delays of one layer of a context.
+
+    Attributes:
+      read: of chunks read from storage; its unit is a byte.
+      compute: of recomputing chunks; its unit is a chunk.
+    """
+
+    read: Delay
+    compute: Delay
 
 
 def restore(
@@ -168,6 +218,120 @@ def restore(
     return Restored(cache, arrived, how, in_front, fed)
 
 
+def layer_pass(
+    chunk_io: ChunkIO,
+    cache: KVCache,
+    tokens: Sequence[int],
+    plan: Restore,
+    arriving: Arriving,
+    new: NewTokens | None = None,
+    *,
+    first: int = 0,
+) -> tuple[KVCache, Fed | None]:
+    """Restores all layers.
+
+    Args:
+      chunk_io: of the context's level.
+      cache: donated.
+      tokens: of the context.
+      plan: its computed chunks.
+      arriving: of the other chunks.
+      new: tokens to feed; None for none.
+      first: position of the first of these.
+
+    Returns:
+      The cache, and what was fed.
+    """
+    runner = chunk_io.runner
+    at = chunk_io.positions(plan.computed, plan.bucket) if plan.computed else None
+    # Another thread's answer must not evict the weights of layers meanwhile.
+    with runner.lock:
+        x = None if at is None else chunk_io.embed(tokens, at)
+        of_new = row = None
+        if new is not None:
+            ((ids, row),) = placed_chunks(new.fed, [new.chunks[0].tokens], first)
+            of_new = runner.begin_layers(ids, row)
+        try:
+            for layer in range(chunk_io.layers):
+                there = arriving(layer)
+                if x is not None and at is not None:
+                    x, cache = chunk_io.restore_layer(layer, x, at, cache, there)
+                    there = {}
+                if of_new is not None and row is not None:
+                    of_new, cache = chunk_io.prefill_layer(layer, of_new, row, cache, there)
+        except BaseException:
+            # Buckets that were dispatched still read blobs in place, and the blobs end with this call.
+            with contextlib.suppress(Exception):
+                jax.block_until_ready((x, of_new))
+            raise
+        if new is None or of_new is None:
+            return cache, None
+        chunk = new.chunks[0]
+        logits = runner.restored_logits(of_new, len(new.fed) - 1) if chunk.last else None
+    return cache, Fed(first=first, chunk=chunk, rest=tuple(new.chunks[1:]), logits=logits)
+
+
+def measure_read(folder: Path, storage: Storage) -> Delay:
+    """Times reads from a file of random bytes in `folder`, which is removed again.
+
+    Where there is no room for the file, or the device fails, logs a warning and returns `UNMEASURED_READ`:
+    a full device must not prevent opening a store and deleting contexts.
+
+    Args:
+      folder: on the device that is measured.
+      storage: how the file is read.
+    """
+    try:
+        with temporary_file(folder / _TIMED) as (path, file):
+            file.write(np.random.default_rng(0).bytes(_SIZES_BYTES[-1]))
+            file.flush()
+            os.fsync(file.fileno())
+            with PieceReader(path, storage) as reader:
+                # As chunks are read, into memory that is there.
+                memory = aligned(_SIZES_BYTES[-1])
+
+                def once(size: int) -> None:
+                    reader.read_into(memory, 0, 0, size)
+
+                times = [_median_ms(once, lambda size=size: size) for size in _SIZES_BYTES]
+    except (OSError, CheckpointError) as error:
+        logging.getLogger("jaxllm").warning(
+            "%s: reads cannot be timed (%s); %.0f MB/s and %.1f ms each are assumed",
+            folder, one_line(error), 1e-3 / UNMEASURED_READ.per_unit_ms, UNMEASURED_READ.fixed_ms,
+        )  # fmt: skip
+        return UNMEASURED_READ
+    return Delay.fit(_SIZES_BYTES, times)
+
+
+def measure_compute(chunk_io: ChunkIO) -> Delay:
+    """Times one layer over each number of chunks that has a bucket; also over fewer, where a bucket's time is
+    that of its chunks. Where no chunk can be computed by itself, it takes `_NEVER_MS`."""
+    if not chunk_io.computes:
+        return Delay(fixed_ms=0.0, per_unit_ms=_NEVER_MS)
+    options, counts = chunk_io.runner.options, chunk_io.runner.options.recomputed_chunks
+    if options.exact_chunks:
+        counts = tuple(sorted({1, *counts, max(1, counts[-1] // 4)}))
+    cache, times = chunk_io.runner.start(options.context_tokens), []
+    # The last chunks attend to the most tokens.
+    end = options.context_tokens // chunk_io.chunk_tokens
+    for count in counts:
+        bucket = next(each for each in options.recomputed_chunks if each >= count)
+        at = chunk_io.positions(range(max(0, end - count), end), bucket)
+
+        def embed(at: TokenPositions = at) -> jax.Array:
+            return jax.block_until_ready(chunk_io.embed([0] * options.context_tokens, at))
+
+        def once(x: jax.Array, at: TokenPositions = at) -> None:
+            nonlocal cache
+            x, cache = chunk_io.restore_layer(0, x, at, cache, {})
+            jax.block_until_ready(x)
+
+        times.append(_median_ms(once, embed))
+    if len(counts) == 1:
+        return Delay(fixed_ms=0.0, per_unit_ms=times[0] / counts[0])
+    return Delay.fit(counts, times)
+
+
 def _plan(
     chunk_io: ChunkIO, missing: Mapping[int, int], delays: Delays | None, new: NewTokens | None
 ) -> tuple[Restore, list[tuple[int, ...]]]:
@@ -237,3 +401,14 @@ def _arrived(
 def _bucket(chunk_io: ChunkIO, count: int) -> int:
     """The number of chunks of the smallest bucket that computes `count`."""
     return next(each for each in chunk_io.runner.options.recomputed_chunks if each >= count)
+
+
+def _median_ms(run: Callable[[Any], object], prepare: Callable[[], Any] = lambda: None) -> float:
+    """The median time of `run(prepare())`, without `prepare`, after one run that warms up."""
+    times = []
+    for _ in range(1 + _REPEATS):
+        given = prepare()
+        began = time.perf_counter()
+        run(given)
+        times.append(1000 * (time.perf_counter() - began))
+    return statistics.median(times[1:])

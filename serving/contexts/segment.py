@@ -10,8 +10,13 @@ tags of blobs in place of checksums; blobs lie where they lie in others.
 A segment is written once, whole or not at all, and never changed: newer chunks go to a newer segment, so that
 a kill at any moment leaves older segments as they were. The record that names a segment has the checksum of
 its index.
+
+Segments stay open from call to call, because to open one takes as long as to read one of its chunks.
+Prompt embeddings (`rows`) lie in a segment of one chunk: its first layer has places, its second rows, in
+float32. No token gives them again; they count for quotas as chunks do.
 """
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -24,12 +29,14 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
+from jaxllm.contexts.codecs import RAW, STATE, WIDTHS
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
 from jaxllm.files.atomic import atomic_file
-from jaxllm.kv.codecs import RAW, STATE, WIDTHS
-from serving.contexts.blobs import copied_blob
-from serving.contexts.encryption import ID_DIGITS, SALT_BYTES, TAG_BYTES, NotOpened, Seal, Vault
-from serving.host.direct_io import PAGE, PieceReader, ScratchMemory, Storage, pages_bytes
+from jaxllm.serving.contexts.encryption import ID_DIGITS, SALT_BYTES, TAG_BYTES, Seal, Vault, require_form
+from jaxllm.serving.contexts.memory import copied_blob
+from jaxllm.serving.contexts.record import Record
+from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.host.direct_io import PAGE, PieceReader, ScratchMemory, Storage, pages_bytes
 
 MAGIC, SUFFIX = b"JXLKVSEG", ".kv"
 VERSION, SEALED_VERSION = 2, 3
@@ -44,9 +51,11 @@ _MOST_LAYERS = 1 << 12
 _MOST_BLOB_BYTES = 1 << 31
 # Blobs that are closer than this are read in one go.
 _GAP_BYTES = 1 << 16
-
 # Chunk number -> its bits, and its blob of each layer.
 Chunks = Mapping[int, tuple[int, Sequence[np.ndarray]]]
+# Each takes one file descriptor.
+_MOST_OPEN = 128
+_PLACE, _ROW = np.dtype("<i8"), np.dtype("<f4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +208,93 @@ class Segment:
         return [0, *itertools.accumulate(self.blob_bytes[stored.bits][layer] for stored in self.chunks)]
 
 
+class OpenSegments:
+    """The segments that were opened last. For one thread, but for `forget`, which any may call."""
+
+    def __init__(self, storage: Storage, vault: Vault | None = None) -> None:
+        self._storage, self._vault, self._scratch = storage, vault, ScratchMemory()
+        self._open: collections.OrderedDict[Path, Segment] = collections.OrderedDict()
+        # Those that are about to be removed: another thread may still read them.
+        self._forgotten: collections.deque[Path] = collections.deque()
+
+    def open(self, paths: Sequence[Path]) -> list[Segment]:
+        """Opens segments, which stay open until others are opened or one is removed.
+
+        Raises:
+          CheckpointError: one is missing or damaged.
+          Unreadable: storage refuses.
+        """
+        self._close_forgotten()
+        for path in paths:
+            if path not in self._open:
+                self._open[path] = Segment(path, self._storage, self._vault, self._scratch)
+            self._open.move_to_end(path)
+        while len(self._open) > max(_MOST_OPEN, len(paths)):
+            self._open.popitem(last=False)[1].close()
+        return [self._open[path] for path in paths]
+
+    def forget(self, path: Path) -> None:
+        """Closes a segment that is about to be removed, or all in a folder, before others are opened."""
+        self._forgotten.append(path)
+
+    def _close_forgotten(self) -> None:
+        while self._forgotten:
+            path = self._forgotten[0]
+            for each in [each for each in self._open if path in (each, each.parent)]:
+                self._open.pop(each).close()
+            self._forgotten.popleft()
+
+    def close(self) -> None:
+        """Closes all."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+class StoredContext:
+    """A context's chunks on storage. Thread-safe.
+
+    Attributes:
+      record: of the context.
+      layers: number of layers of its chunks; 0 where there are none.
+    """
+
+    def __init__(self, record: Record, segments: Mapping[str, Segment]) -> None:
+        """Takes a context's open segments.
+
+        Raises:
+          CheckpointError: a segment is not the one that the record names.
+        """
+        for name, segment in segments.items():
+            if mismatched := mismatched_chunks(record, name, segment):
+                raise CheckpointError(
+                    f"{segment.path}: chunk {min(mismatched)} is not the one that the context's record means"
+                )
+        self.record, self._segments = record, segments
+        self.layers = next((each.layers for each in segments.values()), 0)
+
+    @property
+    def caching(self) -> str:
+        """The way segments are read: "direct" or "buffered"; empty where nothing is stored."""
+        return next((each.caching for each in self._segments.values()), "")
+
+    def has(self, chunk: int) -> bool:
+        """Whether a chunk is stored."""
+        return bool(self.record.files[chunk])
+
+    def read(self, layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
+        """The blobs of some chunks in one layer, uint8, in few reads.
+
+        Raises:
+          CheckpointError: one is corrupt.
+          Unreadable: storage refuses.
+        """
+        found: dict[int, np.ndarray] = {}
+        for name in {self.record.files[chunk] for chunk in chunks}:
+            own = [chunk for chunk in chunks if self.record.files[chunk] == name]
+            found |= zip(own, self._segments[name].read(layer, own), strict=True)
+        return [found[chunk] for chunk in chunks]
+
+
 def write_segment(
     path: Path,
     chunks: Chunks,
@@ -273,6 +369,63 @@ def file_bytes(chunks: Chunks, *, encrypted: bool = False) -> int:
     return sum(-(-part // PAGE) * PAGE for part in parts)
 
 
+def mismatched_chunks(record: Record, name: str, segment: Segment) -> set[int]:
+    """The chunks that a record has in a segment, but that the segment lacks, or has with another width, other
+    bytes per layer than the record's origin gives, or computed from another origin or other tokens."""
+    own = {chunk for chunk, file in enumerate(record.files) if file == name}
+    if segment.checksum != record.checksums.get(name):
+        return own
+    wanted = {chunk: (record.bits[chunk], record.sources[chunk]) for chunk in own}
+    sizes = {bits: tuple(of) for bits, of in segment.blob_bytes.items()}
+    right = {bits for bits, of in sizes.items() if record.origin.layer_bytes.get(bits) == of}
+    there = {each.chunk for each in segment.chunks if wanted.get(each.chunk) == (each.bits, each.source)}
+    return {chunk for chunk in own if chunk not in there or record.bits[chunk] not in right}
+
+
+def row_chunks(rows: PromptRows) -> Chunks:
+    """Rows as the one chunk of a segment."""
+    places, wide = rows.at.astype(_PLACE), np.ascontiguousarray(rows.rows, _ROW)
+    return {0: (RAW, [each.reshape(-1).view(np.uint8) for each in (places, wide)])}
+
+
+def write_rows(
+    path: Path, rows: PromptRows, storage: Storage, vault: Vault | None, *, flush: bool = True
+) -> str:
+    """Writes the rows of a context, whole or not at all; returns the checksum of the file's index.
+
+    Raises:
+      OSError: they cannot be written.
+    """
+    return write_segment(path, row_chunks(rows), ["rows"], storage, flush=flush, vault=vault)
+
+
+def read_rows(
+    folder: Path, record: Record, storage: Storage, vault: Vault | None = None
+) -> PromptRows | None:
+    """The rows of a context, of those tokens that it has; None where it has none.
+
+    Raises:
+      CheckpointError: they are damaged, and with them the context.
+      Unreadable: storage refuses.
+    """
+    if not record.rows:
+        return None
+    path = folder / record.rows
+    with Segment(path, storage, vault) as segment:
+        known = [(each.chunk, each.bits) for each in segment.chunks] == [(0, RAW)]
+        if segment.checksum != record.checksums.get(record.rows) or segment.layers != 2 or not known:
+            raise _damaged(path)
+        places, wide = (segment.read(layer, [0])[0] for layer in range(2))
+    count = places.size // _PLACE.itemsize
+    if not count or places.size % _PLACE.itemsize or wide.size % (count * _ROW.itemsize):
+        raise _damaged(path)
+    try:
+        rows = PromptRows(places.copy().view(_PLACE), wide.copy().view(_ROW).reshape(count, -1))
+    except ConfigError as error:
+        raise _damaged(path) from error
+    return rows.before(len(record.tokens))
+
+
 def _sealed_chunks(chunks: Chunks, seal: Seal) -> tuple[Chunks, dict[tuple[int, int], str]]:
     """Chunks with encrypted blobs of the same sizes, and the blobs' tags by layer and chunk."""
     tags, found = {}, {}
@@ -325,9 +478,8 @@ def _read_index(path: Path, reader: PieceReader, vault: Vault | None) -> tuple[A
     if xxhash.xxh3_128_digest(text) != digest:
         raise CheckpointError(f"{path}: its index is corrupt")
     end, seal = -(-(_HEAD.size + size) // PAGE) * PAGE, None
-    if version == SEALED_VERSION:
-        if vault is None:
-            raise NotOpened(path)
+    require_form(path, vault, encrypted=version == SEALED_VERSION)
+    if version == SEALED_VERSION and vault is not None:
         wanted, salt, sealed = text[:ID_DIGITS], text[ID_DIGITS:_BEFORE_INDEX], text[_BEFORE_INDEX:]
         seal = vault.seal(path.parent.parent.name, wanted.decode("latin-1"), salt)
         text = seal.opened(0, sealed, _named(path))
@@ -398,3 +550,9 @@ def _bytes(blob: np.ndarray) -> memoryview:
 
 def _pad(file: BinaryIO) -> None:
     file.write(b"\0" * (-file.tell() % PAGE))
+
+
+def _damaged(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: the rows of the context's images are not what was written; make a new context"
+    )

@@ -1,59 +1,122 @@
-"""Stores contexts: a folder per app, in it a folder per context with a record and segments.
+"""Stores contexts: their records in a catalog, their chunks in a folder per app with a folder per context.
 
-    ROOT/store.json            marks the folder as a store (`root`)
-    ROOT/lock                  locked by the one process that uses the store
-    ROOT/APP/CONTEXT/record    the app, the tokens, the names of segments (`record_file`)
-    ROOT/APP/CONTEXT/N.kv      chunks (`segment.Segment`)
+    ROOT/catalog.sqlite     the records of all contexts (`catalog`)
+    ROOT/lock               locked by the one process that uses the store
+    ROOT/APP/CONTEXT/N.kv   chunks (`segment.Segment`)
 
 A call's chunks are written as a new segment, then the record that names it replaces the one before. A kill at
 any moment leaves the older record with all segments that it names; segments that no record names are removed
-by the context's next commit, or by `sweep`. Opening a store changes nothing in it: what cannot be read stays
-and is listed (`catalog`), until `verify` is told to set damaged files aside. Only the owner may read its
-folders (0700).
+by the context's next commit, or by `sweep`. Opening a store removes nothing: what cannot be read stays and is
+listed, until `verify` is asked to set damaged files aside. Only the owner may read it (0700).
 
-`commit_later` writes in a thread of its own (`write_queue`): until then a context's record is the one that is
-coming, and whoever needs its files waits.
+`commit_later` writes in a thread (`background`): until then a context's record is the one that is coming, and
+whatever needs its files waits.
 """
 
 import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from pathlib import Path
 from types import MappingProxyType
 
-from jaxllm.errors import CheckpointError, JaxllmError, one_line
+from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError, one_line
 from jaxllm.files.atomic import sync
-from jaxllm.kv.recompute import LOST
-from serving.contexts.damage import Damage, chunk_damage
-from serving.contexts.open_store import OpenStore
-from serving.contexts.quotas import BrokenQuota
-from serving.contexts.record import Origin, Record
-from serving.contexts.root import (
-    PREVIOUS,
-    RECORD,
-    SEGMENT,
+from jaxllm.serving.contexts.background import WriteQueue
+from jaxllm.serving.contexts.catalog import Catalog, Damage, require_store
+from jaxllm.serving.contexts.encryption import Vault
+from jaxllm.serving.contexts.integrity import chunk_damage, verify
+from jaxllm.serving.contexts.layout import (
+    LOCK,
+    StoreLock,
     file_size,
+    folder_bytes,
     folder_name,
     is_shared,
     new_name,
     next_segment,
     remove_own,
+    require_real,
     written,
 )
-from serving.contexts.row_file import read_rows, row_chunks, write_rows
-from serving.contexts.segment import Chunks, file_bytes, write_segment
-from serving.contexts.verification import verify
-from serving.prompt_rows import PromptRows
+from jaxllm.serving.contexts.record import SEGMENT, Linked, Origin, Record
+from jaxllm.serving.contexts.segment import (
+    Chunks,
+    OpenSegments,
+    Segment,
+    StoredContext,
+    file_bytes,
+    read_rows,
+    row_chunks,
+    write_rows,
+    write_segment,
+)
+from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.host.direct_io import Storage
 
-# Chunk -> its segment, and the checksum of that.
-Linked = Mapping[int, tuple[str, str]]
 # The segment of a chunk that `commit_later` has yet to write.
 _COMING = "coming"
 
 
-class ContextStore(OpenStore):
-    """The contexts of all apps of a device, as `OpenStore` opens them, and all that changes them."""
+@dataclasses.dataclass(frozen=True)
+class BrokenQuota:
+    """A quota that files would break.
+
+    Attributes:
+      app: whose quota it is; None for that of all contexts.
+      reason: as a sentence.
+    """
+
+    app: str | None
+    reason: str
+
+
+class ContextStore:
+    """The contexts of all apps of a device. For one process at a time, whose threads may read together.
+
+    Every method raises ConfigError when the store was closed, or belongs to the process that forked this one.
+
+    Attributes:
+      root: the store's folder.
+      vault: the keys of encrypted contexts; None for no encryption.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        storage: Storage | None = None,
+        quota_bytes: int = 0,
+        app_quota_bytes: int = 0,
+        keys: Path | None = None,
+    ) -> None:
+        self.root, self._storage = Path(root), storage or Storage()
+        self._quotas = (app_quota_bytes, quota_bytes)
+        self.vault = None if keys is None else Vault(keys, self.root)
+        self._segments = OpenSegments(self._storage, self.vault)
+        # Of contexts that are about to be written, with their records.
+        self._queue: WriteQueue[Record] = WriteQueue()
+        # Folders of contexts that are being changed, or whose change was left in the middle, by name; and
+        # whether the thread that writes does it: while that runs it is its alone.
+        self._unsettled: dict[str, tuple[Path, bool]] = {}
+        # Segments of contexts whose record on storage is older than the one in memory, by name.
+        self._unflushed: dict[str, set[str]] = {}
+        try:
+            # Checked before anything is made in a folder that may belong to others.
+            require_store(self.root)
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = StoreLock(self.root / LOCK)
+            try:
+                require_store(self.root)
+                self._catalog = Catalog(self.root, self._segments, self.vault)
+                self._catalog.find_all()
+            except BaseException:
+                self._release()
+                raise
+        except (OSError, CheckpointError, BudgetExceeded) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"{root}: cannot be a store of contexts ({reason})") from error
 
     def close(self) -> None:
         """Releases the store for other processes. Every later call raises ConfigError."""
@@ -64,13 +127,121 @@ class ContextStore(OpenStore):
                 with contextlib.suppress(JaxllmError):
                     self.commit(self.record(name))
         finally:
-            super().close()
+            self._release()
+
+    def _release(self) -> None:
+        self._segments.close()
+        if hasattr(self, "_catalog"):
+            self._catalog.close()
+        if self.vault is not None:
+            self.vault.close()
+        self._lock.release()
 
     def __enter__(self) -> "ContextStore":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def records(self, app: str | None = None) -> list[Record]:
+        """All contexts, or an app's, by name.
+
+        Raises:
+          ConfigError: the store was closed (see `StoreLock.require`); so do all methods below.
+        """
+        self._require_settled()
+        there = {**self._catalog.records, **self._queue.coming()}
+        found = [each for each in there.values() if app in (None, each.app)]
+        return sorted(found, key=lambda each: (each.app, each.name))
+
+    def damage(self) -> list[Damage]:
+        """Damage that was found when records were read, and was not mended since."""
+        return sorted(self._catalog.damage.values(), key=lambda each: (each.app, each.name))
+
+    def unread(self) -> list[Damage]:
+        """Contexts of which it is not known now what they are; those whose key was erased are gone."""
+        damage, erased = self._catalog.damage, self._catalog.erased
+        return [each for path, each in damage.items() if each.lost and not each.proved and path not in erased]
+
+    def folder(self, record: Record) -> Path:
+        """A context's folder."""
+        return self._catalog.folder(record)
+
+    def record(self, name: str, app: str | None = None) -> Record:
+        """A context's record, if the app owns the context; of any app where `app` is None.
+
+        Raises:
+          ContextGone: there is no such context. The message is the same where another app owns it.
+          CheckpointError: it is damaged, or its state after its last change cannot be read.
+          Unreadable: storage refuses, or a newer version wrote it.
+        """
+        folder, _ = self._unsettled.get(name, (None, False))
+        own = app is None or folder is None or folder.parent.name == folder_name(app)
+        self._require_settled(name if own else "")
+        coming = None if self._queue.inside else self._queue.coming().get(name)
+        record = coming or self._catalog.records.get(name)
+        # Another app's context takes as much work as a missing one: time must not tell them apart.
+        if record is None or app not in (None, record.app):
+            record = self._catalog.find_again(name, app)
+        if record is None or app not in (None, record.app):
+            raise ContextGone(f"there is no context {name!r:.80}; it was deleted, or never made")
+        return record
+
+    def wait(self, name: str = "") -> None:
+        """Waits until what `commit_later` took of a context is written, or of all."""
+        self._queue.wait(name)
+
+    def open(self, name: str, chunks: Iterable[int] | None = None) -> StoredContext:
+        """Opens a context's segments to be read, until the next call of the store.
+
+        Args:
+          name: of the context.
+          chunks: those that will be read; None for all.
+
+        Raises:
+          ContextGone: there is no such context.
+          CheckpointError: a segment is not what was written.
+          Unreadable: storage refuses one.
+        """
+        self.wait(name)
+        record = self.record(name)
+        folder, names = self._catalog.folder(record), record.segments
+        if chunks is not None:
+            names = sorted({record.files[chunk] for chunk in chunks} - {""})
+        segments = self._segments.open([folder / each for each in names])
+        return StoredContext(record, dict(zip(names, segments, strict=True)))
+
+    @contextlib.contextmanager
+    def opened_apart(self, name: str) -> Iterator[StoredContext]:
+        """Opens a context's segments, which stay open whatever else the store does meanwhile.
+
+        Raises:
+          ContextGone, CheckpointError, Unreadable: see `open`.
+        """
+        record = self.record(name)
+        with contextlib.ExitStack() as stack:
+            segments = {
+                each: stack.enter_context(
+                    Segment(self._catalog.folder(record) / each, self._storage, self.vault)
+                )
+                for each in record.segments
+            }
+            yield StoredContext(record, segments)
+
+    def stored_bytes(self, record: Record) -> int:
+        """Bytes of a context's own segments."""
+        return sum(file_size(self._catalog.folder(record) / each) for each in self.own_segments(record))
+
+    def own_segments(self, record: Record) -> set[str]:
+        """Names of a context's segments that no other context shares."""
+        folder = self._catalog.folder(record)
+        return {each for each in record.segments if not is_shared(folder / each)}
+
+    def used_bytes(self, app: str | None = None) -> int:
+        """Bytes of all files and records, or of an app's."""
+        records = self.records(app)
+        rows = sum(self._catalog.record_bytes.get(each.name, 0) for each in records)
+        return rows + folder_bytes({self._catalog.folder(each) for each in records})
 
     def create(self, app: str, origin: Origin, *, pinned: bool = False, tokenizer: str = "") -> Record:
         """A new, empty context; see `Record`.
@@ -88,24 +259,22 @@ class ContextStore(OpenStore):
         name = new_name()
         record = Record(
             name=name, app=app, origin=origin, pinned=pinned, tokenizer=tokenizer,
-            used=self._catalog.next_use(), created_s=int(time.time()),
+            used=self._catalog.next_use(), created_s=max(0, int(time.time())),
         )  # fmt: skip
         folder = self._catalog.folder(record)
-        self._unsettled.begin(name, folder)
         try:
-            with written(folder):
+            with self._changing(record):
                 folder.parent.mkdir(mode=0o700, exist_ok=True)
                 folder.mkdir(mode=0o700)
-                self._catalog.replace(folder, record)
-                sync(folder.parent)
-                sync(self.root)
+                for each in (folder.parent, self.root):
+                    sync(each)
+                self._catalog.put(record)
+                self._catalog.records[name] = record
         except JaxllmError:
             # The caller never learns its name.
             with contextlib.suppress(JaxllmError):
-                self._catalog.remove(folder)
+                self.delete(name)
             raise
-        self._catalog.records[name] = record
-        self._unsettled.end(name)
         return record
 
     def link(self, record: Record, source: str, chunks: Mapping[int, int]) -> Linked:
@@ -171,12 +340,12 @@ class ContextStore(OpenStore):
         chunks = dict(chunks or {})
         folder, name = self._catalog.folder(record), record.name
         with written(folder):
-            names = os.listdir(folder)
-        before = _with_links(before, linked)
+            names = _names(folder)
+        before = before.with_links(linked)
         taken = [*names, *before.own_files]
         fresh = next_segment(taken)
         of_rows = before.rows if rows is None else next_segment([*taken, fresh])
-        files = [fresh if chunk in chunks else file for chunk, file in enumerate(_kept_files(before, record))]
+        files = [fresh if chunk in chunks else file for chunk, file in enumerate(record.kept_files(before))]
         named = {"files": tuple(files), "rows": of_rows, "checksums": before.checksums}
         record = dataclasses.replace(record, used=self._catalog.next_use(), **named)
         record = record.lose({chunk for chunk, file in enumerate(files) if not file})
@@ -184,45 +353,35 @@ class ContextStore(OpenStore):
         with written(folder):
             more = self._more_bytes(record, chunks, there - record.own_files)
             more += 0 if rows is None else file_bytes(row_chunks(rows), encrypted=self.vault is not None)
-            self._quotas.require(record.app, more, self.used_bytes)
-        self._unsettled.begin(name, folder)
-        try:
-            with written(folder):
-                if chunks:
-                    checksum = write_segment(
-                        folder / fresh, chunks, record.sources, self._storage, flush=flush, vault=self.vault
-                    )
-                    record = dataclasses.replace(record, checksums={**record.checksums, fresh: checksum})
-                if rows is not None:
-                    checksum = write_rows(folder / of_rows, rows, self._storage, self.vault, flush=flush)
-                    record = dataclasses.replace(record, checksums={**record.checksums, of_rows: checksum})
-                if flush:
-                    for each in self._unflushed.get(name, set()) & record.own_files:
-                        sync(folder / each)
-                    # Another process may have replaced the folder while chunks were written.
-                    self._lock.require()
-                    self._catalog.replace(folder, record)
-        except JaxllmError:
-            # What cannot be settled now is settled when the context is next used.
-            with contextlib.suppress(JaxllmError):
-                self._settle(name)
-            raise
-        self._catalog.records[name] = record
-        if flush:
-            self._unflushed.pop(name, None)
-            for each in there - record.own_files:
-                self._catalog.discard(folder / each)
-        else:
-            self._unflushed[name] = {*there, of_rows} - {""}
-        self._unsettled.end(name)
+        if (broken := self._broken_quota(record.app, more)) is not None:
+            raise BudgetExceeded(broken.reason)
+        with self._changing(record):
+            if chunks:
+                checksum = write_segment(
+                    folder / fresh, chunks, record.sources, self._storage, flush=flush, vault=self.vault
+                )
+                record = dataclasses.replace(record, checksums={**record.checksums, fresh: checksum})
+            if rows is not None:
+                checksum = write_rows(folder / of_rows, rows, self._storage, self.vault, flush=flush)
+                record = dataclasses.replace(record, checksums={**record.checksums, of_rows: checksum})
+            if flush:
+                for each in self._unflushed.get(name, set()) & record.own_files:
+                    sync(folder / each)
+                # Another process may have replaced the folder while chunks were written.
+                self._lock.require()
+                self._catalog.put(record)
+            self._catalog.records[name] = record
+            if flush:
+                self._unflushed.pop(name, None)
+                for each in there - record.own_files:
+                    self._catalog.discard(folder / each)
+            else:
+                self._unflushed[name] = {*there, of_rows} - {""}
         return record
 
     def rows(self, name: str) -> PromptRows | None:
-        """The rows of a context that stand in place of its tokens; None where it has none.
-
-        Raises:
-          ContextGone, CheckpointError, Unreadable: see `record` and `read_rows`.
-        """
+        """The rows of a context that stand in place of its tokens; None where it has none. For errors see
+        `record` and `read_rows`."""
         self.wait(name)
         record = self.record(name)
         return read_rows(self._catalog.folder(record), record, self._storage, self.vault)
@@ -241,21 +400,14 @@ class ContextStore(OpenStore):
         Returns, Raises: see `commit`.
         """
         self.wait(record.name)
-        before, folder, name = self.record(record.name), self._catalog.folder(record), record.name
-        files = tuple(_kept_files(before, record))
+        before = self.record(record.name)
+        files = tuple(record.kept_files(before))
         record = dataclasses.replace(
             record, files=files, rows=before.rows, checksums=before.checksums, used=self._catalog.next_use()
         ).lose({chunk for chunk, file in enumerate(files) if not file})
-        self._unsettled.begin(name, folder)
-        try:
-            with written(folder):
-                self._catalog.replace(folder, record, flush=False)
-        except JaxllmError:
-            with contextlib.suppress(JaxllmError):
-                self._settle(name)
-            raise
-        self._catalog.records[name] = record
-        self._unsettled.end(name)
+        with self._changing(record):
+            self._catalog.put(record, flush=False)
+            self._catalog.records[record.name] = record
         return record
 
     def commit_later(
@@ -307,9 +459,9 @@ class ContextStore(OpenStore):
         Args:
           record, chunks: see `commit`.
         """
-        files = set(_kept_files(self.record(record.name), record)) - {""}
+        files = set(record.kept_files(self.record(record.name))) - {""}
         freed = set(self.record(record.name).segments) - files
-        return self._quotas.beyond(record.app, self._more_bytes(record, chunks, freed), self.used_bytes)
+        return self._broken_quota(record.app, self._more_bytes(record, chunks, freed))
 
     def sweep(self) -> None:
         """Removes what killed processes left: segments that no record names, unfinished files, and folders of
@@ -319,10 +471,8 @@ class ContextStore(OpenStore):
             folder = self._catalog.folder(record)
             if folder not in self._catalog.damage:
                 with contextlib.suppress(OSError, JaxllmError):
-                    if not (folder / RECORD).exists():
-                        # A kill left the one before, and what tells of it is about to go.
-                        record = self.commit(record)
-                    remove_own(folder, keep={RECORD, PREVIOUS, *record.own_files})
+                    require_real(self.root, folder)
+                    remove_own(folder, keep=record.own_files)
         with contextlib.suppress(JaxllmError):
             self._catalog.sweep()
 
@@ -334,20 +484,20 @@ class ContextStore(OpenStore):
           CheckpointError: the device failed: `record` tells whether it is still there.
         """
         self.wait(name)
-        folder = self._catalog.folder(self.record(name))
-        self._unsettled.begin(name, folder)
-        with written(folder):
-            self._catalog.remove_records(folder)
-        self._segments.forget(folder)
-        self._settle(name)
+        record = self.record(name)
+        with self._changing(record):
+            self._catalog.delete(record)
+            self._segments.forget(self._catalog.folder(record))
+            self._settle(name)
 
     def verify(self, *, repair: bool = False) -> list[Damage]:
         """Reads everything in the store, and finds damage.
 
         Args:
-          repair: set damaged files aside (see `root`): a context without a whole record, or a record that has
-            a second copy. Damaged chunks are computed again from the tokens when they are next needed. Files
-            that storage refuses now, and those of a newer version, stay as they are.
+          repair: set aside what is damaged (see `layout`): a context whose record is, or the catalog, which
+            is made anew of the records that can be read. Damaged chunks are computed again from the tokens
+            when they are next needed. What storage refuses now stays as it is, and so do files of contexts
+            that the catalog does not know.
 
         Returns:
           The damage, and where damaged files were moved.
@@ -382,18 +532,69 @@ class ContextStore(OpenStore):
         size = file_bytes(chunks, encrypted=self.vault is not None)
         return size - sum(file_size(folder / each) for each in freed if not is_shared(folder / each))
 
+    def _broken_quota(self, app: str, more_bytes: int) -> BrokenQuota | None:
+        """The quota that files of an app would break if they took so many bytes more; None for none. A change
+        that does not grow the store breaks none."""
+        for quota, whose, owner in zip(
+            self._quotas, (f"the contexts of {app}", "all contexts"), (app, None), strict=True
+        ):
+            if quota and more_bytes > 0 and self.used_bytes(owner) + more_bytes > quota:
+                reason = (
+                    f"{whose} may take {quota:,} bytes on storage, and {more_bytes:,} more do not fit: "
+                    "delete contexts, or raise the quota"
+                )
+                return BrokenQuota(owner, reason)
+        return None
 
-def _with_links(record: Record, linked: Linked) -> Record:
-    """A record whose chunks are where links are."""
-    count = max([len(record.files), *(n + 1 for n in linked)])
-    files = [*record.files, *[""] * (count - len(record.files))]
-    for n, (file, _) in linked.items():
-        files[n] = file
-    checksums = {**record.checksums, **dict(linked.values())}
-    return dataclasses.replace(record, files=tuple(files), checksums=checksums)
+    @contextlib.contextmanager
+    def _changing(self, record: Record) -> Iterator[None]:
+        """Changes a context. After an error it is as it is on storage; what cannot be settled now, and what
+        an interrupt leaves, is settled when the context is next used."""
+        name, folder = record.name, self._catalog.folder(record)
+        self._unsettled[name] = (folder, self._queue.inside)
+        try:
+            with written(folder):
+                yield
+        except JaxllmError:
+            with contextlib.suppress(JaxllmError):
+                self._settle(name)
+            raise
+        self._unsettled.pop(name, None)
+
+    def _require_settled(self, wanted: str = "") -> None:
+        """Checks that the store is open, and settles contexts whose last change may not have ended.
+
+        Raises:
+          CheckpointError: the wanted context cannot be read.
+        """
+        self._lock.require()
+        inside = self._queue.inside
+        for name, (_, by_queue) in list(self._unsettled.items()):
+            if by_queue == inside or (by_queue and not self._queue.busy(name)):
+                try:
+                    self._settle(name)
+                except CheckpointError:
+                    if name == wanted:
+                        raise
+
+    def _settle(self, name: str) -> None:
+        """Takes a context as it is on storage, and removes what an unfinished change left.
+
+        Raises:
+          CheckpointError: it cannot be read.
+          ConfigError: another process owns the store by now.
+        """
+        self._lock.require()
+        if (change := self._unsettled.get(name)) is not None:
+            self._catalog.settle(name, change[0])
+            self._unflushed.pop(name, None)
+            self._unsettled.pop(name, None)
 
 
-def _kept_files(before: Record, after: Record) -> list[str]:
-    """The segment of each chunk now; empty for chunks that are new or lost."""
-    there = [*before.files, *[""] * len(after.bits)]
-    return ["" if bits == LOST else file for bits, file in zip(after.bits, there, strict=False)]
+def _names(folder: Path) -> list[str]:
+    """Names of the files in a context's folder, which is made if somebody has removed it."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        folder.mkdir(mode=0o700, parents=True)
+        return []

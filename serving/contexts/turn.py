@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from serving.contexts.record import Record
-from serving.contexts.restore import Restoration
-from serving.request import Session
+from jaxllm.serving.contexts.record import Record
+from jaxllm.serving.engine.request import Session
+from jaxllm.serving.ground.plan import Restoration
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

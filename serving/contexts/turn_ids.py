@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, TemplateError
+from jaxllm.text.marked_text import PLACE
 from jaxllm.text.prompts import Prompt, prompt_ids, reads_sources, source_prompt
 from jaxllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from serving.contexts.record import Record
-
-# Takes the place of a turn's text in a rendered template; no text contains it.
-_PLACE = "\ue000\ue001\ue000"
+    from jaxllm.serving.contexts.record import Record
 
 
 def turn_ids(
@@ -62,6 +60,7 @@ def conversation_turn_ids(
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] = (),
+    continue_final: bool | None = None,
     now: datetime | None = None,
 ) -> list[int]:
     """The tokens that messages add to a context.
@@ -73,6 +72,7 @@ def conversation_turn_ids(
         results of tools, a user's message, or both in this order.
       tools: that the model may call, as OpenAI has them. They come with the first turn, as far as the
         template writes them before it; later turns may name them again.
+      continue_final: of the first turn; see `Tokenizer.chat_text`.
       now: see `turn_ids`.
 
     Raises:
@@ -82,7 +82,7 @@ def conversation_turn_ids(
     if reads_sources(tokenizer):
         return _sourced_ids(tokenizer, before, messages, tools)
     if not before:
-        return tokenizer.encode_chat(messages, tools=tools, now=now)
+        return tokenizer.encode_chat(messages, tools=tools, continue_final=continue_final, now=now)
     roles = [str(each.get("role")) for each in messages]
     results = roles[:-1] if roles[-1:] == ["user"] else roles
     if not roles or set(results) - {"tool"}:
@@ -164,12 +164,12 @@ def _following_ids(
     now: datetime | None,
 ) -> list[int]:
     """The tokens of messages that follow an answer."""
-    turns = [{"role": "user", "content": _PLACE}, {"role": "assistant", "content": _PLACE}, *messages]
+    turns = [{"role": "user", "content": PLACE}, {"role": "assistant", "content": PLACE}, *messages]
     text = tokenizer.chat_text(turns, tools=tools, now=now)
-    answer = text.text.find(_PLACE, text.text.find(_PLACE) + len(_PLACE))
-    if text.text.count(_PLACE) < 2:
+    answer = text.text.find(PLACE, text.text.find(PLACE) + len(PLACE))
+    if text.text.count(PLACE) < 2:
         raise TemplateError("the model's chat template does not repeat answers: give prompts as token ids")
-    ids = tokenizer.encode(text.part(answer + len(_PLACE)), add_special_tokens=False)
+    ids = tokenizer.encode(text.part(answer + len(PLACE)), add_special_tokens=False)
     # The template closes a turn with the token that ended the answer.
     return ids[1:] if ids[:1] == [before[-1]] and before[-1] in tokenizer.eos_ids else ids
 

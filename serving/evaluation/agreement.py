@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from serving.engine import Engine
-from serving.evaluation.perplexity import windows_of
-from serving.host.progress import Progress
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.evaluation.perplexity import windows_of
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.runners.scorer import Scorer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ def greedy_agreement(
         )
     shorter = min(engine.options.context_tokens, other.options.context_tokens)
     windows = windows_of(engine, documents, window_tokens or shorter)
-    scorers = [each.runner.scorer() for each in (engine, other)]
+    scorers = [Scorer(each.runner) for each in (engine, other)]
     for scorer in scorers:
         scorer.prepare(window_tokens or shorter, progress)
     counts, done, total = np.zeros(3, np.int64), 0, sum(len(targets) for _, targets in windows)

@@ -5,9 +5,10 @@ import math
 from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError
-from serving.engine import Engine
-from serving.host.progress import Progress
-from serving.speculation.nested_drafter import high_planes_runner
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.runners.scorer import Scorer
+from jaxllm.serving.speculation.nested_drafter import high_planes_runner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ def perplexity(
     windows = windows_of(engine, documents, window)
     total = sum(len(targets) for _, targets in windows)
     runner = high_planes_runner(engine.model) if high_planes else engine.runner
-    scorer = runner.scorer()
+    scorer = Scorer(runner)
     scorer.prepare(window, progress)
     loss, done = 0.0, 0
     for tokens, targets in windows:

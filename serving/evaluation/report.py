@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file
-from serving.evaluation.tasks import Prediction, TaskResult
+from jaxllm.serving.evaluation.tasks import Prediction, TaskResult
 
 
 def as_json(results: Sequence[TaskResult]) -> list[dict[str, Any]]:

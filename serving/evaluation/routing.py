@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from serving.engine import Engine
-from serving.evaluation.perplexity import windows_of
-from serving.host.progress import Progress
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.evaluation.perplexity import windows_of
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.runners.scorer import Scorer
 
 # An expert with less than this share of an even one is counted as dead.
 DEAD_SHARE = 0.05
@@ -55,7 +56,7 @@ def expert_use(engine: Engine, documents: Sequence[str], *, progress: Progress |
         raise ConfigError(f"{engine.model.bundle.layout.name} has no experts whose use could be counted")
     length = engine.options.context_tokens
     windows = windows_of(engine, documents, length)
-    scorer = engine.runner.scorer()
+    scorer = Scorer(engine.runner)
     scorer.prepare_routing(length, progress)
     total = sum(len(tokens) for tokens, _ in windows)
     sparse = sum(cfg.sparse_layers)

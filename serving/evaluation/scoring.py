@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.errors import ContextOverflow
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.steps.branching import Branching, cut, row_lengths, score_pieces
-from serving.engine import Engine
-from serving.host.progress import Progress
-from serving.runners.runner import prefill_prompt
-from serving.runners.scorer import Scorer
 
 
 def score_options(
@@ -44,7 +44,7 @@ def score_options(
             f"a question has {longest} tokens with its answer, the context has {context}; leave it out, or "
             "ask for a longer --context"
         )
-    scorer: Scorer = engine.runner.scorer()
+    scorer: Scorer = Scorer(engine.runner)
     if scorer.runner.int8 is not None:
         return _behind_prompts(scorer, questions, progress, stage)
     pieces = cut(questions, row_lengths(context))

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.evaluation.scoring import score_options
+from jaxllm.serving.host.progress import Progress
 from jaxllm.tasks import TASKS, Task, find_task
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample, pseudo_random
 from jaxllm.tasks.files import DataMissing
 from jaxllm.tasks.rouge import require_rouge, rouge
 from jaxllm.text.prompts import end_of_turn_id, prompt_ids
-from serving.engine import Engine
-from serving.evaluation.scoring import score_options
-from serving.host.progress import Progress
-from serving.request import GenerationConfig
 
 Prediction = dict[str, Any]
 ALL = "all"

@@ -1,61 +1,203 @@
-"""Compiles grammars for a model's tokenizer by llguidance."""
+"""Compiles grammars for a model's tokenizer, apart from the engine's process and threads."""
 
-import functools
+import dataclasses
+import hashlib
+import importlib.util
 import json
-from typing import Any
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Future
 
 import numpy as np
 
 from jaxllm.errors import ConfigError, one_line
+from jaxllm.serving.guided.grammar import Grammar
+from jaxllm.serving.guided.lark import bounded_space
+from jaxllm.serving.guided.matcher import Matcher
+from jaxllm.serving.guided.workers import (
+    CompiledGrammar,
+    GrammarLate,
+    GrammarWorkers,
+    WorkerEnded,
+    WorkerLate,
+)
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.text.tokenizer_bounds import is_ordinary
-from serving.guided.grammar import Grammar, parsed_schema
-from serving.guided.matcher import Matcher
 
-# A token costs at most some 20 ms, and an answer some 100 MB.
-_LIMITS = dict(max_items_in_row=2000, step_lexer_fuel=200_000, step_max_items=50_000, max_lexer_states=50_000)
-# A space, or a line break with an indentation: else models may write white space without end.
-_WHITE_SPACE = r"( |\n[ ]{0,12})?"
+# So many grammars stay compiled after their answers, each in a process, unless they take more than so much.
+_KEPT, _KEPT_BYTES = 8, 32 << 20
+# So many are compiled at a time; a busy compiler takes a processor.
+_AT_ONCE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    """Where answers begin that follow one compiled grammar.
+
+    Attributes:
+      compiled: the grammar.
+      text_tokens, stops: see `Matcher`.
+    """
+
+    compiled: CompiledGrammar
+    text_tokens: np.ndarray
+    stops: np.ndarray
+
+    def matcher(self) -> Matcher:
+        """Begins an answer."""
+        return Matcher(self.compiled, self.text_tokens, self.stops)
+
+
+class PreparedGrammar(Future[Beginning]):
+    """A grammar that is compiled in the background, or has been: a future."""
+
+    @property
+    def stale(self) -> bool:
+        """Whether it is of no more use: its process has ended, or what failed was not the grammar."""
+        if not self.done():
+            return False
+        error = self.exception()
+        return not self.result().compiled.alive if error is None else not isinstance(error, ConfigError)
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. Threads may share it.
+    """Compiles grammars for one tokenizer, each in a process of its own. Threads may share it.
 
-    llguidance is imported, and the tokenizer given to it, with the first grammar, which takes up to a second
-    for large vocabularies.
+    Processes start with the first grammar. The last grammars stay compiled, and refused, by their digests;
+    one that waits to be compiled stays as long as somebody holds its `PreparedGrammar`.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """Compiles nothing yet; `vocab_size` is the model's, which may have rows beyond the tokenizer's."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()
+        self._turns = threading.BoundedSemaphore(_AT_ONCE)
+        self._workers: GrammarWorkers | None = None
+        self._known: weakref.WeakValueDictionary[bytes, PreparedGrammar] = weakref.WeakValueDictionary()
+        self._kept: OrderedDict[bytes, PreparedGrammar] = OrderedDict()
 
-    def matcher(self, grammar: Grammar, stop_ids: np.ndarray) -> Matcher:
-        """Compiles a grammar for one answer.
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """See `GrammarWorkers`."""
+        return Counter() if self._workers is None else self._workers.counts
 
-        Each answer compiles its own: copies of one would share llguidance's lexer, whose states add up to
-        their limit over many answers. It takes a millisecond, at most some seconds; calls hold no lock.
+    def prepare(self, grammar: Grammar, stop_ids: np.ndarray) -> PreparedGrammar:
+        """Compiles a grammar in the background, unless it is compiled; does not wait.
 
         Args:
           grammar: to follow.
           stop_ids: tokens that end the answer, padded with -1.
+        """
+        key = hashlib.sha256(
+            b"\0".join((grammar.kind.encode(), stop_ids.tobytes(), grammar.text.encode()))
+        ).digest()
+        with self._lock:
+            found = self._known.get(key)
+            new = found is None or found.stale
+            if found is None or new:
+                found = self._known[key] = PreparedGrammar()
+            elif found.done():
+                self._keep(key, found)
+        if new:
+            wanted = weakref.ref(found)
+            thread = threading.Thread(
+                target=self._compile, args=(wanted, key, grammar, stop_ids), name="grammar", daemon=True
+            )
+            thread.start()
+        return found
+
+    def matcher(self, grammar: Grammar, stop_ids: np.ndarray) -> Matcher:
+        """Follows one answer through a grammar; waits until it is compiled, which takes some milliseconds, at
+        most some seconds.
+
+        Args:
+          grammar, stop_ids: see `prepare`.
 
         Raises:
           ConfigError: the grammar is malformed, matches no text, has an unsupported feature or is too
             complex; the tokenizer cannot be used; or llguidance is not installed.
+          GrammarLate: it could not be compiled in time, on a busy machine.
         """
-        library, vocabulary = _llguidance(), self._vocabulary
-        limits = library.LLParserLimits(**_LIMITS, verbose_errors=False)
-        state = library.LLMatcher(vocabulary, _source(library, grammar), log_level=0, limits=limits)
-        if state.is_error():
-            raise ConfigError(f"the grammar ({grammar.kind}) cannot be used: {one_line(state.get_error())}")
+        return self.prepare(grammar, stop_ids).result().matcher()
+
+    def _keep(self, key: bytes, prepared: PreparedGrammar) -> None:
+        """Keeps a grammar among the last ones, and drops those that are too many or too large."""
+        self._kept[key] = prepared
+        self._kept.move_to_end(key)
+        for each, other in list(self._kept.items()):
+            there = other.done() and other.exception() is None
+            large = there and other.result().compiled.grew_bytes > _KEPT_BYTES
+            if large or (len(self._kept) > _KEPT and each != key):
+                del self._kept[each]
+
+    def _compile(
+        self, wanted: "weakref.ref[PreparedGrammar]", key: bytes, grammar: Grammar, stop_ids: np.ndarray
+    ) -> None:
+        """Compiles a grammar when its turn comes, unless nobody wants it any more: calls may be cancelled
+        faster than grammars are compiled."""
+        with self._turns:
+            prepared = wanted()
+            if prepared is None:
+                return
+            try:
+                prepared.set_result(self._beginning(grammar, stop_ids))
+            except WorkerLate as error:
+                text = f"the grammar could not be compiled now: {error}; ask again"
+                prepared.set_exception(GrammarLate(text))
+            except BaseException as error:
+                prepared.set_exception(error)
+            with self._lock:
+                self._keep(key, prepared)
+
+    def _beginning(self, grammar: Grammar, stop_ids: np.ndarray) -> Beginning:
+        stops = stop_ids[stop_ids >= 0]
+        text = bounded_space(grammar.text) if grammar.kind == "lark" else grammar.text
+        request = {
+            "kind": grammar.kind,
+            "text": text,
+            "stop_ids": stops.tolist(),
+            "text_tokens": self._tokenizer.vocab_size,
+        }
+        workers = self._started()
+        try:
+            compiled = workers.compile(request)
+        except WorkerLate:
+            raise
+        except ValueError as error:
+            reason = one_line(error)
+            if reason.startswith("NoExtension"):
+                reason = "it matches no text"
+            raise ConfigError(f"the grammar ({grammar.kind}) cannot be used: {reason}") from error
+        except WorkerEnded as error:
+            raise ConfigError(
+                f"the grammar ({grammar.kind}) is too complex: {error}; use a smaller one, with fewer "
+                "definitions, repetitions and alternatives"
+            ) from error
         rows = np.zeros(self._vocab_size, np.bool_)
         rows[: self._tokenizer.vocab_size] = True
-        rows[vocabulary.eos_tokens] = False
-        return Matcher(state, rows, stop_ids)
+        rows[list(self._tokenizer.files.eos_ids)] = False
+        found = Beginning(compiled, rows, stops)
+        found.matcher().require_text()
+        return found
 
-    @functools.cached_property
-    def _vocabulary(self) -> Any:
-        """The tokenizer as llguidance has it."""
+    def _started(self) -> GrammarWorkers:
+        with self._lock:
+            if self._workers is None:
+                self._workers = self._new_workers()
+            return self._workers
+
+    def _new_workers(self) -> GrammarWorkers:
+        """Workers for the tokenizer.
+
+        Raises:
+          ConfigError: see `matcher`.
+        """
+        if importlib.util.find_spec("llguidance") is None:
+            raise ConfigError(
+                "grammars need the package llguidance; install it with: pip install 'jaxllm[serve]'"
+            )
         files = self._tokenizer.files
         if not is_ordinary(files.tokenizer_json):
             raise ConfigError(
@@ -70,42 +212,4 @@ class GrammarCompiler:
         data = json.loads(files.tokenizer_json)
         # They would shorten or lengthen the texts that a grammar forces.
         data["truncation"] = data["padding"] = None
-        library = _llguidance()
-        try:
-            return library.LLTokenizer(
-                json.dumps(data), n_vocab=self._vocab_size, eos_token=list(files.eos_ids)
-            )
-        except Exception as error:
-            raise ConfigError(
-                f"grammars cannot follow the model's tokenizer: {one_line(error)}; they need one whose "
-                "tokens are bytes or fall back to bytes"
-            ) from error
-
-
-def _source(library: Any, grammar: Grammar) -> str:
-    """A grammar as llguidance takes it."""
-    match grammar.kind:
-        case "regex":
-            return library.LLMatcher.grammar_from_regex(grammar.text)
-        case "lark":
-            return library.LLMatcher.grammar_from_lark(grammar.text)
-        case "json":
-            schema: Any = {"type": "object"}
-        case "json_schema":
-            schema = parsed_schema(grammar.text)
-    defaults = {"whitespace_pattern": _WHITE_SPACE}
-    try:
-        return library.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=defaults)
-    except ValueError as error:
-        raise ConfigError(f"the schema cannot be used: {one_line(error)}") from error
-
-
-def _llguidance() -> Any:
-    # Here, because only grammars need it, and a start should not wait for its import.
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ConfigError(
-            "grammars need the package llguidance; install it with: pip install 'jaxllm[serve]'"
-        ) from error
-    return llguidance
+        return GrammarWorkers(json.dumps(data), self._vocab_size, tuple(files.eos_ids))

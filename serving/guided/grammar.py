@@ -1,7 +1,7 @@
 """Defines grammars as callers give them, and refuses those whose cost nothing bounds.
 
-llguidance, which compiles grammars, bounds most of its work itself (see `serving.guided.compiler`). It does
-not bound the search whether an intersection of expressions matches anything: some lines keep it busy for
+llguidance, which compiles grammars, bounds most of its work itself (see `jaxllm.serving.guided.compiler`). It
+does not bound the search whether an intersection of expressions matches anything: some lines keep it busy for
 hours, when they are compiled or in the middle of an answer. What causes such searches is refused here.
 """
 
@@ -13,6 +13,8 @@ import re
 from typing import Any, Literal, get_args
 
 from jaxllm.errors import ConfigError, one_line
+from jaxllm.serving.guided.lark import without_schemas
+from jaxllm.serving.guided.paths import require_short_lark, require_short_schema
 
 GrammarKind = Literal["json", "json_schema", "regex", "lark"]
 
@@ -59,9 +61,10 @@ class Grammar:
             return
         _require_bounded_text(self.text, self.kind)
         if self.kind == "json_schema":
-            parsed_schema(self.text)
+            require_short_schema(parsed_schema(self.text))
         if self.kind == "lark":
             _require_plain_lark(self.text)
+            require_short_lark(self.text)
         if self.kind != "regex":
             _require_small_multiples(self.text)
 
@@ -102,10 +105,11 @@ def _require_bounded_text(text: str, kind: GrammarKind) -> None:
 def _require_plain_lark(text: str) -> None:
     if text.lstrip().startswith("{"):
         raise ConfigError("a Lark grammar cannot begin with '{'; for a JSON schema say json_schema")
-    operator = next((each for each in "&~" if each in text), None)
+    plain = without_schemas(text)
+    operator = next((each for each in "&~" if each in plain), None)
     if operator:
         raise ConfigError(
-            f"the grammar has {operator!r} at character {text.index(operator)}: intersections (&) and "
+            f"the grammar has {operator!r} at character {plain.index(operator)}: intersections (&) and "
             f"complements (~) are not supported; in strings and expressions write \\x{ord(operator):x}"
         )
 

@@ -2,56 +2,97 @@
 
 import collections
 import itertools
+import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxllm.errors import ConfigError, one_line
-
-if TYPE_CHECKING:
-    import llguidance
+from jaxllm.serving.guided.worker import parsed_state
+from jaxllm.serving.guided.workers import CompiledGrammar, Follower, GrammarLate, WorkerEnded, WorkerLate
 
 
 class Matcher:
     """The state of one answer in its grammar. Used by one thread at a time.
 
     Tokens that end the answer are allowed exactly where the text may end. Where the grammar leaves one text
-    alone, its tokens are *forced*: the ones that the tokenizer makes of it.
+    alone, its tokens are *forced*: the ones that the tokenizer makes of it. Masks are made in another process
+    while the engine does other work: after `take`, `ready` says whether they have come, and whatever asks for
+    them before waits.
     """
 
-    def __init__(self, state: "llguidance.LLMatcher", text_tokens: np.ndarray, stop_ids: np.ndarray) -> None:
+    def __init__(self, compiled: CompiledGrammar, text_tokens: np.ndarray, stops: np.ndarray) -> None:
         """Begins an answer.
 
         Args:
-          state: of the grammar, at its beginning.
+          compiled: the grammar.
           text_tokens: `[V]` bool, the tokens that a grammar may allow: those of the tokenizer but its end
             tokens.
-          stop_ids: tokens that end the answer, padded with -1.
+          stops: tokens that end the answer.
+        """
+        self._compiled, self._text_tokens, self._stops = compiled, text_tokens, stops
+        self._follower: Follower | None = None
+        self._failure: WorkerEnded | None = None
+        self._stop_set = frozenset(stops.tolist())
+        self._taken = 0
+        self._waits = False
+        self._forced: collections.deque[int] = collections.deque()
+        self._set(*parsed_state(compiled.first))
+
+    @property
+    def ready(self) -> bool:
+        """Whether its other methods need not wait."""
+        return not self._waits or self._follower is None or self._follower.ready
+
+    @property
+    def channel(self) -> socket.socket | None:
+        """To wait for where it is not ready: readable where it is."""
+        return None if self._follower is None else self._follower.channel
+
+    def wait(self) -> None:
+        """Waits until it is ready.
 
         Raises:
-          ConfigError: the grammar matches no text but the empty one, or is too complex.
+          ConfigError: the grammar does not allow the tokens that were taken, has become too complex, or
+            leads nowhere.
+          GrammarLate: the machine is too busy.
         """
-        self._state, self._text_tokens = state, text_tokens
-        self._stops = stop_ids[stop_ids >= 0]
-        self._stop_set = frozenset(self._stops.tolist())
-        self._taken = 0
-        self._forced: collections.deque[int] = collections.deque()
-        self._allowed: np.ndarray | None = None
-        self._may_end = False
-        self._force()
+        if not self._waits:
+            return
+        self._waits = False
+        try:
+            if self._follower is None:
+                raise self._failure or WorkerEnded("its process has ended")
+            self._set(*self._follower.state())
+        except WorkerLate as error:
+            raise GrammarLate(
+                f"the grammar cannot be followed after {self._taken} tokens now: {error}; ask again"
+            ) from error
+        except (ValueError, WorkerEnded) as error:
+            raise ConfigError(
+                f"the grammar cannot be followed after {self._taken} tokens: {one_line(error)}; use a "
+                "simpler one"
+            ) from error
+
+    def require_text(self) -> None:
+        """Checks, where an answer begins, that the grammar matches a text.
+
+        Raises:
+          ConfigError: it matches the empty one alone, or none that the model has tokens for.
+        """
         if self.complete:
             raise ConfigError("the grammar matches the empty text alone; ask for no grammar, or another one")
+        self.allowed()
 
     @property
     def complete(self) -> bool:
         """Whether the text matches the grammar and nothing may follow."""
-        if self._forced:
-            return False
-        return not self._mask().any() and self._may_end
+        self.wait()
+        return not self._forced and not self._mask.any() and self._may_end
 
     def forced(self, most: int) -> list[int]:
         """The next tokens where the grammar leaves one text alone, at most so many."""
+        self.wait()
         return list(itertools.islice(self._forced, most))
 
     def allowed(self) -> np.ndarray:
@@ -60,64 +101,48 @@ class Matcher:
         Raises:
           ConfigError: the grammar has become too complex, or no token can go on with it.
         """
+        self.wait()
         if self._forced:
             allowed = np.zeros_like(self._text_tokens)
             allowed[self._forced[0]] = True
             return allowed
-        allowed = self._mask().copy()
+        if not self._may_end and not self._mask.any():
+            raise ConfigError(
+                f"after {self._taken} tokens no token of the model can go on with the grammar, and the "
+                "text may not end there; use another grammar"
+            )
+        allowed = self._mask.copy()
         if self._may_end:
             allowed[self._stops] = True
         return allowed
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Goes on by tokens of the answer.
-
-        Raises:
-          ConfigError: the grammar does not allow them, or has become too complex.
-        """
+        """Goes on by tokens of the answer, of which each was allowed."""
         for token in tokens:
             if token in self._stop_set:
                 return
-            self._state.consume_token(token)
-            self._require_sound()
+            self.wait()
             self._taken += 1
-            self._allowed = None
-            if self._forced and self._forced[0] == token:
+            if self._forced:
+                # The follower is behind them already.
                 self._forced.popleft()
             else:
-                self._forced.clear()
-        if not self._forced:
-            self._force()
+                self._send(token)
 
-    def _force(self) -> None:
-        """Finds forced tokens: all of a run at once, because finding them takes as long as the run is."""
-        found = self._state.compute_ff_tokens()
-        self._require_sound()
-        usable = itertools.takewhile(
-            lambda token: token not in self._stop_set and self._text_tokens[token], found
-        )
-        self._forced.extend(usable)
+    def _send(self, token: int) -> None:
+        """Has the mask after a token made; where that cannot be, `wait` raises why."""
+        self._waits = True
+        if self._follower is None:
+            try:
+                self._follower = self._compiled.follow()
+            except WorkerEnded as error:
+                self._failure = error
+        if self._follower is not None:
+            self._follower.take([token])
 
-    def _mask(self) -> np.ndarray:
-        """The allowed tokens besides those that end the answer."""
-        if self._allowed is None:
-            bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
-            self._require_sound()
-            unpacked = np.unpackbits(bits, bitorder="little", count=len(self._text_tokens))
-            allowed = unpacked.view(np.bool_) & self._text_tokens
-            allowed[self._stops] = False
-            self._may_end = self._state.is_accepting()
-            if not self._may_end and not allowed.any():
-                raise ConfigError(
-                    f"after {self._taken} tokens no token of the model can go on with the grammar, and the "
-                    "text may not end there; use another grammar"
-                )
-            self._allowed = allowed
-        return self._allowed
-
-    def _require_sound(self) -> None:
-        if self._state.is_error():
-            raise ConfigError(
-                f"the grammar cannot be followed after {self._taken} tokens: "
-                f"{one_line(self._state.get_error())}; use a simpler one"
-            )
+    def _set(self, may_end: bool, forced: list[int], mask: bytes) -> None:
+        self._forced.extend(forced)
+        bits = np.frombuffer(mask, np.uint8)
+        unpacked = np.unpackbits(bits, bitorder="little", count=len(self._text_tokens))
+        self._mask, self._may_end = unpacked.view(np.bool_) & self._text_tokens, may_end
+        self._mask[self._stops] = False

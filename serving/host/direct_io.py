@@ -101,19 +101,28 @@ class PieceReader:
       bytes_read: from the file, in whole pages.
     """
 
-    def __init__(self, path: Path, storage: Storage | None = None, *, follow_links: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        storage: Storage | None = None,
+        *,
+        follow_links: bool = True,
+        error: type[CheckpointError] | None = None,
+    ) -> None:
         """Opens a file.
 
         Args:
           path: of the file.
           storage: how it is read.
           follow_links: whether `path` may be a symbolic link.
+          error: class of all errors, to tell files of a model from others; None for those below.
 
         Raises:
           CheckpointError: it is missing, or not a regular file.
           Unreadable: storage refuses.
         """
         self._path, self._storage = path, storage or Storage()
+        self._broken, self._refused = error or CheckpointError, error or Unreadable
         self._lock = threading.Lock()
         self.bytes_read = 0
         self.caching: Caching = "buffered"
@@ -128,12 +137,12 @@ class PieceReader:
             if self._file < 0:
                 self._file = os.open(path, flags)
             facts = os.fstat(self._file)
-        except OSError as error:
+        except OSError as failure:
             self.close()
-            raise _not_read(path, error) from error
+            raise self._not_read(failure) from failure
         if not stat.S_ISREG(facts.st_mode):
             self.close()
-            raise CheckpointError(f"{path} is not a regular file")
+            raise self._broken(f"{path} is not a regular file")
         self.size_bytes = facts.st_size
 
     def read(self, offset: int, size: int) -> np.ndarray:
@@ -180,9 +189,13 @@ class PieceReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _not_read(self, error: OSError) -> CheckpointError:
+        kind = self._broken if error.errno in _ABSENT else self._refused
+        return kind(f"{self._path}: cannot be read ({error.strerror})")
+
     def _require(self, offset: int, size: int) -> None:
         if offset < 0 or size < 0 or offset + size > self.size_bytes:
-            raise CheckpointError(
+            raise self._broken(
                 f"{self._path} ends at byte {self.size_bytes}, before {offset + size}: it is truncated"
             )
 
@@ -197,12 +210,12 @@ class PieceReader:
                     # Some file systems open for direct reads and then refuse them.
                     self._buffered()
                     continue
-                raise _not_read(self._path, error) from error
+                raise self._not_read(error) from error
             done += count
             if done < wanted and (count == 0 or os.fstat(self._file).st_size < first + wanted):
                 # Checked by size, because a direct read that continues at whole pages meets the end
                 # repeatedly.
-                raise CheckpointError(f"{self._path} has become shorter while it was read")
+                raise self._broken(f"{self._path} has become shorter while it was read")
             if done < wanted and done % PAGE and self.caching == "direct":
                 # A direct read continues at whole pages only.
                 done = done // PAGE * PAGE
@@ -246,11 +259,6 @@ class ScratchMemory:
         finally:
             if memory.size <= self._most:
                 self._free.append(memory)
-
-
-def _not_read(path: Path, error: OSError) -> CheckpointError:
-    kind = CheckpointError if error.errno in _ABSENT else Unreadable
-    return kind(f"{path}: cannot be read ({error.strerror})")
 
 
 def pages_bytes(offset: int, size: int) -> int:

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
-from serving.host.machine import share_arenas
+from jaxllm.serving.host.machine import share_arenas
 
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 # JAX imports these, and uses them for its own cache's lock, on other devices and in tests of paths alone.

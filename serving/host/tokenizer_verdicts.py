@@ -1,20 +1,21 @@
-"""Remembers which tokenizers consist of parts whose cost is bounded: the check takes 0.15 s of a start with a
+"""Remembers which tokenizers consist of well-known parts: the check takes 0.15 s of a start with a
 vocabulary of 150,000 tokens, and its result depends on nothing but the text."""
 
-import contextlib
 import hashlib
+import logging
 import os
 from pathlib import Path
 
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file
+from jaxllm.serving.host.user_cache import cache_folder, make_private_folder, private_file
 from jaxllm.text import tokenizer_bounds
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
-from serving.host.user_cache import cache_folder, make_private_folder, private_file
 
 # A smaller text is as soon checked.
 _MIN_TEXT_BYTES = 1 << 20
 _ORDINARY, _UNKNOWN = b"ordinary", b"unknown"
+_log = logging.getLogger(__name__)
 
 
 def open_tokenizer(files: TokenizerFiles) -> Tokenizer:
@@ -32,12 +33,13 @@ def open_tokenizer(files: TokenizerFiles) -> Tokenizer:
         return Tokenizer(files, ordinary=kept)
     ordinary = tokenizer_bounds.is_ordinary(files.tokenizer_json)
     tokenizer = Tokenizer(files, ordinary=ordinary)
-    # A verdict that cannot be kept is found again at the next start.
-    with contextlib.suppress(OSError, ConfigError):
+    try:
         make_private_folder(path.parent)
         with atomic_file(path) as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(_ORDINARY if ordinary else _UNKNOWN)
+    except (OSError, ConfigError) as error:
+        _log.warning("each start checks the tokenizer again, because nothing is kept in the cache: %s", error)
     return tokenizer
 
 

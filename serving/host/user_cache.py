@@ -1,8 +1,9 @@
 """Protects the user's cache: its folder, its limit, and a check that nobody else wrote its files.
 
 A bundle, a profile or a compiled bucket from the cache is used as if this process had just made it. So folder
-and file must belong to this user, and others may not write to them. Checksums, which entries also have,
-detect damage, but not who wrote them.
+and file must belong to this user, and others may not write to them; nor may others be able to put another
+folder in their place: every folder above them is checked, from the root of the file system on, and every link
+on the way (`trusted_folder`). Checksums, which entries also have, detect damage, but not who wrote them.
 """
 
 import contextlib
@@ -17,6 +18,8 @@ from typing import Any
 import platformdirs
 
 from jaxllm.errors import ConfigError
+from jaxllm.files.atomic import is_there
+from jaxllm.serving.host.trusted_path import trusted_folder
 
 _BUCKETS_BYTES = 1 << 30
 _BUCKETS_VARIABLE = "JAXLLM_BUCKETS_BYTES"
@@ -39,9 +42,13 @@ def make_private_folder(folder: Path) -> None:
 
     Raises:
       OSError: it cannot be made.
-      ConfigError: others may write to it, or to a folder between it and the cache.
+      ConfigError: see `private_folder`.
     """
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder = folder.absolute()
+    missing = [each for each in (folder, *folder.parents) if not is_there(each)]
+    if missing:
+        # Before anything is made in a folder of others.
+        trusted_folder(missing[-1].parent)
     for each in reversed(missing):
         each.mkdir(mode=0o700, exist_ok=True)
     with private_folder(folder):
@@ -54,10 +61,18 @@ def private_folder(folder: Path) -> Iterator[int]:
 
     Raises:
       OSError: it is missing.
-      ConfigError: others may write to it, or to a folder between it and the cache.
+      ConfigError: others may write to it, or to a folder between it and the cache, or put another one in its
+        place; or one between it and the cache is a link.
     """
-    for each in _within_cache(folder):
-        require_private(each.stat(), each)
+    folder, root = folder.absolute(), cache_folder().absolute()
+    if folder == root or root in folder.parents:
+        trusted_folder(root)
+        for each in reversed([folder, *(each for each in folder.parents if root in each.parents)]):
+            if each != root:
+                require_private(os.lstat(each), each)
+    else:
+        require_private(os.stat(folder), folder)
+        trusted_folder(folder)
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         require_private(os.fstat(number), folder)
@@ -98,7 +113,7 @@ def clear_entry(path: Path) -> None:
 def require_private(facts: os.stat_result, path: Path) -> None:
     """Raises ConfigError unless a file or folder is this user's, and nobody else may write to it."""
     if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
-        raise ConfigError(f"{path} is not a regular file; remove it")
+        raise ConfigError(f"{path} is not a regular file or folder; remove it")
     if not _ours_alone(facts):
         raise ConfigError(
             f"{path} is not this user's, or others may write to it, so its content cannot be trusted; "
@@ -125,9 +140,3 @@ def _ours_alone(facts: os.stat_result) -> bool:
     if not hasattr(os, "geteuid"):  # Where files have no owners.
         return True
     return facts.st_uid == os.geteuid() and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _within_cache(folder: Path) -> list[Path]:
-    """The folders between the cache and this one; none for one that is elsewhere."""
-    root = cache_folder()
-    return [each for each in folder.parents if root in each.parents]

@@ -11,16 +11,15 @@ import xxhash
 
 from jaxllm.bundle.images import StoredImageEncoder, read_image_encoder_part
 from jaxllm.bundle.reader import Bundle
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.models.encoder.image_input import ImageInput, tiles_of
-from serving.buckets.bucket import shapes_of
-from serving.buckets.bucket_table import BucketTable
-from serving.buckets.image import ImageBucket, ImageShapes
-from serving.buckets.store import BucketStore
-from serving.images.encoded import EncodedImage
-from serving.images.files import open_image
-from serving.images.prompt import require_room
-from serving.images.tiles import Tiles, normalized, tiles
+from jaxllm.serving.buckets.bucket import shapes_of
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.buckets.image import ImageBucket, ImageShapes
+from jaxllm.serving.buckets.store import BucketStore
+from jaxllm.serving.images.encoded import EncodedImage
+from jaxllm.serving.images.files import open_image
+from jaxllm.serving.images.tiles import Tiles, normalized, tiles
 
 # Rows that are remembered: some 25 images of 13 tiles of SmolVLM-256M's 64 rows.
 MOST_BYTES = 48 << 20
@@ -125,3 +124,16 @@ class ImageEncoder:
     def joined(self, found: Tiles, rows: Sequence[np.ndarray]) -> EncodedImage:
         """An image of the rows of its tiles."""
         return EncodedImage(found.grid, np.concatenate(rows), self.input.image_id)
+
+
+def require_room(rows: int, window_tokens: int) -> None:
+    """Checks that rows of images fit a context, before any is computed.
+
+    Raises:
+      ContextOverflow: they do not.
+    """
+    if rows >= window_tokens:
+        raise ContextOverflow(
+            f"the images take {rows} tokens, the context holds {window_tokens} with text and answer; send "
+            "fewer or smaller ones, or ask for a longer --context"
+        )

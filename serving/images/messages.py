@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.encoder.image_input import IMAGE
-from serving.images.files import IMAGE_BYTES
+from jaxllm.serving.images.files import IMAGE_BYTES
 
 
 def image_part(content: bytes) -> dict[str, Any]:

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.errors import ConfigError
 from jaxllm.models.encoder.image_input import IMAGE, image_text
+from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.images.encoded import EncodedImage
 from jaxllm.text.droppable import PromptTokens
 from jaxllm.text.tokenizer import Tokenizer
-from serving.images.encoded import EncodedImage
-from serving.prompt_rows import PromptRows
 
 if TYPE_CHECKING:
-    from serving.images.encoder import ImageEncoder
+    from jaxllm.serving.images.encoder import ImageEncoder
 
 
 def with_images(
@@ -91,16 +91,3 @@ def require_encoder(encoder: "ImageEncoder | None", name: str, *, served: bool =
             "engine with EngineOptions(prompt_rows=True)"
         )
     return encoder
-
-
-def require_room(rows: int, window_tokens: int) -> None:
-    """Checks that rows of images fit a context, before any is computed.
-
-    Raises:
-      ContextOverflow: they do not.
-    """
-    if rows >= window_tokens:
-        raise ContextOverflow(
-            f"the images take {rows} tokens, the context holds {window_tokens} with text and answer; send "
-            "fewer or smaller ones, or ask for a longer --context"
-        )

@@ -4,12 +4,12 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.prefill import has_channel_scales, prefill_facts, read_prefill
+from jaxllm.bundle.calibrations import has_channel_scales, prefill_facts, read_prefill
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import PrefillCalibration
 from jaxllm.int8_prefill.subgraphs import require_integer_prefill
-from serving.int8_prefill.modes import PrefillModes
-from serving.options import EngineOptions
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.int8_prefill.modes import PrefillModes
 
 _log = logging.getLogger("jaxllm")
 
@@ -43,7 +43,7 @@ def chosen_prefill(
         worst = max(lossy, key=lambda level: lossy[level])
         problem = (
             f"integer prefill was measured to lose {lossy[worst]:.2%} of level {worst}'s perplexity, more "
-            f"than {asked.most_loss:.2%}; calibrate again for less (`jaxllm calibrate-prefill "
+            f"than {asked.most_loss:.2%}; calibrate again for less (`jaxllm calibrate prefill "
             "--max-loss SHARE`), or allow more (--max-prefill-loss, PrefillOptions.most_loss)"
         )
     if calibration is None or len(lossy) == len(levels):
@@ -83,7 +83,7 @@ def _problem(bundle: Bundle, *, streamed: bool) -> str:
     if not prefill_facts(bundle):
         return (
             f"{bundle.path} was not calibrated for integer prefill; make a bundle that is with `jaxllm "
-            f"calibrate-prefill {bundle.path} -o OUT --text FILE`"
+            f"calibrate prefill {bundle.path} -o OUT --text FILE`"
         )
     return ""
 

@@ -3,13 +3,12 @@
 import logging
 import math
 from collections.abc import Callable
-from typing import Literal
 
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import PrefillCalibration
-from serving.int8_prefill.options import PrefillOptions
+from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
+from jaxllm.serving.runners.runner import PrefillMode
 
-PrefillMode = Literal["int8", "float"]
 # (level, number of tokens) -> whether integer prefill is faster.
 Chooser = Callable[[int, int], bool]
 _log = logging.getLogger("jaxllm")

@@ -18,9 +18,9 @@ import jax
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.schedule import Processor
 from jaxllm.kernels import native
-from serving.host.device import Device
-from serving.int8_prefill.options import IntegerDevice
-from serving.int8_prefill.processor_pair import ProcessorPair
+from jaxllm.serving.ground.int8_prefill_options import IntegerDevice
+from jaxllm.serving.host.device import Device
+from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair
 
 
 def prepare_processors(integer: IntegerDevice = "cpu") -> None:
@@ -42,7 +42,7 @@ def prepare_processors(integer: IntegerDevice = "cpu") -> None:
         if len(jax.devices("cpu")) < 2 or jax.config.read("jax_cpu_enable_async_dispatch"):
             raise ConfigError(
                 "two processors must be prepared before JAX is used: call "
-                "serving.int8_prefill.processors.prepare_processors() first, in a process of its own"
+                "jaxllm.serving.int8_prefill.processors.prepare_processors() first, in a process of its own"
             ) from error
     if integer == "gpu":
         require_gpu()
@@ -88,7 +88,7 @@ class TwoProcessors(ProcessorPair):
             if len(cpus) < 2 or jax.config.read("jax_cpu_enable_async_dispatch"):
                 raise ConfigError(
                     "two processors take two devices: call "
-                    "serving.int8_prefill.processors.prepare_processors() before JAX is used"
+                    "jaxllm.serving.int8_prefill.processors.prepare_processors() before JAX is used"
                 )
             if len(cores) < 2:
                 raise ConfigError(f"two processors take two cores, and this process may use {len(cores)}")
@@ -98,7 +98,7 @@ class TwoProcessors(ProcessorPair):
             self._devices = {"integer": require_gpu(), "float": cpus[0]}
             if jax.devices()[0].platform != "cpu":
                 raise ConfigError(
-                    "beside a GPU the CPU runs all else: call serving.int8_prefill.processors."
+                    "beside a GPU the CPU runs all else: call jaxllm.serving.int8_prefill.processors."
                     "prepare_processors('gpu') before JAX is used"
                 )
         super().__init__(groups, self._own_threads)

@@ -9,8 +9,7 @@ import jax
 
 from jaxllm.int8_prefill.schedule import Subgraph
 from jaxllm.int8_prefill.subgraphs import Projected
-from jaxllm.kv.cache import KVCache, Past
-from jaxllm.kv.positions import TokenPositions
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
 
 
 class PromptPass:

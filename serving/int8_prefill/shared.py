@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 from jaxllm.int8_prefill.schedule import (
     Processor,
+    Stage,
     natural_place,
     placed_by_memory,
+    stage_operations,
 )
-from jaxllm.int8_prefill.simulator import stage_operations
-from jaxllm.int8_prefill.stages import Stage
-from serving.buckets.integer_stage import IntegerStageBucket, stage_bytes
-from serving.int8_prefill.modes import PrefillModes
-from serving.int8_prefill.processors import TwoProcessors
-from serving.int8_prefill.subgraph_times import SubgraphTimes
-from serving.weights.model_level import ModelLevel
+from jaxllm.serving.int8_prefill.modes import PrefillModes
+from jaxllm.serving.int8_prefill.processors import TwoProcessors
+from jaxllm.serving.int8_prefill.stage_bucket import IntegerStageBucket, stage_bytes
+from jaxllm.serving.int8_prefill.subgraph_times import SubgraphTimes
+from jaxllm.serving.weights.model_level import ModelLevel
 
 
 @dataclasses.dataclass

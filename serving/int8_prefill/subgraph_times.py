@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Protocol
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.int8_prefill.schedule import PROCESSORS, Processor, Subgraph
-from serving.host.user_cache import make_private_folder, private_file
-from serving.int8_prefill.processor_pair import ProcessorPair
+from jaxllm.serving.host.user_cache import make_private_folder, private_file
+from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair
 
 _VERSION = 1
 _MAX_FILE_BYTES = 4 << 20

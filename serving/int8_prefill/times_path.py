@@ -4,9 +4,9 @@ from pathlib import Path
 
 from jaxllm.bundle import Bundle
 from jaxllm.kernels import native
-from serving.buckets.store import compiled_options, digest_of, environment_facts
-from serving.host.user_cache import cache_folder
-from serving.options import EngineOptions
+from jaxllm.serving.buckets.store import compiled_options, digest_of, environment_facts
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.user_cache import cache_folder
 
 
 def times_path(bundle: Bundle, options: EngineOptions) -> Path:

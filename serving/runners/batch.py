@@ -8,12 +8,12 @@ import numpy as np
 
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
+from jaxllm.serving.buckets.batch import BatchBucket
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
+from jaxllm.serving.runners.level_runner import LevelRunner
+from jaxllm.serving.runners.runner import BatchRow, DecodedRow
 from jaxllm.steps.batch import RowLimits, can_decode_rows, can_mix_levels
-from serving.buckets.batch import BatchBucket
-from serving.buckets.bucket import Bucket
-from serving.runners.level_runner import LevelRunner
-from serving.runners.runner import BatchRow, DecodedRow
-from serving.text_stream import MAX_STOP_IDS
 
 
 class Batch:

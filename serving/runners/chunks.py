@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxllm.kv.positions import TokenPositions
+    from jaxllm.kv.cache import TokenPositions
 
 # Fixed cost of a chunk, in tokens of prefill: on a CPU each chunk reads all weights once, which takes about
 # as long as computing this many rows.
@@ -35,7 +35,7 @@ def placed_chunks(
     """Tokens that begin at position `at`, in chunks of `lengths`: rows `[T]` int32, padded, and their
     positions."""
     # Here, because devices that run programs alone have no JAX.
-    from jaxllm.kv.positions import TokenPositions
+    from jaxllm.kv.cache import TokenPositions
 
     found, position = [], 0
     for length in lengths:

@@ -13,32 +13,31 @@ import jax
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.kv.cache import KVCache, Past
+from jaxllm.kv.cache import KVCache, Past, TokenPositions, TreePositions
 from jaxllm.kv.chunks import LayerChunks
-from jaxllm.kv.positions import TokenPositions, TreePositions
-from jaxllm.kv.source import SourceKV
+from jaxllm.kv.states import SourceKV
 from jaxllm.models.parameters import head_name
 from jaxllm.quant import Weight
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
-from jaxllm.speculative.tree import TokenTree
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.buckets.cache import StartBucket
+from jaxllm.serving.buckets.decode import SampleBucket
+from jaxllm.serving.buckets.layer import HeadBucket, NormBucket
+from jaxllm.serving.buckets.parts import norm_params
+from jaxllm.serving.buckets.source import source_lengths
+from jaxllm.serving.buckets.tree import KeepBucket, SettleBucket
+from jaxllm.serving.host.machine import give_back_memory
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.runners.chunks import placed_chunks, plan_chunks
+from jaxllm.serving.runners.level_runner import LevelRunner
+from jaxllm.serving.runners.runner import PrefillChunk
+from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.weights.model_level import ModelLevel
+from jaxllm.serving.weights.pieces import HeadPiece
+from jaxllm.serving.weights.prefetch import Meanwhile
+from jaxllm.speculation.tree import TokenTree
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
-from serving.buckets.bucket import Bucket
-from serving.buckets.bucket_table import BucketTable
-from serving.buckets.cache import StartBucket
-from serving.buckets.decode import SampleBucket
-from serving.buckets.layer import HeadBucket, NormBucket
-from serving.buckets.parts import norm_params
-from serving.buckets.source import source_lengths
-from serving.buckets.tree import KeepBucket, SettleBucket
-from serving.host.machine import give_back_memory
-from serving.host.progress import Progress
-from serving.runners.chunks import placed_chunks, plan_chunks
-from serving.runners.level_runner import LevelRunner
-from serving.runners.runner import PrefillChunk
-from serving.runners.verdict import Verdict
-from serving.weights.model_level import ModelLevel
-from serving.weights.pieces import HeadPiece
-from serving.weights.prefetch import Meanwhile
 
 # Tokens `[T]` int32, padded, and their positions.
 Chunk = tuple[np.ndarray, TokenPositions]

@@ -5,37 +5,72 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, ContextOverflow
-from jaxllm.kv.cache import KVCache, Past
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
-from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
-from jaxllm.speculative.tree import TokenTree
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.buckets.cache import ForkBucket, GrowBucket, StartBucket
+from jaxllm.serving.buckets.context import ENCODED_CHUNKS, EncodeBucket, LoadBucket
+from jaxllm.serving.buckets.decode import SampleBucket
+from jaxllm.serving.buckets.parts import used_heads
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.runners.runner import BatchRunner, PrefillChunk, PrefillMode
+from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.weights.model_level import ModelLevel
+from jaxllm.speculation.tree import TokenTree
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
-from serving.buckets.bucket import Bucket
-from serving.buckets.bucket_table import BucketTable
-from serving.buckets.cache import ForkBucket, GrowBucket, StartBucket
-from serving.buckets.context import ENCODED_CHUNKS, EncodeBucket, LoadBucket
-from serving.buckets.decode import SampleBucket
-from serving.buckets.parts import used_heads
-from serving.host.progress import Progress
-from serving.options import EngineOptions
-from serving.prompt_rows import PromptRows
-from serving.runners.runner import BatchRunner, PrefillChunk
-from serving.runners.verdict import Verdict
-from serving.weights.model_level import ModelLevel
 
-if TYPE_CHECKING:
-    from serving.runners.int8_prefill import Int8Prefill
-    from serving.runners.restored_prefill import RestoredPrefill
-    from serving.runners.scorer import Scorer
+
+class IntegerPrefill(Protocol):
+    """Prefills the prompts of one level in integers, into the caches that decoding uses.
+
+    Attributes:
+      possible: whether the level may prefill in integers.
+      floats_too: whether the level may prefill in floats, now or later.
+    """
+
+    @property
+    def possible(self) -> bool: ...  # noqa: D102
+
+    @property
+    def floats_too(self) -> bool: ...  # noqa: D102
+
+    def mode(self, tokens: int) -> PrefillMode:
+        """The prefill mode of a prompt of `tokens` tokens."""
+        ...
+
+    def chunk_buckets(self, tokens: int, cache: int) -> list[Bucket]:
+        """The buckets that prefill chunks of `tokens` tokens into caches of length `cache`."""
+        ...
+
+    def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
+        """See `Runner`."""
+        ...
+
+    def prefill(
+        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
+    ) -> tuple[jax.Array | None, KVCache]:
+        """See `Runner`."""
+        ...
+
+    def time_request(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Times the stages of one request's prompt where two processors need it."""
+        ...
+
+    def rehearse(self) -> None:
+        """Runs each bucket once."""
+        ...
 
 
 class LevelRunner(abc.ABC):
@@ -45,9 +80,11 @@ class LevelRunner(abc.ABC):
       model: the level.
       buckets: the compiled buckets of all levels.
       int8: prefills in integers; None if prefill is in floats alone.
+      resident: whether all weights are in memory.
     """
 
-    int8: "Int8Prefill | None" = None
+    resident = False
+    int8: IntegerPrefill | None = None
 
     def __init__(self, model: ModelLevel, buckets: BucketTable) -> None:
         self.model, self.buckets = model, buckets
@@ -89,10 +126,10 @@ class LevelRunner(abc.ABC):
         return None
 
     @property
-    def restored_prefill(self) -> "RestoredPrefill | None":
-        """Prefills a chunk of a prompt layer by layer, as its context is restored; None where weights are not
-        all in memory: they come from the storage that chunks come from."""
-        return None
+    def prefills_restored(self) -> bool:
+        """Whether `prefill_restored` runs a chunk of a prompt layer by layer, as its context is restored. Not
+        where weights are read from storage, which stored chunks come from, too."""
+        return False
 
     @property
     def params(self) -> Params:
@@ -222,7 +259,7 @@ class LevelRunner(abc.ABC):
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """See `Runner`."""
 
-    def chunks_in(self, mode: Literal["int8", "float"], tokens: int) -> list[PrefillChunk]:
+    def chunks_in(self, mode: PrefillMode, tokens: int) -> list[PrefillChunk]:
         """See `Runner`."""
         del mode
         return self.prefill_chunks(tokens)
@@ -343,22 +380,34 @@ class LevelRunner(abc.ABC):
     ) -> tuple[jax.Array, Past]:
         """See `ContextRunner`."""
 
+    def prefill_restored(
+        self, layer: int, x: jax.Array, at: TokenPositions, cache: KVCache, chunks: LayerChunks
+    ) -> tuple[jax.Array, KVCache]:
+        """Loads a layer's stored chunks, and runs new tokens through it (see
+        `jaxllm.steps.layers.prefill_restored`); only where `prefills_restored`.
+
+        Args:
+          layer: its index.
+          x: its input `[1, T, D]` (see `begin_layers`); donated.
+          at: positions of the tokens, consecutive.
+          cache: donated.
+          chunks: the stored ones.
+
+        Returns:
+          The next layer's input, and the cache.
+        """
+        raise NotImplementedError
+
+    def restored_logits(self, x: jax.Array, row: int) -> jax.Array:
+        """Logits `[1, V]` after token `row` of the last layer's output `[1, T, D]` of `prefill_restored`."""
+        raise NotImplementedError
+
     def _load_bucket(self, cache: int) -> Bucket:
         return LoadBucket(cache_tokens=cache, level=self.model.bucket_level)
 
     def _encode_bucket(self, bits: int, cache: int, layer: int) -> Bucket:
         model = self.model
         return EncodeBucket(bits=bits, cache_tokens=cache, layer=model.alike[layer], level=model.bucket_level)
-
-    # -- scoring ----------------------------------------------------------------------------------
-
-    def scorer(self) -> "Scorer":
-        """A scorer of text with this level (see `serving.runners.scorer`).
-
-        Raises:
-          ConfigError: its weights are not resident.
-        """
-        raise ConfigError("scoring or embedding text takes all weights in memory; give more --memory")
 
 
 def _placed(sampler: SamplerState) -> SamplerState:

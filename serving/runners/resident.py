@@ -2,53 +2,47 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxllm.kv.cache import KVCache, Past
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
-from jaxllm.kv.positions import TokenPositions
-from jaxllm.models.input_rows import InputRows
-from jaxllm.models.rooms import require_decoder_alone
+from jaxllm.models.layer import InputRows
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
-from jaxllm.speculative.tree import TokenTree
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.buckets.cache import StartBucket
+from jaxllm.serving.buckets.context import LastLogitsBucket, PrefillRestoredBucket, RestoreBucket
+from jaxllm.serving.buckets.decode import DecodeBucket, SampleBucket
+from jaxllm.serving.buckets.layer import EmbedBucket
+from jaxllm.serving.buckets.parts import embedding_params, head_params, layer_params
+from jaxllm.serving.buckets.prefill import PrefillBucket
+from jaxllm.serving.buckets.source import SourceBucket, source_lengths
+from jaxllm.serving.buckets.tree import VerifyBucket
+from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
+from jaxllm.serving.runners.batch import Batch
+from jaxllm.serving.runners.chunks import padded, plan_chunks
+from jaxllm.serving.runners.level_runner import IntegerPrefill, LevelRunner
+from jaxllm.serving.runners.runner import BatchRunner, PrefillChunk, PrefillMode, chunks_of
+from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.weights.model_level import ModelLevel
+from jaxllm.speculation.tree import TokenTree
 from jaxllm.steps.model import BlockEnd
-from serving.buckets.bucket import Bucket
-from serving.buckets.bucket_table import BucketTable
-from serving.buckets.cache import StartBucket
-from serving.buckets.context import RestoreBucket
-from serving.buckets.decode import DecodeBucket, SampleBucket
-from serving.buckets.layer import EmbedBucket
-from serving.buckets.parts import embedding_params, layer_params
-from serving.buckets.prefill import PrefillBucket
-from serving.buckets.source import SourceBucket, source_lengths
-from serving.buckets.tree import VerifyBucket
-from serving.int8_prefill.modes import PrefillMode
-from serving.prompt_rows import PromptRows
-from serving.runners.batch import Batch
-from serving.runners.chunks import padded, plan_chunks
-from serving.runners.level_runner import LevelRunner
-from serving.runners.restored_prefill import RestoredPrefill
-from serving.runners.runner import BatchRunner, PrefillChunk, chunks_of
-from serving.runners.verdict import Verdict
-from serving.text_stream import MAX_STOP_IDS
-from serving.weights.model_level import ModelLevel
-
-if TYPE_CHECKING:
-    from serving.runners.int8_prefill import Int8Prefill
-    from serving.runners.scorer import Scorer
 
 
 class ResidentRunner(LevelRunner):
     """Runs one level of a model whose weights are resident (see `Runner`), also as the drafter of another."""
 
+    resident = True
+
     def __init__(
         self,
         model: ModelLevel,
         buckets: BucketTable,
-        int8: "Int8Prefill | None" = None,
+        int8: IntegerPrefill | None = None,
         *,
         encodes: bool = True,
     ) -> None:
@@ -71,15 +65,20 @@ class ResidentRunner(LevelRunner):
 
     def context_buckets(self) -> list[Bucket]:
         """See `LevelRunner`."""
-        restored = self.restored_prefill
-        beside = [] if restored is None else restored.all_buckets()
-        return list(dict.fromkeys([*super().context_buckets(), *beside]))
+        buckets = super().context_buckets()
+        for tokens in self.options.chunk_tokens if self.prefills_restored else ():
+            buckets += [self.embed_bucket(tokens), LastLogitsBucket(tokens=tokens)]
+            buckets += [
+                self._restored_bucket(tokens, cache, layer)
+                for cache in self.options.cache_tokens
+                for layer in self.model.layer_kinds
+            ]
+        return list(dict.fromkeys(buckets))
 
     @property
-    def restored_prefill(self) -> RestoredPrefill | None:
+    def prefills_restored(self) -> bool:
         """See `LevelRunner`."""
-        alone = self.cfg.encoder is None and self.cfg.states is None
-        return RestoredPrefill(self) if self.options.kv_codec and alone else None
+        return bool(self.options.kv_codec) and self.cfg.encoder is None and self.cfg.states is None
 
     def answer_buckets(self, caches: Sequence[int]) -> list[Bucket]:
         """The buckets of any request in caches of these lengths."""
@@ -142,6 +141,12 @@ class ResidentRunner(LevelRunner):
         """See `LevelRunner`."""
         model = self.model
         return RestoreBucket(
+            tokens=tokens, cache_tokens=cache, layer=model.alike[layer], level=model.bucket_level
+        )
+
+    def _restored_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
+        model = self.model
+        return PrefillRestoredBucket(
             tokens=tokens, cache_tokens=cache, layer=model.alike[layer], level=model.bucket_level
         )
 
@@ -276,6 +281,21 @@ class ResidentRunner(LevelRunner):
         bucket = self.restore_bucket(len(at.positions), past.capacity_tokens, layer)
         return self.buckets.get(bucket)(self.layer_params(layer), x, at, past, chunks)
 
+    def prefill_restored(
+        self, layer: int, x: jax.Array, at: TokenPositions, cache: KVCache, chunks: LayerChunks
+    ) -> tuple[jax.Array, KVCache]:
+        """See `LevelRunner`."""
+        bucket = self._restored_bucket(len(at.positions), cache.capacity_tokens, layer)
+        x, past, mass = self.buckets.get(bucket)(
+            self.layer_params(layer), x, at, cache.past(layer), cache.mass, chunks
+        )
+        return x, dataclasses.replace(cache.with_past(layer, past), mass=mass)
+
+    def restored_logits(self, x: jax.Array, row: int) -> jax.Array:
+        """See `LevelRunner`."""
+        compiled = self.buckets.get(LastLogitsBucket(tokens=x.shape[1]))
+        return compiled(head_params(self.params, self.cfg), x, np.array([row], np.int32))
+
     def layer_params(self, layer: int) -> dict[str, Any]:
         """The parameters of a layer, as buckets of a layer take them."""
         self._sort_parameters()
@@ -293,13 +313,3 @@ class ResidentRunner(LevelRunner):
             self._layers = [layer_params(params, layer, like) for layer, like in enumerate(alike)]
             self._embedding = embedding_params(params)
             self._sorted_version = self.weights_version
-
-    # -- scoring ----------------------------------------------------------------------------------
-
-    def scorer(self) -> "Scorer":
-        """See `LevelRunner`."""
-        require_decoder_alone(self.cfg, "scoring or embedding text")
-        # Here, because a start should not wait for its import.
-        from serving.runners.scorer import Scorer
-
-        return Scorer(self)

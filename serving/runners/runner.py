@@ -9,8 +9,10 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.sampling_state import SamplerState
-from jaxllm.speculative.token_tree import TokenTree
-from serving.runners.verdict import Verdict
+from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.speculation.token_tree import TokenTree
+
+PrefillMode = Literal["int8", "float"]
 
 
 class Window(Protocol):
@@ -34,10 +36,10 @@ class PrefillChunk:
 
     tokens: int
     last: bool
-    mode: Literal["int8", "float"] = "float"
+    mode: PrefillMode = "float"
 
 
-def chunks_of(lengths: Sequence[int], mode: Literal["int8", "float"] = "float") -> list[PrefillChunk]:
+def chunks_of(lengths: Sequence[int], mode: PrefillMode = "float") -> list[PrefillChunk]:
     """The chunks of a prompt, of these lengths."""
     last = len(lengths) - 1
     return [
@@ -127,7 +129,7 @@ class Runner(Protocol):
         """
         ...
 
-    def chunks_in(self, mode: Literal["int8", "float"], tokens: int) -> list[PrefillChunk]:
+    def chunks_in(self, mode: PrefillMode, tokens: int) -> list[PrefillChunk]:
         """`prefill_chunks` in a given mode."""
         ...
 
@@ -135,7 +137,7 @@ class Runner(Protocol):
         self, cache: Any, tokens: Sequence[int], at: int, chunk: PrefillChunk, rows: Any
     ) -> tuple[Any, Any]:
         """`prefill` of a chunk of `chunks_in("float", ...)` of a prompt in which `rows`, a
-        `serving.prompt_rows.PromptRows`, stand in place of tokens.
+        `jaxllm.serving.ground.prompt_rows.PromptRows`, stand in place of tokens.
 
         Raises:
           ConfigError: not all weights are in memory.
@@ -261,7 +263,8 @@ class BatchRunner(Protocol):
 
 
 class ContextRunner(Protocol):
-    """Encodes chunks of caches for storage, and restores them into other caches (see `serving.contexts`)."""
+    """Encodes chunks of caches for storage, and restores them into other caches (see
+    `jaxllm.serving.contexts`)."""
 
     def load_chunks(self, cache: Any, sources: Any, bits: np.ndarray) -> Any:
         """Loads stored chunks into a cache, in one dispatch.

@@ -14,21 +14,21 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxllm.kv.source import SourceKV
+from jaxllm.kv.states import SourceKV
 from jaxllm.models.encoder_decoder import encoder_params
 from jaxllm.quant import Weight
-from serving.buckets.bucket import Bucket
-from serving.buckets.bucket_table import BucketTable
-from serving.buckets.parts import norm_params, outer_params
-from serving.buckets.source import (
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.buckets.parts import norm_params, outer_params
+from jaxllm.serving.buckets.source import (
     BeginEncoderBucket,
     EncoderLayerBucket,
     EndEncoderBucket,
     SourceLayerBucket,
     source_lengths,
 )
-from serving.runners.chunks import padded
-from serving.weights.model_level import ModelLevel
+from jaxllm.serving.runners.chunks import padded
+from jaxllm.serving.weights.model_level import ModelLevel
 
 
 class SourceWeights(Protocol):

@@ -7,27 +7,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.kv.cache import KVCache, Past
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
-from jaxllm.kv.positions import TokenPositions
-from jaxllm.kv.source import SourceKV
+from jaxllm.kv.states import SourceKV
 from jaxllm.models.layer_stack import STACK, LayersAt, LayerStack
-from serving.buckets.bucket import Bucket
-from serving.buckets.bucket_table import BucketTable
-from serving.buckets.context import RestoreBucket
-from serving.buckets.layer import (
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.buckets.context import RestoreBucket
+from jaxllm.serving.buckets.layer import (
     EmbedRowsBucket,
     LayerBucket,
     LayersBucket,
     LayersTreeBucket,
     LayerTreeBucket,
 )
-from serving.buckets.parts import MOST_LAYERS, embedding_params, shared_by_layers
-from serving.runners.layerwise import Chunk
-from serving.runners.source_layers import SourceLayers
-from serving.weights.model_level import ModelLevel
-from serving.weights.prefetch import Meanwhile
-from serving.weights.streamed import StreamedWeights
+from jaxllm.serving.buckets.parts import MOST_LAYERS, embedding_params, shared_by_layers
+from jaxllm.serving.runners.layerwise import Chunk
+from jaxllm.serving.runners.source_layers import SourceLayers
+from jaxllm.serving.weights.model_level import ModelLevel
+from jaxllm.serving.weights.prefetch import Meanwhile
+from jaxllm.serving.weights.streamed import StreamedWeights
 
 
 class StreamedLayers:

@@ -8,26 +8,23 @@ and changing from one to another between two dispatches, compiles nothing.
 """
 
 import dataclasses
-import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-from jaxllm.config import WHOLE
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
-from jaxllm.models.lora import MAX_RANK, TARGETS, LoraConfig, adapted_parameters, adapter_shapes
-from serving.bundles import levels_of, open_model
-from serving.loading import LoadedModel
-from serving.server.calls import AdapterBusy, AdapterGone
-from serving.server.facts import AdapterFacts
-from serving.weights.adapters import LoadedAdapter, rank_of, read_adapter_of
+from jaxllm.layer_configs import require_int
+from jaxllm.serving.server.calls import AdapterBusy, AdapterFacts, AdapterGone
+
+if TYPE_CHECKING:
+    from jaxllm.serving.opening.loading import LoadedModel
+    from jaxllm.serving.weights.adapters import LoadedAdapter
 
 ADAPTER_BYTES = 256 << 20
 ADAPTERS = 16
-_RANK = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -56,15 +53,16 @@ class AdapterOptions:
         for name in self.given:
             require_adapter_name(name)
         object.__setattr__(self, "given", MappingProxyType(dict(self.given)))
-        if type(self.rank) is not int or not 0 <= self.rank <= MAX_RANK:
-            raise ConfigError(f"adapter_rank must be a whole number up to {MAX_RANK}, got {self.rank!r:.80}")
+        # Imported here, because a service without adapters needs none of it.
+        from jaxllm.models.lora import MAX_RANK, TARGETS
+
+        require_int("adapter_rank", self.rank, 0, MAX_RANK)
         if not isinstance(self.targets, tuple) or not set(self.targets) <= set(TARGETS):
             raise ConfigError(
                 f"adapter_targets must be names of {', '.join(TARGETS)}, got {self.targets!r:.80}"
             )
         for name, value in {"adapter_memory": self.limit_bytes, "adapter_count": self.most}.items():
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name} must be a whole number from 1 up, got {value!r:.80}")
+            require_int(name, value, 1)
         if len(self.given) > self.most:
             raise ConfigError(
                 f"{len(self.given)} adapters are given, and adapter_count is {self.most}; raise it, "
@@ -100,13 +98,13 @@ class AdapterOptions:
 @dataclasses.dataclass(frozen=True)
 class _Named:
     facts: AdapterFacts
-    loaded: LoadedAdapter
+    loaded: "LoadedAdapter"
 
 
 class Adapters:
     """The adapters of one service. All is for the engine's thread, but for what says otherwise."""
 
-    def __init__(self, model: LoadedModel, options: AdapterOptions | None = None) -> None:
+    def __init__(self, model: "LoadedModel", options: AdapterOptions | None = None) -> None:
         """Loads the given ones.
 
         Raises:
@@ -118,7 +116,7 @@ class Adapters:
         self._named: Mapping[str, _Named] = {}
         self._used = ""
         for name, folder in self.options.given.items():
-            self.add(name, self.read(folder))
+            self.add(name, self._read(folder))
 
     # -- from any thread --------------------------------------------------------------------------
 
@@ -163,12 +161,12 @@ class Adapters:
                 "adapter_count"
             )
 
-    def read(self, folder: Path) -> LoadedAdapter:
-        """Reads an adapter, and makes what it takes to answer with it. Answers go on meanwhile.
+    def read(self, name: str, folder: str) -> "LoadedAdapter":
+        """See `ServedAdapters`."""
+        self.require_addable(name)
+        return self._read(self.options.path(folder))
 
-        Raises:
-          ConfigError, CheckpointError: it cannot be read, or does not fit the model or the options.
-        """
+    def _read(self, folder: Path) -> "LoadedAdapter":
         if (modes := self._model.runners.modes) is not None:
             modes.require_adaptable()
         return self._model.load_adapter(folder)
@@ -222,7 +220,7 @@ class Adapters:
         self._model.use_adapter(self._named[name].loaded if name else None)
         self._used = name
 
-    def add(self, name: str, loaded: LoadedAdapter) -> AdapterFacts:
+    def add(self, name: str, loaded: "LoadedAdapter") -> AdapterFacts:
         """Lets calls name an adapter that was read.
 
         Raises:
@@ -242,18 +240,14 @@ class Adapters:
         self._named = {**self._named, name: _Named(facts, loaded)}
         return facts
 
-    def unload(self, name: str) -> LoadedAdapter:
-        """Forgets an adapter that no call uses, and returns it.
-
-        Raises:
-          AdapterGone: there is none of this name.
-        """
+    def unload(self, name: str) -> Collection[tuple[int, int]]:
+        """See `ServedAdapters`."""
         self.require(name)
         if self._used == name:
             self.use("")
-        found = self._named[name].loaded
-        self._named = {each: kept for each, kept in self._named.items() if each != name}
-        return found
+        loaded = self._named[name].loaded
+        self._named = {other: kept for other, kept in self._named.items() if other != name}
+        return loaded.versions
 
     def _name(self, digest: str) -> str | None:
         """The name of the adapter of a digest; empty for none, None where it is not loaded."""
@@ -274,46 +268,3 @@ def require_adapter_name(name: object) -> str:
             f"letter or digit, got {name!r:.80}"
         )
     return name
-
-
-class EngineShape(NamedTuple):
-    """What an engine must be opened with, so that it takes a service's adapters.
-
-    Attributes:
-      rank: `EngineOptions.adapter_rank`.
-      targets: `EngineOptions.adapter_targets`.
-      given_bytes: that the given adapters will take at all levels.
-    """
-
-    rank: int = 0
-    targets: tuple[str, ...] = ()
-    given_bytes: int = 0
-
-
-def engine_shape(
-    options: AdapterOptions, model: str | Path | None, levels: Sequence[int] = ()
-) -> EngineShape:
-    """The shape of adapters as the options have it, else as large as the given ones need.
-
-    Args:
-      options: of the adapters.
-      model: of the service.
-      levels: that it serves, in percent; empty for all that it has.
-
-    Raises:
-      JaxllmError: the model or an adapter cannot be read.
-    """
-    if not options.any:
-        return EngineShape()
-    with open_model(model) as bundle:
-        found = [read_adapter_of(bundle, each) for each in options.given.values()]
-        cfg = bundle.cfg
-    others = options.folder is not None
-    rank = options.rank or max([rank_of(adapter) for _, adapter in found] + [_RANK] * others)
-    wanted = {each for lora, _ in found for each in lora.targets} | {*(LoraConfig.targets * others)}
-    targets = options.targets or tuple(each for each in TARGETS if each in wanted)
-    names = adapted_parameters(cfg, targets)
-    factors = [shape for name in names for shape in adapter_shapes(cfg, name, rank)]
-    size = 4 * sum(map(math.prod, factors))
-    served = {*(levels or levels_of(model)), WHOLE}
-    return EngineShape(rank, targets, size * len(served) * len(found))

@@ -1,48 +1,69 @@
-"""Gives the front what the engine can do (see `serving.server.calls.Backend`), without blocking its loop."""
+"""Gives the front what an engine of any kind can do (see `jaxllm.serving.server.calls.Backend`), without
+blocking its loop; keeps apps within their limits, and counts each call from its submission to its end."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from typing import Any, TypeVar
 
-from serving.images.encoded import EncodedImage
-from serving.images.prompt import require_encoder
-from serving.planning.objectives import Binding
-from serving.server.calls import Call, Conversation, Refused
-from serving.server.changes import add_adapter, delete_context, remove_adapter
-from serving.server.context_turns import ContextTurns
-from serving.server.engine_figures import storage_figures
-from serving.server.executor import Executor
-from serving.server.facts import AdapterFacts, ContextFacts, ModelFacts
-from serving.server.objectives import Bindings
-from serving.server.prompts import whole_prompt_ids
-from serving.server.ticket import EngineTicket
-from serving.weights.adapters import LoadedAdapter
+from jaxllm.errors import BudgetExceeded, ConfigError, JaxllmError
+from jaxllm.serving.elastic.objectives import Binding
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.images.encoded import EncodedImage
+from jaxllm.serving.images.prompt import require_encoder
+from jaxllm.serving.server.calls import (
+    AdapterBusy,
+    AdapterFacts,
+    Call,
+    ContextFacts,
+    Conversation,
+    Ended,
+    Event,
+    ModelFacts,
+    Piece,
+    Refused,
+    Started,
+)
+from jaxllm.serving.server.executor import Executor
+from jaxllm.serving.server.job import Job, require_free
+from jaxllm.serving.server.limits import Admission, AppLimits, Limiter, Limits
+from jaxllm.serving.server.logs import CallRecord, current_request
+from jaxllm.serving.server.metrics import Metrics
+from jaxllm.serving.server.objectives import Bindings
+from jaxllm.serving.server.prompts import content_tokens, images_of, rendered, whole_prompt_ids
+from jaxllm.text.token_bytes import TokenBytes
 
 # A dispatch may take this long before the engine counts as stuck.
 _STUCK_S = 120.0
-Found = TypeVar("Found")
+# Who asks for readiness waits so long for the engine's answer.
+_CANARY_S = 10.0
+Result = TypeVar("Result")
 
 
 class EngineBackend:
-    """A backend on an executor; before `opened` and after `failed` it refuses calls.
+    """A backend on an executor; it refuses calls before `opened`.
 
     Attributes:
       executor: None while the model is loading.
       bindings: objectives of apps.
+      limiter: limits of all apps; they may be replaced.
+      metrics: counts of all calls.
     """
 
-    def __init__(self, bindings: Bindings | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, bindings: Bindings | None = None) -> None:
+        self.limiter, self.metrics = Limiter(limits or Limits()), Metrics(self.snapshot)
         self.bindings = bindings or Bindings()
         self.executor: Executor | None = None
         self._facts: ModelFacts | None = None
+        self._token_bytes: TokenBytes | None = None
         self._why = "loading"
         self._profile: Callable[[], Mapping[str, Any]] | None = None
+        self._storage: Callable[[], Mapping[str, Any]] = dict
         self._pool = ThreadPoolExecutor(2, "tokenizer")
         # One at a time: a decoded image takes tens of megabytes.
         self._images = ThreadPoolExecutor(1, "images")
@@ -53,15 +74,19 @@ class EngineBackend:
         name: str = "",
         *,
         profile: Callable[[], Mapping[str, Any]] | None = None,
+        storage: Callable[[], Mapping[str, Any]] = dict,
+        model_sampling: bool = True,
     ) -> None:
         """Answers calls from here on.
 
         Args:
           executor: has been started.
           name: of the model, for calls; empty for the model's own.
-          profile: tells which profile of the device is planned by, for `health`; None to tell nothing of it.
+          profile: returns the facts of the profile that is planned by, for `health`; None for none.
+          storage: returns figures of reads from storage (see `Backend.snapshot`).
+          model_sampling: whether calls that name no sampling have what the model's authors advise.
         """
-        self._profile = profile
+        self._profile, self._storage = profile, storage
         engine = executor.service.engine
         self._facts = ModelFacts(
             name=name or engine.name,
@@ -72,8 +97,10 @@ class EngineBackend:
             adapters=(),
             opened_s=time.time(),
             chat_template=engine.tokenizer.chat_template,
-            images=engine.options.prompt_rows and engine.model.images is not None,
+            sampling=engine.tokenizer.files.sampling if model_sampling else {},
+            images=_reads_images(engine),
         )
+        self._token_bytes = TokenBytes(engine.tokenizer)
         self.executor, self._why = executor, ""
 
     def draining(self) -> None:
@@ -86,9 +113,78 @@ class EngineBackend:
         assert self._facts is not None
         return dataclasses.replace(self._facts, adapters=adapters)
 
-    def submit(self, call: Call) -> EngineTicket:
-        """See `Backend`; the prompt is encoded here, within the window."""
-        return self._ready().submit(self.bindings.applied(call), asyncio.get_running_loop())
+    def submit(self, call: Call) -> Job:
+        """See `Backend`; the prompt is encoded here, within the window.
+
+        Raises:
+          Refused: also where a limit of the app is reached.
+        """
+        try:
+            executor, call = self._ready(), self.bindings.applied(call)
+            call, prompt_tokens = self._counted(executor, call)
+            admission = self.limiter.admit(
+                call.app,
+                prompt_tokens=prompt_tokens,
+                max_tokens=call.config.max_tokens,
+                now_s=time.monotonic(),
+            )
+            try:
+                job = executor.canary.watched(lambda: executor.submit(call, asyncio.get_running_loop()))
+            except BaseException:
+                admission.ended(tokens=0, now_s=time.monotonic())
+                raise
+        except Refused as error:
+            self.metrics.refused(call.app, error.reason)
+            raise
+        self.metrics.accepted(call.app)
+        record, request = CallRecord(), current_request()
+        if request is not None:
+            request.calls.append(record)
+        job.on_event = functools.partial(self._account, call.app, admission, record)
+        return job
+
+    def limits_of(self, app: str) -> AppLimits:
+        """An app's limits now. From any thread."""
+        return self.limiter.limits.of(app)
+
+    def _counted(self, executor: Executor, call: Call) -> tuple[Call, int]:
+        """The call with its prompt encoded, and the prompt's tokens, where the app's tokens are limited: the
+        executor encodes the others, once it has room for them. Of a turn in a context, whose tokens were
+        counted when they came, the messages alone count."""
+        if not self.limits_of(call.app).tokens_per_minute:
+            return call, 0
+        engine = executor.service.engine
+        tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
+        if call.context:
+            return call, content_tokens(tokenizer, call.prompt)
+        prompt = whole_prompt_ids(tokenizer, call.prompt, call.config.task)
+        # Ids alone would lose the prompt embeddings of images.
+        return (call if images_of(call.prompt) else dataclasses.replace(call, prompt=prompt)), len(prompt)
+
+    def _account(
+        self, app: str, admission: Admission, record: CallRecord, event: Event | JaxllmError | None
+    ) -> None:
+        """Counts an event of a call as its reader gets it (see `Job.on_event`)."""
+        match event:
+            case Started():
+                record.started = event
+                admission.started()
+                self.metrics.started(app, event)
+                return
+            case Piece():
+                record.tokens += len(event.tokens)
+                return
+            case Ended():
+                record.ended, record.tokens, record.outcome = event, event.tokens, "ended"
+                self.metrics.ended(app, event)
+            case None:
+                self.metrics.cancelled(app)
+            case _:
+                record.outcome = type(event).__name__
+                self.metrics.failed(app, record.outcome)
+        start = record.started
+        prompt = 0 if start is None else start.prompt_tokens - start.context_tokens
+        admission.ended(tokens=prompt + record.tokens, now_s=time.monotonic())
 
     async def tokenize(self, prompt: Conversation | str, *, special: bool = True) -> Sequence[int]:
         """See `Backend`."""
@@ -105,19 +201,24 @@ class EngineBackend:
         tokenizer = self._ready().service.engine.tokenizer
         return await self._work(lambda: tokenizer.decode(ids))
 
+    async def token_bytes(self, ids: Sequence[int], *, begins: bool = False) -> Sequence[bytes]:
+        """See `Backend`."""
+        self._ready()
+        found = self._token_bytes
+        assert found is not None
+        return await self._work(lambda: found.of(ids, begins=begins))
+
     async def render(self, prompt: Conversation) -> str:
         """See `Backend`."""
         engine = self._ready().service.engine
         tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
-        return await self._work(
-            lambda: tokenizer.render_chat(list(prompt.messages), tools=prompt.tools, now=datetime.now())
-        )
+        return await self._work(lambda: rendered(tokenizer, prompt))
 
     async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
         """See `Backend`; a chunk at a time, so that answers go on."""
         executor, found = self._ready(), []
         for prompt in prompts:
-            embedding = executor.service.engine.runner.scorer().embedding(prompt)
+            embedding = scorer_of(executor.service.engine).embedding(prompt)
             while await asyncio.wrap_future(executor.work(app, embedding.step)):
                 pass
             assert embedding.vector is not None
@@ -128,7 +229,7 @@ class EngineBackend:
         """See `Backend`."""
         executor, loop = self._ready(), asyncio.get_running_loop()
         engine = executor.service.engine
-        served = engine.options.prompt_rows
+        served = getattr(engine.options, "prompt_rows", False)
         encoder = require_encoder(engine.model.images, engine.name, served=served)
         window = engine.options.context_tokens
         images = await loop.run_in_executor(self._images, lambda: encoder.cut_all(files, window))
@@ -148,19 +249,27 @@ class EngineBackend:
     async def load_adapter(self, app: str, name: str, folder: str) -> AdapterFacts:
         """See `Backend`."""
         executor = self._ready()
-        adapters = executor.adapters
+        loaded = await self._work(lambda: executor.adapters.read(name, folder))
 
-        def read() -> LoadedAdapter:
-            adapters.require_addable(name)
-            return adapters.read(adapters.options.path(folder))
+        def add() -> AdapterFacts:
+            if executor.memory.short:
+                raise BudgetExceeded("the service has no memory for an adapter; give it more (--memory)")
+            return executor.adapters.add(name, loaded)
 
-        loaded = await self._work(read)
-        return await asyncio.wrap_future(executor.work(app, lambda: add_adapter(executor, name, loaded)))
+        return await asyncio.wrap_future(executor.work(app, add))
 
     async def unload_adapter(self, app: str, name: str) -> None:
-        """See `Backend`."""
+        """See `Backend`; caches of ended answers that were computed with it go, too."""
         executor = self._ready()
-        await asyncio.wrap_future(executor.work(app, lambda: remove_adapter(executor, name)))
+
+        def unload() -> None:
+            executor.adapters.require(name)
+            using = sum(job.adapter == name for job in executor.jobs())
+            if using:
+                raise AdapterBusy(f"{using} calls use the adapter {name!r:.80}; wait for their end")
+            executor.sessions.forget(executor.adapters.unload(name))
+
+        await asyncio.wrap_future(executor.work(app, unload))
 
     def binding(self, app: str) -> tuple[Binding | None, bool]:
         """See `Backend`."""
@@ -191,15 +300,22 @@ class EngineBackend:
             return ()
         return await self._of_contexts(app, lambda each: each.listed(app))
 
+    async def context(self, app: str, name: str) -> ContextFacts:
+        """See `Backend`."""
+        return await self._of_contexts(app, lambda each: each.found(app, name))
+
     async def pin_context(self, app: str, name: str, pinned: bool) -> ContextFacts:
         """See `Backend`."""
         return await self._of_contexts(app, lambda each: each.pin(app, name, pinned))
 
     async def delete_context(self, app: str, name: str) -> None:
         """See `Backend`."""
-        executor = self._ready()
-        executor.kept()
-        await asyncio.wrap_future(executor.work(app, lambda: delete_context(executor, app, name)))
+
+        def delete(contexts: Any) -> None:
+            require_free(self._ready().jobs(), app, name)
+            contexts.delete(app, name)
+
+        await self._of_contexts(app, delete)
 
     def health(self) -> Mapping[str, Any]:
         """See `Backend`."""
@@ -208,11 +324,22 @@ class EngineBackend:
             return {"ready": False, "alive": True, "why": self._why}
         alive = executor.alive and time.monotonic() - executor.beat_s < _STUCK_S
         why = self._why or ("" if alive else "the engine's thread does not answer")
+        why = why or ("the engine fails, and is tested now" if executor.canary.suspected else "")
         profile = {} if self._profile is None else {"profile": dict(self._profile())}
-        return {"ready": alive and not self._why, "alive": alive, "why": why, **profile}
+        return {"ready": not why, "alive": alive, "why": why, **profile}
+
+    async def readiness(self) -> Mapping[str, Any]:
+        """See `Backend`."""
+        executor = self.executor
+        if executor is not None and executor.canary.stale:
+            # A busy engine is not an unready one; one that fails says so in `health`.
+            with contextlib.suppress(JaxllmError, TimeoutError):
+                tested = executor.work("", executor.canary.check)
+                await asyncio.wait_for(asyncio.wrap_future(tested), _CANARY_S)
+        return self.health()
 
     def snapshot(self) -> Mapping[str, Any]:
-        """See `Backend`; as `serving.server.figures.Figures` has it."""
+        """See `Backend`."""
         executor = self.executor
         if executor is None:
             return {}
@@ -220,7 +347,7 @@ class EngineBackend:
         waits = [queue.now_ms - each.since_ms for each in queue.waiting]
         running = Counter(executor.running())
         return {
-            **storage_figures(executor.service.engine.model),
+            **self._storage(),
             "queue": {
                 "waiting": len(waits),
                 "limit": executor.options.queued,
@@ -231,6 +358,7 @@ class EngineBackend:
             ],
             "memory": executor.memory.figures(executor.cache_bytes, executor.adapters.size_bytes),
             "adapters": {each.name: each.size_bytes for each in executor.adapters.facts()},
+            "grammars": executor.service.engine.grammars.counts,
             **({} if contexts is None else {"contexts": contexts.figures()}),
         }
 
@@ -246,11 +374,29 @@ class EngineBackend:
             )
         return self.executor
 
-    async def _of_contexts(self, app: str, what: Callable[[ContextTurns], Found]) -> Found:
+    async def _of_contexts(self, app: str, what: Callable[[Any], Result]) -> Result:
         """What a function of the contexts returns in the engine's thread."""
         executor = self._ready()
-        contexts = executor.kept()
+        contexts = executor.require_contexts()
         return await asyncio.wrap_future(executor.work(app, lambda: what(contexts)))
 
     async def _work(self, work: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _reads_images(engine: Engine[Any]) -> bool:
+    return getattr(engine.options, "prompt_rows", False) and engine.model.images is not None
+
+
+def scorer_of(engine: Engine[Any]) -> Any:
+    """Embeds texts by the model of an engine.
+
+    Raises:
+      ConfigError: the engine runs exported programs, or its weights are streamed.
+    """
+    if not isinstance(getattr(engine.options, "prompt_rows", None), bool):
+        raise ConfigError("exported programs embed no texts; use `jaxllm serve` with a bundle")
+    # Imported here: exported programs run without JAX.
+    from jaxllm.serving.runners.scorer import Scorer
+
+    return Scorer(engine.runner)

@@ -1,5 +1,5 @@
-"""Defines what crosses between the service's front (HTTP, sockets) and its engine thread: calls, events, and
-the backend that takes the one and gives the other.
+"""Defines what crosses between the front (HTTP, sockets) and the engine thread: calls, events, facts, and the
+backend that answers calls with events.
 
 The front knows wire formats, apps and connections, and never touches JAX; the backend knows the engine, and
 no wire format. All values here are frozen, and arrays in them (rows of images) are never changed, so that
@@ -7,17 +7,88 @@ threads may share them.
 """
 
 import dataclasses
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from jaxllm.errors import ConfigError, JaxllmError
-from serving.guided.grammar import Grammar as Grammar
-from serving.guided.grammar import GrammarKind as GrammarKind
-from serving.guided.logprobs import TokenLogprob as TokenLogprob
-from serving.images.encoded import EncodedImage
-from serving.planning.objectives import Binding, Objective
-from serving.request import GenerationConfig
-from serving.server.facts import AdapterFacts, ContextFacts, ModelFacts
+from jaxllm.serving.elastic.objectives import Binding, Objective
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.guided.grammar import Grammar as Grammar
+from jaxllm.serving.guided.grammar import GrammarKind as GrammarKind
+from jaxllm.serving.guided.logprobs import TokenLogprob as TokenLogprob
+from jaxllm.serving.images.encoded import EncodedImage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the front tells of the model.
+
+    Attributes:
+      name: for people and `model` fields.
+      window_tokens: most tokens of prompt and answer together.
+      vocab_size: number of token ids.
+      levels: served, in percent, ascending.
+      has_chat_template: whether conversations can be answered.
+      adapters: names of the low-rank adapters that calls may name.
+      opened_s: when it was opened, in seconds since 1970.
+      chat_template: its source, in Jinja, which tells how the model writes calls of tools; empty for none.
+      images: whether conversations may have images.
+      sampling: options of sampling that the model's authors advise (see `TokenizerFiles`), the defaults of
+        calls that name none; empty for none, or where the service goes without them.
+    """
+
+    name: str
+    window_tokens: int
+    vocab_size: int
+    levels: tuple[int, ...]
+    has_chat_template: bool
+    adapters: tuple[str, ...]
+    opened_s: float
+    chat_template: str = ""
+    images: bool = False
+    sampling: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterFacts:
+    """A low-rank adapter that calls may name.
+
+    Attributes:
+      name: for calls.
+      digest: of its arrays and scaling, in hex; contexts are kept by it.
+      size_bytes: of its factors in memory, at all levels.
+      loaded_s: seconds since 1970.
+    """
+
+    name: str
+    digest: str
+    size_bytes: int
+    loaded_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextFacts:
+    """A context of an app.
+
+    Attributes:
+      name: unique in the store.
+      tokens: number of its tokens.
+      level: that answers in it, in percent.
+      pinned: whether its chunks stay in memory.
+      stored_bytes: of its chunks on storage.
+      created_s: seconds since 1970; 0 where it is not known.
+      adapter: the name of the low-rank adapter that answers in it; its digest where it is not loaded, empty
+        for none.
+    """
+
+    name: str
+    tokens: int
+    level: int
+    pinned: bool
+    stored_bytes: int
+    created_s: float = 0.0
+    adapter: str = ""
+
 
 Priority = Literal["foreground", "background"]
 
@@ -56,11 +127,13 @@ class Conversation:
       messages: JSON objects with a `role` and a `content`, oldest first.
       tools: JSON objects as OpenAI has them, for templates that know tools.
       images: those of the messages' parts `{"type": "image"}`, in their order; see `Backend.encode_images`.
+      continue_final: whether the answer continues the last message's text (see `Tokenizer.chat_text`).
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     images: tuple[EncodedImage, ...] = ()
+    continue_final: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +192,7 @@ class Started:
       kept_tokens: of them, what the plan kept.
       reused_tokens: of them, what a cache had already.
       level: that answers, in percent.
-      source: of the plan (see `serving.planning.planner.Plan`); "context" for a turn in a context, and
+      source: of the plan (see `jaxllm.serving.elastic.planner.Plan`); "context" for a turn in a context, and
         "unplanned" where another call had no objective.
       queued_ms: from the call to the first step.
       context_tokens: tokens of the prompt that a context had before.
@@ -196,6 +269,64 @@ class Ended:
 Event = Started | Piece | Ended
 
 
+class ServedAdapters(Protocol):
+    """The low-rank adapters of a service. `use` is for the engine's thread, the others are for any."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all that are loaded."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of their factors in memory."""
+        ...
+
+    def facts(self) -> list[AdapterFacts]:
+        """All that are loaded."""
+        ...
+
+    def require(self, name: str) -> None:
+        """Checks that an adapter is loaded; "" stands for none.
+
+        Raises:
+          AdapterGone: it is not.
+        """
+        ...
+
+    def read(self, name: str, folder: str) -> Any:
+        """Reads an adapter from within the folder of adapters, for `add`. Answers go on meanwhile.
+
+        Raises:
+          ConfigError, CheckpointError, AdapterBusy, BudgetExceeded: see `Backend.load_adapter`.
+        """
+        ...
+
+    def add(self, name: str, loaded: Any) -> AdapterFacts:
+        """Lets calls name an adapter that was read; in the engine's thread."""
+        ...
+
+    def unload(self, name: str) -> Collection[tuple[int, int]]:
+        """Forgets an adapter that no call uses; in the engine's thread.
+
+        Returns:
+          The versions of weights with it, whose caches are of no further use.
+
+        Raises:
+          AdapterGone: there is none of this name.
+          ConfigError: it cannot be unloaded.
+        """
+        ...
+
+    def use(self, name: str) -> None:
+        """Applies an adapter to the model; "" for none. Takes no time.
+
+        Raises:
+          AdapterGone: it is not loaded any more.
+        """
+        ...
+
+
 class Ticket(Protocol):
     """A call that the backend has taken."""
 
@@ -242,6 +373,10 @@ class Backend(Protocol):
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
+        ...
+
+    async def token_bytes(self, ids: Sequence[int], *, begins: bool = False) -> Sequence[bytes]:
+        """The bytes of each token's text (see `jaxllm.text.token_bytes.TokenBytes`)."""
         ...
 
     async def render(self, prompt: Conversation) -> str:
@@ -321,6 +456,16 @@ class Backend(Protocol):
         """All contexts of an app."""
         ...
 
+    async def context(self, app: str, name: str) -> ContextFacts:
+        """A context of an app.
+
+        Raises:
+          ConfigError: the service keeps no contexts.
+          ContextGone: the app has none of this name.
+          CheckpointError: it cannot be read; `Unreadable` where that may pass.
+        """
+        ...
+
     async def pin_context(self, app: str, name: str, pinned: bool) -> ContextFacts:
         """Pins a context, or lets it be evicted.
 
@@ -338,12 +483,28 @@ class Backend(Protocol):
         """
         ...
 
+    async def readiness(self) -> Mapping[str, Any]:
+        """`health`, for which the engine answers a token where it answered nobody for a while."""
+        ...
+
     def health(self) -> Mapping[str, Any]:
-        """`ready` (warm and not draining), `alive` (the engine's heartbeat is recent), and why not; of a
-        model that is open, `profile` (see `serving.server.refining.ProfileFacts`)."""
+        """`ready` (warm, not draining, and the engine does not fail), `alive` (the engine's heartbeat is
+        recent), and why not; of a model that is open, `profile` (see
+        `jaxllm.serving.server.idle_work.ProfileFacts`)."""
         ...
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Figures of now for metrics and the dashboard: queue, running answers by app and level, memory
-        against budgets, caches. Plain data."""
+        """Figures of now for metrics, in plain data. Each part may be missing:
+
+        queue: `waiting` calls, their `limit`, and the age `oldest_ms`.
+        running: `count` of answers by `app` and `level`.
+        memory: `process_bytes`, `limit_bytes` (0 for none), `pressure` (the share of time for which tasks
+          of the machine waited for memory), and `holdings` by kind, each with `size_bytes` and perhaps
+          `limit_bytes` and `least_bytes`.
+        contexts: by app, `contexts`, `pinned`, `stored_bytes`, and resident `chunks` by bits.
+        adapters: bytes by name.
+        experts: `visits`, `hits`, `foreseen` since the start.
+        read_bytes: bytes read from storage since the start, by kind.
+        grammars: counts since the start, by outcome.
+        """
         ...

@@ -1,94 +1,107 @@
-"""Keeps apps' contexts for the engine's thread: prepares and begins turns in them, creates, forks, pins and
-deletes them.
+"""Keeps apps' contexts for the engine's thread: prepares and begins turns in them, creates, pins and deletes
+them.
 
 An app's context is looked up by the app and its name together, so that another app's name is as unknown as
-one that never was.
+one that never was. Contexts are of any kind that is `TurnContexts`: the live ones, or those over exported
+programs. This module imports no JAX.
 """
 
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from jaxllm.config import WHOLE
+from jaxllm.contexts.codecs import RAW, STATE
 from jaxllm.errors import ConfigError, ContextGone, JaxllmError
-from jaxllm.kv.codecs import RAW, STATE
-from jaxllm.text.droppable import PromptTokens
-from serving.contexts.answer import ContextCall
-from serving.contexts.forking import fork
-from serving.contexts.manager import Contexts
-from serving.contexts.record import Record
-from serving.contexts.turn_ids import TurnTokens, conversation_turn_ids, turn_ids
-from serving.images.prompt import with_images
-from serving.planning.objectives import Cost, EnergyBudget
-from serving.planning.planner import Load
-from serving.planning.profile import DeviceProfile
-from serving.planning.safety_margin import SafetyMargin
-from serving.planning.turns import level_of_turn
-from serving.prompt_rows import PromptRows
-from serving.request import Request
-from serving.run import Run
-from serving.server.adapters import Adapters
-from serving.server.calls import Call, Conversation
-from serving.server.facts import ContextFacts
-from serving.server.figures import ContextsFigures
-from serving.server.limits import AppLimits, require_context, require_pin, require_stored
+from jaxllm.serving.contexts.memory import ChunkMemory
+from jaxllm.serving.contexts.record import Record
+from jaxllm.serving.contexts.store import ContextStore
+from jaxllm.serving.contexts.turn_ids import TurnTokens
+from jaxllm.serving.elastic.objectives import Cost, EnergyBudget
+from jaxllm.serving.elastic.planner import Load
+from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.elastic.safety_margin import SafetyMargin
+from jaxllm.serving.elastic.turns import level_of_turn
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.engine.request import Request
+from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.server.calls import Call, ContextFacts
+from jaxllm.serving.server.job import ContextTurn
+from jaxllm.serving.server.limits import AppLimits, require_context, require_pin, require_stored
+from jaxllm.serving.server.prompts import call_turn_ids
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ContextTurn:
-    """A call's turn in a context.
+class TurnContexts(Protocol):
+    """Contexts of all apps, as turns need them; see `jaxllm.serving.contexts.manager.Contexts`."""
+
+    @property
+    def engine(self) -> Engine[Any]: ...  # noqa: D102
+
+    @property
+    def store(self) -> ContextStore: ...  # noqa: D102
+
+    @property
+    def memory(self) -> ChunkMemory: ...  # noqa: D102
+
+    def record(self, app: str, name: str) -> Record: ...  # noqa: D102
+
+    def create(self, app: str, *, level: int | None, pinned: bool) -> Record: ...  # noqa: D102
+
+    def pin(self, name: str, pinned: bool) -> Record: ...  # noqa: D102
+
+    def delete(self, name: str) -> None: ...  # noqa: D102
+
+    def ready(self, name: str) -> None:
+        """Raises the error of storing the context's last answer, if there was one."""
+        ...
+
+    def rows_before(self, record: Record, tokens: int) -> PromptRows | None:
+        """The prompt embeddings among a context's first tokens."""
+        ...
+
+    def chunk_bytes(self, record: Record, tokens: int | None = None, level: int | None = None) -> int:
+        """Bytes in memory of the chunks of a context, or of one of `tokens` tokens."""
+        ...
+
+
+class TurnCall(Protocol):
+    """A lifecycle of an answer in a context: restores the context before, and stores it afterwards.
 
     Attributes:
-      record: of the context that the call names.
-      before: number of its tokens that the turn follows.
-      asked: these tokens and the turn's.
-      computed_tokens: tokens of the prompt that are in no stored chunk of the context's level.
-      whole: expected cost of the whole model, if it had the context's chunks; ratios are relative to it.
-      costs: expected costs by level; at others than the context's all tokens are computed.
-      most_tokens: of the context when the answer has ended.
-      most_bytes: that chunks of the context will take in memory; at least 1.
-      adapter: that the context was made with, by name; empty for none.
-      forks: whether it is answered in a new context, with the tokens that the turn follows.
-      rows: that stand in place of tokens of the prompt; None for none.
+      record: the context that is answered in.
+      restoration: how it was restored, with attributes `moved` and `shared`.
     """
 
     record: Record
-    before: int
-    asked: TurnTokens
-    computed_tokens: int
-    whole: Cost
-    costs: Mapping[int, Cost]
-    most_tokens: int
-    most_bytes: int
-    adapter: str = ""
-    forks: bool = False
-    rows: PromptRows | None = None
+    restoration: Any
 
 
 class ContextTurns:
-    """The contexts of a service. All is for the engine's thread, but for what says otherwise.
+    """The contexts of a service. All is for the engine's thread, unless said otherwise.
 
     Args:
-      contexts: of all apps.
-      profile: of this device.
-      limits_of: an app's limits now.
-      margin: how much later than the profile says answers come; None where that is not known.
-      adapters: of the service; None for none.
+      contexts: contexts of all apps.
+      profile: profile of this device.
+      turn_call: makes the lifecycle of a turn.
+      adapters: adapters of the service.
+      limits_of: returns an app's limits now.
+      margin: learned safety margin of the profile's times; None where it is not known.
     """
 
     def __init__(
         self,
-        contexts: Contexts,
+        contexts: TurnContexts,
         profile: DeviceProfile,
+        turn_call: Callable[["ContextTurns", ContextTurn], Any],
+        adapters: Any,
         limits_of: Callable[[str], AppLimits] = lambda app: AppLimits(),
         *,
         margin: SafetyMargin | None = None,
-        adapters: Adapters | None = None,
     ) -> None:
-        self._margin, self._adapters = margin, adapters or Adapters(contexts.engine.model)
-        self._contexts, self._profile, self._limits_of = contexts, profile, limits_of
+        self._margin, self._adapters, self._turn_call = margin, adapters, turn_call
+        self._contexts, self._profile, self.limits_of = contexts, profile, limits_of
         # For other threads, which must not ask the store.
         self._known = {(each.app, each.name): each for each in contexts.store.records()}
         self._damaged = frozenset((each.app, each.name) for each in contexts.store.damage())
@@ -110,20 +123,19 @@ class ContextTurns:
         Raises:
           ContextGone: it has not.
         """
-        if (app, name) not in self._known and (app, name) not in self._damaged:
+        # An empty name: contexts of the app that could not be listed, of which the engine's thread decides.
+        if (app, name) not in self._known and not {(app, name), (app, "")} & self._damaged:
             raise _gone(name)
 
-    def figures(self) -> dict[str, ContextsFigures]:
+    def figures(self) -> dict[str, dict[str, Any]]:
         """Contexts by app, and their chunks in memory by width. From any thread."""
-        told: dict[str, ContextsFigures] = {}
+        told: dict[str, dict[str, Any]] = {}
         chunks: dict[str, Counter[str]] = {}
         for record in list(self._known.values()):
-            own = told.setdefault(
-                record.app, ContextsFigures(contexts=0, pinned=0, stored_bytes=0, chunks={})
-            )
-            own["contexts"] = own.get("contexts", 0) + 1
-            own["pinned"] = own.get("pinned", 0) + record.pinned
-            own["stored_bytes"] = own.get("stored_bytes", 0) + _stored_bytes(record)
+            own = told.setdefault(record.app, {"contexts": 0, "pinned": 0, "stored_bytes": 0})
+            own["contexts"] += 1
+            own["pinned"] += record.pinned
+            own["stored_bytes"] += _stored_bytes(record)
             chunks.setdefault(record.app, Counter()).update(
                 "raw" if each.bits in (RAW, STATE) else str(each.bits)
                 for each in self._contexts.memory.chunks(record.name).values()
@@ -156,7 +168,7 @@ class ContextTurns:
                 "no budget of energy is planned in a context, whose chunks took some before; ask for a time"
             )
         record, adapter = self._own(call.app, call.context, call.adapter)
-        limits = self._limits_of(call.app)
+        limits = self.limits_of(call.app)
         if limits.stored_bytes:
             require_stored(limits, self.listed(call.app))
         before, forks = record.tokens, False
@@ -171,7 +183,8 @@ class ContextTurns:
         if not forks:
             contexts.ready(record.name)
         config, level = call.config, record.origin.level
-        new, rows = self._turn_ids(call, before)
+        tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
+        new, rows = call_turn_ids(tokenizer, call, before)
         asked = TurnTokens.after(record, before, new, engine.tokenizer, engine.cfg)
         rows = PromptRows.joined((0, contexts.rows_before(record, len(before))), (len(before), rows))
         request = engine.request(asked.prompt, config, level=level, rows=rows, source=asked.source)
@@ -208,7 +221,7 @@ class ContextTurns:
             rows=rows,
         )
 
-    def begin(self, turn: ContextTurn, call: Call, load: Load) -> tuple[Request, ContextCall]:
+    def begin(self, turn: ContextTurn, call: Call, load: Load) -> tuple[Request, Any]:
         """The request of a turn, and what restores its context and stores it. A call with an objective is
         answered by the largest level that is in time; others by the context's.
 
@@ -228,58 +241,34 @@ class ContextTurns:
         request = self._contexts.engine.request(
             turn.asked.prompt, call.config, level=level, rows=turn.rows, source=turn.asked.source
         )
-        return request, _TurnCall(self, turn, most_tokens=turn.most_tokens)
+        return request, self._turn_call(self, turn)
 
     def ended(self, app: str, name: str) -> None:
-        """Takes notice of a context that has changed, or is gone."""
-        try:
-            self._known[app, name] = self._contexts.store.record(name, app)
-        except JaxllmError:
-            self._known.pop((app, name), None)
-        self._count_pinned()
-
-    def forked(self, turn: ContextTurn) -> Record:
-        """A new context with those tokens that a turn follows.
-
-        Raises:
-          BudgetExceeded, CheckpointError: see `fork`.
-        """
-        app = turn.record.app
-        require_context(self._limits_of(app), self.listed(app))
-        return fork(self._contexts, turn.record, turn.before)
-
-    def dropped(self, record: Record) -> None:
-        """Deletes a forked context that nobody will know of."""
+        """Takes notice of a context that has changed, or is gone. One that cannot be read now stays known."""
         with contextlib.suppress(JaxllmError):
-            self._contexts.delete(record.name)
-        self._contexts.pending_errors.forget(record.name)
+            self._stored(app, name)
+        self._count_pinned()
 
     def _own(self, app: str, name: str, asked: str = "") -> tuple[Record, str]:
         """An app's context and its adapter, which is put on the model."""
-        digest = self._contexts.store.record(name, app).origin.adapter
+        digest = self._stored(app, name).origin.adapter
         adapter = self._adapters.of_context(digest, name, asked)
         self._adapters.use(adapter)
         return self._contexts.record(app, name), adapter
 
+    def _stored(self, app: str, name: str) -> Record:
+        """An app's context as the store has it, known to other threads from here on; an error other than
+        ContextGone leaves open whether it is there."""
+        try:
+            record = self._known[app, name] = self._contexts.store.record(name, app)
+        except ContextGone:
+            self._known.pop((app, name), None)
+            raise
+        return record
+
     def _count_pinned(self) -> None:
         pinned = [each for each in self._known.values() if each.pinned]
         self._pinned_bytes = sum(map(self._contexts.chunk_bytes, pinned))
-
-    def _turn_ids(self, call: Call, before: Sequence[int]) -> tuple[Sequence[int], PromptRows | None]:
-        """The tokens that a call adds, and the rows that stand in place of some."""
-        engine, prompt, now = self._contexts.engine, call.prompt, datetime.now()
-        tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
-        if isinstance(prompt, Conversation):
-            ids = conversation_turn_ids(tokenizer, before, prompt.messages, tools=prompt.tools, now=now)
-            if not prompt.images:
-                return ids, None
-            whole, rows = with_images(tokenizer, PromptTokens.of_ids(ids), prompt.images)
-            return whole.ids.tolist(), rows
-        if isinstance(prompt, str):
-            return turn_ids(tokenizer, before, prompt, now=now), None
-        if not prompt:
-            raise ConfigError("the prompt is empty; give it at least one token")
-        return prompt, None
 
     # -- contexts ---------------------------------------------------------------------------------
 
@@ -287,7 +276,7 @@ class ContextTurns:
         self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
     ) -> ContextFacts:
         """See `Backend.create_context`."""
-        limits, there = self._limits_of(app), self.listed(app)
+        limits, there = self.limits_of(app), self.listed(app)
         require_context(limits, there)
         if pinned:
             require_pin(limits, there, "")
@@ -300,11 +289,15 @@ class ContextTurns:
         """All contexts of an app, also those of other models and levels."""
         return [self._facts(each) for each in self._contexts.store.records(app)]
 
+    def found(self, app: str, name: str) -> ContextFacts:
+        """See `Backend.context`."""
+        return self._facts(self._stored(app, name))
+
     def pin(self, app: str, name: str, pinned: bool) -> ContextFacts:
         """See `Backend.pin_context`."""
         self._own(app, name)
         if pinned:
-            require_pin(self._limits_of(app), self.listed(app), name)
+            require_pin(self.limits_of(app), self.listed(app), name)
         record = self._contexts.pin(name, pinned)
         self._known[app, name] = record
         self._count_pinned()
@@ -313,7 +306,7 @@ class ContextTurns:
     def delete(self, app: str, name: str) -> None:
         """See `Backend.delete_context`; it must not be answering."""
         # Not of the manager, which refuses contexts of other models.
-        self._contexts.store.record(name, app)
+        self._stored(app, name)
         try:
             self._contexts.delete(name)
         finally:
@@ -329,44 +322,6 @@ class ContextTurns:
             created_s=record.created_s,
             adapter=self._adapters.name_of(record.origin.adapter),
         )
-
-
-class _TurnCall(ContextCall):
-    """Forks a context before an answer, or changes its level, where the call asks for that; and stores it
-    afterwards. A fork is deleted if its answer does not end by itself: nobody has been told its name."""
-
-    def __init__(self, turns: ContextTurns, turn: ContextTurn, *, most_tokens: int) -> None:
-        super().__init__(turns._contexts, turn.record, turn.record, most_tokens=most_tokens)
-        self._turns, self._source = turns, turn
-        self._forked = self._deleted = False
-
-    def begin(self, run: Run) -> None:
-        """See `Lifecycle`."""
-        if self._source.forks:
-            self.record = self._turns.forked(self._source)
-            self._forked = True
-        app, name, level = self.record.app, self.record.name, run.request.level
-        moved = self._contexts.moving(app, name, level)
-        self.record = self._base = self._contexts.at_level(app, name, level)
-        super().begin(run)
-        self.restoration = dataclasses.replace(self.restoration, moved=moved)
-
-    def finish(self, run: Run) -> None:
-        """See `Lifecycle`."""
-        kept = False
-        try:
-            super().finish(run)
-            kept = run.finish_reason is not None
-        finally:
-            if self._forked and not kept and not self._deleted:
-                self._deleted = True
-                self._turns.dropped(self.record)
-
-    def failed(self, run: Run) -> None:
-        """See `Lifecycle`."""
-        super().failed(run)
-        if self._deleted:
-            self._contexts.pending_errors.forget(self.record.name)
 
 
 def _computed(record: Record, before: int, prompt_tokens: int) -> int:

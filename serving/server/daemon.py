@@ -1,57 +1,100 @@
-"""Runs the service: binds sockets, loads the model behind them, answers, and drains when it is told to stop.
+"""Runs the service: binds sockets, opens the model behind them, answers, and drains when it is stopped.
 
     run(ServerOptions(socket=Path("/run/user/1000/jaxllm.sock")))
 
 While the model is loading calls are refused with "loading". SIGTERM and SIGINT refuse new calls and let
 running ones end; a second signal ends the process at once. SIGHUP reads the apps' limits and the
-memory of contexts again.
+memory of contexts again. systemd is notified by the protocol of sd_notify.
 """
 
 import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import uvicorn
 import uvloop
 
 from jaxllm.errors import JaxllmError, one_line
-from serving import batch
-from serving.planning.profile import DeviceProfile
-from serving.server.access import AccessLogged
-from serving.server.accounting import AccountedBackend
-from serving.server.adapters import Adapters
-from serving.server.context_turns import ContextTurns
-from serving.server.executor import Executor
-from serving.server.feed import Feed
-from serving.server.guard import Guard
-from serving.server.identity import Identity, IdentityOptions
-from serving.server.idle_contexts import ContextIdleWork, InOrder
-from serving.server.keys import KeyFile, default_keys_file
-from serving.server.logs import stop_logs, write_logs
-from serving.server.memory import ServiceMemory
-from serving.server.notifying import Notifier
-from serving.server.objectives import Bindings
-from serving.server.opening import Opened, open_service
-from serving.server.peer import protocol
-from serving.server.refining import ProfileRefinement
-from serving.server.service_options import ServerOptions, read_options
-from serving.server.sockets import bound, described
-from serving.server.watching import PAGES, allow_operators, watch_routes
-from serving.service import LLMService
-from serving.speculation.options import SpeculationOptions
+from jaxllm.serving.host.open_files import raise_open_files
+from jaxllm.serving.server.backend import EngineBackend
+from jaxllm.serving.server.guard import Guard
+from jaxllm.serving.server.identity import Identity, IdentityOptions, KeyFile, default_keys_file
+from jaxllm.serving.server.logs import AccessLogged, flush_logs, stop_logs, write_logs
+from jaxllm.serving.server.metrics import PAGES, metric_routes
+from jaxllm.serving.server.objectives import Bindings
+from jaxllm.serving.server.peer import protocol
+from jaxllm.serving.server.service_options import ServerOptions, read_options
+from jaxllm.serving.server.sockets import bound, described
 
 _log = logging.getLogger(__name__)
+
+
+class Opened(Protocol):
+    """A model that is open, live or of exported programs."""
+
+    def start(self, backend: EngineBackend) -> None:
+        """Starts the engine's thread, and opens the backend on it."""
+        ...
+
+    def resize_contexts(self, budget_bytes: int) -> None:
+        """Sets the memory of contexts' chunks; in the engine's thread.
+
+        Raises:
+          ConfigError, BudgetExceeded: the service keeps no contexts, or those that run or are pinned take
+            more.
+        """
+        ...
+
+    def close(self) -> None:
+        """Closes the contexts and the engine.
+
+        Raises:
+          JaxllmError: an answer could not be stored; all is closed all the same.
+        """
+        ...
+
+
+_US_PER_S = 1e6
+
+
+class Notifier:
+    """Sends states to the socket that systemd named; does nothing where it named none.
+
+    Attributes:
+      watchdog_s: the service is restarted when it has not sent WATCHDOG=1 for so long; None for never.
+    """
+
+    def __init__(self, environment: MutableMapping[str, str]) -> None:
+        """Takes the variables away, so that no child of this process speaks for it."""
+        name = environment.pop("NOTIFY_SOCKET", "")
+        period, pid = environment.pop("WATCHDOG_USEC", ""), environment.pop("WATCHDOG_PID", "")
+        # A name that begins with @ has no file.
+        self._name = "\0" + name[1:] if name.startswith("@") else name
+        own = bool(name) and pid in ("", str(os.getpid()))
+        self.watchdog_s = int(period) / _US_PER_S if own and period.isdecimal() and int(period) else None
+
+    def send(self, *states: str) -> None:
+        """Sends states such as "READY=1". What cannot be sent is left out: systemd's patience decides."""
+        if not self._name:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+            out.setblocking(False)
+            try:
+                out.sendto("\n".join(states).encode(), self._name)
+            except OSError:
+                return
+
+
 _LOOK_S = 0.5
 # After the last event clients have so long to read the rest of their answers.
 _FLUSH_S = 5
@@ -59,15 +102,13 @@ _FLUSH_S = 5
 _LATE_S = 30.0
 
 
-def run(
-    options: ServerOptions, *, config: Path | None = None, speculation: SpeculationOptions | None = None
-) -> None:
+def run(options: ServerOptions, opener: Callable[[], Opened], *, config: Path | None = None) -> None:
     """Runs the service until a signal ends it. In the main thread; logs go to stderr.
 
     Args:
       options: of the service.
+      opener: opens the model, in a thread of its own.
       config: the file that SIGHUP reads limits from; None for none.
-      speculation: of `options.draft`.
 
     Raises:
       ConfigError: it cannot listen, or options contradict each other.
@@ -75,10 +116,11 @@ def run(
     """
     # Checks them before there is a socket.
     options.context_options()
+    raise_open_files()
     notifier = Notifier(os.environ)
     identity = Identity(IdentityOptions(remote=options.remote), KeyFile(options.keys or default_keys_file()))
     with bound(options, identity) as sockets, _logs(options):
-        daemon = Daemon(options, identity, notifier, config=config, speculation=speculation)
+        daemon = Daemon(options, opener, identity, notifier, config=config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(daemon.serve(sockets))
     if daemon.loading:
@@ -97,17 +139,16 @@ class Daemon:
     def __init__(
         self,
         options: ServerOptions,
+        opener: Callable[[], Opened],
         identity: Identity,
         notifier: Notifier,
         *,
         config: Path | None = None,
-        speculation: SpeculationOptions | None = None,
     ) -> None:
-        self.backend = AccountedBackend(options.limits, Bindings(options.objectives))
+        self.backend = EngineBackend(options.limits, Bindings(options.objectives))
         self.loading = False
         self._options, self._notifier, self._config = options, notifier, config
-        self._identity, self._speculation = identity, speculation
-        self._feed = Feed(self.backend, self.backend.metrics)
+        self._identity, self._opener, self._opened = identity, opener, None
         self._stop = asyncio.Event()
         self._failure: JaxllmError | None = None
         self._draining = False
@@ -120,7 +161,7 @@ class Daemon:
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._told_to_stop)
+            loop.add_signal_handler(number, self._stop_asked)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         server = _Server(self._server_config())
         serving = asyncio.create_task(server.serve(sockets=list(sockets)))
@@ -135,7 +176,7 @@ class Daemon:
             await asyncio.wait({opening, *ending}, return_when=asyncio.FIRST_COMPLETED)
             if opening.done():
                 opened = opening.result()
-                self._begin(*opened)
+                self._begin(opened)
                 await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 # Unwatched, an engine that fails would be noticed by nobody.
@@ -149,7 +190,7 @@ class Daemon:
             self.backend.close()
             if opened is not None:
                 try:
-                    await asyncio.to_thread(opened.service.close)
+                    await asyncio.to_thread(opened.close)
                 except JaxllmError as error:
                     # Nobody is left to be told by a call.
                     _log.error("%s", error)
@@ -157,10 +198,9 @@ class Daemon:
             raise self._failure
 
     def _server_config(self) -> uvicorn.Config:
-        allow = allow_operators(self._identity.operates)
-        routes = watch_routes(self.backend.metrics, self._feed, allow=allow)
+        routes = metric_routes(self.backend.metrics, operates=self._identity.operates)
         # Imported here alone: it is the front, and knows nothing of the daemon.
-        from serving.server.api.app import make_app
+        from jaxllm.serving.server.api.app import make_app
 
         app = make_app(
             self.backend,
@@ -169,7 +209,7 @@ class Daemon:
             extra_routes=routes,
         )
         guard = self._options.guard()
-        # A browser loads the dashboard before it can send a key.
+        # A browser loads the page of metrics before it can send a key.
         guard = dataclasses.replace(guard, open_paths=guard.open_paths | PAGES)
         return uvicorn.Config(
             AccessLogged(Guard(app, self._identity, guard)),  # pyright: ignore[reportArgumentType]
@@ -198,7 +238,7 @@ class Daemon:
         def work() -> None:
             opened, error = None, None
             try:
-                opened = open_service(self._options, self._speculation)
+                opened = self._opener()
             except BaseException as caught:
                 error = caught
             with contextlib.suppress(RuntimeError):
@@ -209,47 +249,18 @@ class Daemon:
         threading.Thread(target=work, name="loading", daemon=True).start()
         return opening
 
-    def _begin(self, service: LLMService, adapters: Adapters) -> None:
-        rows = self._options.batch_rows
-        scheduler = dataclasses.replace(
-            self._options.scheduler,
-            batch_rows=min(self._options.scheduler.batch_rows, rows[-1] if rows else 1),
-        )
-        contexts = None
-        if service.contexts is not None:
-            contexts = ContextTurns(
-                service.contexts, service.profile, self.backend.limits_of,
-                margin=service.planner.safety_margin, adapters=adapters,
-            )  # fmt: skip
-        memory = ServiceMemory(
-            service,
-            self._options.memory_options(),
-            app_bytes=lambda app: self.backend.limits_of(app).prefix_bytes,
-        )
-        refinement = ProfileRefinement(service, functools.partial(_use_profile, service, contexts))
-        # Contexts first: a call may come for the next one at any moment.
-        works = [refinement] if service.contexts is None else [ContextIdleWork(service.contexts), refinement]
-        executor = Executor(
-            service,
-            scheduler,
-            memory=memory,
-            together=batch,
-            contexts=contexts,
-            adapters=adapters,
-            observer=self.backend.metrics,
-            idle_work=InOrder(*works),
-        )
-        executor.start()
-        self.backend.opened(executor, self._options.model_name, profile=refinement.facts)
-        self._notifier.send("READY=1", f"STATUS=serving {self._options.model_name}")
-        _log.info("ready: %s answers", self._options.model_name)
+    def _begin(self, opened: Opened) -> None:
+        opened.start(self.backend)
+        self._opened = opened
+        name = self.backend.facts().name
+        self._notifier.send("READY=1", f"STATUS=serving {name}")
+        _log.info("ready: %s answers", name)
 
     async def _drain(self) -> None:
         """Refuses new calls and waits until running ones have ended, as long as the options allow."""
         self._draining = True
         self._notifier.send("STOPPING=1")
         self.backend.draining()
-        self._feed.close()
         executor = self.backend.executor
         if executor is None:
             return
@@ -273,9 +284,9 @@ class Daemon:
                 self._notifier.send("WATCHDOG=1")
             await asyncio.sleep(_LOOK_S if period_s is None else min(_LOOK_S, period_s / 3))
 
-    def _told_to_stop(self) -> None:
+    def _stop_asked(self) -> None:
         if self._stop.is_set():
-            _log.warning("told to stop again: the process ends at once")
+            _log.warning("asked to stop again: the process ends at once")
             if self._options.socket is not None:
                 self._options.socket.unlink(missing_ok=True)
             _leave(1)
@@ -300,26 +311,20 @@ class Daemon:
         """Sets the memory of contexts, where the options name one; it stays as it is where contexts that run
         take more."""
         executor = self.backend.executor
-        if executor is None or executor.contexts is None or not budget_bytes:
+        opened = self._opened
+        if executor is None or opened is None or executor.contexts is None or not budget_bytes:
             return
-        service = executor.service
 
-        def told(done: "concurrent.futures.Future[None]") -> None:
+        def report(done: "concurrent.futures.Future[None]") -> None:
             if not done.cancelled() and (error := done.exception()) is not None:
                 _log.error("the memory of contexts stays as it is: %s", one_line(error))
             else:
                 _log.info("contexts may take %s bytes of memory", f"{budget_bytes:,}")
 
         try:
-            executor.work("", lambda: service.resize(budget_bytes)).add_done_callback(told)
+            executor.work("", lambda: opened.resize_contexts(budget_bytes)).add_done_callback(report)
         except JaxllmError as error:
             _log.error("the memory of contexts stays as it is: %s", one_line(error))
-
-
-def _use_profile(service: LLMService, contexts: ContextTurns | None, profile: DeviceProfile) -> None:
-    service.use_profile(profile)
-    if contexts is not None:
-        contexts.use_profile(profile)
 
 
 class _Server(uvicorn.Server):
@@ -341,6 +346,7 @@ def _logs(options: ServerOptions) -> Iterator[None]:
 
 def _leave(code: int) -> NoReturn:
     """Ends the process without waiting for threads."""
+    flush_logs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,8 +1,9 @@
-"""Runs the engine in one thread, which owns all of JAX: takes calls, steps their runs in the scheduler's
-order, and puts their events.
+"""Runs the engine in one thread: accepts calls, steps their runs in the scheduler's order, and puts their
+events.
 
 Between any two dispatches calls are accepted and cancelled. Every accepted call ends exactly once: by
-`Ended`, by an error, or silently after a cancel.
+`Ended`, by an error, or silently after a cancel. The engine is of any kind, live or over exported programs:
+this module imports no JAX.
 """
 
 import asyncio
@@ -14,22 +15,23 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from multiprocessing.connection import wait
+from typing import Any, Protocol, TypeVar
 
-from jaxllm.errors import JaxllmError
-from jaxllm.text.droppable import PromptTokens
-from serving.planning.objectives import Cost, whole_cost
-from serving.server.adapters import Adapters
-from serving.server.beginning import begin, begin_turn, load_of
-from serving.server.calls import Call, Refused
-from serving.server.context_turns import ContextTurns
-from serving.server.dispatches import DispatchObserver, IdleWork, NoWork, dispatch_of
-from serving.server.engine_work import EngineWork
-from serving.server.job import Job, require_free
-from serving.server.logs import named
-from serving.server.memory import ServiceMemory
-from serving.server.prompts import guided, prompt_with_rows
-from serving.server.scheduler import (
+from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.models.features import room_refusal
+from jaxllm.serving.elastic.objectives import whole_cost
+from jaxllm.serving.elastic.planned_service import PlannedService
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.engine.run import Run
+from jaxllm.serving.engine.step import fail, step
+from jaxllm.serving.server.calls import Call, Refused, ServedAdapters
+from jaxllm.serving.server.canary import Canary, engine_failed
+from jaxllm.serving.server.job import Dispatch, Job, begin, dispatch_of, load_of, require_free
+from jaxllm.serving.server.logs import named
+from jaxllm.serving.server.memory import ServiceMemory
+from jaxllm.serving.server.prompts import guided, prompt_with_rows
+from jaxllm.serving.server.scheduler import (
     Queue,
     SchedulerOptions,
     decayed,
@@ -37,56 +39,67 @@ from serving.server.scheduler import (
     queue_refusal,
     retry_after_s,
 )
-from serving.server.ticket import EngineTicket
-from serving.server.together import OneByOne, Together
-from serving.service import LLMService
-from serving.step import fail, step
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 # In this time an app's past use of the engine counts half.
 _HALF_LIFE_MS, _IDLE_S = 10_000.0, 0.5
-# The next dispatch takes all cores: so long the event loop has one to itself to send a first token.
-_FIRST_TOLD_S = 0.0005
-# A service that has failed is there again after about so long.
-_RESTART_S = 5.0
-# Of a turn in a context, until it is encoded.
-_UNKNOWN = Cost(ttft_ms=0.0, tpot_ms=0.0, tokens=1)
+# The next dispatch takes all cores: pause this long so that the event loop can send a first token.
+_FIRST_TOKEN_S = 0.0005
+# Maximum number of functions of an app that wait for the engine's thread.
+_MAX_WAITING = 16
+# Answers wait no longer than for the function that runs when this time is over.
+_PERIOD_S = 0.02
+# A call that comes while the thread waits for a mask waits no longer.
+_MASK_S = 0.005
+
+
+class IdleWork(Protocol):
+    """Work for the engine's thread while it has no calls."""
+
+    def step(self) -> bool:
+        """Does a piece that takes at most about as long as a dispatch; raises nothing.
+
+        Returns:
+          Whether it did something: if not, the thread may sleep for a while.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """There is a call now; unfinished work may be dropped, and done again."""
+        ...
 
 
 class Executor:
     """Answers calls in a thread of its own, from `start` to `stop`.
 
     Attributes:
-      service: whose engine and planner answer; used by the thread alone.
-      options: of the scheduler.
-      memory: that the service takes.
-      sessions: of ended answers, for prompts that begin in the same way.
-      contexts: of apps; None where the service keeps none.
-      adapters: that calls may name.
+      service: its engine and planner answer; used by the thread alone.
+      options: options of the scheduler.
+      memory: the service's memory.
+      sessions: caches of ended answers, for prompts with the same prefix.
+      contexts: contexts of apps (see `jaxllm.serving.server.context_turns.ContextTurns`); None for none.
+      adapters: adapters that calls may name.
+      canary: tests whether the engine answers.
     """
 
     def __init__(
         self,
-        service: LLMService,
+        service: PlannedService,
         options: SchedulerOptions,
         *,
-        memory: ServiceMemory | None = None,
-        together: Together | None = None,
-        contexts: ContextTurns | None = None,
-        adapters: Adapters | None = None,
-        observer: DispatchObserver | None = None,
-        idle_work: IdleWork | None = None,
+        memory: ServiceMemory,
+        adapters: ServedAdapters,
+        contexts: Any = None,
+        on_dispatch: Callable[[Dispatch], None] = lambda dispatch: None,
+        idle_work: Sequence[IdleWork] = (),
     ) -> None:
         self.service, self.options, self.contexts = service, options, contexts
-        self.memory = ServiceMemory(service) if memory is None else memory
-        self.sessions = self.memory.sessions
-        self.adapters = adapters or Adapters(service.engine.model)
-        self._together, self._observer = together or OneByOne(), observer
-        self._idle_work = idle_work or NoWork()
+        self.memory, self.sessions, self.adapters = memory, memory.sessions, adapters
+        self._on_dispatch, self._idle_work = on_dispatch, idle_work
         self._wake = threading.Condition()
         self._numbers = itertools.count()
-        # Guarded by `_wake`: calls that no dispatch has seen yet, and why none are taken.
+        # Guarded by `_wake`: calls that no dispatch has seen yet, and why none are accepted.
         self._inbox: list[Job] = []
         self._waiting = EngineWork()
         self._refusing: str | None = None
@@ -95,6 +108,7 @@ class Executor:
         self._jobs: dict[int, Job] = {}
         self._engine_ms: dict[str, float] = {}
         self.beat_s = time.monotonic()
+        self.canary = Canary.of(service, adapters)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -106,7 +120,7 @@ class Executor:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, call: Call, loop: asyncio.AbstractEventLoop) -> EngineTicket:
+    def submit(self, call: Call, loop: asyncio.AbstractEventLoop) -> Job:
         """Takes a call; its prompt is encoded in the caller's thread, within the window. A turn in a context
         is encoded in the engine's thread, which alone knows the context: what is wrong with it ends the
         answer.
@@ -125,27 +139,26 @@ class Executor:
         self.adapters.require(call.adapter)
         call = guided(call)
         self._require_room(call.app)
-        prompt, rows, whole = PromptTokens.of_ids(()), None, _UNKNOWN
+        job = Job(next(self._numbers), call, loop, self.options, self._notify)
         if call.context:
-            self.kept().require(call.app, call.context)
+            self.require_contexts().require(call.app, call.context)
         else:
             engine = self.service.engine
             tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
             prompt, rows = prompt_with_rows(tokenizer, call)
             engine.request(prompt.ids.tolist(), call.config, rows=rows).require_served_by(engine.runner)
             whole = whole_cost(self.service.profile, len(prompt.ids), call.config.max_tokens)
-        ticket = EngineTicket(call, loop, self._notify)
-        job = Job(next(self._numbers), ticket, prompt, whole, options=self.options, rows=rows)
+            job.encoded(prompt, whole, rows)
         with self._wake:
             self._require_room(call.app)
             if call.context and call.context_tokens is None:
-                there = [*list(self._jobs.values()), *self._inbox]
-                require_free((each for each in there if not each.over), call.app, call.context)
+                others = [*list(self._jobs.values()), *self._inbox]
+                require_free((other for other in others if not other.over), call.app, call.context)
             self._inbox.append(job)
             self._wake.notify()
-        return ticket
+        return job
 
-    def work(self, app: str, what: Callable[[], Found]) -> "Future[Found]":
+    def work(self, app: str, what: Callable[[], Result]) -> "Future[Result]":
         """Runs a function in the engine's thread, between two dispatches, on the model without adapters.
 
         Args:
@@ -159,9 +172,9 @@ class Executor:
           Refused: the service is stopping, or too much of the app waits.
         """
 
-        def plainly() -> Found:
+        def plainly() -> Result:
             self.adapters.use("")
-            return what()
+            return self.canary.watched(what)
 
         with self._wake:
             self._require_taking()
@@ -169,14 +182,16 @@ class Executor:
             self._wake.notify()
         return future
 
-    def kept(self) -> ContextTurns:
+    def require_contexts(self) -> Any:
         """The contexts of apps.
 
         Raises:
           ConfigError: the service keeps none.
         """
         if self.contexts is None:
-            raise self.service.without_contexts("start it with a folder for them (--contexts)")
+            refusal = room_refusal(self.service.engine.cfg, "contexts")
+            how = "start it with a folder for them (--contexts)"
+            raise ConfigError(refusal or f"this service keeps no contexts; {how}")
         return self.contexts
 
     def jobs(self) -> list[Job]:
@@ -202,7 +217,7 @@ class Executor:
     def _queue(self, jobs: Iterable[Job]) -> Queue:
         return Queue(
             now_ms=1000 * time.perf_counter(),
-            work=[job.work(self._together.batchable) for job in jobs],
+            work=[job.work(_batchable) for job in jobs],
             engine_ms=dict(self._engine_ms),
             context_bytes=0 if self.contexts is None else self.contexts.room_bytes,
         )
@@ -237,12 +252,7 @@ class Executor:
     # -- the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        error = Refused(
-            "the engine has failed, and the service ends: it must be started again, which systemd does by "
-            "itself; send the request again then",
-            reason="failed",
-            retry_after_s=_RESTART_S,
-        )
+        error = engine_failed()
         try:
             while self._one_turn():
                 pass
@@ -255,13 +265,14 @@ class Executor:
             jobs = [*self._jobs.values(), *self._inbox]
             self._jobs, self._inbox = {}, []
         for job in jobs:
-            job.ticket.put(error)
+            job.put(error)
         self._waiting.fail(error)
 
     def _one_turn(self) -> bool:
         """Accepts and cancels calls, does other work, then takes one dispatch or waits; False where the
         thread should end."""
         self.memory.step()
+        self.canary.step()
         with self._wake:
             self.beat_s = time.monotonic()
             accepted, self._inbox = self._inbox, []
@@ -273,21 +284,24 @@ class Executor:
         if idle:
             self._idle()
             return True
-        self._idle_work.interrupt()
+        for work in self._idle_work:
+            work.interrupt()
         for job in list(self._jobs.values()):
-            if late or job.ticket.cancelled:
+            if late or job.cancelled:
                 self._close(job, late=late)
         self._count(self._waiting.run())
         for job in accepted:
             if job.call.context and job.id in self._jobs:
                 self._take_turn(job)
+        for job, error in compile_grammars(self.service.engine, self._jobs.values(), self._notify):
+            self._failed([job], error)
         if self._jobs:
             self._dispatch()
         return True
 
     def _idle(self) -> None:
         """Takes a step of other work, or waits for calls where there is none."""
-        if not self._idle_work.step():
+        if not any(work.step() for work in self._idle_work):
             with self._wake:
                 if not self._inbox and not self._waiting and self._refusing is None:
                     self._wake.wait(_IDLE_S)
@@ -302,15 +316,7 @@ class Executor:
             free = not any(each.continues(call.app, call.context) for each in others)
             job.may_continue = job.may_continue or free
         with self._failing([job]):
-            job.take_turn(self.kept().turn(call, free=free))
-
-    def _startable(self) -> Queue:
-        """The calls that were accepted, of which others may come at any moment; without those that wait where
-        there is too little memory for more than those that run."""
-        queue = self._queue(self._jobs.values())
-        if self.memory.short and queue.running:
-            return dataclasses.replace(queue, work=queue.running)
-        return queue
+            job.take_turn(self.require_contexts().turn(call, free=free))
 
     def _close(self, job: Job, *, late: bool) -> None:
         if job.run is not None and job.run.stage != "ended":
@@ -321,10 +327,16 @@ class Executor:
                 _log.exception("an answer could not be ended as it should")
         self._remove(job)
         if late:
-            job.ticket.put(Refused("the service has stopped in the middle of the answer", reason="draining"))
+            job.put(Refused("the service has stopped in the middle of the answer", reason="draining"))
 
     def _dispatch(self) -> None:
-        action = next_action(self._startable(), self.options)
+        queue = self._queue(self._jobs.values())
+        # Where memory is short there is too little for more than those that run.
+        short = self.memory.short and bool(queue.running)
+        action = next_action(dataclasses.replace(queue, work=queue.running) if short else queue, self.options)
+        if action.kind == "idle":
+            _wait_for_masks(self._jobs.values())
+            return
         jobs = [self._jobs[each] for each in action.ids]
         began = time.perf_counter()
         with self._failing(jobs):
@@ -339,22 +351,28 @@ class Executor:
                 for run in runs:
                     # With others a token takes longer than the profile says.
                     run.taken_whole = False
-                self._together.decode_together(runs)
+                # Imported by now: a runner with batches is a live one.
+                from jaxllm.serving.engine.step import decode_together
+
+                decode_together(runs)
             else:
                 for run in runs:
                     step(run)
         took_ms = 1000 * (time.perf_counter() - began)
-        self._observe([job for job in jobs if job.id in self._jobs], took_ms)
+        dispatch = dispatch_of([job for job in jobs if job.id in self._jobs], took_ms)
+        if dispatch is not None:
+            self._on_dispatch(dispatch)
         first = False
         for job in jobs:
             self._count({job.call.app: took_ms / len(jobs)})
             if job.id in self._jobs:
-                # A client that is told the end may call in the same context at once.
+                self.canary.answered()
+                # A client that has read the end may call in the same context at once.
                 if job.run is not None and job.run.stage == "ended":
                     self._remove(job)
-                first = job.tell() or first
+                first = job.send() or first
         if first:
-            time.sleep(_FIRST_TOLD_S)
+            time.sleep(_FIRST_TOKEN_S)
 
     def _count(self, took_ms: Mapping[str, float]) -> None:
         """Counts time of the engine for apps."""
@@ -366,8 +384,11 @@ class Executor:
         load = load_of(job, self.queue(), self.options)
         if job.turn is None:
             begin(job, self.service, self.sessions, load)
-        else:
-            begin_turn(job, self.service, self.kept(), load)
+            return
+        request, context_call = self.require_contexts().begin(job.turn, job.call, load)
+        engine = self.service.engine
+        run = Run(engine.decoding(request), engine.tokenizer, request, lifecycle=context_call)
+        job.begin(run, context_call=context_call)
 
     @contextlib.contextmanager
     def _failing(self, jobs: Sequence[Job]) -> Iterator[None]:
@@ -375,26 +396,127 @@ class Executor:
         try:
             yield
         except JaxllmError as error:
+            self.canary.failed(error)
             self._failed(jobs, error)
         except Exception as error:
+            self.canary.failed(error)
             _log.exception("the engine failed while it answered", extra=named(job.call for job in jobs))
             name = type(error).__name__
             self._failed(jobs, JaxllmError(f"the engine failed while it answered ({name}); see its log"))
 
-    def _observe(self, jobs: Sequence[Job], took_ms: float) -> None:
-        dispatch = dispatch_of(jobs, took_ms)
-        if dispatch is not None and self._observer is not None:
-            self._observer.dispatched(dispatch)
-
     def _failed(self, jobs: Sequence[Job], error: JaxllmError) -> None:
         for job in jobs:
             self._remove(job, keep=False)
-            job.ticket.put(error)
+            job.put(error)
 
     def _remove(self, job: Job, *, keep: bool = True) -> None:
         """Forgets a job, and keeps its cache, unless it follows a source, for calls that begin alike."""
         del self._jobs[job.id]
-        if job.kept_by is not None:
-            self.kept().ended(job.call.app, job.kept_by.record.name)
+        if job.context_call is not None:
+            self.require_contexts().ended(job.call.app, job.context_call.record.name)
         elif keep and job.run is not None and job.run.request.source is None:
             self.sessions.keep(job.call.app, job.call.prefix_key, job.run.session)
+
+
+class EngineWork:
+    """Functions that wait for the engine's thread. Any thread adds some, one runs them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[str, Callable[[], Any], Future[Any]]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, app: str, function: Callable[[], Result]) -> "Future[Result]":
+        """Adds a function of an app, called once unless the future is cancelled before.
+
+        Returns:
+          The function's result or error.
+
+        Raises:
+          Refused: too many of the app wait.
+        """
+        future: Future[Result] = Future()
+        with self._lock:
+            if sum(waiting == app for waiting, *_ in self._waiting) >= _MAX_WAITING:
+                raise Refused(
+                    f"{_MAX_WAITING} requests of this app wait for the engine, the maximum; wait",
+                    reason="full",
+                )
+            self._waiting.append((app, function, future))
+        return future
+
+    def run(self) -> dict[str, float]:
+        """Calls functions in their order of arrival: one, and more while little time has passed.
+
+        Returns:
+          Each app's time, in milliseconds.
+        """
+        began_s, took_ms = time.perf_counter(), dict[str, float]()
+        while self._waiting and (not took_ms or time.perf_counter() - began_s < _PERIOD_S):
+            with self._lock:
+                app, function, future = self._waiting.pop(0)
+            one_s = time.perf_counter()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+            took_ms[app] = took_ms.get(app, 0.0) + 1000 * (time.perf_counter() - one_s)
+        return took_ms
+
+    def fail(self, error: JaxllmError) -> None:
+        """Ends all that wait with an error."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for *_, future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+
+def compile_grammars(
+    engine: Engine[Any], jobs: Iterable[Job], notify: Callable[[], None]
+) -> list[tuple[Job, JaxllmError]]:
+    """Begins to compile grammars of calls that wait. Of an app and a priority one is compiled, or waits with
+    its process for its call to begin: no app's grammars keep another's waiting, nor fill memory.
+
+    Args:
+      engine: compiles them.
+      jobs: all calls that have not ended.
+      notify: called in any thread where a grammar has been compiled.
+
+    Returns:
+      The calls whose grammars cannot be used, and why.
+    """
+    waiting = [job for job in jobs if job.run is None and job.call.config.grammar is not None]
+    ahead = {(job.call.app, job.call.priority) for job in waiting if job.prepared is not None}
+    failed = []
+    for job in waiting:
+        config, line = job.call.config, (job.call.app, job.call.priority)
+        if job.prepared is None and line not in ahead and config.grammar is not None:
+            ahead.add(line)
+            job.prepared = engine.grammars.prepare(config.grammar, config.stop_ids(engine.tokenizer.eos_ids))
+            job.prepared.add_done_callback(lambda _: notify())
+        if job.prepared is not None and job.prepared.done():
+            error = job.prepared.exception()
+            if isinstance(error, JaxllmError):
+                failed.append((job, error))
+    return failed
+
+
+def _wait_for_masks(jobs: Iterable[Job]) -> None:
+    """Waits a little for the masks of calls that cannot go on without."""
+    matchers = [job.run.decoding.matcher for job in jobs if job.run is not None]
+    channels = [matcher.channel for matcher in matchers if matcher is not None]
+    wait([channel for channel in channels if channel is not None], _MASK_S)
+
+
+def _batchable(run: Run) -> bool:
+    """Whether the next step of a run may be one with others'."""
+    if run.runner.batch is None:
+        return False
+    # Imported by now: a runner with batches is a live one.
+    from jaxllm.serving.engine.step import batchable
+
+    return batchable(run)

@@ -7,14 +7,14 @@ resolve to us (DNS rebinding), `Origin` a page of another site. Neither can reac
 import asyncio
 import contextlib
 import dataclasses
-import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Protocol
 
 from jaxllm.errors import ConfigError
-from serving.server.identity import Unauthorized
-from serving.server.peer import peer_of
+from jaxllm.serving.server.api.errors import ApiError, error_response, shape_of
+from jaxllm.serving.server.identity import Unauthorized
+from jaxllm.serving.server.peer import peer_of
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -35,7 +35,7 @@ _DROP_S = 10.0
 
 
 class Identifies(Protocol):
-    """What tells who calls (see `serving.server.identity.Identity`)."""
+    """What tells who calls (see `jaxllm.serving.server.identity.Identity`)."""
 
     def identify(self, scope: Mapping[str, Any]) -> str:
         """The app of a request; raises Unauthorized."""
@@ -123,24 +123,15 @@ class Guard:
         return "", "pages of this Origin may not call; allow it in the service's options"
 
 
-def error_body(message: str, *, kind: str, code: str | None, param: str | None = None) -> dict[str, Any]:
-    """The body of an error, as OpenAI has it."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 async def _refuse(
     scope: Scope, receive: Receive, send: Send, status: int, message: str, *, code: str
 ) -> None:
+    """Answers in the form of the path's own format."""
     await _drop_body(scope, receive)
-    kind = "authentication_error" if status == 401 else "permission_error"
-    body = json.dumps(error_body(message, kind=kind, code=code)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
+    response = error_response(ApiError(message, status=status, code=code), shape_of(scope["path"]))
     # What is left of the request's body must not be taken for the next request.
-    headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    response.headers["connection"] = "close"
+    await response(scope, receive, send)
 
 
 async def _drop_body(scope: Scope, receive: Receive) -> None:

@@ -1,16 +1,33 @@
-"""Adapts what an engine keeps in memory to the governor: chunks of contexts, drafts, layers, the expert
-buffer."""
+"""Adapts the memory of a live engine to the governor (`jaxllm.serving.server.memory`): chunks of contexts,
+drafts, layers, the expert buffer.
+
+    memory = service_memory(service, MemoryOptions(limit_bytes=2 << 30))
+    memory.step()       between dispatches, in the engine's thread
+
+Weights that are all in memory cannot be given up while the model runs; those that are streamed can, layer by
+layer, down to what a pass over the model needs.
+"""
 
 import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from serving.contexts.memory import ChunkMemory
-from serving.speculation.drafter import DrafterMemory
-from serving.speculation.speculation import Speculation
-from serving.weights.experts.weights import ExpertWeights
-from serving.weights.streamed import StreamedWeights
+import jax
+
+from jaxllm.errors import BudgetExceeded
+from jaxllm.serving.contexts.chunk_io import chunk_io_of
+from jaxllm.serving.contexts.growth import most_bytes
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.memory import ChunkMemory
+from jaxllm.serving.engine.decoding import Drafts as Drafting
+from jaxllm.serving.experts.weights import ExpertWeights
+from jaxllm.serving.host.process_memory import resident_bytes
+from jaxllm.serving.opening.loading import LoadedModel
+from jaxllm.serving.server.memory import Governor, GovernorOptions, Holding, MemoryOptions, ServiceMemory
+from jaxllm.serving.server.service import LLMService
+from jaxllm.serving.speculation.drafter import DrafterMemory
+from jaxllm.serving.weights.streamed import StreamedWeights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +93,7 @@ class Drafts:
 
     def __init__(
         self,
-        speculation: Speculation,
+        speculation: Drafting,
         memory: DrafterMemory,
         lock: contextlib.AbstractContextManager[Any],
     ) -> None:
@@ -159,3 +176,104 @@ class ExpertBuffer:
     def resize(self, limit_bytes: int) -> None:
         """Sets the budget; evicts idle experts beyond it."""
         self._cache.resize(limit_bytes)
+
+
+def storage_figures(model: LoadedModel) -> dict[str, Any]:
+    """The experts that were visited, and the bytes that were read from storage since the start; empty where
+    all weights are in memory."""
+    streamed = model.streamed
+    if streamed is None:
+        return {}
+    # Imported by now: the model is such a one.
+    from jaxllm.serving.experts.weights import ExpertWeights
+
+    if not isinstance(streamed, ExpertWeights):
+        return {"read_bytes": {"weights": streamed.counts.read_bytes}}
+    counts = streamed.counts
+    return {
+        "experts": {"visits": counts.visits, "hits": counts.hits, "foreseen": counts.foreseen},
+        "read_bytes": {"experts": counts.read_bytes},
+    }
+
+
+def weight_figures(model: LoadedModel) -> int:
+    """Bytes of weights that are always in memory."""
+    streamed = model.streamed
+    return model.bundle.weight_bytes if streamed is None else streamed.staying_bytes
+
+
+def engine_bytes(limit_bytes: int) -> int:
+    """The part of the process's budget that is left for a model, which is about to be opened: 0 for no limit.
+
+    Raises:
+      BudgetExceeded: nothing is left.
+      ConfigError: the system does not tell what the process takes.
+    """
+    if not limit_bytes:
+        return 0
+    # Starts the backend, which takes memory whatever the model.
+    jax.default_backend()
+    taken = resident_bytes()
+    if taken >= limit_bytes:
+        raise BudgetExceeded(
+            f"a memory budget of {limit_bytes:,} bytes is too small: the process takes {taken:,} before a "
+            "model is opened; give more"
+        )
+    return limit_bytes - taken
+
+
+def service_memory(
+    service: LLMService,
+    options: MemoryOptions | None = None,
+    *,
+    app_bytes: Callable[[str], int] = lambda app: 0,
+    governed: Callable[[list[Holding], GovernorOptions], Governor] = Governor,
+) -> ServiceMemory:
+    """The memory of a service that is open (see `ServiceMemory`)."""
+    engine = service.engine
+    memory = ServiceMemory(
+        options,
+        holdings=_holdings(service),
+        weights_bytes=lambda: weight_figures(engine.model),
+        app_bytes=app_bytes,
+        governed=governed,
+    )
+    if memory.sessions.limit_bytes:
+        # A service that was opened as `jaxllm.serving.server.opening` does has them.
+        engine.runner.fill(
+            [bucket for level in engine.levels for bucket in engine.runner_at(level).fork_buckets()]
+        )
+    return memory
+
+
+def _holdings(service: LLMService) -> list[Holding]:
+    """What a service can give up besides its prefixes."""
+    found: list[Holding] = []
+    if service.contexts is not None:
+        found.append(_chunks(service.contexts))
+    engine = service.engine
+    memory = None if engine.speculation is None else engine.speculation.drafter.memory
+    if engine.speculation is not None and memory is not None:
+        found.append(Drafts(engine.speculation, memory, engine.runner.lock))
+    streamed = engine.model.streamed
+    if streamed is not None:
+        # Imported by now: the model is such a one.
+        from jaxllm.serving.experts.weights import ExpertWeights
+
+        if isinstance(streamed, ExpertWeights):
+            found.append(ExpertBuffer(streamed))
+        elif streamed.resizable:
+            found.append(ResidentLayers(streamed, engine.runner.lock))
+    return found
+
+
+def _chunks(contexts: Contexts) -> ContextChunks:
+    """The chunks of contexts, of which those of the longest context have room in any case."""
+    engine = contexts.engine
+    count = engine.options.context_tokens // engine.options.kv_chunk_tokens
+    forms = [chunk_io_of(engine.runner_at(level)) for level in engine.levels]
+    return ContextChunks(
+        memory=contexts.memory,
+        floor_bytes=max(most_bytes(each, contexts.options, count) for each in forms),
+        asked_bytes=lambda: contexts.options.budget_bytes,
+    )

@@ -1,74 +1,203 @@
-"""Holds one accepted call in the engine's thread: its prompt, its run, its deadlines and its events."""
+"""Holds one accepted call from its submission to its end: its prompt, run, deadlines and events.
 
+The engine's thread puts events and never waits: a slow reader lets them pile up, as many as its answer has
+pieces. The reader in the event loop is the call's `Ticket` (see `jaxllm.serving.server.calls`).
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import functools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any
 
+import numpy as np
+
+from jaxllm.errors import JaxllmError, ObjectiveMissed
+from jaxllm.serving.contexts.record import Record
+from jaxllm.serving.contexts.turn_ids import TurnTokens
+from jaxllm.serving.elastic.objectives import Cost
+from jaxllm.serving.elastic.planned_service import PlannedCall, PlannedService
+from jaxllm.serving.elastic.planner import IDLE, Load, Plan
+from jaxllm.serving.engine.run import DispatchKind, Lifecycle, Run
+from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.guided.compiler import PreparedGrammar
+from jaxllm.serving.server.calls import Call, ContextBusy, Ended, Event, Piece, Refused, Started
+from jaxllm.serving.server.prefix_sessions import PrefixSessions
+from jaxllm.serving.server.prompts import time_limits
+from jaxllm.serving.server.scheduler import Queue, SchedulerOptions, Work, expected_load
 from jaxllm.text.droppable import PromptTokens
-from serving.contexts.answer import ContextCall
-from serving.planning.objectives import Cost
-from serving.planning.planner import Plan
-from serving.prompt_rows import PromptRows
-from serving.run import Run
-from serving.server.calls import Call, ContextBusy, Ended, Piece, Started
-from serving.server.context_turns import ContextTurn
-from serving.server.prompts import time_limits
-from serving.server.scheduler import SchedulerOptions, Work
-from serving.server.ticket import EngineTicket
+
+# Placeholder cost until a context turn is tokenized.
+UNKNOWN = Cost(ttft_ms=0.0, tpot_ms=0.0, tokens=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextTurn:
+    """A call's turn in a context.
+
+    Attributes:
+      record: the context that the call names.
+      before: number of the context's tokens that the turn follows.
+      asked: these tokens and the turn's.
+      computed_tokens: tokens of the prompt that are in no stored chunk of the context's level.
+      whole: expected cost of the whole model, if it had the context's chunks; ratios are relative to it.
+      costs: expected costs by level; at others than the context's all tokens are computed.
+      most_tokens: maximum tokens of the context when the answer has ended.
+      most_bytes: bytes that chunks of the context will take in memory; at least 1.
+      adapter: name of the adapter that the context was made with; empty for none.
+      forks: whether it is answered in a new context, with the tokens that the turn follows.
+      rows: prompt embeddings in place of tokens; None for none.
+    """
+
+    record: Record
+    before: int
+    asked: TurnTokens
+    computed_tokens: int
+    whole: Cost
+    costs: Mapping[int, Cost]
+    most_tokens: int
+    most_bytes: int
+    adapter: str = ""
+    forks: bool = False
+    rows: PromptRows | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dispatch:
+    """A dispatch that has ended well.
+
+    Attributes:
+      kind: see `jaxllm.serving.engine.run.Dispatched`.
+      rows: number of answers in it.
+      took_ms: time that it ran.
+      tokens: number of tokens that it gave to answers; 0 for a chunk of a prompt but the last.
+      chunk_tokens: length of the prefilled chunk, padding included; 0 for other kinds.
+      mode: arithmetic of the chunk's products, "int8" or "float"; empty for other kinds.
+    """
+
+    kind: DispatchKind
+    rows: int
+    took_ms: float
+    tokens: int = 0
+    chunk_tokens: int = 0
+    mode: str = ""
 
 
 class Job:
-    """A call that was accepted and has not ended.
+    """A call that was accepted and has not ended (see `jaxllm.serving.server.calls.Ticket`).
 
     Attributes:
       id: unique in the executor.
-      ticket: of the call.
-      prompt: its token ids.
-      rows: that stand in place of some of them; None for none, and in a context.
-      marked: the prompt with what a plan may drop of it; of none in a context.
-      whole: cost of the whole model's answer on an idle device.
-      limits: of its objective.
+      call: the app's call.
+      arrived_s: arrival time, by `time.perf_counter`.
+      cancelled: whether the reader left; the engine's thread looks between two dispatches.
+      on_event: called in the event loop with each event, with the error that ended the answer, or with None
+        where the reader leaves before the end.
+      marked: the prompt with the words that a plan may drop; empty in a context until its turn is encoded.
+      prompt: the prompt's token ids.
+      rows: prompt embeddings in place of some of them; None for none, and in a context.
       run: None until it begins.
-      plan: of a call with an objective, once it begins.
-      turn: of a call in a context, once it is encoded.
+      plan: plan of a call with an objective, once it begins.
+      turn: turn of a call in a context, once it is encoded.
+      context_call: restores and stores the context of a turn; None until it begins.
       may_continue: whether a call in a context, until its turn is encoded, may change that context.
-      kept_by: restores and stores its context; None until it begins.
+      prepared: its grammar, compiled or being compiled; None before, and without one.
       cache_bytes: memory of its cache, as of its last step.
-      adapter: that answers, a context's once the turn is encoded; empty for none.
+      adapter: name of the adapter that answers, a context's once the turn is encoded; empty for none.
     """
 
     def __init__(
         self,
         number: int,
-        ticket: EngineTicket,
-        prompt: PromptTokens,
-        whole: Cost,
-        *,
+        call: Call,
+        loop: asyncio.AbstractEventLoop,
         options: SchedulerOptions,
-        rows: PromptRows | None = None,
+        on_cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        self.rows = rows
-        self.id, self.ticket, self._options = number, ticket, options
+        self.id, self.call, self._loop, self._options = number, call, loop, options
+        self.arrived_s, self.cancelled = time.perf_counter(), False
+        self.on_event: Callable[[Event | JaxllmError | None], None] | None = None
+        self._on_cancel, self._put_last, self._read_last = on_cancel, False, False
+        self._events: collections.deque[Event | JaxllmError] = collections.deque()
+        self._has_events = asyncio.Event()
         self.run: Run | None = None
         self.plan: Plan | None = None
         self.turn: ContextTurn | None = None
-        self.kept_by: ContextCall | None = None
-        self.adapter = ticket.call.adapter
-        self.may_continue = ticket.call.context_tokens is None
-        self.marked = prompt
-        self._expect(tuple(prompt.ids.tolist()), whole)
-        self._began_s = self._first_s = self._last_s = ticket.arrived_s
-        self._told = self._capacity_tokens = self.cache_bytes = 0
+        self.context_call: Any = None
+        self.prepared: PreparedGrammar | None = None
+        self.adapter, self.may_continue = call.adapter, call.context_tokens is None
+        self._began_s = self._first_s = self._last_s = self.arrived_s
+        self._sent = self._capacity_tokens = self.cache_bytes = 0
+        self.encoded(PromptTokens.of_ids(()), UNKNOWN)
 
-    @property
-    def call(self) -> Call:
-        """That was asked."""
-        return self.ticket.call
+    # -- the reader, in the event loop -------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """See `Ticket`."""
+        if not self._put_last and not self.cancelled:
+            self.cancelled = True
+            self._on_cancel()
+        self._seen(None)
+        self._has_events.set()
+
+    async def events(self) -> AsyncIterator[Event]:
+        """See `Ticket`."""
+        try:
+            while not self.cancelled:
+                while self._events and not self.cancelled:
+                    event = self._events.popleft()
+                    self._seen(event)
+                    if isinstance(event, JaxllmError):
+                        raise event
+                    yield event
+                    if isinstance(event, Ended):
+                        return
+                if not self.cancelled:
+                    self._has_events.clear()
+                    if not self._events:
+                        await self._has_events.wait()
+        finally:
+            # A reader that stops early has left.
+            self.cancel()
+
+    def _seen(self, event: Event | JaxllmError | None) -> None:
+        if not self._read_last:
+            self._read_last = event is None or isinstance(event, Ended | JaxllmError)
+            if self.on_event is not None:
+                self.on_event(event)
+
+    def put(self, event: Event | JaxllmError) -> None:
+        """Adds an event, from the engine's thread; an `Ended` or an error is the last, and later ones are
+        dropped."""
+        if self._put_last:
+            return
+        self._put_last = isinstance(event, Ended | JaxllmError)
+        # The loop may be closed while the engine's thread ends its last calls.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._add, event)
+
+    def _add(self, event: Event | JaxllmError) -> None:
+        if not self.cancelled:
+            self._events.append(event)
+        self._has_events.set()
+
+    # -- what the scheduler asks -------------------------------------------------------------------
 
     @property
     def over(self) -> bool:
         """Whether it has ended, or will before its next step."""
-        return self.ticket.cancelled or (self.run is not None and self.run.stage == "ended")
+        return self.cancelled or (self.run is not None and self.run.stage == "ended")
+
+    @property
+    def ready(self) -> bool:
+        """Whether its next dispatch need not wait for its grammar."""
+        if self.run is None:
+            return self.call.config.grammar is None or (self.prepared is not None and self.prepared.done())
+        return self.run.decoding.matcher is None or self.run.decoding.matcher.ready
 
     def continues(self, app: str, name: str) -> bool:
         """Whether it changes an app's context."""
@@ -76,45 +205,55 @@ class Job:
         return (self.call.app, self.call.context) == (app, name) and continues
 
     @property
-    def untold_tokens(self) -> int:
-        """Tokens of the answer that no event has told yet."""
-        return 0 if self.run is None else len(self.run.tokens) - self._told
+    def unsent_tokens(self) -> int:
+        """Tokens of the answer that are in no event yet."""
+        return 0 if self.run is None else len(self.run.tokens) - self._sent
 
     def work(self, batchable: Callable[[Run], bool]) -> Work:
         """The call as the scheduler sees it."""
-        arrived, run, cost = 1000 * self.ticket.arrived_s, self.run, self._expected
+        arrived, run, cost = 1000 * self.arrived_s, self.run, self._expected
         stage = "start" if run is None else run.stage
         prefill = cost.ttft_ms
         if run is not None and run.stage == "prefill":
             left = run.prompt_tokens - len(run.session.tokens)
             prefill *= min(1.0, max(0.0, left / max(1, self._expected_tokens)))
         decodes = stage in ("decode", "finish")
-        told = 0 if run is None else len(run.tokens)
+        decoded = 0 if run is None else len(run.tokens)
         return Work(
             id=self.id,
             app=self.call.app,
             priority=self.call.priority,
             since_ms=1000 * self._last_s,
-            due_ms=1000 * self._first_s + told * self._tpot_ms if decodes else arrived + self._ttft_ms,
+            due_ms=1000 * self._first_s + decoded * self._tpot_ms if decodes else arrived + self._ttft_ms,
             left_ms=cost.tpot_ms if decodes else prefill,
-            rest_ms=(0.0 if decodes else prefill) + cost.tpot_ms * (self.call.config.max_tokens - told),
+            rest_ms=(0.0 if decodes else prefill) + cost.tpot_ms * (self.call.config.max_tokens - decoded),
             stage=stage,
             context_bytes=0 if self.turn is None else self.turn.most_bytes,
             token_ms=cost.tpot_ms,
             tpot_ms=self._tpot_ms,
             batchable=run is not None and batchable(run),
             adapter=self.adapter,
+            ready=self.ready,
         )
 
+    # -- the engine's thread -----------------------------------------------------------------------
+
+    def encoded(self, prompt: PromptTokens, whole: Cost, rows: PromptRows | None = None) -> None:
+        """Sets the prompt, the expected cost of the whole model's answer on an idle device, and prompt
+        embeddings."""
+        self.marked, self.rows = prompt, rows
+        self._expect(tuple(prompt.ids.tolist()), whole)
+
     def take_turn(self, turn: ContextTurn) -> None:
-        """Takes the turn of a call in a context, before it begins."""
+        """Sets the turn of a call in a context, before it begins."""
         self.turn, self.adapter = turn, turn.adapter
         self._expect(turn.asked.told, turn.whole)
         self._expected_tokens = turn.computed_tokens
 
-    def begin(self, run: Run, plan: Plan | None = None, kept_by: ContextCall | None = None) -> None:
-        """Takes the run of the call, before its first step."""
-        self.run, self.plan, self.kept_by, self._began_s = run, plan, kept_by, time.perf_counter()
+    def begin(self, run: Run, plan: Plan | None = None, context_call: Any = None) -> None:
+        """Sets the run of the call, before its first step."""
+        self.run, self.plan, self.context_call = run, plan, context_call
+        self._began_s = time.perf_counter()
         if plan is not None:
             # From here on others need not wait for the whole model.
             self._expected, self._expected_tokens = plan.expected, len(plan.kept) - plan.reused_tokens
@@ -126,25 +265,28 @@ class Job:
         self._ttft_ms = min(self.limits.ttft_ms, self._options.ttft_ms(priority))
         self._tpot_ms = min(self.limits.tpot_ms, self._options.tpot_ms(priority))
 
-    def tell(self) -> bool:
-        """Puts the events of what the run's last step gave; whether the first token is among them."""
+    def send(self) -> bool:
+        """Puts the events of the run's last step; whether the first token is among them."""
         run, now = self.run, time.perf_counter()
         assert run is not None
         self._last_s = now
         cache = run.session.cache
         if cache is not None and cache.capacity_tokens != self._capacity_tokens:
             self._capacity_tokens, self.cache_bytes = cache.capacity_tokens, run.session.size_bytes
-        first = len(run.tokens) > 0 == self._told
-        if len(run.tokens) > self._told:
+        first = len(run.tokens) > 0 == self._sent
+        if len(run.tokens) > self._sent:
             if first:
                 self._first_s = now
-                self.ticket.put(self._started(run))
-            new, self._told = slice(self._told, len(run.tokens)), len(run.tokens)
-            told = run.logprobs
-            logprobs = None if told is None else tuple(told[new])
-            self.ticket.put(Piece(run.new_text(), tuple(run.tokens[new]), logprobs))
+                self.put(self._started(run))
+            new, self._sent = slice(self._sent, len(run.tokens)), len(run.tokens)
+            logprobs = run.logprobs
+            self.put(
+                Piece(
+                    run.new_text(), tuple(run.tokens[new]), None if logprobs is None else tuple(logprobs[new])
+                )
+            )
         if run.stage == "ended":
-            self.ticket.put(run.closed_because or self._ended(run))
+            self.put(run.closed_because or self._ended(run))
         return first
 
     def _started(self, run: Run) -> Started:
@@ -155,19 +297,20 @@ class Job:
             reused_tokens=run.reused_tokens,
             level=run.request.level,
             source=source if self.turn is None else "context",
-            queued_ms=1000 * (self._began_s - self.ticket.arrived_s),
+            queued_ms=1000 * (self._began_s - self.arrived_s),
             context_tokens=0 if self.turn is None else self.turn.asked.known,
             adapter=self.adapter,
             objective=self.call.objective,
             bound=self.call.bound,
-            moved=() if self.kept_by is None else self.kept_by.restoration.moved,
-            shared=0 if self.kept_by is None else self.kept_by.restoration.shared,
+            moved=() if self.context_call is None else self.context_call.restoration.moved,
+            shared=0 if self.context_call is None else self.context_call.restoration.shared,
         )
 
     def _ended(self, run: Run) -> Ended:
         count, limits = len(run.tokens), self.limits
-        ttft_ms = 1000 * (self._first_s - self.ticket.arrived_s)
+        ttft_ms = 1000 * (self._first_s - self.arrived_s)
         tpot_ms = 1000 * (self._last_s - self._first_s) / (count - 1) if count > 1 else 0.0
+        in_time = ttft_ms <= limits.ttft_ms and tpot_ms <= limits.tpot_ms
         return Ended(
             finish_reason=run.finish_reason or "length",
             stop_string=run.stop_string,
@@ -176,13 +319,11 @@ class Job:
             tpot_ms=tpot_ms,
             engine_ttft_ms=run.timings.ttft_ms,
             engine_tpot_ms=run.timings.tpot_ms(count),
-            met=None
-            if self.call.objective is None
-            else ttft_ms <= limits.ttft_ms and tpot_ms <= limits.tpot_ms,
+            met=None if self.call.objective is None else in_time,
             drafted=run.drafted_tokens / count if count else 0.0,
             seed=run.seed,
-            context="" if self.kept_by is None else self.kept_by.record.name,
-            context_tokens=0 if self.kept_by is None else len(run.sequence),
+            context="" if self.context_call is None else self.context_call.record.name,
+            context_tokens=0 if self.context_call is None else len(run.sequence),
             ttft_limit_ms=limits.ttft_ms if math.isfinite(limits.ttft_ms) else None,
             tpot_limit_ms=limits.tpot_ms if math.isfinite(limits.tpot_ms) else None,
         )
@@ -194,5 +335,90 @@ def require_free(jobs: Iterable[Job], app: str, name: str) -> None:
     Raises:
       ContextBusy: one does.
     """
-    if any(each.continues(app, name) for each in jobs):
+    if any(job.continues(app, name) for job in jobs):
         raise ContextBusy(f"the context {name} answers another call; wait for its end, or close it")
+
+
+def dispatch_of(jobs: Iterable[Job], took_ms: float) -> Dispatch | None:
+    """The dispatch that jobs have just had, before they send its events; None where it failed for all."""
+    stepped = [job for job in jobs if job.run is not None]
+    steps = [job.run.dispatched for job in stepped if job.run is not None and job.run.dispatched is not None]
+    if not steps:
+        return None
+    chunk = steps[0].chunk
+    return Dispatch(
+        kind=steps[0].kind,
+        rows=len(steps),
+        took_ms=took_ms,
+        tokens=sum(job.unsent_tokens for job in stepped),
+        chunk_tokens=0 if chunk is None else chunk.tokens,
+        mode="" if chunk is None else chunk.mode,
+    )
+
+
+def load_of(job: Job, queue: Queue, options: SchedulerOptions) -> Load:
+    """The time that a job that begins now has waited, and that others will take from it."""
+    others = Queue(now_ms=queue.now_ms, work=[each for each in queue.work if each.id != job.id])
+    # No waiting call goes first, and of the running ones the decoding ones do.
+    load = expected_load(others, options, job.call.priority, due_ms=-np.inf)
+    passed_ms = 1000 * (time.perf_counter() - job.arrived_s)
+    return Load(waiting_ms=passed_ms + load.waiting_ms, token_share=load.token_share)
+
+
+def begin(job: Job, service: PlannedService, sessions: PrefixSessions, load: Load) -> None:
+    """Makes the run of a call without a context, with the cache of an earlier answer with the same prefix.
+
+    Raises:
+      ObjectiveMissed, Refused: no choice is in time, and the call insists (see `_planned`).
+      JaxllmError: the engine cannot answer it.
+    """
+    engine, call = service.engine, job.call
+    plan, lifecycle = None, None
+    ids, rows, level, tpot_ms = job.prompt, job.rows, None, None
+    if rows is not None:
+        # As caches have them.
+        ids = rows.placed(ids, engine.cfg)
+    if call.objective is not None:
+        cached = sessions.reusable(call.app, ids)
+        reused = {
+            level: cached[version]
+            for level in engine.levels
+            if (version := engine.runner_at(level).weights_version) in cached
+        }
+        plan = _planned(job, service, load, reused)
+        ids = tuple(np.asarray(ids)[plan.kept].tolist())
+        rows = rows and rows.kept(plan.kept)
+        level, tpot_ms = plan.level, plan.expected.tpot_ms
+        lifecycle = PlannedCall(plan, call.objective, service.profile, margin=service.planner.safety_margin)
+    request = engine.request(ids, call.config, level=level, tpot_ms=tpot_ms, rows=rows)
+    decoding = engine.decoding(request)
+    session = None
+    if request.source is None:
+        # A decoder's cache after one source is of no use after another.
+        session = sessions.take(call.app, call.prefix_key, ids, engine.runner_at(request.level))
+    run = Run(decoding, engine.tokenizer, request, session=session, lifecycle=lifecycle or Lifecycle())
+    run.taken_whole = True
+    job.begin(run, plan)
+
+
+def _planned(job: Job, service: PlannedService, load: Load, reused: Mapping[int, int]) -> Plan:
+    """The plan of a call; `reused`: see `Planner.plan`.
+
+    Raises:
+      ObjectiveMissed: no choice is in time even on an idle device, and the call insists.
+      Refused: the load alone is why none is.
+    """
+    call = job.call
+    objective, count = call.objective, call.config.max_tokens
+    assert objective is not None
+    plan = functools.partial(service.planner.plan, job.marked, objective, answer_tokens=count, reused=reused)
+    try:
+        return plan(strict=bool(call.strict), load=load)
+    except ObjectiveMissed as missed:
+        # Raises the same where the load is not the cause.
+        plan(strict=True, load=IDLE)
+        raise Refused(
+            f"other calls take the time that this one insists on ({missed}); try again later",
+            reason="full",
+            retry_after_s=max(1.0, load.waiting_ms / 1000),
+        ) from missed

@@ -16,9 +16,9 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxllm.errors import BudgetExceeded, ConfigError
-from serving.server.calls import Refused
-from serving.server.facts import ContextFacts
-from serving.server.peer import require_app
+from jaxllm.options import check_options, option
+from jaxllm.serving.server.calls import ContextFacts, Refused
+from jaxllm.serving.server.peer import require_app
 
 _MINUTE_S = 60.0
 # A call that waits for another to end is told to come back after this time: how long that takes is not known.
@@ -41,19 +41,16 @@ class AppLimits:
       pinned: most pinned contexts.
     """
 
-    in_flight: int = 0
-    queued: int = 0
-    tokens_per_minute: int = 0
-    contexts: int = 0
-    prefix_bytes: int = 0
-    stored_bytes: int = 0
-    pinned: int = 0
+    in_flight: int = option(0, low=0)
+    queued: int = option(0, low=0)
+    tokens_per_minute: int = option(0, low=0)
+    contexts: int = option(0, low=0)
+    prefix_bytes: int = option(0, low=0)
+    stored_bytes: int = option(0, low=0)
+    pinned: int = option(0, low=0)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if type(value) is not int or value < 0:
-                raise ConfigError(f"{field.name} must be a whole number and not negative, got {value!r:.80}")
+        check_options(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +98,7 @@ class Usage:
       at_s: the time of `tokens`.
     """
 
-    queued: int = 0
+    queued: int = option(0, low=0)
     running: int = 0
     tokens: float = math.inf
     at_s: float = 0.0

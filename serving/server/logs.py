@@ -1,8 +1,11 @@
-"""Writes logs as JSON lines, with the request that they belong to.
+"""Writes logs as JSON lines, with the request that they belong to, and an access record of each request.
+
+    app = AccessLogged(app)     around everything else: refused requests have a name and a record, too
 
 A line is one JSON object: `time`, `level`, `logger`, `message`, the request's `request_id` and `app` where
-there is one, the fields of the record, and `error` with the traceback of an exception. Each request has an
-access record of its own (`serving.server.access`). Prompts and answers are never written.
+there is one, the fields of the record, and `error` with the traceback of an exception. Prompts and answers
+are never written. Lines are written by a thread of their own (`LineWriter`), so that no answer waits for the
+reader of the log.
 """
 
 import contextlib
@@ -11,16 +14,25 @@ import dataclasses
 import datetime
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import re
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TextIO
 
-from serving.server.calls import Call, Ended, Started
-from serving.server.identity import identified_app
+from jaxllm.serving.server.calls import Call, Ended, Started
+from jaxllm.serving.server.identity import identified_app
 
-_LOGGERS = ("jaxllm", "serving", "uvicorn")
+_LOGGERS = ("jaxllm", "serving", "uvicorn", "py.warnings")
 # The attributes that every record has; others were passed as `extra`.
 _OWN = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 _MOST_MESSAGE, _MOST_ERROR = 4000, 16000
+# Of lines that are not written yet: some 10,000 records of requests.
+_MOST_WAITING_BYTES = 4 << 20
+_FLUSH_S, _RETRY_S = 2.0, 0.05
 
 
 @dataclasses.dataclass
@@ -87,9 +99,9 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
-        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         line: dict[str, Any] = {
-            "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage()[:_MOST_MESSAGE],
@@ -104,8 +116,106 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def write_logs(stream: TextIO, level: int = logging.INFO) -> logging.Handler:
-    """Has the service's loggers write JSON lines to a stream.
+class LineWriter(logging.Handler):
+    """Writes lines in a thread of its own. Where its stream is not read, lines wait in memory up to a bound;
+    those beyond it are dropped, and a later line has their number.
+
+    Attributes:
+      dropped: number of lines that were dropped so far.
+    """
+
+    def __init__(self, stream: TextIO, most_waiting_bytes: int = _MOST_WAITING_BYTES) -> None:
+        super().__init__()
+        self.dropped = self._reported = 0
+        self._stream, self._most_bytes = stream, most_waiting_bytes
+        try:
+            # Past Python's own buffer: its lock, owned by a thread that waits, would stop the process's end.
+            self._number: int | None = stream.fileno()
+        except (OSError, AttributeError):
+            self._number = None
+        self._changed = threading.Condition()
+        # Guarded by `_changed`; the first line is the one that is being written.
+        self._waiting: deque[str] = deque()
+        self._waiting_bytes = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Has a record written; waits for nothing."""
+        try:
+            line = self.format(record) + "\n"
+        except Exception:
+            self.handleError(record)
+            return
+        with self._changed:
+            if self._closed or self._waiting_bytes + len(line) > self._most_bytes:
+                self.dropped += 1
+                return
+            self._waiting.append(line)
+            self._waiting_bytes += len(line)
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Waits until all lines are written, for a bounded time, and not once it is closed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._waiting or self._closed or not self._thread.is_alive(), _FLUSH_S
+            )
+
+    def close(self) -> None:
+        """Writes what waits, for a bounded time, and ends the thread."""
+        self.flush()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        super().close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                line = self._waiting[0]
+            written = self._write(line)
+            with self._changed:
+                self.dropped += not written
+                lost = self.dropped - self._reported if written else 0
+                self._reported += lost
+            if lost:
+                self._write(self.format(_lost(lost)) + "\n")
+            with self._changed:
+                self._waiting.popleft()
+                self._waiting_bytes -= len(line)
+                self._changed.notify_all()
+
+    def _write(self, line: str) -> bool:
+        """Writes a line; False where nobody can read it any more."""
+        try:
+            if self._number is None:
+                self._stream.write(line)
+                self._stream.flush()
+                return True
+            data = line.encode("ascii", "backslashreplace")
+            while data:
+                try:
+                    data = data[os.write(self._number, data) :]
+                except BlockingIOError:
+                    time.sleep(_RETRY_S)
+        except (OSError, ValueError):
+            return False
+        return True
+
+
+def _lost(count: int) -> logging.LogRecord:
+    text = f"{count} lines of this log were dropped: it was not read fast enough"
+    facts = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": text}
+    return logging.makeLogRecord({**facts, "dropped": count})
+
+
+def write_logs(stream: TextIO, level: int = logging.INFO) -> LineWriter:
+    """Has the service's loggers, and Python's warnings, write JSON lines to a stream.
 
     Args:
       stream: of text, such as `sys.stderr`.
@@ -114,8 +224,9 @@ def write_logs(stream: TextIO, level: int = logging.INFO) -> logging.Handler:
     Returns:
       The handler; `stop_logs` takes it away again.
     """
-    handler = logging.StreamHandler(stream)
+    handler = LineWriter(stream)
     handler.setFormatter(JsonLines())
+    logging.captureWarnings(True)
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.addHandler(handler)
@@ -124,11 +235,171 @@ def write_logs(stream: TextIO, level: int = logging.INFO) -> logging.Handler:
     return handler
 
 
+def flush_logs() -> None:
+    """Waits until what was logged is written, for a bounded time."""
+    for each in logging.getLogger(_LOGGERS[0]).handlers:
+        each.flush()
+
+
 def stop_logs(handler: logging.Handler) -> None:
     """Undoes `write_logs`."""
+    logging.captureWarnings(False)
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
         logger.propagate = True
     handler.close()
+
+
+ACCESS = "jaxllm.access"
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_App = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MOST_PATH = 200
+_PROBES = ("/health", "/ready")
+# Statuses of HTTP: the first ones of refusals and of failures, refusals among those, and a client that left.
+_REFUSED, _FAILED, _REFUSALS, _LEFT = 400, 500, (503, 507), 499
+
+
+def request_id_of(scope: Mapping[str, Any]) -> str:
+    """The request's name: that of its header `x-request-id` where it is one of 1 to 64 letters, digits, `.`,
+    `_` and `-`, else a new one."""
+    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    asked = given[0].decode("latin-1") if len(given) == 1 else ""
+    return asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Access:
+    """A request from its first to its last byte.
+
+    Attributes:
+      served: who asked, and its calls.
+      method: of HTTP.
+      path: without a query, with names in place of what they stand for.
+      status: of HTTP; 0 where nothing was answered.
+      total_ms: until the last byte.
+      error: name of the class of an error that nobody answered; empty for none.
+    """
+
+    served: Served
+    method: str
+    path: str
+    status: int
+    total_ms: float
+    error: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """ "ended", "cancelled", "refused", "failed", or the name of the class of the error that ended a
+        call."""
+        outcomes = [each.outcome for each in self.served.calls]
+        errors = [self.error, *(each for each in outcomes if each not in ("ended", "cancelled"))]
+        if any(errors):
+            return next(filter(None, errors))
+        if self.status >= _FAILED and self.status not in _REFUSALS:
+            return "failed"
+        if self.status >= _REFUSED and self.status != _LEFT:
+            # Perhaps after others of its calls had been taken.
+            return "refused"
+        return "cancelled" if self.status in (0, _LEFT) or "cancelled" in outcomes else "ended"
+
+
+class AccessLog:
+    """Writes records to the logger `jaxllm.access`, at the level "info", those of probes at "debug". No text
+    of prompts and answers, no keys and no queries."""
+
+    def __init__(self) -> None:
+        self._log = logging.getLogger(ACCESS)
+
+    def write(self, access: Access) -> None:
+        """Writes a record. Plan and times are those of the request's first call, tokens of all; fields of
+        what a request did not come to are left out."""
+        served = access.served
+        fields: dict[str, Any] = {
+            "request_id": served.request_id,
+            "app": served.app,
+            "method": access.method,
+            "path": access.path,
+            "status": access.status,
+            "outcome": access.outcome,
+            "total_ms": round(access.total_ms, 1),
+        }
+        if served.calls:
+            fields |= _of_calls(served)
+        # Probes come every few seconds for as long as the service runs.
+        self._log.log(logging.DEBUG if access.path in _PROBES else logging.INFO, "request", extra=fields)
+
+
+def _of_calls(served: Served) -> dict[str, Any]:
+    fields: dict[str, Any] = {"tokens": sum(each.tokens for each in served.calls)}
+    if len(served.calls) > 1:
+        fields["calls"] = len(served.calls)
+    first = served.calls[0]
+    if (started := first.started) is not None:
+        fields |= {
+            "level_percent": started.level,
+            "plan": started.source,
+            "prompt_tokens": started.prompt_tokens,
+            "kept_tokens": started.kept_tokens,
+            "reused_tokens": started.reused_tokens,
+            "queued_ms": round(started.queued_ms, 1),
+        }
+    if (ended := first.ended) is not None:
+        fields |= {
+            "finish_reason": ended.finish_reason,
+            "ttft_ms": round(ended.ttft_ms, 1),
+            "tpot_ms": round(ended.tpot_ms, 2),
+            "met": ended.met,
+        }
+    return fields
+
+
+class AccessLogged:
+    """An ASGI app around another: names requests and writes their records."""
+
+    def __init__(self, app: _App, log: AccessLog | None = None) -> None:
+        self._app, self._log = app, log or AccessLog()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        served, began, status, error = Served(request_id_of(scope), scope), time.perf_counter(), 0, ""
+        # Where Starlette keeps what belongs to a request.
+        scope.setdefault("state", {})["request_id"] = served.request_id
+
+        async def sending(message: _Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                name = (b"x-request-id", served.request_id.encode())
+                message["headers"] = [*message.get("headers", ()), name]
+            await send(message)
+
+        with request(served):
+            try:
+                await self._app(scope, receive, sending)
+            except Exception as raised:
+                error = type(raised).__name__
+                raise
+            finally:
+                self._log.write(
+                    Access(
+                        served=served, method=scope["method"], path=_route(scope), status=status,
+                        total_ms=1000 * (time.perf_counter() - began), error=error,
+                    )
+                )  # fmt: skip
+
+
+def _route(scope: Mapping[str, Any]) -> str:
+    """The path with the names of its parameters in place of their values, which are the clients' own."""
+    path: str = scope["path"]
+    parts = path.split("/")
+    for name, value in (scope.get("path_params") or {}).items():
+        parts = [f"{{{name}}}" if part == str(value) else part for part in parts]
+    return "/".join(parts)[:_MOST_PATH]

@@ -1,38 +1,337 @@
-"""Keeps a service within its memory: what of it can be resized, its governor, and what takes it.
+"""Keeps the whole process within one memory budget, by resizing what can be resized between dispatches.
 
-    memory = ServiceMemory(service, MemoryOptions(limit_bytes=2 << 30))
-    memory.step()       between dispatches, in the engine's thread
+    governor = Governor([ContextChunks(memory, ...), ExpertBuffer(weights)], GovernorOptions(limit_bytes=...))
+    governor.step()    between dispatches, in the thread that owns the holdings
 
-Weights that are all in memory cannot be given up while the model runs; those that are streamed can, layer by
-layer, down to what a pass over the model needs.
+A process has fixed memory (Python, weights that stay, running caches) and holdings that can be resized. The
+limits of all holdings together must fit beside the fixed part. `divide` is the policy, a pure function:
+
+    room = allowance - (taken - sizes of holdings)
+    the limits exceed the room: shrink, the first holding in the order first, none below its minimum
+    they leave room, and have for a while: grow, the last holding first, by one step
+
+Pressure on the machine's memory lowers the allowance below the limit, step by step, until it is gone. Growing
+leaves a margin free, so that limits do not shrink again at once. A step that comes too early costs nothing.
 """
 
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-import jax
+from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.options import check_options, option
+from jaxllm.serving.host.machine import give_back_memory, memory_bytes
+from jaxllm.serving.host.pressure import memory_pressure
+from jaxllm.serving.host.process_memory import resident_bytes
+from jaxllm.serving.server.prefix_sessions import PrefixSessions
 
-from jaxllm.errors import BudgetExceeded, ConfigError, JaxllmError
-from serving.contexts.growth import most_bytes
-from serving.contexts.manager import Contexts
-from serving.contexts.state_chunks import chunk_io_of
-from serving.host.machine import memory_bytes
-from serving.host.pressure import memory_pressure
-from serving.host.process_memory import resident_bytes
-from serving.server.division import GovernorOptions
-from serving.server.engine_figures import weight_figures
-from serving.server.figures import HoldingFigures, MemoryFigures
-from serving.server.governor import Governor, Holding
-from serving.server.holdings import ContextChunks, Drafts, ExpertBuffer, ResidentLayers
-from serving.server.prefix_sessions import PrefixSessions
-from serving.service import LLMService
-
-PREFIX_BYTES = 256 << 20
 _log = logging.getLogger(__name__)
+PREFIX_BYTES = 256 << 20
 # Prefixes take at most this share of the budget.
 _PREFIX_SHARE = 4
+# Kinds of holdings in the order in which they shrink: what is cheap to bring back comes first.
+SHRINK_ORDER = ("prefixes", "contexts", "drafts", "layers", "experts")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GovernorOptions:
+    """How a budget is kept.
+
+    Attributes:
+      limit_bytes: most memory of the process; what `--memory` says.
+      interval_s: least time between two looks at the memory.
+      step: share of the limit by which limits grow in a step, and which pressure takes in one.
+      margin: share of the limit that stays free when limits grow.
+      calm_s: time without shrinking and pressure after which limits grow.
+      pressure_high: share of time that tasks of the machine wait for memory, from which on memory is given
+        back.
+      pressure_low: the same, up to which there is none.
+    """
+
+    limit_bytes: int
+    interval_s: float = 1.0
+    step: float = 0.05
+    margin: float = 0.05
+    calm_s: float = 10.0
+    pressure_high: float = 0.1
+    pressure_low: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.limit_bytes < 1:
+            raise ConfigError(f"limit_bytes must be at least 1, got {self.limit_bytes!r:.80}")
+        if self.interval_s < 0 or self.calm_s < 0:
+            raise ConfigError("interval_s and calm_s must not be negative")
+        for name in ("step", "margin"):
+            if not 0 < getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be between 0 and 1, got {getattr(self, name)!r:.80}")
+        if not 0 <= self.pressure_low < self.pressure_high <= 1:
+            raise ConfigError(
+                f"pressure_low must be below pressure_high, both shares, got {self.pressure_low!r:.80} and "
+                f"{self.pressure_high!r:.80}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Portion:
+    """A holding as the policy sees it.
+
+    Attributes:
+      name: of `SHRINK_ORDER`.
+      size_bytes: that it takes now.
+      limit_bytes: most that it may take now.
+      least_bytes: that it cannot do without.
+      most_bytes: more is of no use to it.
+    """
+
+    name: str
+    size_bytes: int
+    limit_bytes: int
+    least_bytes: int
+    most_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Observed:
+    """Memory at a time.
+
+    Attributes:
+      now_s: of a clock that does not go back.
+      taken_bytes: by the process.
+      pressure: share of time that tasks of the machine wait for memory; 0 where the system does not tell.
+    """
+
+    now_s: float
+    taken_bytes: int
+    pressure: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Division:
+    """Limits, and what the next decision must know.
+
+    Attributes:
+      limits: bytes by holding.
+      allowance_bytes: that the process may take now: its limit, or less under pressure.
+      restless_s: when limits last shrank, or there was pressure.
+      short_bytes: by which even the least sizes exceed the allowance.
+    """
+
+    limits: dict[str, int]
+    allowance_bytes: int
+    restless_s: float
+    short_bytes: int = 0
+
+
+def divide(
+    portions: Sequence[Portion], before: Division, seen: Observed, options: GovernorOptions
+) -> Division:
+    """The limits from now on.
+
+    Args:
+      portions: holdings in the order in which they shrink.
+      before: the last decision.
+      seen: the memory now.
+      options: see `GovernorOptions`.
+    """
+    step = round(options.step * options.limit_bytes)
+    margin = round(options.margin * options.limit_bytes)
+    fixed = max(0, seen.taken_bytes - sum(each.size_bytes for each in portions))
+    limits = {each.name: max(each.least_bytes, each.limit_bytes) for each in portions}
+    needed = fixed + sum(each.least_bytes for each in portions)
+    calm = seen.now_s - before.restless_s >= options.calm_s
+    allowance, restless = before.allowance_bytes, before.restless_s
+    if seen.pressure >= options.pressure_high:
+        # Not below what cannot be given back: later growth would only take longer.
+        allowance = max(min(needed, allowance), min(allowance, seen.taken_bytes) - step)
+        restless = seen.now_s
+    elif seen.pressure > options.pressure_low:
+        restless = seen.now_s
+    elif calm and allowance < options.limit_bytes:
+        allowance = min(options.limit_bytes, allowance + step)
+    spare = allowance - fixed - sum(limits.values())
+    if spare < 0:
+        shrunk = _shrink(limits, portions, -spare)
+        restless = seen.now_s if shrunk != limits else restless
+        limits = shrunk
+    elif calm and seen.pressure <= options.pressure_low:
+        limits = _grow(limits, portions, min(step, spare - margin))
+    return Division(
+        limits=limits,
+        allowance_bytes=allowance,
+        restless_s=restless,
+        short_bytes=max(0, needed - allowance),
+    )
+
+
+def _shrink(limits: dict[str, int], portions: Sequence[Portion], excess: int) -> dict[str, int]:
+    """Limits that are `excess` bytes smaller, as far as least sizes allow."""
+    smaller = dict(limits)
+    for each in portions:
+        cut = min(excess, smaller[each.name] - each.least_bytes)
+        smaller[each.name] -= cut
+        excess -= cut
+    return smaller
+
+
+def _grow(limits: dict[str, int], portions: Sequence[Portion], room: int) -> dict[str, int]:
+    """Limits that are up to `room` bytes larger."""
+    larger = dict(limits)
+    for each in reversed(portions):
+        add = max(0, min(room, each.most_bytes - larger[each.name]))
+        larger[each.name] += add
+        room -= add
+    return larger
+
+
+class Holding(Protocol):
+    """Memory that can be resized while the service runs. All is called in the thread that owns it, but for
+    `size_bytes` and `limit_bytes`, which others may read."""
+
+    @property
+    def name(self) -> str:
+        """One of `SHRINK_ORDER`; each once."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """That it takes now."""
+        ...
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most that it may take now."""
+        ...
+
+    @property
+    def least_bytes(self) -> int:
+        """That it cannot do without now."""
+        ...
+
+    @property
+    def most_bytes(self) -> int:
+        """More is of no use to it."""
+        ...
+
+    def resize(self, limit_bytes: int) -> None:
+        """Sets the most that it may take, at least `least_bytes`; gives back at once what is beyond it."""
+        ...
+
+
+class Governor:
+    """Divides the process's budget among holdings.
+
+    Args:
+      holdings: of different kinds.
+      options: see `GovernorOptions`.
+      taken_bytes: measures the process's memory.
+      pressure: measures the machine's; None where the system does not tell.
+      clock: seconds that do not go back.
+
+    Attributes:
+      short_bytes: by which the budget is too small even with all holdings at their least; what needs more
+        memory should wait while it is not 0.
+
+    Raises:
+      ConfigError: a holding is of an unknown kind, or two are of one kind; or the system does not tell what
+        the process takes.
+    """
+
+    def __init__(
+        self,
+        holdings: Iterable[Holding],
+        options: GovernorOptions,
+        *,
+        taken_bytes: Callable[[], int] = resident_bytes,
+        pressure: Callable[[], float | None] = memory_pressure,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        own = list(holdings)
+        names = [each.name for each in own]
+        if not set(names) <= set(SHRINK_ORDER) or len(set(names)) < len(names):
+            raise ConfigError(
+                f"holdings must be different ones of {', '.join(SHRINK_ORDER)}, got {names!r:.200}"
+            )
+        self._holdings = sorted(own, key=lambda each: SHRINK_ORDER.index(each.name))
+        self._options, self._measure, self._pressure, self._clock = options, taken_bytes, pressure, clock
+        self._division = Division(limits={}, allowance_bytes=options.limit_bytes, restless_s=clock())
+        self._next_s = float("-inf")
+        # Here, so that a system that does not tell is known at the start.
+        self._seen = Observed(now_s=clock(), taken_bytes=taken_bytes())
+        self._tells = True
+        # As of the last step: holdings that are called in another thread may fail.
+        self._least = {each.name: each.least_bytes for each in own}
+
+    @property
+    def short_bytes(self) -> int:
+        """See the class."""
+        return self._division.short_bytes
+
+    def step(self) -> bool:
+        """Resizes holdings where memory asks for it; returns whether it did."""
+        now = self._clock()
+        if now < self._next_s:
+            return False
+        self._next_s = now + self._options.interval_s
+        pressure = self._pressure()
+        self._tells = pressure is not None
+        self._seen = Observed(now_s=now, taken_bytes=self._measure(), pressure=pressure or 0.0)
+        portions = [
+            Portion(
+                name=each.name, size_bytes=each.size_bytes, limit_bytes=each.limit_bytes,
+                least_bytes=each.least_bytes, most_bytes=each.most_bytes,
+            )
+            for each in self._holdings
+        ]  # fmt: skip
+        self._least = {each.name: each.least_bytes for each in portions}
+        before, self._division = self._division, divide(portions, self._division, self._seen, self._options)
+        if self._division.short_bytes and not before.short_bytes:
+            _log.warning(
+                "the memory budget of %s bytes is %s bytes too small although all that can shrink has: until "
+                "it is enough, answers begin one at a time; give more, or ask for shorter contexts",
+                f"{self._options.limit_bytes:,}",
+                f"{self._division.short_bytes:,}",
+            )
+        return self._apply(portions)
+
+    def _apply(self, portions: Iterable[Portion]) -> bool:
+        changed = gave = False
+        for each, portion in zip(self._holdings, portions, strict=True):
+            limit = self._division.limits[each.name]
+            if limit != portion.limit_bytes:
+                each.resize(limit)
+                changed, gave = True, gave or limit < portion.size_bytes
+                _log.info("%s may take %s bytes, was %s", each.name, f"{limit:,}", f"{portion.limit_bytes:,}")
+        if gave:
+            # Else the next look would take it for memory that something else took.
+            give_back_memory()
+        return changed
+
+    def figures(self, fixed: Mapping[str, int] | None = None) -> dict[str, Any]:
+        """Memory as the last step saw it (see `Backend.snapshot`). From any thread.
+
+        Args:
+          fixed: bytes by kind of what cannot be resized, such as "weights".
+        """
+        holdings: dict[str, dict[str, int]] = {
+            name: {"size_bytes": size} for name, size in (fixed or {}).items()
+        }
+        for each in self._holdings:
+            holdings[each.name] = {
+                "size_bytes": each.size_bytes,
+                "limit_bytes": each.limit_bytes,
+                "least_bytes": self._least[each.name],
+            }
+        figures: dict[str, Any] = {
+            "process_bytes": self._seen.taken_bytes,
+            "limit_bytes": self._options.limit_bytes,
+            "holdings": holdings,
+        }
+        if self._tells:
+            figures["pressure"] = self._seen.pressure
+        return figures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,35 +344,12 @@ class MemoryOptions:
       follow_pressure: give memory back while tasks of the machine wait for it, where there is no limit, too.
     """
 
-    limit_bytes: int = 0
-    prefix_bytes: int = PREFIX_BYTES
+    limit_bytes: int = option(0, low=0)
+    prefix_bytes: int = option(PREFIX_BYTES, low=0)
     follow_pressure: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("limit_bytes", "prefix_bytes"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ConfigError(f"{name} must be a whole number and not negative, got {value!r:.80}")
-
-
-def engine_bytes(limit_bytes: int) -> int:
-    """The part of the process's budget that is left for a model, which is about to be opened: 0 for no limit.
-
-    Raises:
-      BudgetExceeded: nothing is left.
-      ConfigError: the system does not tell what the process takes.
-    """
-    if not limit_bytes:
-        return 0
-    # Starts the backend, which takes memory whatever the model.
-    jax.default_backend()
-    taken = resident_bytes()
-    if taken >= limit_bytes:
-        raise BudgetExceeded(
-            f"a memory budget of {limit_bytes:,} bytes is too small: the process takes {taken:,} before a "
-            "model is opened; give more"
-        )
-    return limit_bytes - taken
+        check_options(self)
 
 
 class ServiceMemory:
@@ -86,37 +362,33 @@ class ServiceMemory:
 
     def __init__(
         self,
-        service: LLMService,
         options: MemoryOptions | None = None,
         *,
+        holdings: Sequence[Holding] = (),
+        weights_bytes: Callable[[], int] = lambda: 0,
         app_bytes: Callable[[str], int] = lambda app: 0,
         governed: Callable[[list[Holding], GovernorOptions], Governor] = Governor,
     ) -> None:
         """Makes the governor, where there is a limit.
 
         Args:
-          service: that is open.
           options: see `MemoryOptions`.
-          app_bytes: most bytes of an app's caches of ended answers; 0 for no limit.
+          holdings: memory besides prefixes that can be resized.
+          weights_bytes: returns the bytes of weights that stay in memory.
+          app_bytes: returns the maximum bytes of an app's caches of ended answers; 0 for no limit.
           governed: makes the governor.
 
         Raises:
-          ConfigError: the system does not tell what the process takes, or how tasks wait for memory.
+          ConfigError: the system does not report the process's memory, or how tasks wait for memory.
         """
         options = options or MemoryOptions()
         limit, prefixes = options.limit_bytes, options.prefix_bytes
         if options.follow_pressure:
             limit = limit or _machine_bytes()
-        most = min(prefixes, limit // _PREFIX_SHARE) if limit else prefixes
-        self.sessions = PrefixSessions(most, app_bytes)
-        self._service = service
-        if most:
-            engine = service.engine
-            # A service that was opened as `serving.server.opening` does has them.
-            engine.runner.fill(
-                [each for level in engine.levels for each in engine.runner_at(level).fork_buckets()]
-            )
-        self._holdings = [self.sessions, *_holdings(service)]
+        self.sessions = PrefixSessions(
+            min(prefixes, limit // _PREFIX_SHARE) if limit else prefixes, app_bytes
+        )
+        self._weights_bytes, self._holdings = weights_bytes, [self.sessions, *holdings]
         self.governor = governed(self._holdings, GovernorOptions(limit_bytes=limit)) if limit else None
 
     @property
@@ -125,30 +397,30 @@ class ServiceMemory:
         return self.governor is not None and self.governor.short_bytes > 0
 
     def step(self) -> None:
-        """Resizes what can be resized, where memory asks for it; costs nothing where it comes too early."""
+        """Resizes holdings, where memory asks for it; costs nothing where it comes too early."""
         if self.governor is None:
             return
         try:
             self.governor.step()
         except JaxllmError as error:
-            # Such as a layer that cannot be read again: answers go on with what is there.
+            # Such as a layer that cannot be read again: answers go on with the memory as it is.
             _log.error("memory stays as it is: %s", error)
 
-    def figures(self, cache_bytes: int, adapter_bytes: int = 0) -> MemoryFigures:
-        """What takes the memory, for metrics and the dashboard. From any thread.
+    def figures(self, cache_bytes: int, adapter_bytes: int = 0) -> dict[str, Any]:
+        """Memory by kind, for metrics (see `Backend.snapshot`). From any thread.
 
         Args:
-          cache_bytes: of answers that run.
-          adapter_bytes: of low-rank adapters.
+          cache_bytes: bytes of caches of answers that run.
+          adapter_bytes: bytes of low-rank adapters.
         """
-        fixed = {"weights": weight_figures(self._service.engine.model), "kv": cache_bytes}
+        fixed = {"weights": self._weights_bytes(), "kv": cache_bytes}
         fixed |= {"adapters": adapter_bytes} if adapter_bytes else {}
         if self.governor is not None:
             return self.governor.figures(fixed)
-        holdings: dict[str, HoldingFigures] = {name: {"size_bytes": size} for name, size in fixed.items()}
+        holdings = {name: {"size_bytes": size} for name, size in fixed.items()}
         for each in self._holdings:
             holdings[each.name] = {"size_bytes": each.size_bytes, "limit_bytes": each.limit_bytes}
-        figures: MemoryFigures = {"limit_bytes": 0, "holdings": holdings}
+        figures: dict[str, Any] = {"limit_bytes": 0, "holdings": holdings}
         # Another system than Linux.
         with contextlib.suppress(ConfigError):
             figures["process_bytes"] = resident_bytes()
@@ -168,36 +440,3 @@ def _machine_bytes() -> int:
             "psi=1): leave out follow_pressure, or give a memory budget"
         )
     return found
-
-
-def _holdings(service: LLMService) -> list[Holding]:
-    """What a service can give up besides its prefixes."""
-    found: list[Holding] = []
-    if service.contexts is not None:
-        found.append(_chunks(service.contexts))
-    engine = service.engine
-    memory = None if engine.speculation is None else engine.speculation.drafter.memory
-    if engine.speculation is not None and memory is not None:
-        found.append(Drafts(engine.speculation, memory, engine.runner.lock))
-    streamed = engine.model.streamed
-    if streamed is not None:
-        # Imported by now: the model is such a one.
-        from serving.weights.experts.weights import ExpertWeights
-
-        if isinstance(streamed, ExpertWeights):
-            found.append(ExpertBuffer(streamed))
-        elif streamed.resizable:
-            found.append(ResidentLayers(streamed, engine.runner.lock))
-    return found
-
-
-def _chunks(contexts: Contexts) -> ContextChunks:
-    """The chunks of contexts, of which those of the longest context have room in any case."""
-    engine = contexts.engine
-    count = engine.options.context_tokens // engine.options.kv_chunk_tokens
-    forms = [chunk_io_of(engine.runner_at(level)) for level in engine.levels]
-    return ContextChunks(
-        memory=contexts.memory,
-        floor_bytes=max(most_bytes(each, contexts.options, count) for each in forms),
-        asked_bytes=lambda: contexts.options.budget_bytes,
-    )

@@ -1,23 +1,28 @@
-"""Counts and times calls for Prometheus and the dashboard, in a registry of its own.
+"""Counts and times calls for Prometheus in a registry of its own; serves `/metrics` and a page that reads it.
 
-The executor and the HTTP layer tell what happens by the methods of `Metrics`, from any thread; gauges are
-read from the backend's figures when they are asked for. Names of apps become labels, so their number is
-bounded.
+The backend and the HTTP layer report by the methods of `Metrics`, from any thread; gauges are read from the
+backend's figures when they are asked for. Names of apps become labels, so their number is bounded. The page
+holds no data, so anyone may load it; metrics name all apps and their times, and are for operators.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+from starlette.types import Scope
 
 from jaxllm.errors import ConfigError
-from serving.server.calls import Ended, Started
-from serving.server.dispatches import Dispatch
-from serving.server.history import History
+from jaxllm.serving.server.api.errors import ApiError, error_response, openai_body
+from jaxllm.serving.server.calls import Ended, Started
+from jaxllm.serving.server.job import Dispatch
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MOST_APPS = 32
@@ -55,18 +60,11 @@ class Metrics:
     """Metrics of one service. Thread-safe.
 
     Args:
-      snapshot: `Backend.snapshot`, for gauges; see `serving.server.figures.Figures`.
-      most_apps: with labels of their own.
-      history: for the dashboard.
-
-    Attributes:
-      history: recent calls and their course in time.
+      snapshot: `Backend.snapshot`, for gauges.
+      most_apps: maximum number of apps with labels of their own.
     """
 
-    def __init__(
-        self, snapshot: Snapshot, *, most_apps: int = MOST_APPS, history: History | None = None
-    ) -> None:
-        self.history = history or History()
+    def __init__(self, snapshot: Snapshot, *, most_apps: int = MOST_APPS) -> None:
         self._names, self._kinds = Names(most_apps), Names(_MOST_KINDS)
         self._registry = own = CollectorRegistry(auto_describe=False)
 
@@ -76,7 +74,7 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...], label: str) -> Histogram:
             return Histogram(f"jaxllm_{name}", text, (label,), registry=own, buckets=buckets)
 
-        self._taken = counter("calls_taken", "Calls that were taken.", "app")
+        self._accepted = counter("calls_accepted", "Calls that were accepted.", "app")
         self._refused = counter("calls_refused", "Calls that were refused, by reason.", "app", "reason")
         self._failed = counter("calls_failed", "Calls that ended with an error, by kind.", "app", "kind")
         self._cancelled = counter("calls_cancelled", "Calls whose client left.", "app")
@@ -101,17 +99,14 @@ class Metrics:
         )
         own.register(_Gauges(snapshot, self._names))
 
-    def taken(self, app: str) -> None:
-        """A call was taken."""
-        app = self._names(app)
-        self._taken.labels(app).inc()
-        self.history.counted(app, "taken")
+    def accepted(self, app: str) -> None:
+        """A call was accepted."""
+        self._accepted.labels(self._names(app)).inc()
 
     def refused(self, app: str, reason: str) -> None:
-        """A call was not taken; `reason` as of `Refused`, or "rate", "key" and the like."""
+        """A call was not accepted; `reason` as of `Refused`, or "rate", "key" and the like."""
         app = self._names(app)
         self._refused.labels(app, self._kinds(reason)).inc()
-        self.history.counted(app, "refused")
 
     def started(self, app: str, started: Started) -> None:
         """The first token of a call is about to be shown."""
@@ -121,16 +116,9 @@ class Metrics:
         self._kept.labels(app).inc(started.kept_tokens)
         self._reused.labels(app).inc(started.reused_tokens)
         self._wait.labels(app).observe(started.queued_ms / _MS_PER_S)
-        self.history.planned(started.level, self._kinds(started.source))
 
-    def ended(self, app: str, ended: Ended, started: Started | None = None) -> None:
-        """An answer has ended.
-
-        Args:
-          app: that asked.
-          ended: how.
-          started: how it began: the dashboard shows level and plan of a call where they are given.
-        """
+    def ended(self, app: str, ended: Ended) -> None:
+        """An answer of an app has ended."""
         app = self._names(app)
         self._ended.labels(app, ended.finish_reason).inc()
         self._answer.labels(app).inc(ended.tokens)
@@ -142,29 +130,25 @@ class Metrics:
             self._own_tpot.labels(app).observe(ended.engine_tpot_ms / _MS_PER_S)
         if ended.met is not None:
             self._met.labels(app, "true" if ended.met else "false").inc()
-        self.history.ended(app, ended, started)
 
     def failed(self, app: str, kind: str) -> None:
-        """A call that was taken ended with an error; `kind` is the name of its class."""
+        """A call that was accepted ended with an error; `kind` is the name of its class."""
         app = self._names(app)
         self._failed.labels(app, self._kinds(kind)).inc()
-        self.history.counted(app, "failed")
 
     def cancelled(self, app: str) -> None:
         """A call was cancelled before its answer ended."""
         app = self._names(app)
         self._cancelled.labels(app).inc()
-        self.history.counted(app, "cancelled")
 
     def dispatched(self, dispatch: Dispatch) -> None:
-        """A dispatch has ended (see `serving.server.dispatches.DispatchObserver`)."""
+        """A dispatch has ended; called in the engine's thread, which waits for it."""
         kind = dispatch.kind
         self._rows.labels(kind).observe(dispatch.rows)
         self._busy.labels(kind).observe(dispatch.took_ms / _MS_PER_S)
         self._decoded.labels(kind).inc(dispatch.tokens)
         if dispatch.chunk_tokens:
             self._chunks.labels(str(dispatch.chunk_tokens), dispatch.mode).inc()
-        self.history.dispatched(dispatch)
 
     def text(self) -> bytes:
         """All metrics in Prometheus's text format; its type is `CONTENT_TYPE`."""
@@ -213,6 +197,14 @@ class _Gauges(Collector):
         for name, value in figures.get("read_bytes", {}).items():
             read.add_metric([name], value)
         yield read
+        grammars = CounterMetricFamily(
+            "jaxllm_grammars",
+            "Compiled, refused, or ended at the bounds of their processes.",
+            labels=["outcome"],
+        )
+        for outcome, count in figures.get("grammars", {}).items():
+            grammars.add_metric([outcome], count)
+        yield grammars
 
     def _load(self, figures: Mapping[str, Any]) -> Iterator[Metric]:
         queue = figures.get("queue", {})
@@ -264,3 +256,62 @@ def _counter(name: str, text: str, value: float | None) -> Metric:
     if value is not None:
         family.add_metric([], value)
     return family
+
+
+_FOLDER = Path(__file__).parent / "dashboard"
+# Path -> file and its type.
+_FILES = {
+    "/": ("index.html", "text/html"),
+    "/dashboard/style.css": ("style.css", "text/css"),
+    "/dashboard/page.js": ("page.js", "text/javascript"),
+    "/dashboard/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+# Paths of the page, which holds no data.
+PAGES = frozenset(_FILES)
+# Scripts, styles and requests of this origin alone; nothing inline, no frames, no forms that are sent.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+_NOT_OPERATOR = (
+    "metrics name all apps, and are for operators: send a key made with `jaxllm keys add NAME --operator`, "
+    "or call over the Unix socket as root or as the service's user"
+)
+
+
+def metric_routes(metrics: Metrics, *, operates: Callable[[Scope], bool] = lambda scope: True) -> list[Route]:
+    """The routes of `/metrics` and the page at `/`.
+
+    Args:
+      metrics: metrics of the service.
+      operates: whether a connection is an operator's, who may read metrics
+        (`jaxllm.serving.server.identity.Identity.operates`).
+    """
+
+    def page(name: str, kind: str) -> Callable[[Request], Response]:
+        def answer(request: Request) -> Response:
+            del request
+            return FileResponse(_FOLDER / name, media_type=kind, headers=_HEADERS)
+
+        return answer
+
+    # In the event loop, where backends are asked, and not in a thread.
+    async def read(request: Request) -> Response:
+        if operates(request.scope):
+            return Response(metrics.text(), media_type=CONTENT_TYPE, headers={"Cache-Control": "no-store"})
+        refusal = error_response(ApiError(_NOT_OPERATOR, status=403, code="not_operator"), openai_body)
+        refusal.headers["Cache-Control"] = "no-store"
+        return refusal
+
+    return [
+        *(Route(path, page(*file), methods=["GET"]) for path, file in _FILES.items()),
+        Route("/metrics", read, methods=["GET"]),
+    ]

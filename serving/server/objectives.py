@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import BudgetExceeded, ConfigError
-from serving.planning.objectives import Binding, EndToEnd, EnergyBudget, Latency, Objective
-from serving.server.calls import Call
+from jaxllm.serving.elastic.objectives import Binding, EndToEnd, EnergyBudget, Latency, Objective
+from jaxllm.serving.server.calls import Call
 
 # Apps are known by keys and users of the machine, so that there are fewer.
 _MOST_BOUND = 4096

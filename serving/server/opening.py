@@ -2,36 +2,166 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from jaxllm.bundle.images import has_image_encoder
-from jaxllm.errors import BudgetExceeded, ConfigError
-from serving.buckets.bucket import Bucket
-from serving.bundles import open_model
-from serving.engine import Engine
-from serving.images.encoder import ImageEncoder
-from serving.loading import LoadedModel
-from serving.options import EngineOptions
-from serving.planning.known_profile import known_profile
-from serving.planning.safety_margin import SafetyMargin
-from serving.server.adapters import Adapters, engine_shape
-from serving.server.memory import engine_bytes
-from serving.server.service_options import ServerOptions
-from serving.service import LLMService, engine_options, planner_of
-from serving.speculation.options import SpeculationOptions
+from jaxllm.config import WHOLE
+from jaxllm.errors import BudgetExceeded, ConfigError, JaxllmError
+from jaxllm.models.lora import TARGETS, LoraConfig, adapted_parameters, adapter_shapes
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.contexts.answer import ContextCall
+from jaxllm.serving.contexts.context import fork
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.elastic.known_profile import known_profile
+from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.elastic.safety_margin import SafetyMargin
+from jaxllm.serving.engine.run import Run
+from jaxllm.serving.ground.bundles import levels_of, open_model
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.images.encoder import ImageEncoder
+from jaxllm.serving.opening.engine import Engine
+from jaxllm.serving.opening.loading import LoadedModel
+from jaxllm.serving.runners.scorer import Scorer
+from jaxllm.serving.server.adapters import AdapterOptions, Adapters
+from jaxllm.serving.server.backend import EngineBackend
+from jaxllm.serving.server.context_turns import ContextTurns
+from jaxllm.serving.server.executor import Executor
+from jaxllm.serving.server.holdings import engine_bytes, service_memory, storage_figures
+from jaxllm.serving.server.idle_work import ProfileRefinement
+from jaxllm.serving.server.job import ContextTurn
+from jaxllm.serving.server.limits import AppLimits, require_context
+from jaxllm.serving.server.service import LLMService, engine_options, planner_of
+from jaxllm.serving.server.service_options import ServerOptions
+from jaxllm.serving.weights.adapters import rank_of, read_adapter_of
 
 _log = logging.getLogger(__name__)
 
 
-class Opened(NamedTuple):
-    """A model that is open, and its adapters."""
+@dataclasses.dataclass
+class OpenedService:
+    """A model that is open, ready to be served (see `jaxllm.serving.server.daemon.Opened`).
+
+    Attributes:
+      service: plans and answers.
+      adapters: its adapters.
+      options: options of the service.
+    """
 
     service: LLMService
     adapters: Adapters
+    options: ServerOptions
+
+    def start(self, backend: EngineBackend) -> None:
+        """See `Opened`."""
+        service, options = self.service, self.options
+        rows = options.batch_rows
+        scheduler = dataclasses.replace(
+            options.scheduler, batch_rows=min(options.scheduler.batch_rows, rows[-1] if rows else 1)
+        )
+        contexts = live_turns(service, self.adapters, backend.limits_of)
+
+        def use(profile: DeviceProfile) -> None:
+            service.use_profile(profile)
+            if contexts is not None:
+                contexts.use_profile(profile)
+
+        refinement = ProfileRefinement(service, use)
+        memory = service_memory(
+            service, options.memory_options(), app_bytes=lambda app: backend.limits_of(app).prefix_bytes
+        )
+        executor = Executor(
+            service,
+            scheduler,
+            memory=memory,
+            contexts=contexts,
+            adapters=self.adapters,
+            on_dispatch=backend.metrics.dispatched,
+            idle_work=[refinement],
+        )
+        executor.start()
+        backend.opened(
+            executor,
+            options.model_name,
+            profile=refinement.facts,
+            storage=lambda: storage_figures(service.engine.model),
+            model_sampling=options.model_sampling,
+        )
+
+    def resize_contexts(self, budget_bytes: int) -> None:
+        """See `Opened`."""
+        self.service.resize(budget_bytes)
+
+    def close(self) -> None:
+        """See `Opened`."""
+        self.service.close()
 
 
-def open_service(options: ServerOptions, speculation: SpeculationOptions | None = None) -> Opened:
+class LiveTurnCall(ContextCall):
+    """Forks a context before an answer, or changes its level, where the call asks for that; and stores it
+    afterwards. A fork is deleted if its answer does not end by itself: nobody knows its name."""
+
+    def __init__(self, contexts: Contexts, turns: ContextTurns, turn: ContextTurn) -> None:
+        super().__init__(contexts, turn.record, turn.record, most_tokens=turn.most_tokens)
+        self._turns, self._source = turns, turn
+        self._forked = self._deleted = False
+
+    def begin(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        if self._source.forks:
+            record = self._source.record
+            require_context(self._turns.limits_of(record.app), self._turns.listed(record.app))
+            self.record = fork(self._contexts, record, self._source.before)
+            self._forked = True
+        app, name, level = self.record.app, self.record.name, run.request.level
+        moved = self._contexts.moving(app, name, level)
+        self.record = self._base = self._contexts.at_level(app, name, level)
+        super().begin(run)
+        self.restoration = dataclasses.replace(self.restoration, moved=moved)
+
+    def finish(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        kept = False
+        try:
+            super().finish(run)
+            kept = run.finish_reason is not None
+        finally:
+            if self._forked and not kept and not self._deleted:
+                self._deleted = True
+                with contextlib.suppress(JaxllmError):
+                    self._contexts.delete(self.record.name)
+                self._contexts.pending_errors.forget(self.record.name)
+
+    def failed(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        super().failed(run)
+        if self._deleted:
+            self._contexts.pending_errors.forget(self.record.name)
+
+
+def live_turns(
+    service: LLMService, adapters: Adapters, limits_of: Callable[[str], AppLimits]
+) -> ContextTurns | None:
+    """The turns in a service's contexts; None where it keeps none."""
+    contexts = service.contexts
+    if contexts is None:
+        return None
+    return ContextTurns(
+        contexts,
+        service.profile,
+        functools.partial(LiveTurnCall, contexts),
+        adapters,
+        limits_of,
+        margin=service.planner.safety_margin,
+    )
+
+
+def open_service(options: ServerOptions, speculation: SpeculationOptions | None = None) -> OpenedService:
     """Opens the model of a service and its adapters.
 
     Raises:
@@ -71,7 +201,7 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         planner = planner_of(engine, profile, margin=SafetyMargin())
         service = LLMService.of_engine(engine, planner, profile, contexts)
         opened.callback(service.close)
-        found = Opened(service, Adapters(engine.model, options.adapter_options()))
+        found = OpenedService(service, Adapters(engine.model, options.adapter_options()), options)
         opened.pop_all()
     return found
 
@@ -88,7 +218,7 @@ def _prepare(engine: Engine[LoadedModel], stages: "_Stages", *, forks: bool) -> 
     buckets: list[Bucket] = []
     with contextlib.suppress(ConfigError):
         # Where weights are streamed, texts are not embedded, and who asks is told so.
-        buckets += engine.runner.scorer().embedding_buckets()
+        buckets += Scorer(engine.runner).embedding_buckets()
     if forks:
         buckets += [each for level in engine.levels for each in engine.runner_at(level).fork_buckets()]
     engine.runner.fill(buckets, stages)
@@ -106,3 +236,50 @@ class _Stages:
         if stage != self._stage:
             self._stage = stage
             _log.info("opening the model: %s", stage)
+
+
+# Rank of adapters that are loaded later, where the options name none.
+_RANK = 16
+
+
+class EngineShape(NamedTuple):
+    """What an engine must be opened with, so that it takes a service's adapters.
+
+    Attributes:
+      rank: `EngineOptions.adapter_rank`.
+      targets: `EngineOptions.adapter_targets`.
+      given_bytes: that the given adapters will take at all levels.
+    """
+
+    rank: int = 0
+    targets: tuple[str, ...] = ()
+    given_bytes: int = 0
+
+
+def engine_shape(
+    options: AdapterOptions, model: str | Path | None, levels: Sequence[int] = ()
+) -> EngineShape:
+    """The shape of adapters as the options have it, else as large as the given ones need.
+
+    Args:
+      options: of the adapters.
+      model: of the service.
+      levels: that it serves, in percent; empty for all that it has.
+
+    Raises:
+      JaxllmError: the model or an adapter cannot be read.
+    """
+    if not options.any:
+        return EngineShape()
+    with open_model(model) as bundle:
+        found = [read_adapter_of(bundle, each) for each in options.given.values()]
+        cfg = bundle.cfg
+    others = options.folder is not None
+    rank = options.rank or max([rank_of(adapter) for _, adapter in found] + [_RANK] * others)
+    wanted = {each for lora, _ in found for each in lora.targets} | {*(LoraConfig.targets * others)}
+    targets = options.targets or tuple(each for each in TARGETS if each in wanted)
+    names = adapted_parameters(cfg, targets)
+    factors = [shape for name in names for shape in adapter_shapes(cfg, name, rank)]
+    size = 4 * sum(map(math.prod, factors))
+    served = {*(levels or levels_of(model)), WHOLE}
+    return EngineShape(rank, targets, size * len(served) * len(found))

@@ -1,4 +1,5 @@
-"""Records who is at the other end of a connection, and closes connections that are slow to send a request.
+"""Records who is at the other end of a connection, and closes connections that are slow to send a request, or
+have sent none when there are too many.
 
 Over a Unix socket the kernel says which process connected (SO_PEERCRED); over TCP there is an address. Both
 are taken from the socket itself, never from headers, and travel in the ASGI scope.
@@ -16,6 +17,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import ConfigError
+from jaxllm.options import check_options, option
+from jaxllm.serving.host.open_files import most_connections
 
 if TYPE_CHECKING:
     import asyncio
@@ -72,11 +75,14 @@ class PeerOptions:
       head_timeout_s: most seconds from a connection, or from the end of an answer's request on, to the end of
         a request's headers.
       body_timeout_s: most seconds for a request's body.
+      connections: most at a time; a further one has the one closed that has waited longest for its request. 0
+        for as many as this process may have files, less a reserve.
     """
 
     apps: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    head_timeout_s: float = 20.0
-    body_timeout_s: float = 60.0
+    head_timeout_s: float = option(20.0, above=0, below=1e6)
+    body_timeout_s: float = option(60.0, above=0, below=1e6)
+    connections: int = option(0, low=0)
 
     def __post_init__(self) -> None:
         for rule, app in self.apps.items():
@@ -85,11 +91,7 @@ class PeerOptions:
                     f"a rule for apps is uid:NUMBER, exe:/PATH or uid:NUMBER,exe:/PATH, got {rule!r:.80}"
                 )
             require_app(app)
-        for name in ("head_timeout_s", "body_timeout_s"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 < value < 1e6:
-                raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r:.80}")
+        check_options(self)
         object.__setattr__(self, "apps", MappingProxyType(dict(self.apps)))
 
 
@@ -154,7 +156,11 @@ def protocol(options: PeerOptions | None = None) -> "type[HttpToolsProtocol]":
     Run uvicorn with `proxy_headers=False`: who calls is never taken from a header.
     """
     options = options or PeerOptions()
+    most = options.connections or most_connections()
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    # Connections whose request has not arrived, in the order in which they began to wait for it.
+    waiting: dict[HttpToolsProtocol, None] = {}
 
     class PeerProtocol(HttpToolsProtocol):
         _peer: Peer
@@ -172,7 +178,10 @@ def protocol(options: PeerOptions | None = None) -> "type[HttpToolsProtocol]":
                 self._peer = Peer()
                 transport.abort()
                 return
+            if len(self.connections) > most:
+                self._make_room()
             self._await(options.head_timeout_s)
+            waiting[self] = None
 
         def data_received(self, data: bytes) -> None:
             self._received += len(data)
@@ -199,6 +208,7 @@ def protocol(options: PeerOptions | None = None) -> "type[HttpToolsProtocol]":
 
         def on_message_complete(self) -> None:
             self._received = self._body = 0
+            waiting.pop(self, None)
             self._await(None)
             super().on_message_complete()
 
@@ -207,10 +217,19 @@ def protocol(options: PeerOptions | None = None) -> "type[HttpToolsProtocol]":
             # The next request of the connection may have begun, or even be complete.
             if self._deadline is None and self.cycle is not None and self.cycle.response_complete:
                 self._await(options.head_timeout_s)
+                waiting[self] = None
 
         def connection_lost(self, exc: Exception | None) -> None:
+            waiting.pop(self, None)
             self._await(None)
             super().connection_lost(exc)
+
+        def _make_room(self) -> None:
+            """Closes the connection that has waited longest for its request, or this one if all have one."""
+            oldest = next(iter(waiting), self)
+            waiting.pop(oldest, None)
+            self.logger.warning("more than %d connections: one whose request has not arrived is closed", most)
+            oldest.transport.abort()
 
         def _await(self, seconds: float | None) -> None:
             """Closes the connection in so many seconds, in place of an earlier deadline; None for never."""

@@ -4,10 +4,9 @@ same instruction, need not wait for what was computed before."""
 import dataclasses
 import threading
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Any, Protocol
 
-from jaxllm.kv.cache import KVCache
-from serving.request import Session
+from jaxllm.serving.engine.request import Session
 
 # Fewer common tokens are computed as soon as found.
 _LEAST_COMMON = 16
@@ -25,7 +24,7 @@ class Forks(Protocol):
     @property
     def lock(self) -> threading.RLock: ...  # noqa: D102
 
-    def fork(self, cache: KVCache, tokens: int, /) -> KVCache:
+    def fork(self, cache: Any, tokens: int, /) -> Any:
         """The first `tokens` tokens of a cache, which stays as it is. Under `lock`."""
         ...
 
@@ -40,7 +39,7 @@ class _Kept:
 
 class PrefixSessions:
     """Ended sessions of apps, the least recently used first; for one thread. A holding of the governor (see
-    `serving.server.governor.Holding`).
+    `jaxllm.serving.server.memory.Holding`).
 
     A session is used for its own app alone. The conversation that it belongs to takes it; another prompt that
     begins in the same way, such as with the same instruction, gets a copy of what both have, which takes no

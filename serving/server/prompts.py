@@ -2,18 +2,20 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from datetime import datetime
 
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
+from jaxllm.serving.contexts.turn_ids import conversation_turn_ids, turn_ids
+from jaxllm.serving.elastic.objectives import Cost, EndToEnd, Latency, Objective
+from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.images.encoded import EncodedImage
+from jaxllm.serving.images.prompt import with_images
+from jaxllm.serving.server.calls import Call, Conversation
 from jaxllm.text.droppable import PromptTokens, conversation_tokens, prompt_tokens
 from jaxllm.text.prompts import Prompt, prompt_ids, reads_sources, source_prompt
 from jaxllm.text.tokenizer import Tokenizer
-from serving.images.encoded import EncodedImage
-from serving.images.prompt import with_images
-from serving.planning.objectives import Cost, EndToEnd, Latency, Objective
-from serving.prompt_rows import PromptRows
-from serving.server.calls import Call, Conversation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +83,60 @@ def prompt_of(tokenizer: Tokenizer, call: Call) -> PromptTokens:
             source = source_prompt(call.prompt.messages, call.prompt.tools, task=call.config.task)
             return prompt_tokens(tokenizer, source)
         return conversation_tokens(
-            tokenizer, call.prompt.messages, tools=call.prompt.tools, now=datetime.now()
+            tokenizer,
+            call.prompt.messages,
+            tools=call.prompt.tools,
+            continue_final=call.prompt.continue_final,
+            now=datetime.now(),
         )
     if call.shorten and isinstance(call.prompt, str) and call.prompt:
         return prompt_tokens(tokenizer, Prompt(user=call.prompt, form="text", task=call.config.task))
     return PromptTokens.of_ids(prompt_ids_of(tokenizer, call.prompt, call.config.task))
+
+
+def content_tokens(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, ...]) -> int:
+    """About how many tokens a turn has, where its context is known to the engine's thread alone."""
+    if isinstance(prompt, tuple):
+        return len(prompt)
+    texts = [prompt] if isinstance(prompt, str) else [str(each.get("content")) for each in prompt.messages]
+    count = sum(len(tokenizer.encode(text, add_special_tokens=False, special=False)) for text in texts)
+    return count + sum(len(image.rows) for image in images_of(prompt))
+
+
+def call_turn_ids(
+    tokenizer: Tokenizer, call: Call, before: Sequence[int]
+) -> tuple[Sequence[int], PromptRows | None]:
+    """The tokens that a call adds to a context's tokens `before`, and prompt embeddings in place of some.
+
+    Raises:
+      ConfigError, ContextOverflow: the prompt is empty, or no turn (see `conversation_turn_ids`).
+    """
+    prompt, now = call.prompt, datetime.now()
+    if isinstance(prompt, str):
+        return turn_ids(tokenizer, before, prompt, now=now), None
+    if not isinstance(prompt, Conversation):
+        if not prompt:
+            raise ConfigError("the prompt is empty; give it at least one token")
+        return prompt, None
+    ids = conversation_turn_ids(
+        tokenizer,
+        before,
+        prompt.messages,
+        tools=prompt.tools,
+        continue_final=prompt.continue_final,
+        now=now,
+    )
+    if not prompt.images:
+        return ids, None
+    whole, rows = with_images(tokenizer, PromptTokens.of_ids(ids), prompt.images)
+    return whole.ids.tolist(), rows
+
+
+def rendered(tokenizer: Tokenizer, prompt: Conversation) -> str:
+    """The text of a conversation by the chat template; raises ConfigError, TemplateError, ContextOverflow."""
+    return tokenizer.render_chat(
+        list(prompt.messages), tools=prompt.tools, continue_final=prompt.continue_final, now=datetime.now()
+    )
 
 
 def prompt_ids_of(
@@ -107,7 +158,14 @@ def prompt_ids_of(
     if task:
         # Refused, as there are no tasks of a decoder.
         tokenizer.files.source_text("", task)
-    return tuple(tokenizer.encode_chat(list(prompt.messages), tools=prompt.tools, now=datetime.now()))
+    return tuple(
+        tokenizer.encode_chat(
+            list(prompt.messages),
+            tools=prompt.tools,
+            continue_final=prompt.continue_final,
+            now=datetime.now(),
+        )
+    )
 
 
 def guided(call: Call) -> Call:

@@ -16,8 +16,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxllm.errors import ConfigError
-from serving.planning.planner import Load
-from serving.server.calls import Priority
+from jaxllm.options import check_options, option
+from jaxllm.serving.elastic.planner import Load
+from jaxllm.serving.server.calls import Priority
 
 # Largest share of the engine's time that decoding runs are expected to take from a prefill.
 _MOST_DECODING = 0.8
@@ -41,27 +42,20 @@ class SchedulerOptions:
       foreground_tpot_ms, background_tpot_ms: per further token.
     """
 
-    queued: int = 64
-    app_queued: int = 32
-    running: int = 10
-    background_running: int = 6
-    reserved_running: int = 2
-    batch_rows: int = 8
-    patience_ms: float = 10_000.0
-    foreground_ttft_ms: float = 1_000.0
-    background_ttft_ms: float = 60_000.0
-    foreground_tpot_ms: float = 200.0
-    background_tpot_ms: float = 2_000.0
+    queued: int = option(64, low=1)
+    app_queued: int = option(32, low=1)
+    running: int = option(10, low=1)
+    background_running: int = option(6, low=1)
+    reserved_running: int = option(2, low=0)
+    batch_rows: int = option(8, low=1)
+    patience_ms: float = option(10_000.0, above=0, below=math.inf)
+    foreground_ttft_ms: float = option(1_000.0, above=0, below=math.inf)
+    background_ttft_ms: float = option(60_000.0, above=0, below=math.inf)
+    foreground_tpot_ms: float = option(200.0, above=0, below=math.inf)
+    background_tpot_ms: float = option(2_000.0, above=0, below=math.inf)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_ms"):
-                number = isinstance(value, int | float) and not isinstance(value, bool)
-                if not number or not 0 < value < math.inf:
-                    raise ConfigError(f"{field.name} must be milliseconds above 0, got {value!r:.80}")
-            elif type(value) is not int or value < (0 if field.name == "reserved_running" else 1):
-                raise ConfigError(f"{field.name} must be a whole number above 0, got {value!r:.80}")
+        check_options(self)
         if self.reserved_running >= self.running:
             raise ConfigError(
                 f"reserved_running must be less than running, got {self.reserved_running} of {self.running}"
@@ -94,6 +88,7 @@ class Work:
       tpot_ms: see `token_ms`.
       batchable: whether it may be decoded with others.
       adapter: that answers; calls with different ones are not decoded together.
+      ready: whether its next dispatch need not wait for its grammar.
     """
 
     id: int
@@ -101,14 +96,15 @@ class Work:
     priority: Priority = "foreground"
     since_ms: float
     due_ms: float
-    left_ms: float = 0.0
-    rest_ms: float = 0.0
+    left_ms: float = option(0.0, above=0, below=math.inf)
+    rest_ms: float = option(0.0, above=0, below=math.inf)
     stage: str = "start"
     context_bytes: int = 0
-    token_ms: float = 0.0
+    token_ms: float = option(0.0, above=0, below=math.inf)
     tpot_ms: float = math.inf
     batchable: bool = False
     adapter: str = ""
+    ready: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +150,7 @@ class Action:
 
 def next_action(queue: Queue, options: SchedulerOptions) -> Action:
     """What the engine does next; "idle" only where nothing can be done."""
-    candidates = [each for each in queue.work if each.stage != "start"]
+    candidates = [each for each in queue.running if each.ready]
     candidates += startable(queue, options)
     if not candidates:
         return Action("idle")
@@ -187,7 +183,8 @@ def startable(queue: Queue, options: SchedulerOptions) -> list[Work]:
     found = [
         each
         for each in queue.waiting
-        if (free if each.app not in apps else shared) > 0
+        if each.ready
+        and (free if each.app not in apps else shared) > 0
         and (each.priority == "foreground" or background > 0)
     ]
     fitting = _fitting(found, queue.context_bytes, sum(each.context_bytes for each in running))

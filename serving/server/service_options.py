@@ -15,20 +15,19 @@ from typing import Any
 
 import click
 
-from jaxllm.bundle import SUFFIX
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.option_types import Size
-from serving.contexts.options import ContextOptions
-from serving.options import BATCH_ROWS
-from serving.planning.objectives import Binding
-from serving.server.adapters import ADAPTER_BYTES, ADAPTERS, AdapterOptions
-from serving.server.guard import LOOPBACK_HOSTS, GuardOptions
-from serving.server.limits import Limits, limits_of
-from serving.server.memory import PREFIX_BYTES, MemoryOptions
-from serving.server.objectives import bound
-from serving.server.peer import PeerOptions, require_app
-from serving.server.scheduler import SchedulerOptions
+from jaxllm.options import check_options, option
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.elastic.objectives import Binding
+from jaxllm.serving.server.adapters import ADAPTER_BYTES, ADAPTERS, AdapterOptions
+from jaxllm.serving.server.guard import LOOPBACK_HOSTS, GuardOptions
+from jaxllm.serving.server.limits import Limits, limits_of
+from jaxllm.serving.server.memory import PREFIX_BYTES, MemoryOptions
+from jaxllm.serving.server.objectives import bound
+from jaxllm.serving.server.peer import PeerOptions, require_app
+from jaxllm.serving.server.scheduler import SchedulerOptions
 
 DEFAULT_HTTP = "127.0.0.1:8080"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -58,6 +57,7 @@ class ServerOptions:
       memory: most bytes of the process; 0 for no limit.
       prefix_memory: most bytes of the caches of ended answers, with which a conversation that is sent again
         goes on; 0 keeps none.
+      model_sampling: sample as the model's authors advise where a call names no sampling.
       draft: as `jaxllm generate --draft` takes it; empty for its default.
       batch_rows: numbers of answers that are decoded together, where native kernels read the weights;
         empty for one by one.
@@ -71,8 +71,6 @@ class ServerOptions:
       images: answer images, too, where the model has an encoder of them: its weights and all of the model's
         are in memory then; else texts alone.
       attend_coded: answers in contexts attend to stored chunks where they lie (see `EngineOptions`).
-      idle_work: when contexts are worked for while nothing runs (see `ContextOptions.idle_work`); empty for
-        its default.
       share_across_apps: contexts may take the beginnings of other apps' contexts (see `ContextOptions`).
       adapter: low-rank adapters that calls may name: name -> folder in PEFT's layout.
       adapters: folder in which lie those that operators may load while the service runs; None for no others.
@@ -91,34 +89,34 @@ class ServerOptions:
     model: str = ""
     http: str = ""
     socket: Path | None = None
-    socket_mode: int = 0o600
+    socket_mode: int = option(0o600, low=1, high=_MOST_MODE)
     remote: bool = False
     keys: Path | None = None
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     apps: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    context_tokens: int = 0
-    memory: int = 0
-    prefix_memory: int = PREFIX_BYTES
+    context_tokens: int = option(0, low=0)
+    memory: int = option(0, low=0)
+    prefix_memory: int = option(PREFIX_BYTES, low=0)
+    model_sampling: bool = True
     draft: str = ""
     contexts: Path | None = None
-    context_budget: int = 0
+    context_budget: int = option(0, low=0)
     follow_pressure: bool = False
     context_keys: Path | None = None
-    idle_work: str = ""
     share_across_apps: bool = False
     attend_coded: bool = False
     images: bool = True
-    batch_rows: tuple[int, ...] = BATCH_ROWS
+    batch_rows: tuple[int, ...] = option(lambda: _batch_rows(), ascending=True)
     adapter: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     adapters: Path | None = None
-    adapter_rank: int = 0
+    adapter_rank: int = option(0, low=0)
     adapter_targets: tuple[str, ...] = ()
-    adapter_memory: int = ADAPTER_BYTES
-    adapter_count: int = ADAPTERS
+    adapter_memory: int = option(ADAPTER_BYTES, low=1)
+    adapter_count: int = option(ADAPTERS, low=1)
     log_level: str = "info"
-    levels: tuple[int, ...] = ()
-    drain_s: float = 30.0
+    levels: tuple[int, ...] = option((), low=1, high=WHOLE, ascending=True)
+    drain_s: float = option(30.0, low=0, high=_MOST_DRAIN_S)
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
     limits: Limits = dataclasses.field(default_factory=Limits)
     objectives: Mapping[str, Binding] = dataclasses.field(default_factory=dict)
@@ -126,45 +124,14 @@ class ServerOptions:
     @property
     def model_name(self) -> str:
         """The model's name in calls: as it was asked for, without folder and suffix."""
-        return Path(self.model).name.removesuffix(SUFFIX) if self.model else "default"
+        return Path(self.model).name.removesuffix(".jaxllm") if self.model else "default"
 
     def __post_init__(self) -> None:
-        for name, kind in {
-            "model": str,
-            "http": str,
-            "draft": str,
-            "idle_work": str,
-            **dict.fromkeys(
-                ("remote", "follow_pressure", "share_across_apps", "attend_coded", "images"), bool
-            ),
-        }.items():
-            if not isinstance(value := getattr(self, name), kind):
-                raise ConfigError(f"{name} must be {_KINDS[kind]}, got {value!r:.80}")
-        for name in _PATHS:
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, str | Path) and str(value)):
-                raise ConfigError(f"{name} must be a path, got {value!r:.80}")
-            object.__setattr__(self, name, None if value is None else Path(value))
-        for name in ("context_tokens", "memory", "context_budget", "prefix_memory"):
-            if type(value := getattr(self, name)) is not int or value < 0:
-                raise ConfigError(f"{name} must be a whole number from 0 up, got {value!r:.80}")
+        check_options(self)
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r:.80}")
-        if type(self.socket_mode) is not int or not 0 < self.socket_mode <= _MOST_MODE:
-            raise ConfigError(f"socket_mode must be permissions such as 0o660, got {self.socket_mode!r:.80}")
-        number = isinstance(self.drain_s, int | float) and not isinstance(self.drain_s, bool)
-        if not number or not 0 <= self.drain_s <= _MOST_DRAIN_S:
-            raise ConfigError(
-                f"drain_s must be seconds from 0 to {_MOST_DRAIN_S:.0f}, got {self.drain_s!r:.80}"
-            )
-        rows = self.batch_rows
-        whole = isinstance(rows, tuple) and all(type(each) is int for each in rows)
-        if not whole or not set(rows) <= set(BATCH_ROWS) or list(rows) != sorted(set(rows)):
-            raise ConfigError(f"batch_rows must be ascending and among {BATCH_ROWS}, got {rows!r:.80}")
-        levels = self.levels
-        whole = isinstance(levels, tuple) and all(type(each) is int for each in levels)
-        if not whole or list(levels) != sorted(set(levels)) or not all(0 < each <= WHOLE for each in levels):
-            raise ConfigError(f"levels must be ascending percents up to {WHOLE}, got {levels!r:.80}")
+        if self.batch_rows and not set(self.batch_rows) <= set(_batch_rows()):
+            raise ConfigError(f"batch_rows must be among {_batch_rows()}, got {self.batch_rows!r:.80}")
         if self.http:
             address_of(self.http)
         if not isinstance(self.apps, Mapping):
@@ -202,9 +169,6 @@ class ServerOptions:
         Raises:
           ConfigError: a host or an origin is malformed.
         """
-        for name in ("hosts", "origins"):
-            if not isinstance(getattr(self, name), tuple):
-                raise ConfigError(f"{name} must be a list of names, got {getattr(self, name)!r:.80}")
         own = () if self.address is None else (_in_brackets(self.address[0]),)
         return GuardOptions(
             hosts=tuple(dict.fromkeys((*LOOPBACK_HOSTS, *own, *self.hosts))), origins=self.origins
@@ -216,7 +180,7 @@ class ServerOptions:
         Raises:
           ConfigError: there are options of contexts, and no folder for them.
         """
-        for name in ("context_budget", "context_keys", "idle_work", "share_across_apps", "attend_coded"):
+        for name in ("context_budget", "context_keys", "share_across_apps", "attend_coded"):
             if getattr(self, name) and self.contexts is None:
                 raise ConfigError(f"{name} needs a folder for contexts: give the option contexts, too")
         if self.contexts is None:
@@ -229,7 +193,6 @@ class ServerOptions:
             app_quota_bytes=limits["app_quota_bytes"],
             encryption=self.context_keys,
             share_across_apps=self.share_across_apps,
-            idle_work=self.idle_work or ContextOptions.idle_work,  # pyright: ignore[reportArgumentType]: checked
         )
 
     def memory_options(self) -> MemoryOptions:
@@ -262,9 +225,15 @@ class ServerOptions:
         return PeerOptions(apps=self.apps)
 
 
-_FLAGS = ("remote", "follow_pressure", "share_across_apps", "attend_coded", "images")
 _PATHS = ("socket", "keys", "contexts", "context_keys", "adapters")
-_KINDS = {str: "text", bool: "true or false"}
+
+
+def _batch_rows() -> tuple[int, ...]:
+    """The numbers of answers that buckets decode together."""
+    # Imported here, because a service of exported programs runs without JAX.
+    from jaxllm.serving.ground.options import BATCH_ROWS
+
+    return BATCH_ROWS
 
 
 def address_of(text: str) -> tuple[str, int]:
@@ -331,11 +300,6 @@ def _size(name: str, value: Any) -> Any:
         raise ConfigError(f"{name}: {error.message}") from error
 
 
-def _list(name: str, value: Any) -> Any:
-    del name
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _scheduler(name: str, value: Any) -> SchedulerOptions:
     _require_known(value, SchedulerOptions, f"key of [{name}]")
     return SchedulerOptions(**value)
@@ -370,11 +334,6 @@ _CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "memory": _size,
     "context_budget": _size,
     "prefix_memory": _size,
-    "hosts": _list,
-    "origins": _list,
-    "batch_rows": _list,
-    "levels": _list,
-    "adapter_targets": _list,
     "adapter_memory": _size,
     "scheduler": _scheduler,
     "limits": _limits,

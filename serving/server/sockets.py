@@ -10,8 +10,8 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 from jaxllm.errors import ConfigError
-from serving.server.identity import Identity
-from serving.server.service_options import ServerOptions
+from jaxllm.serving.server.identity import Identity
+from jaxllm.serving.server.service_options import ServerOptions
 
 _BACKLOG = 512
 _FIRST_PASSED = 3

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxllm.speculative.calibration import Calibration, outcomes
-from jaxllm.speculative.tree import TokenTree
+from jaxllm.speculation.tree import Calibration, TokenTree, outcomes
 
 # Temperatures that share counts are rounded to the same multiple of this.
 _APART = 0.25

@@ -3,12 +3,54 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.speculative.token_tree import TokenTree
-from serving.host.progress import Progress
+from jaxllm.serving.host.progress import Progress
+from jaxllm.speculation.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from jaxllm.bundle import Bundle
+    from jaxllm.serving.ground.options import EngineOptions
+    from jaxllm.serving.runners.level_runner import LevelRunner
+    from jaxllm.serving.runners.resident import ResidentRunner
+    from jaxllm.text.tokenizer import Tokenizer
+
+
+class Target(Protocol):
+    """The open model that drafts are for (`jaxllm.serving.opening.loading.LoadedModel`).
+
+    Attributes:
+      bundle: the open model file.
+      options: resolved options.
+      tokenizer: the model's.
+      streamed: reads the weights while the model runs; None where all are in memory.
+    """
+
+    @property
+    def bundle(self) -> "Bundle": ...  # noqa: D102
+
+    @property
+    def options(self) -> "EngineOptions": ...  # noqa: D102
+
+    @property
+    def tokenizer(self) -> "Tokenizer": ...  # noqa: D102
+
+    @property
+    def streamed(self) -> Any: ...  # noqa: D102
+
+    def runner(self, level: int) -> "LevelRunner":
+        """The runner of a level."""
+        ...
+
+    def resident_runner(self, level: int) -> "ResidentRunner":
+        """The runner of a level; raises ConfigError unless all weights are in memory."""
+        ...
+
+    def beside(self, bundle: "Bundle", options: "EngineOptions", progress: Progress | None) -> "Target":
+        """Opens another model, which drafts."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +61,7 @@ class Growing:
       alpha: no branch is more confident than this.
       most: so many nodes are enough.
       temperature: of the target's sampler; 0 takes the likeliest token.
-      run, branch, free_runs: see `jaxllm.speculative.tree_size.Worth`.
+      run, branch, free_runs: see `jaxllm.speculation.token_tree.Worth`.
       depth: no node is deeper, since no more tokens are wanted.
       stop_ids: tokens after which there are none, padded as `Decoding.decode` takes them; empty for none.
     """

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 
 from jaxllm.kv.cache import KVCache
-from jaxllm.speculative.tree import TokenTree
-from jaxllm.steps.drafting import DraftEnd
-from serving.runners.resident import ResidentRunner
-from serving.runners.tree_growth import Nodes, TreeGrowth
-from serving.speculation.confidence import Confidence
-from serving.speculation.drafter import Growing
-from serving.speculation.options import TreeShape
-from serving.speculation.payoff import running_mean
-from serving.speculation.size_cost import SizeCost
-from serving.text_stream import MAX_STOP_IDS
+from jaxllm.serving.ground.speculation_options import TreeShape
+from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
+from jaxllm.serving.runners.resident import ResidentRunner
+from jaxllm.serving.speculation.confidence import Confidence
+from jaxllm.serving.speculation.drafter import Growing
+from jaxllm.serving.speculation.payoff import running_mean
+from jaxllm.serving.speculation.size_cost import SizeCost
+from jaxllm.serving.speculation.tree_growth import Nodes, TreeGrowth
+from jaxllm.speculation.tree import TokenTree
+from jaxllm.steps.trees import DraftEnd
 
 # A run while weights are read takes at most so many times as long as one before.
 _MOST_TIMES = 3.0

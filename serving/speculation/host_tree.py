@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 
-from jaxllm.speculative.token_tree import TokenTree
+from jaxllm.speculation.token_tree import TokenTree
 
 
 def root_alone(root: int, room: int) -> TokenTree:
-    """A tree of one root (see `jaxllm.speculative.tree.new_tree`)."""
+    """A tree of one root (see `jaxllm.speculation.tree.new_tree`)."""
     first = np.arange(room) == 0
     return _tree(
         tokens=np.where(first, np.int32(root), np.int32(0)),
@@ -111,7 +111,7 @@ def united(tree: TokenTree, other: TokenTree) -> tuple[TokenTree, np.ndarray]:
 
 
 def accepted_path(tree: TokenTree, chosen: np.ndarray) -> np.ndarray:
-    """The accepted nodes `[n]` int32, from the root on (see `jaxllm.speculative.tree.accepted_nodes`);
+    """The accepted nodes `[n]` int32, from the root on (see `jaxllm.speculation.tree.accepted_nodes`);
     `chosen` `[M]` is the target's next token after each node."""
     parents, tokens, path = np.asarray(tree.parents), np.asarray(tree.tokens), [0]
     for node in range(1, int(tree.count)):

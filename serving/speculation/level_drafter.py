@@ -3,23 +3,23 @@
 from collections.abc import Callable
 
 from jaxllm.config import WHOLE
-from jaxllm.elastic.submodel import with_weights
+from jaxllm.elastic.ladder import with_weights
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params
-from serving.buckets.bucket_table import BucketTable
-from serving.host.progress import Progress
-from serving.loading import LoadedModel
-from serving.options import EngineOptions
-from serving.runners.level_runner import LevelRunner
-from serving.runners.resident import ResidentRunner
-from serving.speculation.model_drafter import ModelDrafter
-from serving.speculation.options import SpeculationOptions
-from serving.weights.model_level import ModelLevel
-from serving.weights.streamed import StreamedWeights
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.runners.level_runner import LevelRunner
+from jaxllm.serving.runners.resident import ResidentRunner
+from jaxllm.serving.speculation.drafter import Target
+from jaxllm.serving.speculation.model_drafter import ModelDrafter
+from jaxllm.serving.weights.model_level import ModelLevel
+from jaxllm.serving.weights.streamed import StreamedWeights
 
 
 def level_drafter(
-    target: LoadedModel, level: int, options: SpeculationOptions, progress: Progress | None = None
+    target: Target, options: SpeculationOptions, progress: Progress | None = None
 ) -> ModelDrafter:
     """A drafter that is one of the target's levels.
 
@@ -27,7 +27,7 @@ def level_drafter(
       ConfigError: the target does not serve the level, or its weights are streamed in a form of
         which no level can stay in memory.
     """
-    del level, progress
+    del progress
     if target.streamed is None:
         return ModelDrafter(target.resident_runner(options.level), options)
     runner, streamed = target.runner(options.level), target.streamed
@@ -40,7 +40,7 @@ def level_drafter(
     return ModelDrafter(streamed_drafting_runner(target, options.level, streamed), options)
 
 
-def streamed_drafting_runner(target: LoadedModel, level: int, streamed: StreamedWeights) -> ResidentRunner:
+def streamed_drafting_runner(target: Target, level: int, streamed: StreamedWeights) -> ResidentRunner:
     """A runner of a level by the weights that stay in memory while the target's are streamed."""
     staying = streamed.part_weights()
     whole = target.runner(WHOLE)

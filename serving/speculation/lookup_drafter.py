@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.speculative.token_tree import TokenTree
-from serving.host.progress import Progress
-from serving.speculation.drafter import Drafter, DrafterMemory, Growing
-from serving.speculation.host_tree import united
-from serving.speculation.ngram_drafter import NgramDrafter
-from serving.speculation.options import TreeShape
+from jaxllm.serving.ground.speculation_options import TreeShape
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.speculation.drafter import Drafter, DrafterMemory, Growing
+from jaxllm.serving.speculation.host_tree import united
+from jaxllm.serving.speculation.ngram_drafter import NgramDrafter
+from jaxllm.speculation.token_tree import TokenTree
 
 
 class LookupDrafter:

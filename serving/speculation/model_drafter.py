@@ -11,21 +11,20 @@ from jaxllm.bundle import Bundle
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache
-from jaxllm.models.rooms import require_room
-from jaxllm.speculative.tree import TokenTree
-from serving.bundles import open_model
-from serving.host.progress import Progress
-from serving.loading import LoadedModel
-from serving.request import common_prefix
-from serving.runners.resident import ResidentRunner
-from serving.runners.runner import prefill_prompt
-from serving.speculation.confidence import Confidence
-from serving.speculation.drafter import DrafterMemory, Growing, require_same_kind
-from serving.speculation.grower import Grower, GrowingDrafter
-from serving.speculation.host_tree import on_host, root_alone
-from serving.speculation.options import SpeculationOptions
-from serving.speculation.shared_rows import has_own_rows, with_rows
-from serving.weights.footprint import cache_bytes, draft_options
+from jaxllm.models.features import require_room
+from jaxllm.serving.engine.request import common_prefix
+from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.runners.resident import ResidentRunner
+from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.serving.speculation.confidence import Confidence
+from jaxllm.serving.speculation.drafter import DrafterMemory, Growing, Target, require_same_kind
+from jaxllm.serving.speculation.grower import Grower, GrowingDrafter
+from jaxllm.serving.speculation.host_tree import on_host, root_alone
+from jaxllm.serving.speculation.shared_rows import has_own_rows, with_rows
+from jaxllm.serving.weights.footprint import cache_bytes, draft_options
+from jaxllm.speculation.tree import TokenTree
 
 # While the target waits for weights, drafting never ends for lack of confidence: the device would be idle.
 _ANY_CONFIDENCE = 1e-30
@@ -34,7 +33,7 @@ _PRUNED_SHARE = 0.75
 
 
 def model_drafter(
-    target: LoadedModel, level: int, options: SpeculationOptions, progress: Progress | None = None
+    target: Target, options: SpeculationOptions, progress: Progress | None = None
 ) -> "ModelDrafter":
     """A drafter with a model of the target's tokenizer.
 
@@ -42,13 +41,12 @@ def model_drafter(
       ConfigError: its tokenizer differs from the target's.
       CheckpointError: it cannot be opened.
     """
-    del level
     bundle = open_model(options.model)
     require_same_kind(bundle.path, bundle.cfg, target.bundle.path, target.bundle.cfg)
     require_room(bundle.cfg, "drafter")
     wanted = draft_options(bundle.cfg, options, target.options.context_tokens)
     wanted = dataclasses.replace(wanted, buckets_bytes=target.options.buckets_bytes)
-    draft = LoadedModel(bundle, wanted, progress)
+    draft = target.beside(bundle, wanted, progress)
     if not draft.tokenizer.same_tokens(target.tokenizer):
         raise ConfigError(
             f"{bundle.path} has another tokenizer than {target.bundle.path}: a drafter must have the "
@@ -79,7 +77,7 @@ class ModelDrafter(GrowingDrafter):
           runner: of the model.
           options: of speculation.
           own: has the model's weights; None for weights of the target.
-          greedy_temperature: see `serving.speculation.confidence.confidence_temperature`.
+          greedy_temperature: see `jaxllm.serving.speculation.confidence.confidence_temperature`.
           takes_rows: whether it goes on from the target's own keys and values, where its weights are the
             target's at fewer bits; it does not read the tokens itself then.
         """

@@ -13,21 +13,21 @@ import numpy as np
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
-from jaxllm.models.rooms import require_room
-from jaxllm.quant.planes import high_planes
-from jaxllm.speculative.tree import TokenTree
-from serving.host.progress import Progress
-from serving.loading import LoadedModel, require_nested
-from serving.options import EngineOptions
-from serving.runners.resident import ResidentRunner
-from serving.speculation.confidence import Confidence
-from serving.speculation.drafter import Growing
-from serving.speculation.grower import Grower, GrowingDrafter
-from serving.speculation.host_tree import on_host, root_alone
-from serving.speculation.level_drafter import drafting_runner, streamed_drafting_runner
-from serving.speculation.model_drafter import ModelDrafter
-from serving.speculation.options import SpeculationOptions, TreeShape
-from serving.weights.streamed import StreamedWeights
+from jaxllm.models.features import require_room
+from jaxllm.quant.parts import high_planes
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.runners.resident import ResidentRunner
+from jaxllm.serving.speculation.confidence import Confidence
+from jaxllm.serving.speculation.drafter import Growing, Target
+from jaxllm.serving.speculation.grower import Grower, GrowingDrafter
+from jaxllm.serving.speculation.host_tree import on_host, root_alone
+from jaxllm.serving.speculation.level_drafter import drafting_runner, streamed_drafting_runner
+from jaxllm.serving.speculation.model_drafter import ModelDrafter
+from jaxllm.serving.weights.high_planes import require_nested
+from jaxllm.serving.weights.streamed import StreamedWeights
+from jaxllm.speculation.tree import TokenTree
 
 # The temperature at which the high plane's probabilities are those that a greedy target takes its tokens,
 # measured on the packaged models.
@@ -35,7 +35,7 @@ _GREEDY_TEMPERATURE = 0.25
 
 
 def nested_drafter(
-    target: LoadedModel, level: int, options: SpeculationOptions, progress: Progress | None = None
+    target: Target, options: SpeculationOptions, progress: Progress | None = None
 ) -> "NestedDrafter | ModelDrafter":
     """A drafter that reads the high planes of the target's weights, or of one of its levels.
 
@@ -45,7 +45,7 @@ def nested_drafter(
     Raises:
       ConfigError: the target's weights are not nested, or it does not serve the level.
     """
-    del level, progress
+    del progress
     require_room(target.bundle.cfg, "drafter")
     require_nested(target.bundle)
     drafting, streamed = options.level or WHOLE, target.streamed
@@ -63,7 +63,7 @@ def nested_drafter(
     return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE, takes_rows=whole)
 
 
-def high_planes_runner(target: LoadedModel) -> ResidentRunner:
+def high_planes_runner(target: Target) -> ResidentRunner:
     """A runner of the model of 4 bits that the high planes of a target's weights are.
 
     Raises:

@@ -4,18 +4,15 @@ Prompt lookup as in llama.cpp and transformers, but as a tree: each different co
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from jaxllm.speculative.token_tree import TokenTree
-from serving.host.progress import Progress
-from serving.speculation.drafter import Growing
-from serving.speculation.host_tree import grown, root_alone
-from serving.speculation.options import SpeculationOptions, TreeShape
-
-if TYPE_CHECKING:
-    from serving.loading import LoadedModel
+from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.speculation.drafter import Growing, Target
+from jaxllm.serving.speculation.host_tree import grown, root_alone
+from jaxllm.speculation.token_tree import TokenTree
 
 # Lengths of the n-grams that are looked up, the longest first.
 _LENGTHS = (5, 4, 3, 2)
@@ -27,10 +24,10 @@ _END = -1
 
 
 def ngram_drafter(
-    target: "LoadedModel", level: int, options: SpeculationOptions, progress: Progress | None = None
+    target: Target, options: SpeculationOptions, progress: Progress | None = None
 ) -> "NgramDrafter":
     """A drafter without a model."""
-    del target, level, progress
+    del target, progress
     return NgramDrafter(options.trees)
 
 

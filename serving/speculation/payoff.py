@@ -4,7 +4,7 @@ An answer begins with drafts; after some passes a few tokens are decoded without
 The other way is tried again later, because texts and machines change.
 """
 
-from serving.decoding import pace
+from jaxllm.serving.engine.decoding import pace
 
 # Weight of a new measurement in a running mean.
 _NEW_SHARE = 0.25
@@ -35,8 +35,8 @@ class Payoff:
 
     @property
     def pace(self) -> int:
-        """The number of plain tokens of a dispatch (see `serving.decoding.pace`); 1 before any was
-        measured."""
+        """The number of plain tokens of a dispatch (see `jaxllm.serving.engine.decoding.pace`); 1 before any
+        was measured."""
         return pace(self._plain_ms) if self._plain_ms else 1
 
     @property

@@ -1,29 +1,27 @@
 """Decodes speculatively with token trees (LLMCad): the target's own tokens, in fewer passes over its weights.
 
 The drafter grows a tree, the target verifies it in one pass, and accepted tokens go into both caches. The
-tokens are those of plain decoding, because `jaxllm.speculative.acceptance.choices` draws each of them in the
+tokens are those of plain decoding, because `jaxllm.speculation.tree.choices` draws each of them in the
 same way. Any runner can be the target, compiled buckets or exported programs.
 """
 
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from jaxllm.sampling_state import NO_TOKEN, SamplerState
-from jaxllm.speculative.fallback import LEAST, MOST, Fallback
-from jaxllm.speculative.token_tree import TokenTree
-from jaxllm.speculative.tree_size import PassTimes, verified_nodes, worth
-from serving.runners.runner import Runner
-from serving.runners.verdict import Verdict
-from serving.speculation.drafter import Drafter, Growing
-from serving.speculation.host_tree import by_confidence, matching_tokens, open_confidence, some_nodes
-from serving.speculation.lookup_drafter import LookupDrafter
-from serving.speculation.options import SpeculationOptions
-from serving.speculation.payoff import Payoff, running_mean
-from serving.speculation.size_cost import SizeCost
+from jaxllm.sampling_state import NO_TOKEN
+from jaxllm.serving.engine.decoding import Decoding, Drafts
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner
+from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.speculation.drafter import Drafter, Growing
+from jaxllm.serving.speculation.host_tree import by_confidence, matching_tokens, open_confidence, some_nodes
+from jaxllm.serving.speculation.lookup_drafter import LookupDrafter
+from jaxllm.serving.speculation.payoff import Payoff, running_mean
+from jaxllm.serving.speculation.size_cost import SizeCost
+from jaxllm.speculation.token_tree import LEAST, MOST, Fallback, PassTimes, TokenTree, verified_nodes, worth
 
 
 @dataclasses.dataclass
@@ -63,23 +61,20 @@ class SpeculationCounts:
         return self.accepted / self.nodes if self.nodes else 0.0
 
 
-class Speculation:
-    """Decodes with drafts (see `serving.decoding.Decoding`).
+class Speculation(Drafts):
+    """Decodes with drafts (see `jaxllm.serving.engine.decoding.Decoding`).
 
     Attributes:
       runner: of the target; the drafter runs under its lock, too.
       drafter: that grows trees.
       options: of speculation.
       counts: see `SpeculationCounts`.
-      accepted: see `serving.decoding.Decoding`.
       drafting: whether it drafts, where that pays; see `draft`.
     """
 
-    complete, logprobs = False, None
-
     def __init__(self, runner: Runner, drafter: Drafter, options: SpeculationOptions) -> None:
-        self.runner, self.options, self.counts = runner, options, SpeculationCounts()
-        self.accepted: int | None = None
+        super().__init__(runner)
+        self.options, self.counts = options, SpeculationCounts()
         self.drafting = True
         looked_up = options.lookup and options.drafter != "ngram"
         self.drafter = LookupDrafter(drafter, options.trees) if looked_up else drafter
@@ -111,62 +106,38 @@ class Speculation:
         del pace
         return min(remaining, self.options.trees.nodes[-1])
 
-    def first(self, logits: Any, sampler: SamplerState) -> tuple[Any, SamplerState]:
-        """See `serving.decoding.Decoding`."""
-        return self.runner.sample(logits, sampler)
-
-    def decode(
-        self,
-        token: Any,
-        cache: Any,
-        sampler: SamplerState,
-        stop_ids: np.ndarray,
-        limit: int,
-        cached: Sequence[int],
-    ) -> tuple[np.ndarray, int, Any, SamplerState]:
-        """Runs a draft and its verification, or plain decoding where drafting does not pay.
-
-        Args:
-          token: the last token `[1]`, which is not in the cache.
-          cache: donated.
-          sampler: state of the draw.
-          stop_ids: tokens that end the answer.
-          limit: most tokens to decode.
-          cached: tokens in the cache.
-
-        Returns:
-          The next tokens `[1, count]`, their count, the cache and the sampler.
-        """
-        self.accepted, root = None, int(np.asarray(token)[0])
-        cache = dataclasses.replace(cache, length=np.int32(len(cached)))
+    def decode(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
+        """Runs a draft and its verification, or plain decoding where drafting does not pay."""
+        limit, root = row.limit, int(np.asarray(row.token)[0])
+        cache = dataclasses.replace(row.cache, length=np.int32(len(cached)))
+        row = dataclasses.replace(row, cache=cache)
         room = min(cache.capacity_tokens - len(cached), self.options.trees.nodes[-1])
         if not self.drafting:
-            most = self.runner.decode_limit(self._payoff.pace, limit)
-            return self._plain(root, cache, sampler, stop_ids, cached, most)
+            return self._plain(row, cached, self.runner.decode_limit(self._payoff.pace, limit))
         if not self._worthwhile:
             # A block of plain tokens, while drafting pauses.
             most = min(limit, self._payoff.paused_tokens)
-            most = self.runner.decode_limit(self._payoff.pace, most)
-            return self._plain(root, cache, sampler, stop_ids, cached, most)
+            return self._plain(row, cached, self.runner.decode_limit(self._payoff.pace, most))
         if limit < 2 or room < self.options.trees.nodes[0]:
-            return self._plain(root, cache, sampler, stop_ids, cached)
+            return self._plain(row, cached)
         began = time.perf_counter()
         # The root is verified in any case.
         self.runner.expect(np.array([root]))
         most = max(each for each in self.options.trees.nodes if each <= room)
-        growing = self._growing(most, float(sampler.temperature))
+        growing = self._growing(most, float(row.sampler.temperature))
         # The target adds a token of its own.
-        stops = tuple(each for each in stop_ids.tolist() if each >= 0)
+        stops = tuple(each for each in row.stop_ids.tolist() if each >= 0)
         growing = dataclasses.replace(growing, depth=limit - 1, stop_ids=stops)
         tree, cache = self.drafter.grow(cached, root, growing, cache)
+        row = dataclasses.replace(row, cache=cache)
         draft_s = time.perf_counter() - began
         if int(tree.count) < 2:
             # Nothing to verify: a plain token is cheaper.
             if growing.run + growing.branch >= 1:
                 # Not even a certain token would be worth a run of the drafter.
                 self._payoff.pause()
-            return self._plain(root, cache, sampler, stop_ids, cached)
-        return self._verify(tree, min(most, int(tree.count)), draft_s, cache, sampler, limit)
+            return self._plain(row, cached)
+        return self._verify(tree, min(most, int(tree.count)), draft_s, row)
 
     @property
     def payoff(self) -> Payoff:
@@ -179,34 +150,25 @@ class Speculation:
     def _worthwhile(self) -> bool:
         return not self.options.pausing or self._payoff.worthwhile
 
-    def _verify(
-        self,
-        tree: TokenTree,
-        count: int,
-        draft_s: float,
-        cache: Any,
-        sampler: SamplerState,
-        limit: int,
-    ) -> tuple[np.ndarray, int, Any, SamplerState]:
+    def _verify(self, tree: TokenTree, count: int, draft_s: float, row: BatchRow) -> DecodedRow:
         began = time.perf_counter()
         in_order = self.options.trees.pacer == "order"
         order = np.arange(int(tree.count)) if in_order else by_confidence(tree)
         # A tree that grew meanwhile may be deeper than the rest of the answer is long.
-        order = order[np.asarray(tree.depths)[order] < limit]
+        order = order[np.asarray(tree.depths)[order] < row.limit]
         count = min(count, len(order))
         nodes = self._size(np.asarray(tree.confidences)[order[:count]])
         chosen = np.sort(order[: min(count, nodes)])
         part = some_nodes(tree, chosen, nodes)
-        verdict, cache, sampler = self.runner.verify(part, cache, sampler, limit, self._meanwhile)
+        verdict, cache, sampler = self.runner.verify(part, row.cache, row.sampler, row.limit, self._meanwhile)
         verify_s = time.perf_counter() - began
         if verdict.tokens[-1] == NO_TOKEN:
             # The answer ends here with an error: nothing is learned from it.
-            return verdict.tokens[None], len(verdict.tokens), cache, sampler
-        self.accepted = len(verdict.tokens) - 1
+            return DecodedRow(verdict.tokens.tolist(), cache, sampler)
         self.drafter.follow(chosen[verdict.path].tolist(), int(verdict.tokens[-1]))
         self._learn_yields(tree)
-        self._learn(part, verdict, limit, draft_s, verify_s)
-        return verdict.tokens[None], len(verdict.tokens), cache, sampler
+        self._learn(part, verdict, row.limit, draft_s, verify_s)
+        return DecodedRow(verdict.tokens.tolist(), cache, sampler, len(verdict.tokens) - 1)
 
     def _growing(self, most: int, temperature: float) -> Growing:
         """When the next draft ends."""
@@ -229,23 +191,13 @@ class Speculation:
             return min(nodes for nodes in self.options.trees.nodes if nodes >= len(confidences))
         return verified_nodes(confidences, self._times(), self._payoff.rate)
 
-    def _plain(
-        self,
-        root: int,
-        cache: Any,
-        sampler: SamplerState,
-        stop_ids: np.ndarray,
-        cached: Sequence[int],
-        limit: int = 1,
-    ) -> tuple[np.ndarray, int, Any, SamplerState]:
+    def _plain(self, row: BatchRow, cached: Sequence[int], limit: int = 1) -> DecodedRow:
         began = time.perf_counter()
-        token = np.array([root], np.int32)
-        rows, count, cache, sampler = self.runner.decode(token, cache, sampler, stop_ids, limit, cached)
-        tokens = int(count)
-        rows = np.asarray(rows)[:, :tokens]
-        self._payoff.plain(took_ms=1000 * (time.perf_counter() - began), tokens=tokens)
-        self.counts.plain_tokens += tokens
-        return rows, tokens, cache, sampler
+        found = super().decode(dataclasses.replace(row, limit=limit), cached)
+        count = len(found.tokens)
+        self._payoff.plain(took_ms=1000 * (time.perf_counter() - began), tokens=count)
+        self.counts.plain_tokens += count
+        return found
 
     def _meanwhile(self, busy_s: float) -> bool:
         """Runs one step of the drafter, if it ends before the target goes on."""
@@ -287,47 +239,15 @@ class Speculation:
             self._yields = max(0.1, running_mean(self._yields, yields))
 
 
-class SourcedSpeculation:
-    """Decodes with drafts the answer to one source (see `Speculation`), which the drafter reads, too.
-
-    Attributes:
-      accepted: see `serving.decoding.Decoding`.
-    """
-
-    complete, logprobs = False, None
+class SourcedSpeculation(Decoding):
+    """Decodes with drafts the answer to one source (see `Speculation`), which the drafter reads, too."""
 
     def __init__(self, speculation: Speculation, source: tuple[int, ...]) -> None:
+        super().__init__(speculation.runner)
         self._speculation, self._source = speculation, source
-        self.accepted: int | None = None
+        self.cache_tokens, self.limit = speculation.cache_tokens, speculation.limit
 
-    @property
-    def runner(self) -> Runner:
-        """See `Speculation`."""
-        return self._speculation.runner
-
-    def cache_tokens(self, tokens: int) -> int:
-        """See `Speculation`."""
-        return self._speculation.cache_tokens(tokens)
-
-    def limit(self, pace: int, remaining: int) -> int:
-        """See `Speculation`."""
-        return self._speculation.limit(pace, remaining)
-
-    def first(self, logits: Any, sampler: SamplerState) -> tuple[Any, SamplerState]:
-        """See `Speculation`."""
-        return self._speculation.first(logits, sampler)
-
-    def decode(
-        self,
-        token: Any,
-        cache: Any,
-        sampler: SamplerState,
-        stop_ids: np.ndarray,
-        limit: int,
-        cached: Sequence[int],
-    ) -> tuple[np.ndarray, int, Any, SamplerState]:
+    def decode(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
         """See `Speculation`; answers to other sources may come in between."""
         self._speculation.drafter.read(self._source)
-        found = self._speculation.decode(token, cache, sampler, stop_ids, limit, cached)
-        self.accepted = self._speculation.accepted
-        return found
+        return self._speculation.decode(row, cached)

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.elastic import read_order
+from jaxllm.bundle.levels import read_order
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.models.lora import Adapter, LoraConfig
 from jaxllm.models.parameters import Params
 from jaxllm.quant import Adapted
-from serving.weights.model_level import LevelWeights
+from jaxllm.serving.weights.model_level import LevelWeights
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ def read_adapter_of(bundle: Bundle, folder: str | Path) -> tuple[LoraConfig, Ada
       CheckpointError, ConfigError: the folder is missing, corrupt or of another model.
     """
     # Imported here, because it takes time and most models have no adapter.
-    from jaxllm.checkpoints.peft_folder import read_adapter
+    from jaxllm.checkpoints.peft import read_adapter
 
     lora, adapter = read_adapter(Path(folder), bundle.cfg)
     order = read_order(bundle)

@@ -10,8 +10,8 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.layout import PAGE, Extent
 from jaxllm.bundle.rows import row_step, rows_alone, rows_at
 from jaxllm.quant import Weight
-from serving.host.direct_io import PieceReader
-from serving.weights.first_read import READS, Checksums
+from jaxllm.serving.host.direct_io import PieceReader
+from jaxllm.serving.weights.first_read import READS, Checksums
 
 _PARAMETER = "embed.tokens"
 _THREADS = 4

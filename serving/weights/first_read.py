@@ -15,8 +15,8 @@ import xxhash
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.layout import PAGE
 from jaxllm.errors import BundleError
-from serving.host.direct_io import PieceReader
-from serving.weights.pieces import Range, read_blocks
+from jaxllm.serving.host.direct_io import PieceReader
+from jaxllm.serving.weights.pieces import Range, read_blocks
 
 _READ_BYTES = 4 << 20
 # How often bytes are read until they are what they must be.

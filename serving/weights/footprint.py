@@ -1,38 +1,19 @@
-"""Computes the memory of a model besides its weights, and streams the weights if the budget requires it."""
-
-import logging
-from typing import TYPE_CHECKING
+"""Computes the memory of a model besides its weights."""
 
 import numpy as np
 
-from jaxllm.bundle import Bundle, expert_widths
-from jaxllm.bundle.elastic import require_level
-from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.errors import ConfigError
+from jaxllm.bundle import Bundle
+from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import visit_rows
-from jaxllm.kernels.native_experts import begun_shape
+from jaxllm.kernels.native_products import begun_shape
 from jaxllm.kv.states import states_bytes
-from jaxllm.mixed_config import layer_config, shares_kv
-from jaxllm.models.rooms import require_room
-from jaxllm.nn.source_self_attention import BLOCK_TOKENS
-from serving.buckets.source import source_lengths
-from serving.bundles import open_model
-from serving.host.machine import give_back_large_blocks
-from serving.host.progress import Progress
-from serving.options import EngineOptions
-from serving.speculation.options import SpeculationOptions
-from serving.weights.experts.store import hot_bytes
-from serving.weights.prefetch_plan import MemoryBudget
-from serving.weights.runtime_share import runtime_bytes, whole_budget
+from jaxllm.layer_configs import layer_config, shares_kv
+from jaxllm.nn.documents import BLOCK_TOKENS
+from jaxllm.serving.buckets.source import source_lengths
+from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
 
-if TYPE_CHECKING:
-    from serving.weights.experts.weights import ExpertWeights
-    from serving.weights.streamed import StreamedWeights
-
-    # Reads weights while the model runs, by pieces or expert by expert.
-    Streamed = StreamedWeights | ExpertWeights
-
-_log = logging.getLogger("jaxllm")
 _FLOAT_BYTES = 4
 # Scores of the encoder's pairs of tokens, of a block of queries: what is added to them, before and after the
 # softmax, and packed for the products beside it.
@@ -42,94 +23,10 @@ _SCORE_COPIES = 5
 _ENCODER_BUCKETS_BYTES, _ENCODER_BUCKETS_SHARE = 24 << 20, 8
 
 
-def streamed_weights(
-    bundle: Bundle,
-    options: EngineOptions,
-    progress: Progress | None = None,
-    *,
-    reserved_bytes: int = 0,
-    level: ModelConfig | None = None,
-    high_planes: bool = False,
-) -> "Streamed | None":
-    """Streams a model's weights by pieces, or its experts; None if everything fits into the budget, or if
-    there is no budget.
-
-    Args:
-      bundle: an open one.
-      options: resolved options.
-      progress: see `StreamedWeights`.
-      reserved_bytes: of the budget, for a drafter.
-      level: a sub-model that stays resident.
-      high_planes: whether the high planes of nested weights stay resident.
-
-    Raises:
-      BudgetExceeded: the budget is too small for streaming, too.
-      ConfigError: a loss of experts is allowed, and none is nested; or the head has a bias.
-      CheckpointError: the file is damaged or cannot be read.
-    """
-    if options.experts.loss and not _nested_experts(bundle):
-        raise ConfigError(
-            f"{bundle.path} has no nested experts that are stored apart, which alone have a high plane to "
-            "compute by; make a bundle by `jaxllm prepare HF_DIR --weights int8-nested --expert-bits 8`, or "
-            "allow no loss of experts"
-        )
-    fixed = fixed_bytes(bundle.cfg, options) + reserved_bytes
-    fixed += runtime_bytes(options.memory_bytes)
-    if bundle.layout.experts_apart:
-        fixed += _around_experts_bytes(bundle, options)
-    if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
-        return None
-    require_room(bundle.cfg, "streamed weights")
-    if bundle.cfg.experts and not bundle.layout.experts_apart:
-        _log.warning(
-            "%s is streamed by whole layers, because its experts are stored together; to read only those "
-            "that are visited, lay them apart: jaxllm prepare %s --expert-bits %d -o apart.jaxllm",
-            bundle.path,
-            bundle.path,
-            expert_widths(bundle).max(),
-        )
-    if bundle.cfg.encoder is not None:
-        # Else the scores of a source's pairs of tokens stay, in pieces, when its answer is decoded.
-        give_back_large_blocks()
-    # Here, because a start of a model that fits should not wait for their import.
-    from serving.weights.experts.weights import ExpertWeights
-    from serving.weights.high_planes import HighPlanes
-    from serving.weights.level_memory import LevelMemory
-    from serving.weights.streamed import StreamedWeights
-
-    parts = f"a context of {options.context_tokens} tokens, activations, "
-    parts += "the draft and the runtime" if reserved_bytes else "and the runtime"
-    budget = MemoryBudget(options.memory_bytes, fixed, parts)
-    if bundle.layout.experts_apart:
-        return ExpertWeights(
-            bundle,
-            budget,
-            storage=options.storage,
-            options=options.experts,
-            progress=progress,
-        )
-    part = None if level is None else LevelMemory(bundle, level)
-    return StreamedWeights(
-        bundle,
-        budget,
-        storage=options.storage,
-        read_ahead=options.read_ahead,
-        part=HighPlanes(bundle) if high_planes else part,
-        levels=[require_level(bundle, each) for each in options.levels if each != WHOLE],
-        progress=progress,
-    )
-
-
-def _nested_experts(bundle: Bundle) -> bool:
+def nested_experts(bundle: Bundle) -> bool:
     """Whether there are nested experts that are stored apart."""
     tensors = bundle.layout.tensors.items() if bundle.layout.experts_apart else ()
     return any(".experts." in name and each.low is not None for name, each in tensors)
-
-
-def budget_with_experts(bundle: Bundle, options: EngineOptions, expert_bytes: int) -> int:
-    """The budget of a mixture that leaves `expert_bytes` for its experts; `options` are resolved."""
-    fixed = fixed_bytes(bundle.cfg, options) + _around_experts_bytes(bundle, options)
-    return whole_budget(fixed + hot_bytes(bundle) + expert_bytes)
 
 
 def drafter_bytes(speculation: SpeculationOptions, context_tokens: int, target: ModelConfig) -> int:
@@ -191,7 +88,7 @@ def outputs_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
     return -(-options.context_tokens // longest) * _visits_bytes(cfg, longest)
 
 
-def _around_experts_bytes(bundle: Bundle, options: EngineOptions) -> int:
+def around_experts_bytes(bundle: Bundle, options: EngineOptions) -> int:
     """Bytes that experts stored apart take beside themselves."""
     buckets = 0
     if bundle.cfg.encoder is not None:
@@ -202,7 +99,7 @@ def _around_experts_bytes(bundle: Bundle, options: EngineOptions) -> int:
 def _begun_bytes(bundle: Bundle) -> int:
     """Bytes of what is kept of a token's nested experts that are begun."""
     cfg = bundle.cfg
-    if not _nested_experts(bundle):
+    if not nested_experts(bundle):
         return 0
     shape = begun_shape(cfg.experts_per_token, cfg.expert_ffn_size, cfg.hidden_size)
     return 4 * int(np.prod(shape, dtype=np.int64))

@@ -7,12 +7,13 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.layout import low_segment
+from jaxllm.errors import ConfigError
 from jaxllm.quant import Weight
-from serving.host.direct_io import aligned
-from serving.weights.first_read import FirstRead
-from serving.weights.level_memory import OuterMemory
-from serving.weights.pieces import LayerPiece, segment_pieces
-from serving.weights.prefetch_plan import SLOTS
+from jaxllm.serving.host.direct_io import aligned
+from jaxllm.serving.weights.first_read import FirstRead
+from jaxllm.serving.weights.level_memory import OuterMemory
+from jaxllm.serving.weights.pieces import LayerPiece, segment_pieces
+from jaxllm.serving.weights.prefetch_plan import SLOTS
 
 
 class HighPlanes:
@@ -73,3 +74,14 @@ class HighPlanes:
         """
         segment = self._high[piece.layer].segment
         return self._bundle.segment_weights(segment, self._memory[piece.layer], memory[piece.start :])
+
+
+def require_nested(bundle: Bundle) -> None:
+    """Raises ConfigError unless the high planes of a bundle's weights can be read alone, to draft."""
+    weights = bundle.layout.weights
+    if weights != "int8-nested" or not bundle.read_in_place:
+        reason = f"it has {weights} weights" if weights != "int8-nested" else "there are no native kernels"
+        raise ConfigError(
+            f"{bundle.path} cannot draft or predict by its high planes, because {reason}; prepare the model "
+            "with --weights int8-nested, on a CPU with native kernels, or draft with a model, level or ngram"
+        )

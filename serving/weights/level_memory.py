@@ -9,10 +9,10 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.layout import PAGE, Extent
 from jaxllm.config import ModelConfig
 from jaxllm.quant import Weight
-from serving.host.direct_io import aligned
-from serving.weights.first_read import FirstRead
-from serving.weights.pieces import LayerPiece, Range, beside_level, layer_pieces
-from serving.weights.prefetch_plan import SLOTS
+from jaxllm.serving.host.direct_io import aligned
+from jaxllm.serving.weights.first_read import FirstRead
+from jaxllm.serving.weights.pieces import LayerPiece, Range, beside_level, layer_pieces
+from jaxllm.serving.weights.prefetch_plan import SLOTS
 
 # Segments outside of the layers: embedding, final norm, head.
 _OUTER = ("embed", "final")

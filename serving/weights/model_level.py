@@ -11,10 +11,10 @@ from jaxllm.models.encoder_decoder import encoder_params
 from jaxllm.models.layer_stack import STACK, LayerStack, by_address, by_stacking, can_be_addressed
 from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.models.stacked_layers import StackedLayers, are_entries
-from serving.buckets.bucket import ModelShapes
-from serving.buckets.parts import layer_params
-from serving.buckets.store import params_digest
-from serving.options import EngineOptions
+from jaxllm.serving.buckets.bucket import ModelShapes
+from jaxllm.serving.buckets.parts import layer_params
+from jaxllm.serving.buckets.store import params_digest
+from jaxllm.serving.ground.options import EngineOptions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from jaxllm.bundle.layout import Layout
 from jaxllm.config import ModelConfig
-from serving.weights.pieces import HeadPiece, LayerPiece, Piece, parts_of_pieces, without_reads
-from serving.weights.prefetch_plan import spread_evenly
+from jaxllm.serving.weights.pieces import HeadPiece, LayerPiece, Piece, parts_of_pieces, without_reads
+from jaxllm.serving.weights.prefetch_plan import spread_evenly
 
 # What a layer of the decoder reads of a source's hidden states, once per prompt.
 _OF_SOURCE = ("cross.k", "cross.v", "cross.k_bias", "cross.v_bias")

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from serving.host.direct_io import PieceReader, aligned
-from serving.weights.first_read import READS, Checksums
-from serving.weights.pieces import READERS, LayerPiece, Piece, Range, read_blocks, read_bytes
+from jaxllm.serving.host.direct_io import PieceReader, aligned
+from jaxllm.serving.weights.first_read import READS, Checksums
+from jaxllm.serving.weights.pieces import READERS, LayerPiece, Piece, Range, read_blocks, read_bytes
 
 # Pieces that are read at a time, in the order of a pass.
 _AT_A_TIME = 2

@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxllm.errors import BudgetExceeded
-from serving.weights.runtime_share import least_budget
 
 # Slots for pieces that are not resident: one is computed while the next one is read. With more of them more
 # layers would run together, but each takes the memory of a resident piece, which is then read in each pass.
 SLOTS = 2
+
+# Buckets of a model of a billion parameters take some 50 MB when they are read from disk; more when compiled.
+_RUNTIME_BYTES, _RUNTIME_SHARE = 64 << 20, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,3 +115,22 @@ def spread_evenly(count: int) -> list[int]:
     bits = max(1, (count - 1).bit_length())
     reversed_bits = (int(f"{each:0{bits}b}"[::-1], 2) for each in range(1 << bits))
     return [each for each in reversed_bits if each < count]
+
+
+def runtime_bytes(budget_bytes: int) -> int:
+    """The runtime's share of a budget."""
+    return min(_RUNTIME_BYTES, budget_bytes // _RUNTIME_SHARE)
+
+
+def whole_budget(needed_bytes: int) -> int:
+    """The smallest budget that leaves `needed_bytes` besides the runtime's share."""
+    budget = needed_bytes
+    while budget - runtime_bytes(budget) < needed_bytes:
+        budget += needed_bytes - (budget - runtime_bytes(budget))
+    return budget
+
+
+def least_budget(budget_bytes: int, missing_bytes: int) -> int:
+    """The smallest sufficient budget if `budget_bytes` lacks `missing_bytes`; the runtime's share grows with
+    it."""
+    return whole_budget(budget_bytes - runtime_bytes(budget_bytes) + missing_bytes)

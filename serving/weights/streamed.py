@@ -13,22 +13,22 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.layout import Extent, Tensor
 from jaxllm.bundle.rows import rows_alone
 from jaxllm.config import ModelConfig
-from jaxllm.elastic.submodel import shared_part, with_weights
-from jaxllm.errors import ConfigError
+from jaxllm.elastic.ladder import shared_part, with_weights
+from jaxllm.errors import BundleError, ConfigError
 from jaxllm.models.layer_stack import STACK, layers_of, stack_by_address
 from jaxllm.models.parameters import ENCODER, Params, head_name
 from jaxllm.quant import Adapted, Weight
-from serving.buckets.parts import layer_params, shared_by_layers
-from serving.host.direct_io import PieceReader, Storage
-from serving.host.progress import Progress, loading
-from serving.weights.embedding import EmbeddingRows, read_array
-from serving.weights.first_read import FirstRead
-from serving.weights.level_memory import ResidentPart, piece_weights
-from serving.weights.model_level import ModelLevel
-from serving.weights.passes import Passes
-from serving.weights.pieces import LayerPiece, encoder_pieces, head_pieces, layer_pieces
-from serving.weights.prefetch import Meanwhile, Slot, StreamCounts, WeightStream
-from serving.weights.prefetch_plan import SLOTS, MemoryBudget, MemoryPlan, plan_memory
+from jaxllm.serving.buckets.parts import layer_params, shared_by_layers
+from jaxllm.serving.host.direct_io import PieceReader, Storage
+from jaxllm.serving.host.progress import Progress, loading
+from jaxllm.serving.weights.embedding import EmbeddingRows, read_array
+from jaxllm.serving.weights.first_read import FirstRead
+from jaxllm.serving.weights.level_memory import ResidentPart, piece_weights
+from jaxllm.serving.weights.model_level import ModelLevel
+from jaxllm.serving.weights.passes import Passes
+from jaxllm.serving.weights.pieces import LayerPiece, encoder_pieces, head_pieces, layer_pieces
+from jaxllm.serving.weights.prefetch import Meanwhile, Slot, StreamCounts, WeightStream
+from jaxllm.serving.weights.prefetch_plan import SLOTS, MemoryBudget, MemoryPlan, plan_memory
 
 # Most bytes of kept rows of the embedding, and their largest share of the model.
 _KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
@@ -74,7 +74,7 @@ class StreamedWeights:
           BudgetExceeded: the budget is too small.
           CheckpointError: the file is damaged or cannot be read.
         """
-        self._bundle, self._reader = bundle, PieceReader(bundle.path, storage)
+        self._bundle, self._reader = bundle, PieceReader(bundle.path, storage, error=BundleError)
         self._part = part
         encoder = encoder_pieces(bundle.layout)
         layers = layer_pieces(bundle.layout) if self._part is None else self._part.pieces
@@ -140,7 +140,7 @@ class StreamedWeights:
 
     @property
     def idle_read_s(self) -> float:
-        """See `serving.runners.runner.Runner`."""
+        """See `jaxllm.serving.runners.runner.Runner`."""
         return self._stream.idle_read_s
 
     @property

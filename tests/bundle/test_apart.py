@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxllm.bundle import Bundle, expert_widths, lay_experts_apart
-from jaxllm.bundle.experts import expert_facts, expert_parts
+from jaxllm.bundle.calibrations import expert_facts, expert_parts
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.experts.activation_paths import PathCounts
+from jaxllm.experts.prediction import PathCounts
 from jaxllm.prepare import prepare
 from tests.tiny import TINY, write_tiny_bundle
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from jaxllm.bundle import Bundle, Part, rewrite_bundle
-from jaxllm.bundle.contexts import contexts_parts, read_contexts
+from jaxllm.bundle.calibrations import contexts_parts, read_contexts
+from jaxllm.contexts.tolerance import Candidate, ContextCalibration
 from jaxllm.errors import BundleError
-from jaxllm.kv.calibration import Candidate, ContextCalibration
 from tests.tiny import TINY, write_tiny_bundle
 
 CHOSEN = Candidate("kivi", 32)

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from jaxllm.bundle import Bundle, Part
-from jaxllm.bundle.elastic import (
+from jaxllm.bundle.levels import (
     Recovery,
     elastic_parts,
     read_ladder,

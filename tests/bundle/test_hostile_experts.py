@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.experts import expert_parts, read_path_counts, read_token_experts
-from jaxllm.experts.activation_paths import PathCounts
-from jaxllm.experts.token_experts import TokenExperts
+from jaxllm.bundle.calibrations import expert_parts, read_path_counts, read_token_experts
+from jaxllm.experts.prediction import PathCounts, TokenExperts
 from tests.bundle.forging import (
     MIXED,
     forge,
@@ -113,4 +112,4 @@ def test_counts_of_another_model_are_refused(tmp_path: Path, name: str, shape: l
             read_path_counts(bundle)
             read_token_experts(bundle)
 
-    refused(forge(path, manifest), "make it again with `jaxllm quantize-experts`", when=read)
+    refused(forge(path, manifest), "make it again with `jaxllm calibrate experts`", when=read)

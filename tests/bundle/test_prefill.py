@@ -9,8 +9,8 @@ import pytest
 
 import jaxllm
 from jaxllm.bundle import Bundle, Part, rewrite_bundle
-from jaxllm.bundle.elastic import read_ladder
-from jaxllm.bundle.prefill import prefill_facts, prefill_parts, read_prefill
+from jaxllm.bundle.calibrations import prefill_facts, prefill_parts, read_prefill
+from jaxllm.bundle.levels import read_ladder
 from jaxllm.errors import BundleError
 from jaxllm.int8_prefill.recipe import MOST_LOSS
 from tests.int8_prefill.calibrated import calibrated, outlying

@@ -23,7 +23,8 @@ from jaxllm.models import decoder
 from jaxllm.models.parameters import param_specs
 from jaxllm.nn.layers import inverse_frequencies
 from jaxllm.prepare import prepare
-from jaxllm.quant import QArray, dequantize, row_parts
+from jaxllm.quant import QArray, dequantize
+from jaxllm.quant import weights as quant_weights
 from jaxllm.text.tokenizer import Tokenizer
 from tests.checkpoints.gguf_files import config_keys, gguf_tensors, tokenizer_keys, write_file, write_model
 from tests.checkpoints.memory import mapped_bytes
@@ -110,14 +111,14 @@ def test_an_embedding_in_parts_is_stored_as_one(stories, tmp_path, monkeypatch, 
     """Byte for byte; what was read is given back before the next parameter."""
     path = write_model(tmp_path / "m.gguf", stories, kind)
     prepare(path, tmp_path / "whole.jaxllm")
-    monkeypatch.setattr(row_parts, "PART_NUMBERS", 48 * 64)
+    monkeypatch.setattr(quant_weights, "PART_NUMBERS", 48 * 64)
     file, dropped = read_gguf(path), []
     monkeypatch.setattr(type(file), "drop_pages", lambda own: dropped.append(own))
     name, embedding = next(read_gguf_params(file, read_gguf_config(file), by_rows=True))
     parts = list(embedding.parts)
     assert (name, len(parts), len(dropped)) == ("embed.tokens", 11, 11)
     monkeypatch.undo()
-    monkeypatch.setattr(row_parts, "PART_NUMBERS", 48 * 64)
+    monkeypatch.setattr(quant_weights, "PART_NUMBERS", 48 * 64)
     prepare(path, tmp_path / "parts.jaxllm")
     assert (tmp_path / "parts.jaxllm").read_bytes() == (tmp_path / "whole.jaxllm").read_bytes()
 

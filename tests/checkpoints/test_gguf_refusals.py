@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.prefill import has_channel_scales
+from jaxllm.bundle.calibrations import has_channel_scales
 from jaxllm.checkpoints.gguf_config import read_gguf_config
 from jaxllm.checkpoints.gguf_file import is_gguf, read_gguf
 from jaxllm.checkpoints.gguf_model import read_gguf_params

@@ -134,12 +134,6 @@ def test_prefix_is_optional_and_buffers_are_skipped(tmp_path, prefix):
     np.testing.assert_array_equal(params["embed.tokens"], tensors()["model.embed_tokens.weight"])
 
 
-def test_tied_head_may_be_stored(tmp_path):
-    cfg, params = read(write(tmp_path, {**CONFIG, "tie_word_embeddings": True}))
-    assert cfg.tied_head
-    assert "head" not in params
-
-
 def test_gpt2_as_on_the_hub(tmp_path):
     """No prefix, a stored causal mask, and Conv1D's [in, out] weights."""
     config = {"model_type": "gpt2", "n_embd": 4, "n_layer": 1, "n_head": 2, "vocab_size": 7}

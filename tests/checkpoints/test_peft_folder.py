@@ -1,6 +1,8 @@
 """Adapters in PEFT's layout: what we write PEFT loads, what PEFT writes we read, and the logits agree."""
 
+import dataclasses
 import json
+import typing
 import warnings
 
 import jax.numpy as jnp
@@ -8,11 +10,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxllm.checkpoints.huggingface import read_config, read_params
-from jaxllm.checkpoints.peft_folder import CONFIG_FILE, WEIGHTS_FILE, read_adapter, write_adapter
+from jaxllm.checkpoints.huggingface import read_config, read_params, write_folder
+from jaxllm.checkpoints.peft import (
+    CONFIG_FILE,
+    INERT_KEYS,
+    PLAIN_INITS,
+    PLAIN_VALUES,
+    READ_KEYS,
+    WEIGHTS_FILE,
+    read_adapter,
+    write_adapter,
+)
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import decoder
-from jaxllm.models.lora import LoraConfig, adapt
+from jaxllm.models.lora import LoraConfig, adapt, merge
+from jaxllm.text import expressions
 from tests import tiny_hf
 from tests.models.test_lora import MOE, random_adapter
 from tests.quick_jit import jit
@@ -88,6 +100,105 @@ def test_we_read_what_peft_writes(model, tmp_path):
     assert np.abs(found - plain).mean() > 0.05 * plain.std()
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return tiny_hf.save("llama-untied-biases", tmp_path_factory.mktemp("llama"))
+
+
+def their_adapter(folder, to, change=None, **keys):
+    """An adapter with random factors that PEFT writes, and all weights as PEFT merges it after reading it."""
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    with tiny_hf.quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = {name: value.numpy().copy() for name, value in tiny_hf.load(folder).state_dict().items()}
+        made = peft.get_peft_model(tiny_hf.load(folder), peft.LoraConfig(**{"r": 4, "lora_alpha": 6, **keys}))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, value in made.named_parameters():
+                if "lora_" in name:
+                    value.copy_(0.2 * torch.randn(value.shape, generator=generator))
+        made.save_pretrained(to)
+        if change:
+            config = json.loads((to / CONFIG_FILE).read_text())
+            (to / CONFIG_FILE).write_text(json.dumps(config | change))
+        merged = peft.PeftModel.from_pretrained(tiny_hf.load(folder), to).merge_and_unload()
+    return base, {name: value.numpy() for name, value in merged.state_dict().items()}
+
+
+def assert_merged_alike(folder, adapter_folder, base, merged, tmp_path):
+    """Our merged weights are theirs, and the adapter changes them far more than the tolerance."""
+    cfg = read_config(folder)
+    lora, adapter = read_adapter(adapter_folder, cfg)
+    ours = merge(
+        {name: jnp.asarray(value) for name, value in read_params(folder, cfg)}, adapter, lora.scaling
+    )
+    write_folder(tmp_path / "merged", cfg, {name: np.asarray(value) for name, value in ours.items()})
+    stored = load_file(tmp_path / "merged" / "model.safetensors")
+    changed = 0.0
+    for name, value in stored.items():
+        np.testing.assert_allclose(value, merged[name], atol=2e-5, err_msg=name)
+        changed = max(changed, np.abs(merged[name] - base[name]).max())
+    assert changed > 0.1
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"alpha_pattern": {r"layers\.1\..*(q_proj|v_proj)": 64}},
+        {"alpha_pattern": {r"^model\.layers\.0\.self_attn\.q_proj": 64, "q_proj": 3}},
+        {"alpha_pattern": {"model.layers.0.self_attn.q_proj": 64, "v_proj": 3}},
+        # The dot of a key is any character, and the first key that matches counts.
+        {"alpha_pattern": {"layers.0.self.attn.v_proj": 64, "v_proj": 3, ".*": 2}},
+        {"alpha_pattern": {"proj": 64, "self_attn": 64}},
+        {"rank_pattern": {r"layers\.\d+\.self_attn\.(q|k)_proj": 2}, "alpha_pattern": {".*q.*": 20}},
+        {"rank_pattern": {".*v_proj": 9}, "use_rslora": True, "alpha_pattern": {".*q_proj": 20}},
+        {"lora_alpha": 0, "alpha_pattern": {"v_proj": 12}},
+        {"target_modules": r".*layers\.1\.(self_attn\.[qk]_proj|mlp\.up_proj)"},
+        {"target_modules": "all-linear"},
+        {"layers_to_transform": [1]},
+        {"layers_to_transform": 0, "layers_pattern": "layers"},
+        {"exclude_modules": r".*layers\.0.*"},
+        {"exclude_modules": ["v_proj"]},
+        {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": "mica"},
+        {"init_lora_weights": "gaussian", "use_rslora": True, "lora_dropout": 0.1},
+    ],
+    ids=str,
+)
+def test_adapters_of_peft_change_weights_as_peft_changes_them(llama, tmp_path, keys):
+    keys = {"target_modules": ["q_proj", "v_proj"], **keys}
+    base, merged = their_adapter(llama, tmp_path / "adapter", **keys)
+    assert_merged_alike(llama, tmp_path / "adapter", base, merged, tmp_path)
+
+
+def test_peft_reads_ranks_of_our_matrices_that_differ_by_layer(tmp_path):
+    """One tensor has q, k and v: layers with more of them adapted have a higher rank."""
+    peft = pytest.importorskip("peft")
+    folder = tiny_hf.save("phi3", tmp_path / "phi3")
+    cfg, lora = read_config(folder), LoraConfig(rank=2, alpha=5, targets=("attn.q", "attn.v"))
+    adapter = random_adapter(cfg, lora)
+    adapter = {name: value for name, value in adapter.items() if not name.startswith("layers.1.attn.v")}
+    write_adapter(tmp_path / "adapter", cfg, lora, adapter)
+    with tiny_hf.quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = {name: value.numpy().copy() for name, value in tiny_hf.load(folder).state_dict().items()}
+        merged = peft.PeftModel.from_pretrained(tiny_hf.load(folder), tmp_path / "adapter").merge_and_unload()
+    merged = {name: value.numpy() for name, value in merged.state_dict().items()}
+    assert_merged_alike(folder, tmp_path / "adapter", base, merged, tmp_path)
+
+
+def test_every_key_of_peft_is_judged():
+    """Fails when a new PEFT has a key, or a way to initialize, that nobody has judged."""
+    peft = pytest.importorskip("peft")
+    keys = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    assert keys <= READ_KEYS | INERT_KEYS | PLAIN_VALUES.keys()
+    literals = typing.get_args(
+        typing.get_args(typing.get_type_hints(peft.LoraConfig)["init_lora_weights"])[1]
+    )
+    changes_the_base = {"olora", "pissa", "pissa_niter_[number of iters]", "corda", "loftq"}
+    assert {each for each in PLAIN_INITS if isinstance(each, str)} | changes_the_base == set(literals)
+
+
 @pytest.mark.parametrize("cfg", [TINY, MOE.__class__(**{**MOE.__dict__, "model_type": "mixtral"})], ids=str)
 def test_a_round_trip_keeps_every_bit(cfg, tmp_path):
     targets = ("attn.q", "attn.o", "router", "experts.down", "experts.up") if cfg.experts else LORA.targets
@@ -105,6 +216,31 @@ def test_a_round_trip_keeps_every_bit(cfg, tmp_path):
     ("change", "message"),
     [
         ({"peft_type": "IA3"}, "plain LoRA"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4'"),
+        ({"init_lora_weights": "OLoRA"}, "init_lora_weights 'OLoRA'"),
+        ({"init_lora_weights": "corda", "corda_config": {}}, "init_lora_weights 'corda'"),
+        ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "init_lora_weights 'loftq'"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights 'lora_ga'"),
+        ({"init_lora_weights": 1}, "init_lora_weights 1"),
+        ({"kasa_config": {"beta": 1.0}}, "kasa_config"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
+        ({"arrow_config": {}}, "arrow_config"),
+        ({"monteclora_config": {}}, "monteclora_config"),
+        ({"velora_config": {"num_groups": 4}}, "velora_config"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"use_future": True}, "unknown key 'use_future'"),
+        ({"use_rslora": "yes"}, "use_rslora"),
+        ({"r": 0}, "r 0"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank 0"),
+        ({"rank_pattern": {"(": 3}}, "no regular expression"),
+        ({"target_modules": "(a+)+$"}, "does not select"),
+        ({"target_modules": 5}, "target_modules of an adapter"),
+        ({"layers_to_transform": ["0"]}, "layers_to_transform of an adapter"),
+        ({"layers_to_transform": [7]}, "does not select"),
+        ({"exclude_modules": ["q_proj"]}, "does not select"),
+        ({"rank_pattern": {".*": 2}}, "has rank 3"),
         ({"use_dora": True}, "use_dora True"),
         ({"bias": "all"}, "bias 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
@@ -122,8 +258,26 @@ def test_other_adapters_are_refused_by_name(tmp_path, change, message):
     write_adapter(tmp_path, TINY, LORA, random_adapter(TINY, LORA))
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
     (tmp_path / CONFIG_FILE).write_text(json.dumps({**config, **change}))
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, CheckpointError), match=message):
         read_adapter(tmp_path, TINY)
+
+
+def test_an_expression_without_end_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(expressions, "_LIMIT_S", 1.0)
+    write_adapter(tmp_path, TINY, LORA, random_adapter(TINY, LORA))
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    config["alpha_pattern"] = {r"([a-z_0-9.]+)+!": 3}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="takes longer than 1 seconds"):
+        read_adapter(tmp_path, TINY)
+
+
+def test_keys_without_effect_are_read(tmp_path):
+    write_adapter(tmp_path, TINY, LORA, random_adapter(TINY, LORA))
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    config |= {"task_type": None, "use_future": False, "future_config": None, "eva_config": {"rho": 2.0}}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
+    assert read_adapter(tmp_path, TINY)[0].rank == LORA.rank
 
 
 def test_damaged_and_foreign_folders_are_refused(tmp_path):

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxllm.checkpoints import tokenizer_folder
-from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
+from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_sampling, write_tokenizer
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
@@ -108,6 +108,56 @@ def test_a_whole_folder(tmp_path: Path) -> None:
         eos_ids=(260, 258, 257),
         bos_id=256,
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {}),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.95}, {"temperature": 0.6, "top_p": 0.95}),
+        ({"temperature": None, "top_k": 50.0, "min_p": 0.2}, {"top_k": 50, "min_p": 0.2}),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"top_k": -1, "min_p": 0.1}, {"top_k": 0, "min_p": 0.1}),
+        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        ({"max_new_tokens": 9, "transformers_version": "5"}, {}),
+    ],
+)  # fmt: skip
+def test_the_sampling_that_authors_advise(
+    config: dict[str, Any], expected: dict[str, float], tmp_path: Path
+) -> None:
+    found = read_tokenizer(write(tmp_path, tokenizer__json=TEXT, generation_config__json=config))
+    assert dict(found.sampling) == expected
+    assert TokenizerFiles.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"temperature": "hot"}, {"temperature": -1}, {"top_k": 2.5}, {"top_k": float("inf")}, {"top_p": 0},
+        {"min_p": True}, {"top_p": float("nan")}, {"top_k": 1 << 40},
+    ],
+)  # fmt: skip
+def test_sampling_that_cannot_be_used_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, tokenizer__json=TEXT, generation_config__json=config)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: .*correct the file"):
+        read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "top_k": 20}, {"temperature": 0.0}])
+def test_sampling_is_written_as_transformers_reads_it(sampling: dict[str, float], tmp_path: Path) -> None:
+    files = TokenizerFiles(tokenizer_json=TEXT, eos_ids=(257, 258), bos_id=256, sampling=sampling)
+    write_tokenizer(tmp_path, files)
+    write_sampling(tmp_path, files)
+    assert (tmp_path / "generation_config.json").exists() is bool(sampling)
+    if sampling:
+        assert read_tokenizer(tmp_path).sampling == sampling
+        transformers = pytest.importorskip("transformers")
+        read = transformers.GenerationConfig.from_pretrained(tmp_path)
+        assert (read.eos_token_id, read.bos_token_id) == ([257, 258], 256)
+        drawn = sampling["temperature"] > 0
+        assert (read.do_sample, read.temperature, read.top_k) == (
+            (True, 0.6, 20) if drawn else (False, None, None)
+        )
 
 
 @pytest.mark.parametrize(

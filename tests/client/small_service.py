@@ -81,6 +81,8 @@ async def context(request: Request) -> Response:
     name = request.path_params["name"]
     if name not in CONTEXTS:
         return error(404, "context_not_found")
+    if request.method == "GET":
+        return JSONResponse(CONTEXTS[name])
     if request.method == "DELETE":
         del CONTEXTS[name]
         return Response(status_code=204)
@@ -99,8 +101,6 @@ async def objective(request: Request) -> Response:
 
 async def told(request: Request) -> Response:
     SEEN.append((request.url.path, dict(request.headers)))
-    if request.url.path == "/health":
-        return JSONResponse({"ready": False, "why": "loading"}, 503)
     return JSONResponse({"object": "list", "data": [{"id": "default"}]})
 
 
@@ -109,11 +109,9 @@ APP = Starlette(
         Route("/v1/chat/completions", answer, methods=["POST"]),
         Route("/v1/completions", answer, methods=["POST"]),
         Route("/v1/contexts", contexts, methods=["GET", "POST"]),
-        Route("/v1/contexts/{name}", context, methods=["DELETE"]),
+        Route("/v1/contexts/{name}", context, methods=["GET", "DELETE"]),
         Route("/v1/contexts/{name}/{verb}", context, methods=["POST"]),
         Route("/v1/objective", objective, methods=["GET", "POST", "DELETE"]),
         Route("/v1/models", told),
-        Route("/v1/adapters", told),
-        Route("/health", told),
     ]
 )

@@ -29,12 +29,12 @@ def _once(measure: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture(scope="module")
 def kept_buckets(own_compilations: None, documentation_cache: Path) -> Iterator[None]:
     """Compiled buckets and profiles are kept, and profiles are measured once over."""
-    from serving.planning.profiling import measure
+    from jaxllm.serving.elastic.profiling import measure
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXLLM_CACHE", str(documentation_cache))
         patch.delenv("JAXLLM_BUCKETS_BYTES")
-        patch.setattr("serving.planning.known_profile.measure", _once(measure))
+        patch.setattr("jaxllm.serving.elastic.known_profile.measure", _once(measure))
         # The command imports it when it runs.
-        patch.setattr("serving.planning.profiling.measure", _once(measure))
+        patch.setattr("jaxllm.serving.elastic.profiling.measure", _once(measure))
         yield

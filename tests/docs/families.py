@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.architectures import ARCHITECTURES
-from jaxllm.models.rooms import ROOMS, room_refusal
+from jaxllm.models.features import ROOMS, room_refusal
 from jaxllm.models.wrappers import WRAPPERS
 
 PAGE = Path("docs/guides/families.md")

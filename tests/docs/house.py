@@ -9,10 +9,14 @@ from pathlib import Path
 from tests.docs.pages import ROOT, text_of
 
 PAGE = "docs/architecture.md"
+FRONT_DOOR = "jaxllm"
 _BLOCK = re.compile(r"<!-- house: (?P<name>\w+) -->\n```text\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 _ROOM = re.compile(r"(?P<indent> *)(?P<name>\w+)(?P<folder>/?) +(?P<line>\S.*)")
 _PACKAGE = re.compile(r"(?P<name>\w+)/ +(?P<line>\S.*?) \[(?P<imports>[\w ]*)\]")
-_OPTIONS = "options"
+# Where a package lies that is not a folder of its own name at the top.
+_FOLDERS = {"cli": "jaxllm/cli"}
+# Packages that are imported under the name of the first.
+_FLOORS = ("serving", "training", "export", "cli")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,50 +67,74 @@ def _read(pattern: re.Pattern[str]) -> Callable[[str], re.Match[str]]:
     return read
 
 
+def folder_of(package: str) -> Path:
+    """Where a package lies."""
+    return ROOT / _FOLDERS.get(package, package)
+
+
+def sources_of(package: str) -> list[Path]:
+    """A package's modules: of the core without the other floors, which it links to or holds."""
+    others = {folder_of(floor) for floor in _FLOORS} if package == "jaxllm" else set()
+    return [path for path in sorted(folder_of(package).rglob("*.py")) if not others & {*path.parents}]
+
+
 def real_rooms(package: str) -> set[Room]:
     """Folders that hold files, and modules of the package itself."""
-    top = ROOT / package
-    modules = {Room(path.stem, False) for path in top.glob("*.py") if path.stem != "__init__"}
+    top = folder_of(package)
+    floors = {*_FLOORS} if package == "jaxllm" else set()
+    modules = {
+        Room(path.stem, False) for path in top.glob("*.py") if path.stem not in ("__init__", "__main__")
+    }
     folders = {
         Room(path.relative_to(top).as_posix(), True)
         for path in top.rglob("*")
         if path.is_dir() and path.name != "__pycache__" and any(each.is_file() for each in path.iterdir())
     }
-    return modules | folders
+    return modules | {room for room in folders if room.name.partition("/")[0] not in floors}
+
+
+def module_name(file: Path) -> str:
+    """The dotted name that a file of the house is imported by."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    dotted = ".".join(("jaxllm", *parts) if parts[0] in _FLOORS else parts)
+    return dotted.removesuffix(".__init__")
 
 
 def module_files() -> dict[str, Path]:
     """Dotted module -> its file, of all packages."""
-    return {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for package in stated_packages()
-        for path in sorted((ROOT / package).rglob("*.py"))
-    }
+    return {module_name(path): path for package in stated_packages() for path in sources_of(package)}
+
+
+def package_of(module: str) -> str:
+    """The package of a dotted module."""
+    first, _, rest = module.partition(".")
+    second = rest.partition(".")[0]
+    return second if first == "jaxllm" and second in _FLOORS else first
 
 
 def room_of(module: str) -> str:
     """The room of a dotted module in its package; empty for the package itself."""
-    parts = module.split(".")
-    if parts[0] == "serving" and parts[-1] == _OPTIONS:
-        return _OPTIONS
-    return [*parts, ""][1]
+    depth = 2 if package_of(module) in _FLOORS else 1
+    return [*module.split("."), "", ""][depth]
 
 
 def import_graph(files: dict[str, Path]) -> dict[str, set[str]]:
-    """Module -> the modules of the house that it imports at run time, wherever in it the statement stands."""
+    """Module -> the modules of the house that it imports, wherever in it the statement stands, for type
+    checkers too; without the front door, which names all that is public."""
     return {
-        module: set(
-            run_time_imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py", files)
-        )
+        module: set(imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py", files))
         for module, path in files.items()
+        if module != FRONT_DOOR
     }
 
 
-def run_time_imports(source: str, module: str, package: bool, known: Iterable[str]) -> Iterator[str]:
-    """The known modules that a source imports, but for those that only type checkers see."""
+def imports(source: str, module: str, package: bool, known: Iterable[str]) -> Iterator[str]:
+    """The known modules that a source imports."""
     known = set(known)
     above = module.split(".") if package else module.split(".")[:-1]
-    for node in _run_time_nodes(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names if name.name in known)
             continue
@@ -119,17 +147,6 @@ def run_time_imports(source: str, module: str, package: bool, known: Iterable[st
             dotted = f"{base}.{name.name}"
             if dotted in known or base in known:
                 yield dotted if dotted in known else str(base)
-
-
-def _run_time_nodes(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            for each in node.orelse:
-                yield from _run_time_nodes(ast.Module([each], []))
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        yield from _run_time_nodes(node)
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from jaxllm.checkpoints.peft_folder import write_adapter
+from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.models.lora import LoraConfig
-from serving.bundles import open_model
+from jaxllm.serving.ground.bundles import open_model
 from tests.docs.pages import Block, commands_of
 from tests.docs.world import close_all
 from tests.models.test_lora import random_adapter
@@ -81,8 +81,11 @@ class RunningService:
         """
         if block.language == "python":
             source = block.body.replace(_URL, self._url).replace(_SOCKET, str(self._socket))
+            before = dict(self._names)
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile("\n" * block.line + source, block.page, "exec"), self._names)
+            # A client whose name a block gives to the next would leave its socket to some later test.
+            close_all({name: value for name, value in before.items() if self._names.get(name) is not value})
         for command in commands_of(block) if block.language == "sh" else ():
             self._ask(command.replace(_URL, self._url).replace("NAME", self._context), block.place)
 

@@ -15,7 +15,7 @@ SAYS = {
     "generate": ("ms)",),
     "service": ("positive", "negative", "in time"),
     "contexts": ("chunks read", "tokens in the context"),
-    "train_flax": ("step 0: loss 8.", "step 30: loss 0.", "moon, silver moon, good night"),
+    "train_optax": ("step 0: loss 8.", "step 30: loss 0.", "moon, silver moon, good night"),
     "train_lora": ("moon, moon, silver moon, good night.",),
     "export_device": ("program.json", "tokens are the live engine's"),
 }
@@ -27,7 +27,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, documentation_cache: Path
     """The environment of an installed package: `jaxllm` is on the path."""
     bin_folder = tmp_path_factory.mktemp("bin")
     command = bin_folder / "jaxllm"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m serving.entry "$@"\n', encoding="utf-8")
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m jaxllm.cli.entry "$@"\n', encoding="utf-8")
     command.chmod(0o755)
     own = {
         "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",

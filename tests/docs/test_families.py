@@ -5,7 +5,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.subgraphs import require_integer_prefill
 from jaxllm.models.architectures import ARCHITECTURES
-from jaxllm.models.rooms import ROOMS, require_room, room_refusal
+from jaxllm.models.features import ROOMS, require_room, room_refusal
 from tests.docs.families import PAGE, block_of, default_config, families_table
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.house import stated_packages
+from tests.docs.house import sources_of, stated_packages
 from tests.docs.pages import ROOT, text_of
 
 PAGE = "docs/glossary.md"
@@ -62,7 +62,7 @@ def sources() -> dict[str, str]:
     return {
         path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
         for package in stated_packages()
-        for path in sorted((ROOT / package).rglob("*.py"))
+        for path in sources_of(package)
     }
 
 

@@ -49,7 +49,7 @@ def test_every_page_has_one_title(page: str) -> None:
     assert len(titles) == 1, page
 
 
-# Paths in backticks: `serving/engine.py`, `jaxllm/kv/`.
+# Paths in backticks: `serving/engine/engine.py`, `jaxllm/kv/`.
 _PATH = re.compile(r"`((?:jaxllm|serving|training|export|benchmarks|tests|examples|docs)/[\w./-]*)`")
 
 

@@ -67,4 +67,4 @@ def test_every_block_is_run_or_marked(page: str) -> None:
 
 
 def test_readme_fits_two_screens() -> None:
-    assert len(text_of("README.md").splitlines()) <= 200
+    assert len(text_of("README.md").splitlines()) <= 120

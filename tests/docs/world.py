@@ -19,8 +19,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from serving.bundles import default_bundle
-from serving.cli import cli
+from jaxllm.cli.main import cli
+from jaxllm.serving.ground.bundles import default_bundle
 from tests.docs.pages import ROOT, Block, commands_of
 from tests.tiny import TINY, random_params, write_tiny_folder
 
@@ -166,7 +166,7 @@ class World:
 def run_in_a_process(arguments: list[str], settings: dict[str, str], place: str) -> str:
     """Runs `jaxllm` in a process of its own, in the folder that is current; returns its standard output."""
     ran = subprocess.run(
-        [sys.executable, "-m", "serving.entry", *arguments],
+        [sys.executable, "-m", "jaxllm.cli.entry", *arguments],
         env=settings | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, f"{place}: {ran.stderr[-2000:]}"

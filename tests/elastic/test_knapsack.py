@@ -6,8 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxllm.elastic.knapsack import chosen_ladder
-from jaxllm.elastic.ladder import Ladder, layer_parameters, sub_config, unit_sizes
+from jaxllm.elastic.ladder import Ladder, chosen_ladder, layer_parameters, sub_config, unit_sizes
 from jaxllm.errors import ConfigError
 from tests.elastic.models import LLAMA, MIXTRAL
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxllm.elastic.compression import input_rows, marked, pooled, read_scores
 from jaxllm.elastic.slo import Slo, marks
-from jaxllm.elastic.tiny_lm_input import input_rows, marked, pooled, read_scores
 from jaxllm.errors import ConfigError
 
 

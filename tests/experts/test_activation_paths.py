@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.experts.activation_paths import (
-    BACK_OFF,
-    MOST_WEIGHT,
-    PathCounts,
-    count_paths,
-    learn,
-    next_experts,
-)
+from jaxllm.experts.prediction import BACK_OFF, MOST_WEIGHT, PathCounts, count_paths, learn, next_experts
 
 
 def tokens(*paths):

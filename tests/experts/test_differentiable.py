@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.experts.differentiable import by_groups, differentiable_visits, in_tiles
-from jaxllm.experts.tiles import tiles_of
+from jaxllm.experts.mixture import by_groups, differentiable_visits, in_tiles, tiles_of
 from jaxllm.nn.linear import FeedForward
 
 M, K, E, F, D = 37, 2, 6, 24, 16

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.experts.eviction import POLICIES, Residents, eviction_policy, nearness
+from jaxllm.experts.prediction import POLICIES, Residents, eviction_policy, nearness
 
 
 def test_nearness_counts_down_from_the_next_layer():

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from jaxllm.experts.mixture import mixture, no_visits, tiles_and_weights
+from jaxllm.experts.mixture import mixture, no_visits, tiles_and_weights, tiles_of
 from jaxllm.experts.routing import Routing, route
-from jaxllm.experts.tiles import tiles_of
 from jaxllm.kernels import native
-from jaxllm.nn.layers import activate
+from jaxllm.nn.layers import Norm, activate, normalize
 from jaxllm.nn.linear import FeedForward
-from jaxllm.nn.norms import Norm, normalize
 from jaxllm.quant import Apart, Bfloat16Bits, by_form, dequantize, quantize, to_blocks, unit_at
 from tests.kernels.switching import fall_back, needs_native
 from tests.variants import every_variant, jitted

@@ -16,7 +16,7 @@ from jaxllm.experts.routing import (
     route,
     router_z_loss,
 )
-from jaxllm.nn.norms import Norm, rms_norm
+from jaxllm.nn.layers import Norm, rms_norm
 from tests.kernels.switching import needs_native
 from tests.variants import every_variant
 

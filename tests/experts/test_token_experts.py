@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.experts.token_experts import TokenExperts, count_tokens
+from jaxllm.experts.prediction import TokenExperts, count_tokens
 
 # Three visits of token 7 and one of token 3, at two layers of four experts, two a token.
 TOKENS = np.array([7, 3, 7, 7])

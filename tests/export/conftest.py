@@ -2,9 +2,9 @@
 
 import pytest
 
-from export.signatures import ExportPlan
-from export.subject import read_subject
-from serving.engine import Engine
+from jaxllm import Engine
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.subject import read_subject
 from tests.export.models import CHUNKS, CONTEXT, OPTIONS, answers, write_elastic
 
 PLAN = ExportPlan(
@@ -34,7 +34,7 @@ def live(elastic):
 @pytest.fixture(scope="session")
 def stablehlo(subject, tmp_path_factory):
     pytest.importorskip("flatbuffers")
-    from export.stablehlo import export_stablehlo
+    from jaxllm.export.stablehlo import export_stablehlo
 
     folder = tmp_path_factory.mktemp("programs") / "stablehlo"
     export_stablehlo(subject, folder, PLAN, platforms=("cpu",))
@@ -44,7 +44,7 @@ def stablehlo(subject, tmp_path_factory):
 @pytest.fixture(scope="session")
 def tflite(subject, tmp_path_factory):
     pytest.importorskip("litert_converter")
-    from export.tflite import export_tflite
+    from jaxllm.export.tflite import export_tflite
 
     folder = tmp_path_factory.mktemp("programs") / "tflite"
     _, sharing = export_tflite(subject, folder, PLAN)

@@ -2,12 +2,12 @@
 
 import numpy as np
 
+from jaxllm.export.programs.drafts import make_drafts
 from jaxllm.sampling import Sampling
-from serving.engine import Engine
-from serving.programs.drafts import make_drafts
-from serving.request import GenerationConfig, Session
-from serving.speculation.host_tree import grown, root_alone
-from serving.speculation.options import SpeculationOptions
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.speculation.host_tree import grown, root_alone
 from tests.export.models import CONFIG, CONTEXT, PROMPTS
 
 DRAWN = GenerationConfig(

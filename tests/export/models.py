@@ -6,13 +6,12 @@ import io
 import jax
 import numpy as np
 
-from jaxllm.bundle.elastic import Recovery, elastic_parts
-from jaxllm.bundle.tiny_lm import tiny_lm_parts
-from jaxllm.checkpoints.peft_folder import write_adapter
+from jaxllm.bundle.levels import Recovery, elastic_parts, tiny_lm_parts
+from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.models.lora import LoraConfig, init_adapter
 from jaxllm.models.tiny_lm import TlmConfig
-from serving.options import EngineOptions
+from jaxllm.serving.ground.options import EngineOptions
 from tests.export.sizes import CFG as CFG
 from tests.export.sizes import CHUNKS as CHUNKS
 from tests.export.sizes import CONFIG as CONFIG

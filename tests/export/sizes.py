@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from serving.request import GenerationConfig
+from jaxllm.serving.engine.request import GenerationConfig
 from tests.tiny_config import TINY
 
 # Widths at which the runtimes' weight caches tell matrices apart, and tests stay quick.

@@ -4,17 +4,17 @@ import dataclasses
 
 import pytest
 
-from export.input_adapters import AdapterOptions
-from export.signatures import ExportPlan
-from export.subject import read_subject
+from jaxllm import Engine
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, ContextGone, ProgramError
-from jaxllm.program_folder.adapters import adapter_file
-from serving.device.contexts import DeviceContexts
-from serving.device.opening import open_device
-from serving.device.service import DeviceService
-from serving.engine import Engine
-from serving.planning.coarse_profile import measure_coarsely
+from jaxllm.export.device.contexts import ProgramContexts
+from jaxllm.export.device.opening import open_device
+from jaxllm.export.device.service import ProgramService
+from jaxllm.export.folder_format.adapters import adapter_file
+from jaxllm.export.input_adapters import AdapterOptions
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.subject import read_subject
+from jaxllm.serving.elastic.coarse_profile import measure_coarsely
 from tests.export.models import CHUNKS, CONFIG, CONTEXT, OPTIONS, PROMPTS, write_adapters, write_elastic
 
 PLAN = ExportPlan(
@@ -52,12 +52,12 @@ def engine(request, bundle, given, tmp_path_factory):
     subject = read_subject(bundle, levels=(40,), inputs=AdapterOptions(given=given))
     if request.param == "stablehlo":
         pytest.importorskip("flatbuffers")
-        from export.stablehlo import export_stablehlo
+        from jaxllm.export.stablehlo import export_stablehlo
 
         export_stablehlo(subject, folder, PLAN, platforms=("cpu",))
     else:
         pytest.importorskip("litert_converter")
-        from export.tflite import export_tflite
+        from jaxllm.export.tflite import export_tflite
 
         export_tflite(subject, folder, PLAN)
     return open_device(folder, threads=1)
@@ -82,8 +82,8 @@ def test_adapters_of_other_names_are_refused(engine):
 
 
 def test_a_context_keeps_its_adapter(engine, wanted, tmp_path):
-    contexts = DeviceContexts(engine, tmp_path / "store", budget_bytes=1 << 20)
-    service = DeviceService(engine, measure_coarsely(engine), contexts=contexts)
+    contexts = ProgramContexts(engine, tmp_path / "store", budget_bytes=1 << 20)
+    service = ProgramService(engine, measure_coarsely(engine), contexts=contexts)
     context = service.new_context("app", adapter="notes")
     answer = context.generate(PROMPTS[2], config=CONFIG).result()
     assert answer.tokens == wanted["notes"][WHOLE][2]
@@ -91,10 +91,10 @@ def test_a_context_keeps_its_adapter(engine, wanted, tmp_path):
     assert answers(engine, WHOLE) == wanted[None][WHOLE]
     again = service.context("app", context.name)
     assert again.adapter == "notes"
-    assert again.generate([5], config=CONFIG).result().restored.resident == 16
+    assert again.generate([5], config=CONFIG).result().restoration.resident == 16
     record = dataclasses.replace(again.record.origin, adapter="of another folder")
     contexts.store.commit(dataclasses.replace(again.record, origin=record))
-    with pytest.raises(ContextGone, match="adapter differ"):
+    with pytest.raises(ContextGone, match=r"adapter that is not among these programs \(of another folder\)"):
         service.context("app", context.name)
     contexts.close()
 

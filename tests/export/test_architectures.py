@@ -6,20 +6,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from export.signatures import ExportPlan
-from export.subject import read_subject
 from jaxllm.config import WHOLE, ModelConfig, RopeConfig
+from jaxllm.export.programs.live import LiveExecutor
+from jaxllm.export.programs.model import ProgramModel, open_program
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.subject import read_subject
 from jaxllm.kernels.native import without_native_kernels
-from serving.engine import Engine
-from serving.programs.live import LiveExecutor
-from serving.programs.model import ProgramModel
-from serving.request import GenerationConfig
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.engine.request import GenerationConfig
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
-from export.tflite import export_tflite
+from jaxllm.export.tflite import export_tflite
 
 CONTEXT, CHUNKS = 48, (16,)
 CONFIG = GenerationConfig(max_tokens=12, ignore_eos=True)
@@ -64,7 +64,7 @@ def test_answers_are_those_of_the_steps(model_type, tmp_path):
     bundle = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=cfg, params=params)
     plan = ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS)
     export_tflite(read_subject(bundle), tmp_path / "tflite", plan)
-    engine = Engine.open_program(tmp_path / "tflite", threads=1)
+    engine = open_program(tmp_path / "tflite", threads=1)
     arrays = {name: jnp.asarray(value) for name, value in params.items()}
     live = LiveExecutor("tiny", {WHOLE: arrays}, {WHOLE: cfg}, context_tokens=CONTEXT, chunk_tokens=CHUNKS)
     with without_native_kernels():

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from export.signatures import ExportPlan
 from jaxllm.errors import ConfigError, ProgramError
+from jaxllm.export.programs.live import LiveExecutor
+from jaxllm.export.programs.model import ProgramModel, open_program
+from jaxllm.export.signatures import ExportPlan
 from jaxllm.sampling_state import Sampling
+from jaxllm.serving.engine.engine import Engine
 from jaxllm.text.tokenizer import Tokenizer
-from serving.engine import Engine
-from serving.programs.live import LiveExecutor
-from serving.programs.model import ProgramModel
 from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS
 from tests.tiny import tiny_params, tiny_tokenizer
 
@@ -92,17 +92,17 @@ def test_a_loop_on_the_device(engine, one_by_one, compiles, monkeypatch):
 
 def test_stablehlo(subject, one_by_one, tmp_path):
     pytest.importorskip("flatbuffers")
-    from export.stablehlo import export_stablehlo
+    from jaxllm.export.stablehlo import export_stablehlo
 
     whole = dataclasses.replace(subject, levels={100: subject.levels[100]})
     export_stablehlo(whole, tmp_path / "programs", PLAN, platforms=("cpu",))
-    assert said(Engine.open_program(tmp_path / "programs")) == one_by_one
+    assert said(open_program(tmp_path / "programs")) == one_by_one
 
 
 def test_tflite_without_loops(subject, one_by_one, tmp_path):
     pytest.importorskip("litert_converter")
-    from export.tflite import export_tflite
-    from serving.device.opening import open_device
+    from jaxllm.export.device.opening import open_device
+    from jaxllm.export.tflite import export_tflite
 
     whole = dataclasses.replace(subject, levels={100: subject.levels[100]})
     export_tflite(whole, tmp_path / "programs", PLAN)

@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("flatbuffers")
 
-from export.signatures import ExportPlan
-from export.stablehlo import PLATFORMS, traced
-from export.subject import read_subject
 from jaxllm.config import WHOLE
-from jaxllm.program_folder.arrays import cache_shapes
-from jaxllm.program_folder.shapes import input_shapes
+from jaxllm.export.folder_format.arrays import cache_shapes
+from jaxllm.export.folder_format.shapes import input_shapes
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.stablehlo import PLATFORMS, traced
+from jaxllm.export.subject import read_subject
 from tests.copied_bytes import copied_bytes
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from export.folder import ProgramKind, finish
-from export.quantized import left_out
-from export.signatures import ExportPlan
-from export.static_products import ROWS, StaticProduct, with_shadow
-from export.subject import read_subject
-from jaxllm.bundle.prefill import prefill_parts
+from jaxllm.bundle.calibrations import prefill_parts
+from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError
-from jaxllm.int8_prefill.products import NARROW
-from jaxllm.program_folder.manifest import Manifest
-from serving.cli import cli
+from jaxllm.export.folder import ProgramKind, finish
+from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.quantized import left_out
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.static_products import ROWS, StaticProduct, with_shadow
+from jaxllm.export.subject import read_subject
+from jaxllm.int8_prefill.shadow import NARROW
 from tests.int8_prefill.calibrated import calibrated, outlying
 from tests.tiny import write_tiny_bundle
 
@@ -97,8 +97,8 @@ def test_the_command_exports_a_calibrated_bundle_with_its_shadow_or_says_without
 ):
     """What the exporter is given, for the converter lives elsewhere."""
     given = []
-    monkeypatch.setattr("export.extras.require_format", lambda kind: None)
-    monkeypatch.setattr("export.commands.export._export_tflite", lambda *of: given.append(of) or ["made"])
+    monkeypatch.setattr("jaxllm.export.extras.require_format", lambda kind: None)
+    monkeypatch.setattr("jaxllm.cli.export._export_tflite", lambda *of: given.append(of) or ["made"])
     (tmp_path / "text").write_text("the hello")
     asked = [str(bundle), "-o", str(tmp_path / "out"), "--format", "tflite", "--precision", "w8a8"]
     asked += ["--calibration-text", str(tmp_path / "text")]

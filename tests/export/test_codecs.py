@@ -8,19 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from export.signatures import ExportPlan
-from export.subject import read_subject
+from jaxllm.contexts.codecs import WIDTHS, ChunkShape
+from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import ConfigError
+from jaxllm.export.device.context import ProgramContext
+from jaxllm.export.device.contexts import ProgramContexts
+from jaxllm.export.device.opening import open_device
+from jaxllm.export.folder_format.arrays import KEYS, VALUES, cache_shapes
+from jaxllm.export.folder_format.codecs import CHUNK_TOKENS, chunk_format
+from jaxllm.export.programs.codecs import encoded, loaded
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.subject import read_subject
 from jaxllm.kv.cache import Past
 from jaxllm.kv.chunks import encode_chunks
-from jaxllm.kv.codecs import WIDTHS, ChunkShape
-from jaxllm.program_folder.arrays import KEYS, VALUES, cache_shapes
-from jaxllm.program_folder.codecs import CHUNK_TOKENS, chunk_format
-from serving.device.context import DeviceContext
-from serving.device.contexts import DeviceContexts
-from serving.device.opening import open_device
-from serving.programs.codecs import encoded, loaded
-from serving.request import GenerationConfig
+from jaxllm.serving.engine.request import GenerationConfig
 from tests.export.models import CFG, CHUNKS, CONTEXT
 
 PLAN = ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS, cache_tokens=(32,))
@@ -32,12 +33,12 @@ def exported(kind, codec, elastic, place):
     subject, plan = read_subject(elastic), dataclasses.replace(PLAN, codec=codec)
     if kind == "stablehlo":
         pytest.importorskip("flatbuffers")
-        from export.stablehlo import export_stablehlo
+        from jaxllm.export.stablehlo import export_stablehlo
 
         export_stablehlo(subject, place / "programs", plan, platforms=("cpu",))
     else:
         pytest.importorskip("litert_converter")
-        from export.tflite import export_tflite
+        from jaxllm.export.tflite import export_tflite
 
         export_tflite(subject, place / "programs", plan)
     return open_device(place / "programs")
@@ -93,15 +94,16 @@ def test_a_context_at_few_bits_outlives_its_process(kind, elastic, tmp_path):
     sizes, answers = {}, {}
     for bits in (0, 8, 4):
         place = tmp_path / f"store{bits}"
-        contexts = DeviceContexts(engine, place, budget_bytes=1 << 20, bits=bits)
+        contexts = ProgramContexts(engine, place, budget_bytes=1 << 20, bits=bits)
         name = contexts.create("app").name
-        first = DeviceContext(contexts, contexts.record("app", name)).generate(turns[0], config=GREEDY)
+        first = ProgramContext(contexts, contexts.record("app", name)).generate(turns[0], config=GREEDY)
         first.result()
-        sizes[bits] = contexts.facts(contexts.record("app", name)).stored_bytes
+        record = contexts.record("app", name)
+        sizes[bits] = sum(sum(record.origin.layer_bytes[each]) for each in record.bits if each != LOST)
         contexts.close()
-        again = DeviceContexts(engine, place, budget_bytes=1 << 20, bits=bits)
-        answer = DeviceContext(again, again.record("app", name)).generate(turns[1], config=GREEDY).result()
-        assert answer.restored.read == 2 * CHUNK_TOKENS
+        again = ProgramContexts(engine, place, budget_bytes=1 << 20, bits=bits)
+        answer = ProgramContext(again, again.record("app", name)).generate(turns[1], config=GREEDY).result()
+        assert answer.restoration.read == 2 * CHUNK_TOKENS
         answers[bits] = answer.tokens
         again.close()
     assert answers[8] == answers[0]
@@ -114,6 +116,6 @@ def test_what_a_folder_lacks_is_refused(elastic, tmp_path):
     pytest.importorskip("flatbuffers")
     engine = exported("stablehlo", "", elastic, tmp_path)
     with pytest.raises(ConfigError, match=r"no programs of contexts at 8 bits.*--codec"):
-        DeviceContexts(engine, tmp_path / "store", budget_bytes=1 << 20, bits=8)
+        ProgramContexts(engine, tmp_path / "store", budget_bytes=1 << 20, bits=8)
     with pytest.raises(ConfigError, match="no codec 'other'"):
         ExportPlan(codec="other")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from export.contents import CONTENTS, as_markdown, require_contents
-from export.signatures import ExportPlan
 from jaxllm.errors import ConfigError
+from jaxllm.export.contents import CONTENTS, as_markdown, require_contents
+from jaxllm.export.signatures import ExportPlan
 
 PAGE = Path("docs/guides/export.md")
 
@@ -21,7 +21,5 @@ def test_what_a_format_lacks_is_named():
     wanted = "--level, --verify-tokens, --block-tokens, --cache-tokens; leave them out"
     with pytest.raises(ConfigError, match=wanted):
         require_contents("litertlm", plan, levels=2)
-    with pytest.raises(ConfigError, match="iree format holds no programs of --block-tokens; leave it out"):
-        require_contents("iree", plan, levels=1)
-    for kind in set(CONTENTS) - {"litertlm", "iree"}:
+    for kind in set(CONTENTS) - {"litertlm"}:
         require_contents(kind, plan, levels=2)

@@ -10,22 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from export.device import LOOP, loop_modules
+from jaxllm import Engine
 from jaxllm.config import WHOLE
 from jaxllm.errors import ProgramError
-from jaxllm.program_folder.manifest import MANIFEST, Manifest
-from serving.engine import Engine
-from serving.request import GenerationConfig
+from jaxllm.export.device_folder import LOOP, loop_modules
+from jaxllm.export.folder_format.manifest import MANIFEST, Manifest
+from jaxllm.export.programs.model import open_program
+from jaxllm.serving.engine.request import GenerationConfig
 from tests.export.bare_python import DEVICE, TESTING, bare_python
 from tests.export.conftest import PLAN
+from tests.export.device.conftest import FOLDER_VARIABLE
 from tests.export.models import CFG, OPTIONS
-from tests.serving.device.conftest import FOLDER_VARIABLE
 
 pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
-from export.device import write_loop
-from export.tflite import FILE, export_tflite
+from jaxllm.export.device_folder import write_loop
+from jaxllm.export.tflite import FILE, export_tflite
 
 CONFIG = GenerationConfig(max_tokens=12, ignore_eos=True)
 # Above the weights, at the peak.
@@ -41,11 +42,11 @@ folder, place, prompts, texts = Path(sys.argv[1]), Path(sys.argv[2]), *json.load
 sys.path.insert(0, str(folder / "loop.pyz"))
 from jaxllm.elastic.slo import Slo
 from jaxllm.sampling_state import Sampling
-from serving.device.opening import open_device
-from serving.device.service import DeviceService
-from serving.planning.objectives import Latency
-from serving.request import GenerationConfig
-from serving.speculation.options import SpeculationOptions
+from jaxllm.export.device.opening import open_device
+from jaxllm.export.device.service import ProgramService
+from jaxllm.serving.elastic.objectives import Latency
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
 config = GenerationConfig(max_tokens=12, ignore_eos=True)
 drafts = SpeculationOptions(drafter="ngram", pausing=False)
 engine = open_device(folder, threads=1)
@@ -71,7 +72,7 @@ chunk_bytes = sum(
     8 * 16 * engine.cfg.units(layer).kv_heads * engine.cfg.head_dim for layer in range(engine.cfg.layers)
 )
 def opened():
-    return DeviceService.open(
+    return ProgramService.open(
         folder, threads=1, contexts=place, budget_bytes=3 * chunk_bytes, drafts=drafts
     )
 service = opened()
@@ -92,10 +93,10 @@ service.close()
 service = opened()
 answers = [service.context("app", each).generate([5, 6, 7], config=config).result() for each in names]
 out["second"] = [each.tokens for each in answers]
-out["read"] = [each.restored.read for each in answers]
+out["read"] = [each.restoration.read for each in answers]
 service.close()
 out["installed"] = [each for each in ("jax", "jaxlib", "flax", "optax") if importlib.util.find_spec(each)]
-out["sources"] = sys.modules["serving.engine"].__file__
+out["sources"] = sys.modules["jaxllm.serving.engine.engine"].__file__
 print(json.dumps(out))
 """
 
@@ -183,12 +184,12 @@ def test_the_folder_runs_by_itself(python, folder, tmp_path):
 def test_the_suite_of_a_device_passes_there(python, folder, tmp_path):
     """All of its tests but those of HTTP, which takes other packages, and of draws and executors beside
     JAX's."""
-    room = Path("tests/serving/device")
+    room = Path("tests/export/device")
     files = [str(room / f"test_{each}.py") for each in ("command", "contexts", "opening", "service")]
     plugins = [
         "--noconftest",
         "-p",
-        "tests.serving.device.conftest",
+        "tests.export.device.conftest",
         "-p",
         "no:cacheprovider",
         "-p",
@@ -211,7 +212,7 @@ def test_the_manifest_lists_the_loop(folder):
 
 def test_the_loop_has_what_a_device_imports_where_it_is_used():
     modules = loop_modules()
-    assert {"serving/programs/litert.py", "serving/programs/drafts.py", "jaxllm/text/child_worker.py"} <= set(
+    assert {"export/programs/litert.py", "export/programs/drafts.py", "jaxllm/text/child_worker.py"} <= set(
         modules
     )
     assert not any(b"\nimport jax\n" in text for text in modules.values())
@@ -224,7 +225,7 @@ def test_a_missing_signature_is_named(folder, tmp_path):
     facts["signatures"].append(more)
     (other / MANIFEST).write_text(json.dumps(facts))
     with pytest.raises(ProgramError, match="lacks the signatures verify_16, which"):
-        Engine.open_program(other)
+        open_program(other)
 
 
 def test_a_model_of_another_export(folder, tmp_path):
@@ -233,4 +234,4 @@ def test_a_model_of_another_export(folder, tmp_path):
     raw[-1] ^= 1
     (other / FILE).write_bytes(raw)
     with pytest.raises(ProgramError, match="the checksum is wrong"):
-        Engine.open_program(other)
+        open_program(other)

@@ -6,13 +6,13 @@ import shutil
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.program_folder.manifest import TOKENIZER, Manifest, StoredFile
-from jaxllm.program_folder.tokenizer import read_tokenizer, write_tokenizer
-from serving.engine import Engine
-from serving.speculation.drafter import Growing
-from serving.speculation.host_tree import accepted_path
-from serving.speculation.options import SpeculationOptions, TreeShape
-from serving.speculation.speculation import Speculation
+from jaxllm.export.folder_format.manifest import TOKENIZER, Manifest, StoredFile
+from jaxllm.export.folder_format.tokenizer import read_tokenizer, write_tokenizer
+from jaxllm.export.programs.model import open_program
+from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.speculation.drafter import Growing
+from jaxllm.serving.speculation.host_tree import accepted_path
+from jaxllm.serving.speculation.speculation import Speculation
 from tests.export.drafting import ALWAYS, DRAWN, Branching, require_same_answers, with_drafts
 from tests.export.models import CONFIG, PROMPTS
 
@@ -21,7 +21,7 @@ pytest.importorskip("flatbuffers")
 
 @pytest.fixture(scope="module")
 def plain(stablehlo):
-    engine = Engine.open_program(stablehlo)
+    engine = open_program(stablehlo)
     engine.warm_up()
     return engine
 
@@ -59,7 +59,7 @@ def test_no_graph_is_compiled_under_a_drafted_request(plain, compiles):
 
 
 def test_one_request_takes_programs_of_one_cache(stablehlo):
-    engine = Engine.open_program(stablehlo, speculation=SpeculationOptions(**ALWAYS, drafter="ngram"))
+    engine = open_program(stablehlo, speculation=SpeculationOptions(**ALWAYS, drafter="ngram"))
     engine.warm_up(prompt_tokens=5, max_tokens=12)
     ready = [each.name for each in engine.runner.signatures if engine.model.executor.is_ready(each)]
     assert ready == ["cache_32_prefill_16", "cache_32_decode", "cache_32_verify_8"]
@@ -77,7 +77,7 @@ def test_a_path_follows_what_is_chosen():
 
 def test_what_does_not_fit(stablehlo, plain, tmp_path):
     def opened(folder, **options):
-        Engine.open_program(folder, speculation=SpeculationOptions(**options))
+        open_program(folder, speculation=SpeculationOptions(**options))
 
     with pytest.raises(ConfigError, match=r"level 70 was not exported"):
         with_drafts(plain, drafter="level", level=70)

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from benchmarks.peers.edge_quantizer import quantize_folder
+from benchmarks.export.formats import quantize_folder
 from jaxllm.errors import JaxllmError
-from jaxllm.program_folder.manifest import Manifest
-from serving.engine import Engine
+from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.programs.model import open_program
 from tests.export.models import answers
 
 pytest.importorskip("ai_edge_quantizer")
@@ -22,7 +22,7 @@ def test_the_quantized_model_runs_as_ours_does(tflite, live, tmp_path):
     assert after.signatures == before.signatures
     (model,) = {each.file for each in after.signatures}
     assert after.files[model].size_bytes < 0.75 * before.files[model].size_bytes
-    found = answers(Engine.open_program(tmp_path / "int8", threads=1))
+    found = answers(open_program(tmp_path / "int8", threads=1))
     assert [len(each) for each in found] == [len(each) for each in live[100]]
 
 

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from export.signatures import ExportPlan
-from export.subject import read_subject
+from jaxllm.export.programs.model import open_program
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.subject import read_subject
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder, encoder_decoder
 from jaxllm.models.architectures import ARCHITECTURES
+from jaxllm.models.features import room_refusal
 from jaxllm.models.parameters import param_specs
-from jaxllm.models.rooms import room_refusal
-from serving.engine import Engine
-from serving.request import GenerationConfig
+from jaxllm.serving.engine.request import GenerationConfig
 from tests import tiny, tiny_encdec
 from tests.docs.families import default_config
 from tests.quick_jit import jit
@@ -25,7 +25,7 @@ from tests.tiny_variants import ENCODER_DECODERS, VARIANTS
 pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
-from export.tflite import export_tflite
+from jaxllm.export.tflite import export_tflite
 
 TOLERANCE = 1e-3
 CONTEXT, CHUNK, ASKED = 48, 16, 6
@@ -78,7 +78,7 @@ def test_log_probabilities_are_the_decoders(name, tmp_path):
     bundle = tiny.write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=cfg, params=params, tokenizer=tokenizer)
     plan = ExportPlan(context_tokens=CONTEXT, chunk_tokens=(CHUNK,), cache_tokens=())
     export_tflite(read_subject(bundle), tmp_path / "tflite", plan)
-    engine = Engine.open_program(tmp_path / "tflite", threads=1)
+    engine = open_program(tmp_path / "tflite", threads=1)
     config = GenerationConfig(max_tokens=ASKED, ignore_eos=True, top_logprobs=20)
     answer = engine.generate(PROMPT, config)
     begun, source = (PROMPT, []) if cfg.encoder is None else ([tiny.BEGIN_ID], PROMPT)

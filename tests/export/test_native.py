@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from export.input_adapters import AdapterOptions
-from export.signatures import ExportPlan
-from export.subject import read_subject
 from jaxllm.config import WHOLE
-from serving.device.opening import open_device
+from jaxllm.export.device.opening import open_device
+from jaxllm.export.input_adapters import AdapterOptions
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.subject import read_subject
 from tests.export.models import CHUNKS, CONFIG, CONTEXT, PROMPTS, write_planned
 
 pytest.importorskip("litert_converter")
@@ -48,7 +48,7 @@ def test_the_answers_are_the_live_engines(program, tflite, live, level):
 
 
 def test_programs_of_a_tiny_lm_and_adapters_are_left_alone(program, tmp_path):
-    from export.tflite import export_tflite
+    from jaxllm.export.tflite import export_tflite
 
     bundle, _ = write_planned(tmp_path / "tiny.jaxllm")
     subject, folder = read_subject(bundle, inputs=AdapterOptions(rank=2)), tmp_path / "programs"

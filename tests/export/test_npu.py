@@ -6,13 +6,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from export.litertlm import export_litertlm
-from export.signatures import ExportPlan
-from export.subject import read_subject
+from jaxllm import Engine
 from jaxllm.errors import ConfigError
-from jaxllm.steps.exported_npu import cache_inputs, layer_inputs, require_divisible
-from serving.engine import Engine
-from serving.request import GenerationConfig
+from jaxllm.export.litertlm import export_litertlm
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.steps.exported_npu import cache_inputs, layer_inputs, require_divisible
+from jaxllm.export.subject import read_subject
+from jaxllm.serving.engine.request import GenerationConfig
 from tests.export.models import CFG, CHUNKS, CONTEXT, OPTIONS, PROMPTS, models_of
 
 pytest.importorskip("litert_converter")

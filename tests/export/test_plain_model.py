@@ -9,26 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from export.commands.export import export_command
-from export.gguf_file import write_plain_gguf
-from export.plain_model import read_plain, uniform, write_plain_folder
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.bundle.levels import elastic_parts
 from jaxllm.checkpoints.gguf_config import read_gguf_config
 from jaxllm.checkpoints.gguf_file import read_gguf
 from jaxllm.checkpoints.gguf_model import read_gguf_params
 from jaxllm.checkpoints.gguf_tokenizer import read_gguf_tokenizer
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+from jaxllm.cli.export import export_command
 from jaxllm.config import WHOLE
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import ConfigError
+from jaxllm.export.gguf_file import write_plain_gguf
+from jaxllm.export.plain_model import read_plain, uniform, write_plain_folder
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.text.tokenizer import Tokenizer
 from tests.export.models import LADDER, write_elastic
 from tests.quick_jit import jit
-from tests.tiny import TINY, tiny_params, write_tiny_bundle
+from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
 
 TOKENS = np.asarray([[(7 * i) % 61 for i in range(20)]], np.int32)
 F32 = np.dtype(np.float32)
@@ -74,6 +74,18 @@ def test_transformers_gives_the_levels_logits(tmp_path, variant, fewer_heads):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
         found = theirs(torch.tensor(TOKENS.astype(np.int64))).logits[0].numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_what_the_authors_advise_goes_along(tmp_path):
+    sampling = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
+    tokenizer = dataclasses.replace(tiny_tokenizer(), sampling=sampling)
+    with Bundle.open(write_tiny_bundle(tmp_path / "m.jaxllm", tokenizer=tokenizer)) as opened:
+        model = read_plain(opened, level=WHOLE)
+        write_plain_folder(tmp_path / "out", model, "f32")
+        write_plain_gguf(tmp_path / "out.gguf", model, "f32")
+    assert read_tokenizer(tmp_path / "out").sampling == sampling
+    file = read_gguf(tmp_path / "out.gguf")
+    assert read_gguf_tokenizer(file, model.cfg.vocab_size).sampling == sampling
 
 
 def test_a_folder_has_the_recovery_of_its_level_and_the_tokenizer(tmp_path):
@@ -226,3 +238,19 @@ def test_families_without_metadata_are_refused_by_name(tmp_path):
         with pytest.raises(ConfigError, match=r"type gpt2 are not written as GGUF, only llama.*export as hf"):
             write_plain_gguf(tmp_path / "m.gguf", model, "f32")
     assert not (tmp_path / "m.gguf").exists()
+
+
+def test_numbers_of_a_gguf_are_those_of_float32(tmp_path):
+    """1e-5 in float32, as transformers writes it after it has read a GGUF file."""
+    cfg = dataclasses.replace(TINY, norm_eps=float(np.float32(1e-5)), attention_windows=())
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", cfg=cfg, params=tiny_params(cfg))
+    with Bundle.open(path) as opened:
+        write_plain_gguf(tmp_path / "m.gguf", read_plain(opened), "f32")
+    assert np.float32(read_gguf_config(read_gguf(tmp_path / "m.gguf")).norm_eps) == np.float32(1e-5)
+
+
+def test_what_a_gguf_loses_is_named(tmp_path):
+    cfg = dataclasses.replace(TINY, attention_windows=(4,) * TINY.layers)
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", cfg=cfg, params=tiny_params(cfg))
+    with Bundle.open(path) as opened, pytest.raises(ConfigError, match=r"it loses attention_windows .*as hf"):
+        write_plain_gguf(tmp_path / "m.gguf", read_plain(opened), "f32")

@@ -9,26 +9,26 @@ import numpy as np
 import pytest
 
 import jaxllm
-from benchmarks.prefill.exported import exported_scores, missing
-from benchmarks.samples.stories import story_tokens
-from export.signatures import ExportPlan
-from export.subject import read_subject
+from benchmarks.int8_prefill.accuracy import exported_scores, missing
+from benchmarks.samples import story_tokens
 from jaxllm.bundle import Bundle
+from jaxllm.export.programs.model import open_program
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.subject import read_subject
+from jaxllm.int8_prefill.calibration import OutlierRecipe, with_outliers
 from jaxllm.int8_prefill.fitting import random_calibration, whole_rows
-from jaxllm.int8_prefill.outliers import OutlierRecipe, with_outliers
 from jaxllm.int8_prefill.reference import plain_rule, scores_by_rule
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.quant import dequantize
 from jaxllm.text.tokenizer import Tokenizer
-from serving.engine import Engine
 from tests.export.operators import Operator, operators
 
 pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
-from export.quantized import quantized_subject
-from export.static_products import calibrate
-from export.tflite import FILE, export_tflite
+from jaxllm.export.quantized import quantized_subject
+from jaxllm.export.static_products import calibrate
+from jaxllm.export.tflite import FILE, export_tflite
 
 LENGTH, KNOWN = 128, 12
 NAIVE = ExportPlan(
@@ -71,7 +71,7 @@ def test_prefill_loses_less_than_a_hundredth_and_naive_steps_lose_all(trained, o
         bare = quantized_subject(subject)[0]
         ranges = calibrate(bare.without_calibration(), np.concatenate(known).tolist())
         export_tflite(subject, naive, NAIVE, precision="w8a8", ranges=ranges)
-        runner = Engine.open_program(naive, threads=1).runner
+        runner = open_program(naive, threads=1).runner
         scores = [runner.score(row[:-1].tolist(), row[1:].tolist()) for row in judged]
         assert _perplexity(scores) > 2 * wanted
         assert FLOATS not in operators((naive / FILE).read_bytes())[f"verify_{LENGTH}"]

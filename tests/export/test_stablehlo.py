@@ -12,23 +12,23 @@ import jax
 import numpy as np
 import pytest
 
-from export.signatures import ExportPlan
-from export.stablehlo import PLATFORMS, export_stablehlo, traced, verify
-from export.subject import read_subject
 from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, ProgramError
+from jaxllm.export.folder_format.manifest import LEFT, WEIGHTS, Manifest
+from jaxllm.export.folder_format.weights import read_weights, write_weights
+from jaxllm.export.programs.live import LiveExecutor
+from jaxllm.export.programs.model import ProgramModel, open_program
+from jaxllm.export.programs.runner import ProgramRunner
+from jaxllm.export.programs.stablehlo import StableHloExecutor
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.stablehlo import PLATFORMS, export_stablehlo, traced, verify
+from jaxllm.export.subject import read_subject
 from jaxllm.models.decoder import forward_documents, logits
-from jaxllm.program_folder.manifest import LEFT, WEIGHTS, Manifest
-from jaxllm.program_folder.weights import read_weights, write_weights
 from jaxllm.sampling import Sampling
-from serving.buckets.compiled_folder import CompiledBucketFolder
-from serving.engine import Engine
-from serving.programs.live import LiveExecutor
-from serving.programs.model import ProgramModel
-from serving.programs.runner import ProgramRunner
-from serving.programs.stablehlo import StableHloExecutor
-from serving.request import GenerationConfig, Session
-from serving.runners.runner import prefill_prompt
-from serving.speculation.options import SpeculationOptions
+from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.runners.runner import prefill_prompt
 from tests.export.conftest import PLAN
 from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS, answers, write_elastic
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def engine(stablehlo):
-    engine = Engine.open_program(stablehlo)
+    engine = open_program(stablehlo)
     engine.warm_up()
     return engine
 
@@ -76,7 +76,7 @@ def test_a_live_executor_answers_alike(engine):
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_nothing_is_compiled_under_a_request(stablehlo, compiles, drafter):
     drafts = None if drafter == "none" else SpeculationOptions(drafter="ngram", pausing=False)
-    engine = Engine.open_program(stablehlo, speculation=drafts)
+    engine = open_program(stablehlo, speculation=drafts)
     engine.warm_up()
     # Neither is anything that other tests may have left.
     jax.clear_caches()
@@ -174,11 +174,11 @@ def test_text_is_scored_as_a_whole_document_is(engine):
 
 _ALONE = """
 import sys
-from serving.engine import Engine
-from serving.request import GenerationConfig
-from serving.speculation.options import SpeculationOptions
+from jaxllm.export.programs.model import open_program
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
 drafts = SpeculationOptions(model=sys.argv[1], pausing=False)
-engine = Engine.open_program(sys.argv[1], speculation=drafts)
+engine = open_program(sys.argv[1], speculation=drafts)
 tokens = engine.generate([1, 50, 7, 99, 23], GenerationConfig(max_tokens=12, ignore_eos=True)).tokens
 assert engine.speculation.counts.verifications
 print(*tokens)
@@ -199,11 +199,11 @@ def test_programs_run_without_the_code_that_made_them(stablehlo, live):
     assert [int(each) for each in said.split()] == live[100][1]
     unwanted = (
         "flax.",
-        "export.",
+        "jaxllm.export.stablehlo.",
+        "jaxllm.export.signatures.",
         "jaxllm.bundle.",
         "jaxllm.models.decoder.",
         "jaxllm.models.layer.",
-        "jaxllm.nn.layers.",
         "jaxllm.nn.linear.",
         "jaxllm.steps.model.",
     )
@@ -255,15 +255,15 @@ def test_weights_of_another_bundle(stablehlo, subject, tmp_path):
     folder = copied(stablehlo, tmp_path)
     write_weights(folder / WEIGHTS, subject.arrays, model="another")
     with pytest.raises(ProgramError):
-        Engine.open_program(folder)
+        open_program(folder)
     # Even if somebody fits the manifest to it.
     manifest = Manifest.read(stablehlo)
-    from jaxllm.program_folder.manifest import StoredFile
+    from jaxllm.export.folder_format.manifest import StoredFile
 
     files = {**manifest.files, WEIGHTS: StoredFile.of(folder / WEIGHTS)}
     dataclasses.replace(manifest, files=files).write(folder)
     with pytest.raises(ProgramError, match="another bundle"):
-        Engine.open_program(folder)
+        open_program(folder)
 
 
 def test_a_corrupt_program(stablehlo, tmp_path):
@@ -271,7 +271,7 @@ def test_a_corrupt_program(stablehlo, tmp_path):
     raw = bytearray((folder / "decode.jaxexport").read_bytes())
     raw[len(raw) // 2] ^= 1
     (folder / "decode.jaxexport").write_bytes(raw)
-    engine = Engine.open_program(folder)
+    engine = open_program(folder)
     with pytest.raises(ProgramError, match=r"decode\.jaxexport: the checksum is wrong"):
         engine.warm_up()
 
@@ -289,7 +289,7 @@ def test_programs_for_other_devices(stablehlo, tmp_path):
     folder = copied(stablehlo, tmp_path)
     dataclasses.replace(Manifest.read(folder), platforms=("tpu",)).write(folder)
     with pytest.raises(ConfigError, match=r"exported for tpu, this device is cpu; .*--platform cpu"):
-        Engine.open_program(folder)
+        open_program(folder)
 
 
 def test_a_level_that_was_not_exported(engine):
@@ -307,7 +307,7 @@ def test_a_missing_extra_names_its_command(stablehlo, subject, tmp_path, monkeyp
     with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[stablehlo\]'"):
         export_stablehlo(subject, tmp_path / "out", PLAN)
     with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[stablehlo\]'"):
-        Engine.open_program(stablehlo)
+        open_program(stablehlo)
 
 
 def test_an_output_that_exists_and_a_platform_that_does_not(subject, tmp_path):
@@ -322,7 +322,7 @@ def test_a_failed_export_leaves_nothing(subject, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise ProgramError("no")
 
-    monkeypatch.setattr("export.stablehlo.verify", fail)
+    monkeypatch.setattr("jaxllm.export.stablehlo.verify", fail)
     with pytest.raises(ProgramError):
         export_stablehlo(subject, tmp_path / "out", PLAN, platforms=("cpu",))
     assert list(tmp_path.iterdir()) == []
@@ -380,7 +380,7 @@ def test_int8_weights_come_as_the_floats_that_they_stand_for(tmp_path):
 
 
 def test_an_adapter_is_folded_in_and_makes_another_model(tmp_path):
-    from jaxllm.checkpoints.peft_folder import write_adapter
+    from jaxllm.checkpoints.peft import write_adapter
     from jaxllm.models.lora import LoraConfig, merge
     from tests.models.test_lora import random_adapter
 

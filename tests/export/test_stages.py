@@ -6,16 +6,15 @@ import os
 import numpy as np
 import pytest
 
-from export.signatures import ExportPlan
-from export.subject import read_subject
-from jaxllm.bundle.prefill import prefill_parts
+from jaxllm.bundle.calibrations import prefill_parts
 from jaxllm.errors import BudgetExceeded, ConfigError, ProgramError
-from jaxllm.int8_prefill.schedule import ORDERS
-from jaxllm.int8_prefill.simulator import simulate
-from jaxllm.program_folder.manifest import Manifest
-from jaxllm.program_folder.stages import STAGE_FILES, stage_name
-from serving.device.opening import needed_bytes, open_device, weights_bytes
-from serving.request import GenerationConfig
+from jaxllm.export.device.opening import needed_bytes, open_device, weights_bytes
+from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.stages import STAGE_FILES, stage_name
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.subject import read_subject
+from jaxllm.int8_prefill.schedule import ORDERS, simulate
+from jaxllm.serving.engine.request import GenerationConfig
 from tests.export.operators import Operator, operators
 from tests.int8_prefill.calibrated import calibrated, outlying, texts
 from tests.tiny import write_tiny_bundle
@@ -23,10 +22,10 @@ from tests.tiny import write_tiny_bundle
 pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
-from export.quantized import quantized_subject
-from export.static_products import calibrate
-from export.tflite import export_tflite
-from serving.programs.stages import StagePrograms, TimedStage
+from jaxllm.export.programs.stages import StagePrograms, TimedStage
+from jaxllm.export.quantized import quantized_subject
+from jaxllm.export.static_products import calibrate
+from jaxllm.export.tflite import export_tflite
 
 CONTEXT, CHUNKS = 64, (8, 16)
 PLAN = ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS, cache_tokens=(), stages=True)

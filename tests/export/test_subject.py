@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from export.subject import read_subject
 from jaxllm.bundle import Bundle, lay_experts_apart
+from jaxllm.export.subject import read_subject
 from tests.tiny import TINY, write_tiny_bundle
 
 MIXTURE = dataclasses.replace(

@@ -6,16 +6,16 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from export.signatures import ExportPlan
-from export.subject import read_subject
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, ProgramError
-from jaxllm.program_folder.manifest import LEFT, RIGHT, Manifest
+from jaxllm.export.folder_format.manifest import LEFT, RIGHT, Manifest
+from jaxllm.export.programs.litert import LiteRtExecutor
+from jaxllm.export.programs.model import ProgramModel, open_program
+from jaxllm.export.programs.packed import PackedFolder
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.subject import read_subject
+from jaxllm.serving.engine.engine import Engine
 from jaxllm.text.tokenizer import Tokenizer
-from serving.engine import Engine
-from serving.programs.litert import LiteRtExecutor
-from serving.programs.model import ProgramModel
-from serving.programs.packed import PackedFolder
 from tests.export.conftest import PLAN
 from tests.export.drafting import require_same_answers, with_drafts
 from tests.export.models import CFG, CONTEXT, PROMPTS, answers
@@ -25,10 +25,10 @@ from tests.tiny import tiny_params
 pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
-from export.flatbuffer import share_buffers
-from export.quantized import quantized_subject
-from export.static_products import calibrate
-from export.tflite import FILE, export_tflite, require_holdable, tflite_model
+from jaxllm.export.flatbuffer import share_buffers
+from jaxllm.export.quantized import quantized_subject
+from jaxllm.export.static_products import calibrate
+from jaxllm.export.tflite import FILE, export_tflite, require_holdable, tflite_model
 
 # What may hold integers of 8 bits: products and what leads to and from them, and rows of the table.
 INTEGER_OPERATORS = {
@@ -41,7 +41,7 @@ TEXT = "the hello there " * 20
 
 @pytest.fixture(scope="module")
 def engine(tflite):
-    return Engine.open_program(tflite[0], threads=1)
+    return open_program(tflite[0], threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_w8a8_multiplies_integers_in_prefill_and_leaves_the_cache_alone(w8a8):
 def test_perplexity_is_near_that_of_floats(request, engine, name, within, level):
     """Of random weights, whose perplexity is near the vocabulary's size: it says that nothing is wrong with
     scales, not what they cost a trained model."""
-    quantized = Engine.open_program(request.getfixturevalue(name), threads=1)
+    quantized = open_program(request.getfixturevalue(name), threads=1)
     tokens = PROMPTS[4]
     loss = [-each.at(level).runner.score(tokens[:-1], tokens[1:]).mean() for each in (engine, quantized)]
     assert loss[0] != loss[1]
@@ -263,7 +263,7 @@ def test_a_corrupt_model(tflite, tmp_path):
     (tmp_path / FILE).write_bytes(b"no model")
     with pytest.raises(ProgramError, match="checksum"):
         LiteRtExecutor(manifest, tmp_path)
-    from jaxllm.program_folder.manifest import StoredFile
+    from jaxllm.export.folder_format.manifest import StoredFile
 
     files = {**manifest.files, FILE: StoredFile.of(tmp_path / FILE)}
     with pytest.raises(ProgramError, match="LiteRT refuses it"):

@@ -5,23 +5,23 @@ import dataclasses
 import numpy as np
 import pytest
 
-from export.signatures import ExportPlan
-from export.subject import read_subject
 from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ProgramError
-from jaxllm.program_folder.manifest import Manifest
-from jaxllm.program_folder.tiny_lm import TINY_TOKENIZER, parse_tokenizer
+from jaxllm.export.device.opening import open_device
+from jaxllm.export.device.service import ProgramService
+from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.tiny_lm import TINY_TOKENIZER, parse_tokenizer
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.subject import read_subject
+from jaxllm.serving.elastic import tiny_lm as live_tiny_lm
+from jaxllm.serving.elastic.coarse_profile import measure_coarsely
+from jaxllm.serving.elastic.planner import Planner
+from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.elastic.tiny_lm import TinyPlanner
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.droppable import prompt_tokens
 from jaxllm.text.tokenizer import Tokenizer
-from serving.device.opening import open_device
-from serving.device.service import DeviceService
-from serving.planning import tiny_lm as live_tiny_lm
-from serving.planning.coarse_profile import measure_coarsely
-from serving.planning.planner import Planner
-from serving.planning.profile import DeviceProfile
-from serving.planning.tiny_lm import TinyPlanner
 from tests.export.models import CHUNKS, CONTEXT, write_planned
 from tests.tiny import tiny_tokenizer
 
@@ -53,16 +53,16 @@ def service(request, planned, tmp_path_factory):
     plan = ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS, cache_tokens=(), levels=(40,))
     if request.param == "stablehlo":
         pytest.importorskip("flatbuffers")
-        from export.stablehlo import export_stablehlo
+        from jaxllm.export.stablehlo import export_stablehlo
 
         export_stablehlo(subject, folder, plan, platforms=("cpu",))
     else:
         pytest.importorskip("litert_converter")
-        from export.tflite import export_tflite
+        from jaxllm.export.tflite import export_tflite
 
         export_tflite(subject, folder, plan, precision=request.param.partition(" ")[2] or "f32")
     engine = open_device(folder, threads=1)
-    return DeviceService(engine, measure_coarsely(engine))
+    return ProgramService(engine, measure_coarsely(engine))
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,13 @@ import jax
 import numpy as np
 
 from jaxllm.bundle import Part, WeightFormat
-from jaxllm.bundle.elastic import Recovery, elastic_parts
-from jaxllm.bundle.experts import expert_parts
-from jaxllm.bundle.prefill import prefill_parts
-from jaxllm.bundle.tiny_lm import TinyLm, tiny_lm_parts
-from jaxllm.checkpoints.peft_folder import write_adapter
+from jaxllm.bundle.calibrations import expert_parts, prefill_parts
+from jaxllm.bundle.levels import Recovery, TinyLm, elastic_parts, tiny_lm_parts
+from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.slo import marks
-from jaxllm.experts.activation_paths import count_paths
-from jaxllm.experts.token_experts import count_tokens
+from jaxllm.experts.prediction import count_paths, count_tokens
 from jaxllm.models.lora import LoraConfig
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.tiny_lm import TlmConfig, init_tlm

@@ -182,7 +182,7 @@ class _FirstWords:
     prompt_ratios = (0.5, 1.0)
 
     def propose(self, prompt: Any, slo: Any, allowed: Any) -> Any:
-        from serving.planning.proposer import Proposal
+        from jaxllm.serving.elastic.proposer import Proposal
 
         return Proposal(level=50, prompt_ratio=0.5, scores=self.scores(prompt))
 
@@ -250,7 +250,7 @@ def packaged_drafts(models: Models) -> list[Answer]:
 
 @case("packaged-streamed_experts")
 def packaged_experts(models: Models) -> list[Answer]:
-    from serving.bundles import find_model
+    from jaxllm.serving.ground.bundles import find_model
 
     with contextlib.closing(opening.open_streamed(find_model("moe"), 0, experts=10)) as engine:
         return opening.both(engine, STORY)

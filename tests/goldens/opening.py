@@ -9,24 +9,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.bundle.tiny_lm import read_tiny_lm
+from jaxllm import Engine
+from jaxllm.bundle.levels import read_tiny_lm
+from jaxllm.export.programs.model import open_program
 from jaxllm.sampling import Sampling
-from serving.contexts.context import Context
-from serving.contexts.manager import Contexts
-from serving.contexts.options import ContextOptions
-from serving.engine import Engine
-from serving.int8_prefill.options import PrefillOptions
-from serving.options import EngineOptions
-from serving.planning.planner import Planner
-from serving.planning.profile import DeviceProfile
-from serving.planning.tiny_lm import TinyPlanner
-from serving.request import GenerationConfig, Session
-from serving.service import LLMService
-from serving.sliding import Sliding
-from serving.speculation.options import SpeculationOptions, TreeShape
-from serving.weights.experts.options import ExpertOptions
-from serving.weights.footprint import budget_with_experts, drafter_bytes, fixed_bytes
-from serving.weights.runtime_share import whole_budget
+from jaxllm.serving.contexts.context import Context
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.elastic.planner import Planner
+from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.elastic.tiny_lm import TinyPlanner
+from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.ground.expert_options import ExpertOptions
+from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.sliding import Sliding
+from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.opening.weight_source import budget_with_experts
+from jaxllm.serving.server.service import LLMService
+from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
+from jaxllm.serving.weights.prefetch_plan import whole_budget
 
 Answer = dict[str, Any]
 OPTIONS = EngineOptions(
@@ -242,9 +244,9 @@ def called(service: LLMService, prompt: str, **call: Any) -> Answer:
 def export_programs(bundle: Path, folder: Path) -> Path:
     """StableHLO programs of a bundle and its level 50."""
     # Here, because exporters are not installed everywhere.
-    from export.signatures import ExportPlan
-    from export.stablehlo import export_stablehlo
-    from export.subject import read_subject
+    from jaxllm.export.signatures import ExportPlan
+    from jaxllm.export.stablehlo import export_stablehlo
+    from jaxllm.export.subject import read_subject
 
     plan = ExportPlan(context_tokens=128, chunk_tokens=(16,), verify_tokens=(8,), levels=(50,))
     export_stablehlo(read_subject(bundle, levels=(50,)), folder, plan, platforms=("cpu",))
@@ -253,4 +255,4 @@ def export_programs(bundle: Path, folder: Path) -> Path:
 
 def open_programs(folder: Path, *, level: int = 100, speculation: SpeculationOptions | None = None) -> Engine:
     """An engine over exported programs."""
-    return Engine.open_program(folder, level=level, speculation=speculation)
+    return open_program(folder, level=level, speculation=speculation)

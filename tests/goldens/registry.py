@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from serving.engine import Engine
+from jaxllm.serving.engine.engine import Engine
 from tests.goldens import opening
 from tests.goldens.bundles import Bundles
 from tests.goldens.opening import Answer

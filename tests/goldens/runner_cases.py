@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serving.engine import Engine
+from jaxllm.serving.engine.engine import Engine
 from tests.goldens import opening
 from tests.goldens.opening import GREEDY, Answer
 from tests.goldens.registry import FEW_WORDS, LONG, PROMPT, TURNS, Models, case, cases

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from serving.int8_prefill.processors import prepare_processors
+from jaxllm.serving.int8_prefill.processors import prepare_processors
 
 prepare_processors()
 

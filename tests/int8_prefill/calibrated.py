@@ -9,9 +9,8 @@ import numpy as np
 
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.config import ModelConfig
-from jaxllm.int8_prefill.calibration import PrefillCalibration
+from jaxllm.int8_prefill.calibration import OutlierRecipe, PrefillCalibration, with_outliers
 from jaxllm.int8_prefill.fitting import random_calibration
-from jaxllm.int8_prefill.outliers import OutlierRecipe, with_outliers
 from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.models.parameters import param_specs
 from jaxllm.quant import quantize, to_blocks

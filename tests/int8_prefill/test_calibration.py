@@ -9,16 +9,18 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import (
-    ShadowRecipe,
     channel_tops,
+    clipped_layers,
     clipping_steps,
     importances,
     largest_of,
     most_important,
     outlying_channels,
+    product_errors,
     shadow_counts,
     whole_steps,
 )
+from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.int8_prefill.reference import integer_rule, plain_rule, scores_by_rule
 from tests.int8_prefill.calibrated import OUTLIERS, calibrated, outlying, stored, texts
 from tests.tiny import TINY
@@ -58,6 +60,26 @@ def test_layers():
     assert shadow_counts(24, 0.85) == [4, 8, 16, 24]
     assert shadow_counts(1, 0.85) == [1]
     assert shadow_counts(4, 0) == [4]
+    assert shadow_counts(4, 1) == [0, 1, 2, 4]
+
+
+def test_a_layer_without_a_shadow_clips_where_its_products_change_less():
+    """The outliers of one channel cost less to clip than a step for all channels does, unless weights make
+    much of that channel."""
+    floats = {name: jnp.asarray(each) for name, each in outlying().items()}
+    text = texts(TINY)[0]
+    tops = largest_of([jax.device_get(channel_tops(floats, text, cfg=TINY))])
+    wide = whole_steps(tops)
+    fine = clipping_steps(tops, ShadowRecipe(most_channels=0.1))
+    errors = jax.device_get(product_errors(floats, text, (fine, wide), cfg=TINY))
+    assert clipped_layers([errors]) == tuple(
+        sum(each[0] for each in layer) <= sum(each[1] for each in layer) for layer in errors
+    )
+    # A step that clips everything changes all of a product, one that clips nothing next to none.
+    errors = jax.device_get(product_errors(floats, text, (fine / 1e6, wide), cfg=TINY))
+    assert clipped_layers([errors]) == (False,) * TINY.layers
+    np.testing.assert_allclose([each[0] for layer in errors for each in layer], 1, atol=1e-3)
+    assert clipped_layers([[[each[::-1] for each in layer] for layer in errors]]) == (True,) * TINY.layers
 
 
 @pytest.mark.parametrize("field", ["most_channels", "least_gain", "pruned_share"])

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.elastic.ladder import Ladder, sub_config
-from jaxllm.elastic.submodel import sub_model
+from jaxllm.elastic.ladder import Ladder, sub_config, sub_model
 from jaxllm.int8_prefill import fitting
 from jaxllm.int8_prefill.fitting import LEAST_TOKENS, fit_calibration
 from jaxllm.int8_prefill.recipe import ShadowRecipe
@@ -46,6 +45,22 @@ def test_the_text_that_is_held_out_is_bounded_too(fitted):
     assert found.calibration.losses == {100: (0.005, 0.01)}
     assert not found.lossy
     assert found.recipe == RECIPE
+
+
+def test_layers_without_a_shadow_clip_or_widen(fitted, monkeypatch):
+    """By their products; a layer with a shadow does neither."""
+    seen = {}
+    for clips in (False, True):
+        monkeypatch.setattr(fitting, "clipped_layers", lambda errors, clips=clips: (clips,) * TINY.layers)
+        found, _ = fitted(lambda *case: (0.0, 0.0))
+        shadowed = found.calibration.shadowed
+        assert sum(shadowed) == 1
+        assert found.clipped == tuple(clips and not own for own in shadowed)
+        seen[clips] = found.calibration.steps[0]
+    own = np.array(shadowed)
+    np.testing.assert_array_equal(seen[True][own], seen[False][own])
+    assert (seen[True][~own] <= seen[False][~own]).all()
+    assert (seen[True][~own] < seen[False][~own]).any()
 
 
 def test_steps_become_finer_where_shadows_are_not_enough(fitted):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.int8_prefill.outliers import PLACES, OutlierRecipe, with_outliers
+from jaxllm.int8_prefill.calibration import PLACES, OutlierRecipe, with_outliers
 from jaxllm.int8_prefill.reference import observed
 from jaxllm.models.decoder import forward
 from tests.tiny import TINY, random_params, tiny_params

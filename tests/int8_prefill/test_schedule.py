@@ -7,14 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.int8_prefill.schedule import ORDERS, Dispatcher, Subgraph, placed_by_memory, prompt_subgraphs
-from jaxllm.int8_prefill.simulator import (
+from jaxllm.int8_prefill.schedule import (
+    INTEGER_STAGES,
+    ORDERS,
+    Dispatcher,
     SpeedProfile,
+    Subgraph,
     lower_bound_ms,
+    placed_by_memory,
+    prompt_subgraphs,
     simulate,
     stage_operations,
 )
-from jaxllm.int8_prefill.stages import INTEGER_STAGES
 from tests.tiny import TINY
 
 

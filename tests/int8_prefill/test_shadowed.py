@@ -4,11 +4,11 @@ without any."""
 import numpy as np
 import pytest
 
-from jaxllm.int8_prefill import shadowed
+from jaxllm.int8_prefill import shadow
 from jaxllm.int8_prefill.shadow import FloatRows
-from jaxllm.kernels.used_units import UsedUnits
+from jaxllm.kernels.native_call import UsedUnits
+from jaxllm.nn.layers import Norm
 from jaxllm.nn.linear import FeedForward
-from jaxllm.nn.norms import Norm
 from jaxllm.quant import Adapted
 from tests.kernels.drawing import answers, floats, weight_of
 from tests.kernels.test_steps import plain, stepped
@@ -61,7 +61,7 @@ def test_normed_products(rows, outliers):
     step = np.float32((tops[-outliers] * 0.999 if outliers else tops[-1] * 1.001) / 127)
     known = float_rows(draw, 300, [33, 40], np.arange(0, 300, 2))
     found = answers(
-        lambda x, scale, weights, step, known: shadowed.normed_to_units(
+        lambda x, scale, weights, step, known: shadow.normed_to_units(
             x, Norm(scale=scale, bias=None, eps=1e-5), weights, [None, None], step, known
         ),
         x,
@@ -96,7 +96,7 @@ def test_reductions(shape):
     dense = plain(weight).reshape(inputs, 70)
     wanted = stepped(h) @ dense + excess(h) @ exactly(dense, known) + residual
     found = answers(
-        lambda h, *rest: shadowed.from_units(h, rest[0], None, STEP, rest[1], residual=rest[2]),
+        lambda h, *rest: shadow.from_units(h, rest[0], None, STEP, rest[1], residual=rest[2]),
         h.reshape(19, *shape[:-1]),
         weight,
         known,
@@ -132,7 +132,7 @@ def test_blocks(gated):
     counts = [np.any(excess(seen, steps[0]), axis=0).sum(), np.any(beyond, axis=0).sum()]
     assert min(counts) > 0
     found = answers(
-        lambda x, scale, block, steps, rows: shadowed.feed_forward(
+        lambda x, scale, block, steps, rows: shadow.feed_forward(
             x, Norm(scale=scale, bias=None, eps=1e-5), block, steps, rows, add_input=True
         ),
         x,
@@ -157,7 +157,7 @@ def test_units_that_are_not_used_have_no_outliers():
     dense, seen = plain(weight), np.where(np.arange(70) < 50, h, 0).astype(np.float64)
     wanted = stepped(seen) @ dense + excess(seen) @ exactly(dense, known) + seen @ left.T @ right
     found = answers(
-        lambda h, weight, known, used: shadowed.from_units(h, weight, None, STEP, known, used=used),
+        lambda h, weight, known, used: shadow.from_units(h, weight, None, STEP, known, used=used),
         h,
         Adapted(weight, left, right),
         known,
@@ -175,9 +175,7 @@ def test_what_is_not_finite_is_not_hidden(broken):
     weight, h = weight_of(draw, (300, 40), (8, 0), -2), drawn(draw, 3, 300, 4)
     h[1, 7] = broken
     known = float_rows(draw, 300, [40], np.arange(20))
-    found = answers(
-        lambda *a: shadowed.from_units(a[0], a[1], None, STEP, a[2])[0], h, weight, known, xla=True
-    )
+    found = answers(lambda *a: shadow.from_units(a[0], a[1], None, STEP, a[2])[0], h, weight, known, xla=True)
     for got in found.values():
         assert np.isnan(got[1]).all()
         assert np.isfinite(got[[0, 2]]).all()

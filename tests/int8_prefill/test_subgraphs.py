@@ -14,16 +14,14 @@ from jaxllm.config import RopeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill import subgraphs
 from jaxllm.int8_prefill.calibration import channel_tops, largest_of, whole_steps
-from jaxllm.int8_prefill.products import PRODUCTS, product_sizes
 from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule
-from jaxllm.int8_prefill.shadow import FloatRows
+from jaxllm.int8_prefill.shadow import PRODUCTS, FloatRows, product_sizes
 from jaxllm.int8_prefill.subgraphs import LayerCalibration, require_integer_prefill
-from jaxllm.kv.cache import new_cache
-from jaxllm.kv.positions import TokenPositions
+from jaxllm.kv.cache import TokenPositions, new_cache
 from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import param_specs
-from jaxllm.nn.norms import normalize
+from jaxllm.nn.layers import normalize
 from jaxllm.quant import quantize, to_blocks
 from tests.kernels.drawing import jit
 from tests.tiny import TINY, random_params

@@ -1,6 +1,6 @@
 // Chunks of a cache from bytes, beside a plain decoding in double: part of native_check.cpp.
 
-// One head's keys or values of a chunk, [tokens][width], from its part of a blob (jaxllm/kv/codecs.py).
+// One head's keys or values of a chunk, [tokens][width], from its part of a blob (jaxllm/contexts/codecs.py).
 std::vector<double> decoded(const ChunksShape& s, size_t heads, const uint8_t* part, int bits, bool by_token,
                             size_t head) {
   const size_t row_bytes = s.width * static_cast<size_t>(bits) / 8, levels = s.tokens * row_bytes;

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from jaxllm.config import RopeConfig
 from jaxllm.kernels import native_attention
-from jaxllm.kv.cache import Past
-from jaxllm.kv.positions import TokenPositions
+from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention, causal_mask, rotary_cos_sin
 from tests.kernels import oracle
 from tests.kernels.drawing import answers, jit

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.kernels import native_attention, native_experts, native_products, native_shadow
-from jaxllm.kernels.native_call import value
-from jaxllm.kernels.used_units import UsedUnits
-from jaxllm.kernels.weight_table import TableArray, WeightTable
+from jaxllm.kernels import native_attention, native_products
+from jaxllm.kernels.native import TableArray, WeightTable
+from jaxllm.kernels.native_call import UsedUnits, value
 from jaxllm.quant import Adapted
 from tests.kernels.drawing import WIDTHS, answers, floats, weight_of
 from tests.kernels.switching import needs_native
@@ -108,9 +107,9 @@ def test_products_with_shadows():
         )
         step = np.float32(0.01)
         return (
-            native_shadow.to_units(x, [up], step, outer, [up_rows]),
-            native_shadow.from_units(x[:, :70], down, step, inner, down_rows),
-            native_shadow.feed_forward(
+            native_products.to_units_with_shadow(x, [up], step, outer, [up_rows]),
+            native_products.from_units_with_shadow(x[:, :70], down, step, inner, down_rows),
+            native_products.feed_forward_with_shadow(
                 x, None, up, down, (step, step), (outer, inner), ([up_rows], down_rows), activation="relu",
                 norm_scale=None, norm_eps=0.0, residual=False,
             ),
@@ -146,10 +145,10 @@ def test_mixtures_of_experts():
     def door(x, weights):
         scale, router, experts, up = (weights[name] for name in ("scale", "router", "experts", "up"))
         return (
-            native_experts.route(
+            native_products.route(
                 x, router, experts_per_token=2, normalize=True, norm_scale=scale, norm_eps=EPS
             ),
-            native_experts.visits(
+            native_products.visits(
                 x, tiles, experts, [None, up, None], 5, activation="silu", norm_scale=scale, norm_eps=EPS
             ),
         )

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_what_the_environment_asks_for():
     plain, three, xla, *chosen = told(asked)
     assert plain["choices"] == list(NATIVE)
     assert plain["name"] == NATIVE[0]
-    assert plain["reason"] == "the fastest that this processor runs"
+    assert plain["reason"] == "the fastest of those built that this processor runs"
     assert plain["threads"] == len(os.sched_getaffinity(0))
     assert three == plain | {"threads": 3}
     assert (xla["name"], xla["reason"], xla["choices"], xla["threads"]) == (
@@ -168,6 +169,23 @@ def test_the_process_is_asked_for_threads():
             native.read_all(weight_bytes)
             native.read_all(weight_bytes[:0])
             native.read_all(weight_bytes[1:2])
+
+
+def test_instruction_sets_that_were_not_built_are_named(monkeypatch):
+    """But one that the compiler makes by default, whatever flags it refuses."""
+    library = types.SimpleNamespace(
+        targets=dict,
+        backends=lambda: ("neon", "portable"),
+        built_backends=lambda: ("neon", "portable"),
+        refused_backends=lambda: {"i8mm": "error: no such flag", "neon": "error: no such flag"},
+        use_backend=lambda name: None,
+        set_threads=lambda count: None,
+        backend=lambda: "neon",
+    )
+    monkeypatch.setattr(native, "_library", lambda: library)
+    found = native.process_kernels.__wrapped__()
+    assert (found.name, found.built) == ("neon", ("neon", "portable"))
+    assert found.left_out == {"i8mm": "error: no such flag"}
 
 
 # Building

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.contexts.codecs import CODECS, RAW, WIDTHS, ChunkFormat, ChunkShape
 from jaxllm.kernels import native_attention
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.chunks import load_chunks, place_chunks
-from jaxllm.kv.codecs import CODECS, RAW, WIDTHS, ChunkFormat, ChunkShape
-from serving.contexts.blobs import Blobs
+from jaxllm.serving.contexts.memory import Blobs
 from tests.kernels.drawing import answers, jit
 from tests.kernels.refusing import F16, I32, ask, refuse, zeros
 from tests.kernels.switching import needs_native
@@ -70,8 +70,10 @@ def door(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("width", [4, 16, 20, 64, 96])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(4, "float32"), (16, "float16"), (20, "float32"), (20, "float16"), (64, "float32"), (96, "float16")],
+)
 def test_the_kernel_decodes_what_the_codec_does(name, dtype, width):
     """Chunks of every width and none, side by side, in two layers of different heads; the last one reaches
     past the cache's end."""

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.kernels.chunk_table import ChunkTable
-from jaxllm.kv.cache import Past
-from jaxllm.kv.codecs import CODECS, RAW, ChunkFormat, ChunkShape
-from jaxllm.kv.coded import CodedChunks
-from jaxllm.kv.positions import TokenPositions
+from jaxllm.contexts.codecs import CODECS, RAW, ChunkFormat, ChunkShape
+from jaxllm.contexts.coded import CodedChunks
+from jaxllm.kernels.native import ChunkTable
+from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention
 from tests.kernels.switching import needs_native
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.kernels import document_attention as kernel
+from jaxllm.kernels import fused_attention as kernel
 from jaxllm.kernels import native_attention
 from jaxllm.nn import documents, layers
 from tests.kernels.drawing import jit
@@ -288,7 +288,7 @@ def test_starts_that_are_none(row):
 MESHES = """
 import functools, jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxllm.kernels import document_attention as kernel
+from jaxllm.kernels import fused_attention as kernel
 from tests.kernels.test_document_attention import by_layers, case, close, expected
 
 assert len(jax.devices()) == 8

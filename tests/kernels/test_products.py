@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxllm.kernels import native_products
 from jaxllm.nn import linear
-from jaxllm.nn.norms import Norm
+from jaxllm.nn.layers import Norm
 from tests.kernels import oracle
 from tests.kernels.drawing import WIDTHS, answers, floats, weight_of
 from tests.kernels.switching import NATIVE, needs_native

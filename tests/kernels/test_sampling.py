@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.kernels import native_sampling
+from jaxllm.kernels import native_attention
 from jaxllm.sampling import gumbel_noise, keep_top_k, largest, ordered_bits
 from tests.kernels.drawing import answers
 from tests.kernels.refusing import refuse, zeros
@@ -18,7 +18,7 @@ SPECIAL = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 1e-37, 3e38]
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=700),
     st.integers(1, 3),
@@ -39,7 +39,7 @@ def test_the_largest_is_found_wherever_it_is(width):
     draw = np.random.default_rng(width)
     x = draw.normal(size=(30, width)).astype(np.float32)
     x[np.arange(30), draw.integers(0, width, 30)] = 50
-    for kernels, got in answers(native_sampling.largest, x).items():
+    for kernels, got in answers(native_attention.largest, x).items():
         np.testing.assert_array_equal(got, np.argmax(x, axis=-1), err_msg=kernels)
 
 
@@ -57,7 +57,7 @@ def test_random_bits_are_those_of_jax(shape, drawn):
     for seed in SEEDS:
         seed, number = np.array(seed, np.uint32), np.int32(drawn)
         expected = np.asarray(jax.random.bits(key_of(seed, number), shape, jnp.uint32))
-        bits = answers(lambda s, n: native_sampling.random_bits(s, n, shape), seed, number)
+        bits = answers(lambda s, n: native_attention.random_bits(s, n, shape), seed, number)
         for kernels, got in bits.items():
             np.testing.assert_array_equal(got, expected, err_msg=kernels)
 
@@ -82,7 +82,7 @@ def test_draws_of_several_requests_are_each_their_own():
     seeds, drawn = np.array(SEEDS, np.uint32), np.arange(4, dtype=np.int32)
 
     def bits(seed, drawn):
-        return native_sampling.random_bits(seed, drawn, (2, 300))
+        return native_attention.random_bits(seed, drawn, (2, 300))
 
     each = np.stack([bits(seed, number) for seed, number in zip(seeds, drawn, strict=True)])
     np.testing.assert_array_equal(jax.vmap(bits)(seeds, drawn), each)
@@ -90,9 +90,9 @@ def test_draws_of_several_requests_are_each_their_own():
     np.testing.assert_array_equal(jax.vmap(lambda n: bits(seeds[1], n))(drawn), same)
     x = np.random.default_rng(0).normal(size=(4, 3, 50)).astype(np.float32)
     k = np.array([1, 5, 49, 50], np.int32)
-    expected = np.stack([native_sampling.kth_largest(*both) for both in zip(x, k, strict=True)])
-    np.testing.assert_array_equal(jax.vmap(native_sampling.kth_largest)(x, k), expected)
-    np.testing.assert_array_equal(jax.vmap(native_sampling.largest)(x), np.argmax(x, axis=-1))
+    expected = np.stack([native_attention.kth_largest(*both) for both in zip(x, k, strict=True)])
+    np.testing.assert_array_equal(jax.vmap(native_attention.kth_largest)(x, k), expected)
+    np.testing.assert_array_equal(jax.vmap(native_attention.largest)(x), np.argmax(x, axis=-1))
 
 
 @needs_native
@@ -110,7 +110,7 @@ def test_the_kth_largest_is_that_of_a_sort(data):
     keys = np.where(x.view(np.uint32) >> 31 == 1, ~x.view(np.uint32), x.view(np.uint32) | 0x80000000)
     keys = np.sort(keys, axis=-1)[:, ::-1]
     expected = keys[:, k - 1] if 0 < k <= width else np.full(rows, 0xFFFFFFFF if k == 0 else 0)
-    for kernels, got in answers(native_sampling.kth_largest, x, np.int32(k)).items():
+    for kernels, got in answers(native_attention.kth_largest, x, np.int32(k)).items():
         np.testing.assert_array_equal(got, expected, err_msg=kernels)
 
 
@@ -121,7 +121,7 @@ def test_the_kth_largest_of_a_vocabulary():
     x = np.round(draw.normal(size=(2, 200_000)), 3).astype(np.float32)
     for k in (1, 40, 65_537, 200_000):
         expected = ordered_bits(jnp.asarray(-np.sort(-x, axis=-1)[:, k - 1]))
-        for got in answers(native_sampling.kth_largest, x, np.int32(k)).values():
+        for got in answers(native_attention.kth_largest, x, np.int32(k)).values():
             np.testing.assert_array_equal(got, expected)
 
 

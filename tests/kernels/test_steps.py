@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.kernels import stepwise
+from jaxllm.kernels import native_products
 from jaxllm.nn import linear
-from jaxllm.nn.layers import activate
+from jaxllm.nn.layers import Norm, activate
 from jaxllm.nn.linear import FeedForward
-from jaxllm.nn.norms import Norm
 from jaxllm.quant import Adapted, dequantize, quantize
 from tests.kernels.drawing import answers, floats, weight_of
 
@@ -122,7 +121,7 @@ def test_integers_elsewhere(shape):
     x = floats(draw, 4, 30)
     axis = -2 if shape[-1] == 40 else -1
     weight = jax.tree.map(jnp.asarray, quantize(draw.normal(size=shape), bits=8, axis=axis))
-    assert stepwise.in_integers(weight)
+    assert native_products.in_integers(weight)
     door = linear.from_units if axis == -2 else linear.to_units
     rows = x.reshape(4, *shape[:-1]) if axis == -2 else x
     graph = jax.jit(lambda x, w, s: door(x, w, step=s)).lower(rows, weight, STEP)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.experts.tiles import tiles_of
-from jaxllm.kernels import native_experts
-from jaxllm.kernels.native_experts import BEGIN, FINISH, LEAVE, RUN, StoredExperts, begun_shape
-from jaxllm.kernels.weight_table import WeightTable
+from jaxllm.experts.mixture import tiles_of
+from jaxllm.kernels import native_products
+from jaxllm.kernels.native import WeightTable
+from jaxllm.kernels.native_products import BEGIN, FINISH, LEAVE, RUN, StoredExperts, begun_shape
 from jaxllm.quant import nested_blocks, quantize, to_blocks
-from jaxllm.quant.planes import high_plane
+from jaxllm.quant.parts import high_plane
 from tests.kernels.refusing import refuse, zeros
 from tests.kernels.switching import NATIVE, kernels_of, needs_native
 
@@ -72,7 +72,7 @@ class Case:
     def _stored(self, tiles: Any, actions: Any, out: Any, begun: Any, table: Any, **how: Any) -> Any:
         weights = StoredExperts(table, jnp.int32(1), E, F)
         each = (tiles.token, tiles.expert, tiles.size, tiles.count)
-        return native_experts.stored_visits(
+        return native_products.stored_visits(
             jnp.asarray(self.x), each, actions, weights, out, begun, norm_scale=jnp.asarray(self.norm), **how
         )
 
@@ -82,7 +82,7 @@ class Case:
 
     def _resident(self, tiles: Any, every: Any) -> jax.Array:
         each = (tiles.token, tiles.expert, tiles.size, tiles.count)
-        return native_experts.visits(
+        return native_products.visits(
             jnp.asarray(self.x), each, every, [None] * 3, 2 * len(self.x),
             norm_scale=jnp.asarray(self.norm), **HOW,
         )  # fmt: skip

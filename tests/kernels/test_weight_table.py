@@ -14,8 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxllm.kernels import native, native_products
+from jaxllm.kernels.native import TableArray, WeightTable
 from jaxllm.kernels.native_call import value
-from jaxllm.kernels.weight_table import TableArray, WeightTable
 from tests.kernels.drawing import floats, weight_of
 from tests.kernels.refusing import (
     COUNTS,
@@ -110,7 +110,7 @@ def test_only_the_row_and_the_columns_that_fit_are_read(opened):
         refuse(CLOSED, *call, **opened.options, **formats(), **UNITS, **change)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=50)
 @given(
     # The lowest free slot is taken first: that many tables of other tests are never open.
     slot=st.one_of(st.integers(1024, 4095), st.integers(1024, 2**32 - 1)),

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kv.cache import fork, grow, new_cache
-from jaxllm.kv.positions import write_rows
+from jaxllm.kv.cache import TokenPositions, fork, grow, new_cache, write_rows
 from tests.variants import every_variant, jitted
 
 CFG = ModelConfig(
@@ -65,7 +64,7 @@ def test_exactly_the_valid_rows_change(capacity, length):
             check_write(capacity, length, start, valid)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_exactly_the_valid_rows_change_anywhere(data):
     capacity = data.draw(st.sampled_from((16, 33)))
@@ -165,3 +164,11 @@ def test_a_fork_has_the_first_tokens_and_leaves_the_cache_as_it_is(capacity, tok
         np.testing.assert_array_equal(own[..., :tokens, :], rows[..., :tokens, :])
     assert int(found.length) == tokens
     assert not np.asarray(found.mass).any()
+
+
+def test_a_token_sees_itself_and_what_is_before_it():
+    at = TokenPositions.after(jnp.int32(2), 3, jnp.int32(3))
+    whole = np.array([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]], bool)
+    np.testing.assert_array_equal(at.visible(6, 0), whole)
+    windowed = np.array([[0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 0]], bool)
+    np.testing.assert_array_equal(at.visible(6, 2), windowed)

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.kv.cache import KVCache, new_cache
+from jaxllm.kv.cache import KVCache, TokenPositions, new_cache
 from jaxllm.kv.chunks import chunk_shapes, place_chunks, take_chunks
-from jaxllm.kv.positions import TokenPositions
 from jaxllm.models.decoder import embed_tokens, forward, forward_layer
 from jaxllm.models.layer_stack import layer_of
 from tests.models.configs import CONFIGS, params_of

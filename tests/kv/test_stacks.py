@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.config import LayerUnits, ModelConfig
-from jaxllm.kv.cache import Past, grow, new_cache, stack_places
+from jaxllm.contexts.codecs import RAW, ChunkFormat
+from jaxllm.kv.cache import Past, TokenPositions, TreePositions, grow, new_cache, stack_places
 from jaxllm.kv.chunks import encode_chunks, place_chunks
-from jaxllm.kv.codecs import RAW, ChunkFormat
-from jaxllm.kv.positions import TokenPositions, TreePositions
 from tests.variants import every_variant, jitted, plain
 
 CFG = ModelConfig(
@@ -56,7 +55,7 @@ def test_stacks_are_of_layers_with_as_many_heads():
     chex.assert_type([*cache.keys, *cache.values], jnp.float16)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12))
 def test_places_are_distinct_and_fill_their_stacks(heads):
     units = tuple(LayerUnits(kv_heads=each, neurons=3) for each in heads)

@@ -75,7 +75,7 @@ def test_no_layers_have_no_runs():
     assert layer_runs([]) == []
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=50)
 @given(st.one_of(
     st.lists(st.integers(0, 3), max_size=40),
     # Patterns that repeat, with something before and behind.

@@ -137,8 +137,15 @@ def test_adapters_stand_beside_quantized_weights(cfg, width, stored):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", ["f32", "bf16", "int8", "int4", "int8-rows"])
-@pytest.mark.parametrize("cfg", [TINY, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("cfg", "width"),
+    [
+        *((MOE, width) for width in ("f32", "bf16", "int8", "int4", "int8-rows")),
+        (TINY, "f32"),
+        (TINY, "int4"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else ("experts" if each.experts else "dense"),
+)
 def test_gradients_pass_through_every_form_of_weight(cfg, width, stored):
     params = stored(cfg, width)
     dense = {name: jnp.asarray(dequantize(weight, jnp.float32)) for name, weight in params.items()}

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from jaxllm.config import LayerUnits
-from jaxllm.elastic.submodel import shared_sub_model, sub_model
+from jaxllm.elastic.ladder import shared_sub_model, sub_model
 from jaxllm.kernels import converted
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.models.layer_stack import STACK, by_stacking, layer_of, one_by_one
 from jaxllm.models.parameters import param_specs
 from jaxllm.quant import Adapted, Bfloat16Bits, OwnProduct, by_form, dequantize, quantize, to_blocks
-from jaxllm.quant.stacked import StackEntry, stack_entries
+from jaxllm.quant.parts import StackEntry, stack_entries
 from tests.kernels.switching import fall_back
 from tests.models.configs import CAPACITY, CONFIGS, PLAIN, TOKENS, jit, params_of
 

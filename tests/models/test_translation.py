@@ -81,6 +81,12 @@ def test_unknown_key_in_a_section():
     assert translate(llama(rope_scaling=scaling), ignore_keys=["rope_scaling.shift"]).rope.factor == 2.0
 
 
+def test_unsupported_values_can_be_ignored():
+    config = {"model_type": "stablelm", "qk_layernorm": True}
+    refused(config, "'qk_layernorm'")
+    assert translate(config, ignore_keys=["qk_layernorm"]) == translate(least("stablelm"))
+
+
 def test_key_in_use_cannot_be_ignored():
     refused(llama(), "'hidden_size'", "in use", ignore_keys=["hidden_size"])
 
@@ -89,7 +95,8 @@ def test_inert_keys():
     inert = {
         "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "initializer_range": 0.5, "use_cache": True,
         "attention_dropout": 0.3, "torch_dtype": "bfloat16", "dtype": "bfloat16", "auto_map": {"x": "y.py"},
-        "pretraining_tp": 1, "pruned_heads": {}, "is_llama_config": True, "rope_interleaved": False,
+        "pretraining_tp": 2, "activation": "swiglu", "_model_name_or_path": "x",
+        "pruned_heads": {}, "is_llama_config": True, "rope_interleaved": False,
         "transformers.js_config": {"dtype": "q4"}, "transformers_version": "4.30.0", "id2label": {"0": "a"},
     }  # fmt: skip
     assert translate(llama(**inert)) == translate(llama())
@@ -109,7 +116,6 @@ def test_long_values_are_cut():
     [
         (llama(quantization_config={"bits": 4}), ["'quantization_config'", "float weights"]),
         (llama(rope_interleaved=True), ["'rope_interleaved'", "unknown"]),
-        (llama(pretraining_tp=2), ["'pretraining_tp'", "2"]),
         (llama(hidden_act="mish"), ["'hidden_act'", "'mish'"]),
         (llama(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
         (llama(head_dim=None, num_attention_heads=5), ["64", "5 heads"]),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.nn.dense_products import dense_product
+from jaxllm.nn.linear import dense_product
 
 HALF = jnp.dtype(jnp.bfloat16)
 

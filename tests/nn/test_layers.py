@@ -13,8 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.config import RopeConfig
-from jaxllm.nn.layers import activate, attention, causal_mask, inverse_frequencies, rotary_cos_sin, rotate
-from jaxllm.nn.norms import layer_norm, rms_norm
+from jaxllm.nn.layers import (
+    activate,
+    attention,
+    causal_mask,
+    inverse_frequencies,
+    layer_norm,
+    rms_norm,
+    rotary_cos_sin,
+    rotate,
+)
 from tests.quick_jit import jit
 from tests.variants import every_variant
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.nn.documents import source_self_attention
 from jaxllm.nn.layers import MASKED, attention
-from jaxllm.nn.source_self_attention import source_self_attention
 
 K, G, H = 2, 3, 8
 

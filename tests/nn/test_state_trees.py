@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.kv.states import StateNodes, States
-from jaxllm.nn.state_trees import after_path, tree_convolution, tree_delta_rule
-from jaxllm.nn.states import DeltaInputs
+from jaxllm.nn.states import DeltaInputs, after_path, tree_convolution, tree_delta_rule
 from tests.nn.state_definitions import convolution, delta_rule
 from tests.quick_jit import jit
 

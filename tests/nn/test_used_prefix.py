@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from jaxllm.kernels.native import without_native_kernels
-from jaxllm.kv.cache import Past
-from jaxllm.kv.positions import TokenPositions, TreePositions
-from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention
-from jaxllm.nn.used_prefix import over_used_prefix, prefix_lengths
+from jaxllm.kv.cache import Past, TokenPositions, TreePositions
+from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention, over_used_prefix, prefix_lengths
 
 B, K, G, H, S = 1, 2, 3, 8, 512
 

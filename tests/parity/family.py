@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.bundle.elastic import elastic_parts
+from jaxllm import Engine
+from jaxllm.bundle.levels import elastic_parts
 from jaxllm.checkpoints.huggingface import read_config, read_params, write_folder
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
+from jaxllm.models.features import room_refusal
 from jaxllm.models.parameters import param_specs
-from jaxllm.models.rooms import room_refusal
-from serving.buckets.decode import DecodeBucket, SampleBucket
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.runners.runner import prefill_prompt
+from jaxllm.serving.buckets.decode import DecodeBucket, SampleBucket
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.runners.runner import prefill_prompt
 from tests import tiny, tiny_hf
 
 

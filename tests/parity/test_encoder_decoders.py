@@ -12,7 +12,7 @@ from jaxllm.checkpoints.huggingface import read_config, read_params, write_folde
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder, encoder_decoder
 from jaxllm.models.architectures import ARCHITECTURES
-from jaxllm.models.encoder_decoder_positions import relative_buckets
+from jaxllm.models.encoder_decoder import relative_buckets
 from jaxllm.models.parameters import param_specs
 
 pytest.importorskip("torch")
@@ -207,11 +207,11 @@ def test_greedy_text_of_a_folder(variant, tmp_path, monkeypatch):
     """An engine opens the folder, and answers with the tokens that transformers generates."""
     import torch
 
+    from jaxllm import Engine
     from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
     from jaxllm.sampling import Sampling
-    from serving.engine import Engine
-    from serving.options import EngineOptions
-    from serving.request import GenerationConfig
+    from jaxllm.serving.engine.request import GenerationConfig
+    from jaxllm.serving.ground.options import EngineOptions
 
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     folder = tiny_hf.save_encoder_decoder(variant, tmp_path / "model", vocab_size=tiny.VOCAB_SIZE)

@@ -6,6 +6,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.checkpoints.smolvlm_folder import read_image_encoder
@@ -13,7 +14,7 @@ from jaxllm.errors import JaxllmError
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.models.encoder.siglip import image_rows
-from jaxllm.models.input_rows import InputRows
+from jaxllm.models.layer import InputRows
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -107,6 +108,24 @@ def test_larger_images_of_smolvlm(tmp_path, monkeypatch, sizes):
     found = np.asarray(jit(functools.partial(image_rows, cfg=cfg))(params, pixels))
     assert found.shape == (2, (size // 28) ** 2, 32)
     np.testing.assert_allclose(found.reshape(-1, 32), expected.reshape(-1, 32), atol=2e-5)
+
+
+def test_keys_of_an_image_encoder_can_be_ignored(tmp_path):
+    folder = tiny_hf.save_wrapper("smolvlm", tmp_path / "m")
+    path, keys = folder / "config.json", ["vision_config.surprise", "surprise"]
+    config = json.loads(path.read_text())
+    vision = {**config["vision_config"], "surprise": 1}
+    path.write_text(json.dumps({**config, "surprise": 1, "vision_config": vision}))
+    assert read_image_encoder(folder, ignore_keys=keys)[0].image_size == vision["image_size"]
+
+
+def test_further_tensors_of_an_image_encoder_are_named(tmp_path):
+    folder = tiny_hf.save_wrapper("smolvlm", tmp_path / "m")
+    stored = load_file(folder / "model.safetensors")
+    extra = {"model.vision_model.head.weight": np.ones((2, 2), np.float32)}
+    save_file(stored | extra, folder / "model.safetensors")
+    with pytest.raises(JaxllmError, match=r"vision_model\.head\.weight"):
+        read_image_encoder(folder)
 
 
 def test_other_image_encoders_are_refused(tmp_path):

@@ -1,7 +1,8 @@
 """Every family gives transformers' log-probabilities in every room that the table of families says it has.
 
 Each room has one law here, and each family one tiny random model (see `family`), whose compiled buckets its
-laws share. TFLite's runtime has an environment of its own: its law is in `tests/export/test_families.py`.
+laws share. The daily suite has one family of each kind of layer; the others are a campaign (`make test-all`).
+TFLite's runtime has an environment of its own: its law is in `tests/export/test_families.py`.
 """
 
 import contextlib
@@ -14,39 +15,39 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import serving.contexts.context
-from export.contents import require_family
-from export.signatures import ExportPlan
-from export.stablehlo import traced
-from export.subject import read_subject
+import jaxllm.serving.contexts.context
+from jaxllm import Engine
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.prefill import prefill_parts
-from jaxllm.checkpoints.peft_folder import write_adapter
+from jaxllm.bundle.calibrations import prefill_parts
+from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.config import WHOLE
 from jaxllm.errors import BudgetExceeded
+from jaxllm.export.contents import require_family
+from jaxllm.export.folder_format.levels import ProgramLevel
+from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.programs.jax_programs import JaxPrograms
+from jaxllm.export.programs.model import ProgramModel
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.stablehlo import traced
+from jaxllm.export.subject import read_subject
 from jaxllm.int8_prefill.fitting import random_calibration
 from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule, plain_rule
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder, encoder_decoder
+from jaxllm.models.features import ROOMS, room_refusal
 from jaxllm.models.lora import LoraConfig, init_adapter, merge
 from jaxllm.models.parameters import sparse_layers
-from jaxllm.models.rooms import ROOMS, room_refusal
-from jaxllm.program_folder.levels import ProgramLevel
-from jaxllm.program_folder.manifest import Manifest
-from jaxllm.speculative.token_tree import TokenTree
+from jaxllm.serving.buckets.decode import DecodeBucket
+from jaxllm.serving.contexts.context import Context
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.evaluation.scoring import score_options
+from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
+from jaxllm.serving.opening.weight_source import budget_with_experts
+from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.speculation.token_tree import TokenTree
 from jaxllm.steps.trees import keep_path, read_nodes
-from serving.buckets.decode import DecodeBucket
-from serving.contexts.context import Context
-from serving.contexts.manager import Contexts
-from serving.contexts.options import ContextOptions
-from serving.engine import Engine
-from serving.evaluation.scoring import score_options
-from serving.int8_prefill.options import PrefillOptions
-from serving.programs.jax_programs import JaxPrograms
-from serving.programs.model import ProgramModel
-from serving.request import GenerationConfig
-from serving.runners.runner import prefill_prompt
-from serving.weights.footprint import budget_with_experts
 from tests import tiny
 from tests.docs.families import PAGE, block_of, default_config
 from tests.quick_jit import jit
@@ -328,11 +329,32 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "room"), PAIRS, indirect=["family"])
+def kind_of(name):
+    """The kind of a family's layers: families of one kind differ in numbers and names alone."""
+    cfg = default_config(name)
+    states = None if cfg.states is None else cfg.states.kind
+    experts = bool(cfg.experts), bool(cfg.shared_expert_size), cfg.sink_logits
+    return cfg.encoder is None, states, cfg.mixed is None, *experts, cfg.norm, any(cfg.attention_windows)
+
+
+# (kind, room) -> the first such family, by name.
+DAILY = {
+    (kind_of(name), room): name
+    for name, room in [*((name, "memory") for name in sorted(ARCHITECTURES)), *PAIRS][::-1]
+}
+
+
+def case(name, room, *more):
+    """A case of a family in a room; a campaign unless the family is the first of its kind there."""
+    daily = DAILY[kind_of(name), room] == name
+    return pytest.param(name, *more, marks=() if daily else pytest.mark.campaign)
+
+
+@pytest.mark.parametrize(("family", "room"), [case(*pair, pair[1]) for pair in PAIRS], indirect=["family"])
 def test_laws(family, room, monkeypatch):
     # Answers in contexts tell log-probabilities, too.
     telling = functools.partial(GenerationConfig, top_logprobs=20)
-    monkeypatch.setattr(serving.contexts.context, "GenerationConfig", telling)
+    monkeypatch.setattr(jaxllm.serving.contexts.context, "GenerationConfig", telling)
     LAWS[room](family)
 
 
@@ -350,7 +372,7 @@ def test_the_table_claims_what_is_checked_here():
     assert set(LAWS) | {"tflite"} == set(ROOMS)
 
 
-@pytest.mark.parametrize("family", sorted(ARCHITECTURES), indirect=True)
+@pytest.mark.parametrize("family", [case(name, "memory") for name in sorted(ARCHITECTURES)], indirect=True)
 def test_in_memory(family):
     """And the variant has the rooms that its family has."""
     in_memory(family)

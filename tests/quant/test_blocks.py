@@ -125,7 +125,7 @@ def test_blocks_stand_for_the_same_weight(shape, axis, bits, group):
     chex.assert_trees_all_equal(from_blocks(blocked), weight, strict=True)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(
     lead=st.none() | st.integers(1, 4),
     rows=st.integers(1, 130),

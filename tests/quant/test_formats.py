@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
 from jaxllm.quant import INT4_GROUP, QArray, formats, pack_int4, packed_columns, quantize
-from jaxllm.quant.grid import on_grid
+from jaxllm.quant.formats import on_grid
 from tests.quant.plain import levels_of, step_of, wide
 
 # Ragged groups, whole groups, several groups, fewer than one; matrices and stacks of them.

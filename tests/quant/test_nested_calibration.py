@@ -5,9 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxllm.quant import nested_calibration
-from jaxllm.quant.nested import NestedLevels, high_of, nest
-from jaxllm.quant.nested_calibration import calibrated_levels, output_errors
+from jaxllm.quant import nested
+from jaxllm.quant.nested import NestedLevels, calibrated_levels, high_of, nest, output_errors
 
 
 def inputs_of(count: int, seed: int = 0) -> np.ndarray:
@@ -70,7 +69,7 @@ def test_both_planes_stay_and_the_high_plane_gets_better() -> None:
 
 def test_no_single_move_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against every allowed move of every level, by sums written out; outputs come in parts."""
-    monkeypatch.setattr(nested_calibration, "_OUTPUTS", 2)
+    monkeypatch.setattr(nested, "_OUTPUTS", 2)
     weight, found, scale = weight_of(3, 70)
     gram = inputs_of(70)
     levels = calibrated_levels(found.levels, scale, weight, gram, sweeps=30).astype(np.int16)

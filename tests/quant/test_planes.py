@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.quant import dequantize, nested_blocks
-from jaxllm.quant.planes import by_outputs, levels_by_outputs, with_levels
+from jaxllm.quant.parts import by_outputs, levels_by_outputs, with_levels
 
 SHAPES = [((40, 100), -1), ((3, 32, 64), -1), ((96, 40), -2), ((3, 80, 50), -2)]
 

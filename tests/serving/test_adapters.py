@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from jaxllm import Engine, GenerationConfig
-from jaxllm.checkpoints.peft_folder import write_adapter
+from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.errors import ConfigError, ContextGone
 from jaxllm.models.lora import LoraConfig
-from serving.request import Session
+from jaxllm.serving.engine.request import Session
 from tests.models.test_lora import random_adapter
 from tests.serving.conftest import OPTIONS
 from tests.tiny import TINY, write_tiny_bundle

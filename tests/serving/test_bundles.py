@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 import jaxllm
-import serving.host.user_cache
+import jaxllm.serving.ground.bundles
+import jaxllm.serving.host.user_cache
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import BundleError, CheckpointError
 from jaxllm.prepare import prepare
-from serving.bundles import default_bundle, levels_of, open_model, packaged_models
-from serving.host.user_cache import cache_folder
+from jaxllm.serving.ground.bundles import default_bundle, levels_of, open_model, packaged_models
+from jaxllm.serving.host.user_cache import cache_folder
 from tests.tiny import TINY, random_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
 
 
@@ -56,7 +57,7 @@ def later(path: Path, seconds: int = 5) -> None:
 
 
 def test_packaged_models_go_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving.bundles, "_assets", lambda: tmp_path / "assets")
+    monkeypatch.setattr(jaxllm.serving.ground.bundles, "_assets", lambda: tmp_path / "assets")
     (tmp_path / "assets").mkdir()
     for name in ("default", "draft"):
         write_tiny_bundle(tmp_path / "assets" / f"{name}.jaxllm", name=name)
@@ -147,6 +148,12 @@ def test_a_folder_is_prepared_once(folder: Path, cache: Path) -> None:
         assert bundle.path in before
     assert calls == []
     assert entries(cache) == before
+
+
+def test_a_folder_may_have_a_name_that_is_no_utf8(folder: Path, cache: Path) -> None:
+    named = folder.rename(os.fsdecode(os.fsencode(folder) + b"\xff"))
+    with open_model(named) as bundle:
+        assert bundle.cfg.layers
 
 
 def test_other_spellings_of_a_folder_share_its_entry(
@@ -333,16 +340,16 @@ def test_weights_changed_behind_the_back_of_size_and_time_make_another_bundle(
 
 
 def test_large_files_are_told_apart_by_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving.bundles, "_SAMPLES", 4)
-    monkeypatch.setattr(serving.bundles, "_SAMPLE_BYTES", 10)
+    monkeypatch.setattr(jaxllm.serving.ground.bundles, "_SAMPLES", 4)
+    monkeypatch.setattr(jaxllm.serving.ground.bundles, "_SAMPLE_BYTES", 10)
     path = tmp_path / "large"
     for size in (1, 10, 39, 40, 41, 1000):
         path.write_bytes(bytes(size))
-        before = serving.bundles._sampled_digest(path, size)
+        before = jaxllm.serving.ground.bundles._sampled_digest(path, size)
         read = 0
         for place in range(size):
             flip(path, place)
-            read += serving.bundles._sampled_digest(path, size) != before
+            read += jaxllm.serving.ground.bundles._sampled_digest(path, size) != before
             flip(path, place)
         assert read == min(size, 40)
 
@@ -359,7 +366,7 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "mine"))
     assert cache_folder() == tmp_path / "mine"
     monkeypatch.setattr(
-        serving.host.user_cache.platformdirs, "user_cache_dir", lambda name: f"/caches/{name}"
+        jaxllm.serving.host.user_cache.platformdirs, "user_cache_dir", lambda name: f"/caches/{name}"
     )
     for unset in ("", None):
         monkeypatch.setenv("JAXLLM_CACHE", "") if unset == "" else monkeypatch.delenv("JAXLLM_CACHE")

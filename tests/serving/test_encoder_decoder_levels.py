@@ -6,13 +6,13 @@ import re
 import numpy as np
 import pytest
 
+from jaxllm import Engine
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.elastic import elastic_parts, read_ladder, read_order
+from jaxllm.bundle.levels import elastic_parts, read_ladder, read_order
 from jaxllm.elastic.ladder import Ladder, layer_parameters, sub_config
 from jaxllm.elastic.units import UnitOrder, order_sides, reorder
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.models.architectures import architecture
-from serving.engine import Engine
 from tests import tiny, tiny_encdec
 from tests.serving.test_encoder_decoders import LONG, SMALL, greedy
 from tests.tiny_variants import ENCODER_DECODERS

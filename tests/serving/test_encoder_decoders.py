@@ -8,20 +8,21 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from jaxllm import Engine
 from jaxllm.bundle import Bundle
-from jaxllm.checkpoints.peft_folder import WEIGHTS_FILE, write_adapter
+from jaxllm.checkpoints.peft import WEIGHTS_FILE, write_adapter
 from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder, encoder_decoder
 from jaxllm.models.lora import LoraConfig, init_adapter, merge
 from jaxllm.prepare import prepare
 from jaxllm.sampling import Sampling
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.planning.coarse_profile import measure_coarsely
-from serving.request import GenerationConfig, Session
-from serving.service import LLMService, planner_of
-from serving.sliding import Sliding
+from jaxllm.serving.elastic.coarse_profile import measure_coarsely
+from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.sliding import Sliding
+from jaxllm.serving.runners.scorer import Scorer
+from jaxllm.serving.server.service import LLMService, planner_of
 from tests import tiny, tiny_encdec
 
 SMALL = EngineOptions(chunk_tokens=(16,), decode_block=4, context_tokens=48)
@@ -173,7 +174,7 @@ def test_sessions_and_scores_are_refused(engine):
     with pytest.raises(ConfigError, match="answers that outgrow the context: not for"):
         engine.stream("hello", LONG, sliding=Sliding(sink_tokens=1))
     with pytest.raises(ConfigError, match="scoring or embedding text: not for"):
-        engine.runner.scorer()
+        Scorer(engine.runner)
 
 
 def test_services_answer_one_source(engine):

@@ -13,15 +13,15 @@ from jaxllm import Engine, EngineOptions, GenerationConfig, Sampling
 from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
 from jaxllm.kernels.native import Kernels
 from jaxllm.models.decoder import forward, logits
-from serving.buckets.bucket_table import BucketTable
-from serving.buckets.cache import StartBucket
-from serving.buckets.decode import DecodeBucket, SampleBucket
-from serving.buckets.prefill import PrefillBucket
-from serving.loading import LoadedModel
-from serving.request import Session
-from serving.runners.resident import ResidentRunner
-from serving.runners.runner import prefill_prompt
-from serving.weights.model_level import ModelLevel
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.buckets.cache import StartBucket
+from jaxllm.serving.buckets.decode import DecodeBucket, SampleBucket
+from jaxllm.serving.buckets.prefill import PrefillBucket
+from jaxllm.serving.engine.request import Session
+from jaxllm.serving.opening.loading import LoadedModel
+from jaxllm.serving.runners.resident import ResidentRunner
+from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.serving.weights.model_level import ModelLevel
 from tests.tiny import write_tiny_bundle
 
 PROMPT = [5, 9, 2, 44, 17, 3, 3, 8]
@@ -364,7 +364,7 @@ def test_stop_tokens_must_be_token_ids(token):
 def test_missing_kernels_are_noticed_once(tmp_path, monkeypatch, caplog):
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", weights="int8")
     none = Kernels("xla", "they were not built", missing=True)
-    monkeypatch.setattr("serving.loading.native.kernels", lambda: none)
+    monkeypatch.setattr("jaxllm.serving.opening.loading.native.kernels", lambda: none)
     for _ in range(2):
         Engine.open(path, warm_up=False)
     (record,) = [each for each in caplog.records if each.name == "jaxllm"]

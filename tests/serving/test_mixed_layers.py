@@ -7,18 +7,19 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
+from jaxllm import Engine
 from jaxllm.config import RopeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import new_cache, stack_places
-from jaxllm.mixed_config import MixedLayers
-from jaxllm.models.rooms import ROOMS, room_refusal
+from jaxllm.layer_configs import MixedLayers
+from jaxllm.models.features import ROOMS, room_refusal
 from jaxllm.sampling import Sampling
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.request import GenerationConfig, Session
-from serving.sliding import Sliding
-from serving.speculation.options import SpeculationOptions, TreeShape
-from serving.weights.footprint import cache_bytes
+from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.sliding import Sliding
+from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.runners.scorer import Scorer
+from jaxllm.serving.weights.footprint import cache_bytes
 from tests import tiny
 from tests.serving.follows import follows_forward_passes
 from tests.serving.weights.conftest import budget
@@ -106,7 +107,7 @@ def test_rooms_that_refuse(path, engine):
     with pytest.raises(ConfigError, match="adapters: not for models with layers of two sizes"):
         Engine.open(path, options=dataclasses.replace(SMALL, adapter_rank=4))
     with pytest.raises(ConfigError, match="tasks: not for models with layers of two sizes"):
-        engine.runner.scorer().score_end([1], [2], engine.runner.empty_cache(32))
+        Scorer(engine.runner).score_end([1], [2], engine.runner.empty_cache(32))
     with pytest.raises(ConfigError, match="streamed weights: not for models with layers of two sizes"):
         Engine.open(path, options=dataclasses.replace(SMALL, memory_bytes=budget(engine, 0.5)))
 

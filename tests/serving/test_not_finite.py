@@ -7,21 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm import Engine
 from jaxllm.errors import ConfigError, NotFinite
+from jaxllm.export.programs.runner import _most_likely
 from jaxllm.sampling import NO_TOKEN, Sampling, sample, sampler_state
-from jaxllm.speculative.acceptance import choices
-from jaxllm.speculative.tree import new_tree
-from serving.answer import Answer
-from serving.decoding import PlainDecoding
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.programs.runner import _most_likely
-from serving.request import GenerationConfig, Session
-from serving.speculation.options import SpeculationOptions
-from serving.weights.footprint import fixed_bytes, whole_budget
-from tests.serving.weights.experts.conftest import CFG as MIXTURE
-from tests.serving.weights.experts.conftest import OPTIONS, SPARSE, E, drawn_params
-from tests.serving.weights.experts.conftest import budget as expert_budget
+from jaxllm.serving.engine.answer import Answer
+from jaxllm.serving.engine.decoding import Decoding
+from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.weights.footprint import fixed_bytes
+from jaxllm.serving.weights.prefetch_plan import whole_budget
+from jaxllm.speculation.tree import choices, new_tree
+from tests.serving.experts.conftest import CFG as MIXTURE
+from tests.serving.experts.conftest import OPTIONS, SPARSE, E, drawn_params
+from tests.serving.experts.conftest import budget as expert_budget
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 SAMPLINGS = {
@@ -88,7 +88,7 @@ def test_logits_that_spoil_in_the_middle_of_an_answer(engine):
 
     prompt = engine.tokenizer.encode("hello")
     config = GenerationConfig(max_tokens=20, ignore_eos=True)
-    decoding = PlainDecoding(Spoiling())
+    decoding = Decoding(Spoiling())
     generation = Answer(decoding, engine.tokenizer, engine.request(prompt, config))
     with pytest.raises(NotFinite):
         generation.result()

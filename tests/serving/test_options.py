@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from jaxllm.errors import ConfigError
-from serving.options import EngineOptions
+from jaxllm.serving.ground.options import EngineOptions
 from tests.tiny import TINY
 
 CFG = TINY
@@ -41,7 +41,7 @@ def test_no_chunk_is_useless():
         (dict(chunk_tokens=(17,)), "among"),
         (dict(chunk_tokens=(64, 16)), "ascending"),
         (dict(cache_tokens=(64, 32)), "ascending"),
-        (dict(cache_tokens=(0, 32)), "positive"),
+        (dict(cache_tokens=(0, 32)), "each of cache_tokens must be a whole number of at least 1"),
         (dict(decode_block=0), "decode_block"),
         (dict(decode_block=100000), "decode_block"),
         (dict(activation_dtype="float64"), "activation_dtype"),

@@ -5,18 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, ContextGone, ContextOverflow, ObjectiveMissed
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.elastic import engine_profile as profiles
+from jaxllm.serving.elastic.objectives import Latency
+from jaxllm.serving.elastic.proposer import Proposal
+from jaxllm.serving.elastic.safety_margin import MOST, START, SafetyMargin
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.server.service import LLMService
 from jaxllm.tasks.example import TaskExample
-from serving.contexts.options import ContextOptions
-from serving.options import EngineOptions
-from serving.planning import engine_profile as profiles
-from serving.planning.objectives import Latency
-from serving.planning.proposer import Proposal
-from serving.planning.safety_margin import MOST, START, SafetyMargin
-from serving.service import LLMService
 from tests.tiny import tiny_tokenizer, write_tiny_bundle
 
 OPTIONS = EngineOptions(context_tokens=128, chunk_tokens=(16, 64), buckets_bytes=0)
@@ -76,7 +76,7 @@ def with_times(service, scale=1.0):
 
 def test_the_profile_is_measured_once(service, path, monkeypatch):
     assert service.profile.levels == (50, 70, 100)
-    monkeypatch.setattr("serving.planning.known_profile.measure", None)
+    monkeypatch.setattr("jaxllm.serving.elastic.known_profile.measure", None)
     again = LLMService.open(path, options=OPTIONS)
     assert again.profile == service.profile
     assert profiles.profile_path(again.engine.model.bundle, again.engine.options).exists()
@@ -247,7 +247,7 @@ def test_a_service_says_which_objectives_its_device_cannot_meet(service, caplog)
 
 def test_opening_logs_what_cannot_be_met(service, path, caplog, monkeypatch):
     told = {SLOS[4]: service.profile.tokens}
-    monkeypatch.setattr("serving.planned_service.unmet", lambda planner, objectives: told)
-    with caplog.at_level("INFO", logger="serving.service"):
+    monkeypatch.setattr("jaxllm.serving.elastic.planned_service.unmet", lambda planner, objectives: told)
+    with caplog.at_level("INFO", logger="jaxllm.serving.server.service"):
         LLMService.open(path, options=OPTIONS)
     assert "no choice meets on this device: <20,60> for prompts of any length" in caplog.text

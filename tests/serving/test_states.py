@@ -8,20 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm import Engine
 from jaxllm.bundle import Bundle
 from jaxllm.errors import ConfigError
 from jaxllm.kv.states import states_bytes
 from jaxllm.models import decoder
-from jaxllm.models.rooms import ROOMS, room_refusal
+from jaxllm.models.features import ROOMS, room_refusal
 from jaxllm.prepare import prepare
 from jaxllm.sampling import Sampling
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.planning.coarse_profile import measure_coarsely
-from serving.request import GenerationConfig, Session
-from serving.service import LLMService, planner_of
-from serving.sliding import Sliding
-from serving.speculation.options import SpeculationOptions, TreeShape
+from jaxllm.serving.elastic.coarse_profile import measure_coarsely
+from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.sliding import Sliding
+from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.runners.scorer import Scorer
+from jaxllm.serving.server.service import LLMService, planner_of
 from tests import tiny, tiny_states
 from tests.serving.follows import follows_forward_passes
 
@@ -115,7 +116,7 @@ def test_nothing_compiles_after_warm_up(engine):
 
 
 def test_text_is_scored_in_windows(engine):
-    scorer = engine.runner.scorer()
+    scorer = Scorer(engine.runner)
     scorer.prepare(32)
     tokens = np.random.default_rng(0).integers(0, tiny.VOCAB_SIZE, 32).tolist()
     params = engine.model.bundle.load()
@@ -145,7 +146,7 @@ def test_what_models_with_states_are_refused(path, engine):
     with pytest.raises(ConfigError, match="adapters: not for models with state layers"):
         Engine.open(path, options=dataclasses.replace(SMALL, adapter_rank=4))
     with pytest.raises(ConfigError, match="tasks: not for models with state layers"):
-        engine.runner.scorer().score_end([1], [2], engine.runner.empty_cache(32))
+        Scorer(engine.runner).score_end([1], [2], engine.runner.empty_cache(32))
     refused = {room for room in ROOMS if room_refusal(engine.cfg, room)}
     assert refused == set(ROOMS) - {"contexts"}
 

@@ -2,14 +2,14 @@
 
 import pytest
 
+from jaxllm import Engine
 from jaxllm.errors import ConfigError
-from serving import answer as answers
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.request import GenerationConfig, Session
-from serving.run import Lifecycle, Run
-from serving.sliding import Sliding
-from serving.step import close, step
+from jaxllm.serving.engine import answer as answers
+from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.engine.run import Lifecycle, Run
+from jaxllm.serving.engine.step import close, step
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.sliding import Sliding
 from tests.tiny import write_tiny_bundle
 
 PROMPT = [1, 50, 7, 99, 23]

@@ -5,16 +5,17 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxllm import Engine
 from jaxllm.errors import BudgetExceeded, CheckpointError
 from jaxllm.kernels import native
 from jaxllm.sampling import Sampling
-from serving.engine import Engine
-from serving.host import direct_io
-from serving.options import EngineOptions
-from serving.request import GenerationConfig
-from serving.speculation.options import SpeculationOptions, TreeShape
-from serving.weights import pieces
-from serving.weights.footprint import drafter_bytes, fixed_bytes, whole_budget
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.host import direct_io
+from jaxllm.serving.weights import pieces
+from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
+from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests import tiny, tiny_encdec
 from tests.kernels.switching import fall_back
 from tests.serving.speculation.test_speculative import sharp

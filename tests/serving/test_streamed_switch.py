@@ -7,15 +7,15 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxllm import Engine
 from jaxllm.bundle import Bundle, expert_widths, lay_experts_apart
 from jaxllm.errors import ConfigError
+from jaxllm.models.features import room_refusal
 from jaxllm.models.parameters import sparse_layers
-from jaxllm.models.rooms import room_refusal
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.speculation.options import SpeculationOptions
-from serving.weights.experts.store import ExpertStore
-from serving.weights.footprint import budget_with_experts
+from jaxllm.serving.experts.store import ExpertStore
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.opening.weight_source import budget_with_experts
 from tests import tiny, tiny_encdec
 from tests.serving.speculation.test_speculative import sharp
 from tests.serving.test_streamed_encoder_decoders import TREES, config, source

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from jaxllm.serving.ground.text_stream import Detokenizer, TextStream
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
-from serving.text_stream import Detokenizer, TextStream
 
 DATA = Path(os.environ.get("JAXLLM_DATA", Path(__file__).parents[2] / "../shared/data"))
 

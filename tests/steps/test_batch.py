@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.config import LayerUnits
-from jaxllm.elastic.submodel import counted_sub_model
+from jaxllm.elastic.ladder import counted_sub_model
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import new_cache
 from jaxllm.models.decoder import forward

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.export.folder_format.arrays import cache_shapes
+from jaxllm.export.steps.exported import run_step, run_tree
 from jaxllm.models.decoder import forward, logits
-from jaxllm.program_folder.arrays import cache_shapes
-from jaxllm.steps.exported import run_step, run_tree
 from tests.tiny import TINY, tiny_params
 
 CONTEXT = 24

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxllm import sampling
-from jaxllm.program_folder.controls import STOP_IDS, control_shapes, controls
+from jaxllm.export.folder_format.controls import STOP_IDS, control_shapes, controls
+from jaxllm.export.steps import portable_sampling
+from jaxllm.export.steps.portable_sampling import by_loop, one_by_one
 from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
-from jaxllm.steps import portable_sampling
-from jaxllm.steps.portable_sampling import by_loop, one_by_one
-from serving.text_stream import MAX_STOP_IDS
+from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 
 VOCAB = 61
 STOPS = np.full(STOP_IDS, -1, np.int32)

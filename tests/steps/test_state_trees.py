@@ -13,7 +13,7 @@ from jaxllm.models import decoder
 from jaxllm.sampling import Sampling, sampler_state
 from jaxllm.steps.trees import read_nodes, verify
 from tests.quick_jit import jit
-from tests.speculative.test_tree import tree_of
+from tests.speculation.test_tree import tree_of
 from tests.tiny import tiny_params
 from tests.tiny_states import CONFIGS
 

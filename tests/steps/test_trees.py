@@ -12,14 +12,13 @@ import pytest
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.sampling import Sampling, sample, sampler_state
-from jaxllm.speculative.growth import Growth
-from jaxllm.speculative.tree import new_tree
-from jaxllm.steps.drafting import DraftEnd, draft
-from jaxllm.steps.trees import follow, keep_path, prune, read_nodes, verify
-from serving.speculation.host_tree import by_confidence, some_nodes
+from jaxllm.serving.speculation.host_tree import by_confidence, some_nodes
+from jaxllm.speculation.token_tree import Growth
+from jaxllm.speculation.tree import new_tree
+from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, prune, read_nodes, verify
 from tests.copied_bytes import copied_bytes
 from tests.quick_jit import jit
-from tests.speculative.test_tree import tree_of, walk
+from tests.speculation.test_tree import tree_of, walk
 from tests.tiny import TINY, tiny_params
 
 CFG = TINY

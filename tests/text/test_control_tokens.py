@@ -71,9 +71,12 @@ def test_no_template_lets_a_message_spell_a_special_token(template: str, word: s
 def test_whatever_the_pieces_the_special_tokens_are_those_of_the_template(pieces: list[str]):
     tokenizer = with_template(CHATML)
     messages = [*said("x".join(pieces)), {"role": "assistant", "content": "".join(pieces)}]
-    ids = tokenizer.encode_chat(messages)
-    assert [token for token in ids if token >= 256] == [BEGIN, END] * 3 + [BEGIN]
-    assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.render_chat(messages)
+    # System, user and an assistant's turn, which is closed or continued.
+    for continues, expected in ((False, [BEGIN, END] * 3 + [BEGIN]), (True, [BEGIN, END] * 2 + [BEGIN])):
+        ids = tokenizer.encode_chat(messages, continue_final=continues)
+        assert [token for token in ids if token >= 256] == expected
+        text = tokenizer.render_chat(messages, continue_final=continues)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 @pytest.mark.parametrize("cut", range(1, len("<|im_end|>")))

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 # What twenty minutes do on two cores.
-_MUTATIONS, _KILLS, _FAULTS, _INTERRUPTS, _MINUTES = 60_000, 1_500, 3_000, 2_250, 20.0
+_MUTATIONS, _KILLS, _FAULTS, _INTERRUPTS, _GRAMMARS, _MINUTES = 60_000, 1_500, 3_000, 2_250, 2_000, 20.0
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -23,7 +23,9 @@ _MUTATIONS, _KILLS, _FAULTS, _INTERRUPTS, _MINUTES = 60_000, 1_500, 3_000, 2_250
 @click.option("--seed", type=int, help="of everything; a new one unless given")
 @click.option("--kind", "kinds", multiple=True, help="mutate files of this kind alone; may be repeated")
 @click.option(
-    "--only", type=click.Choice(["mutations", "kills", "faults", "interrupts"]), help="one part alone"
+    "--only",
+    type=click.Choice(["mutations", "kills", "faults", "interrupts", "grammars"]),
+    help="one part alone",
 )
 @click.option("--lanes", default=os.cpu_count() or 1, show_default=True, help="processes at a time")
 @click.option(
@@ -39,7 +41,8 @@ def main(
     keep: Path | None,
     as_json: bool,
 ) -> None:
-    """Harms files, processes, storage and calls, and tells what was lost, crashed, hung or was not caught."""
+    """Harms files, processes, storage and calls, sends hostile grammars, and tells what was lost, crashed,
+    hung or was not caught."""
     seed = int(time.time()) if seed is None else seed
     share = minutes / _MINUTES
     amounts = {
@@ -47,6 +50,7 @@ def main(
         "kills": round(_KILLS * share),
         "faults": round(_FAULTS * share),
         "interrupts": round(_INTERRUPTS * share),
+        "grammars": round(_GRAMMARS * share),
     }
     if only is not None:
         amounts = {only: amounts[only]}
@@ -69,6 +73,7 @@ def _run(folder, amounts, seed, lanes, kinds, console):
     os.environ.setdefault("JAXLLM_THREADS", "1")
     os.environ["JAXLLM_CACHE"] = str(folder / "cache")
     from tests.torture.calls import fail_calls, interrupt_calls
+    from tests.torture.grammars import send_grammars
     from tests.torture.kills import kill
     from tests.torture.kinds import KINDS
     from tests.torture.mutations import mutate, replay_regressions
@@ -101,6 +106,9 @@ def _run(folder, amounts, seed, lanes, kinds, console):
             ),
             "interrupts": lambda **common: interrupt_calls(
                 victims, scratch, tally, interrupts=amounts["interrupts"], lanes=lanes, **common
+            ),
+            "grammars": lambda **common: console.print(
+                send_grammars(None, tally, cases=amounts["grammars"], lanes=lanes, **common).report()
             ),
         }
         for name, amount in amounts.items():

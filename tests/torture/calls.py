@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import JaxllmError
-from jaxllm.kv.codecs import RAW
-from serving.contexts.manager import Contexts
-from serving.contexts.options import ContextOptions
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.options import ContextOptions
 from tests.faults import FailingDevice
 from tests.interrupting import Interrupt
 from tests.serving.contexts.interrupts import DEEDS, FILES, Victim, nobody_to_tell

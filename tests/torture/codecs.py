@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sqlite3
 import struct
 import tomllib
 from pathlib import Path
@@ -11,9 +12,9 @@ import xxhash
 
 from jaxllm.bundle.layout import HEADER, MAGIC
 from tests.serving.contexts.mutations import (
-    record_document,
+    catalog_document,
     segment_document,
-    with_record_document,
+    with_catalog_document,
     with_segment_document,
 )
 
@@ -208,14 +209,14 @@ class SegmentFile(Raw):
         return with_segment_document(raw, document)
 
 
-class RecordFile(Raw):
-    """The record of a stored context."""
+class CatalogFile(Raw):
+    """The records of a store's contexts."""
 
     def document(self, raw: bytes) -> Any:
         try:
-            return record_document(raw)
-        except (ValueError, LookupError, TypeError):
+            return catalog_document(raw)
+        except (ValueError, LookupError, TypeError, sqlite3.Error):
             return None
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
-        return with_record_document(document)
+        return with_catalog_document(raw, document)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxllm.bundle import Bundle
 from jaxllm.errors import JaxllmError
-from serving.options import EngineOptions
+from jaxllm.serving.ground.options import EngineOptions
 from tests.serving.contexts.dying import Known, live_and_die
 from tests.torture.outcome import Outcome, Tally
 from tests.torture.process import ROOT

@@ -7,12 +7,12 @@ from typing import Any
 
 from tests.torture.codecs import (
     BundleFile,
+    CatalogFile,
     CheckedJson,
     Codec,
     Json,
     JsonLines,
     Raw,
-    RecordFile,
     Safetensors,
     SegmentFile,
     Signed,
@@ -68,9 +68,8 @@ def _bundle(name: str, share: float) -> Kind:
 _FOLDER = {"config.json": Json(), "generation_config.json": Json(), "*.safetensors": Safetensors()}
 _TOKENIZER_FILES = {"tokenizer*.json": Json(), "special_tokens_map.json": Json(), "*.jinja": Raw()}
 _CONTEXTS = {
-    "store/app-*/*/record*": RecordFile(),
+    "store/catalog.sqlite": CatalogFile(),
     "store/app-*/*/*.kv": SegmentFile(),
-    "store/store.json": Json(),
 }
 KINDS: tuple[Kind, ...] = (
     _bundle("bundle", 2.0),

@@ -6,9 +6,11 @@ import random
 import pytest
 
 from tests.serving.contexts.mutations import places
+from tests.tiny import write_tiny_bundle
 from tests.torture.case import Case
 from tests.torture.codecs import BundleFile, Json
 from tests.torture.edits import Edit, apply_edits, draw_edits, value_at
+from tests.torture.grammars import send_grammars
 from tests.torture.kinds import KINDS
 from tests.torture.mutations import REGRESSIONS, mutate, replay_regressions, use_edited
 from tests.torture.outcome import Outcome, Tally
@@ -56,6 +58,18 @@ def test_inputs_that_once_found_a_fault(victims, tmp_path):
     replay_regressions(victims, tmp_path, tally, kinds=QUICK)
     assert [each.to_json() for each in tally.faults] == []
     assert tally.total() or not list(REGRESSIONS.glob("*.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_hostile_grammars_are_answered_or_refused_while_others_stream(tmp_path):
+    tally = Tally()
+    path = write_tiny_bundle(tmp_path / "model.jaxllm")
+    send_grammars(path, tally, cases=60, seed=SEED, context_tokens=128)
+    assert [each.to_json() for each in tally.faults] == []
+    assert tally.total() == 62
+    for ending in ("ok", "refused"):
+        assert sum(each[ending] for each in tally.counts.values()) > 10
 
 
 def test_a_seed_draws_the_same_edits_and_json_keeps_them(tmp_path):

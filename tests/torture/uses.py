@@ -11,10 +11,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxllm import Engine
 from jaxllm.bundle import Bundle
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.request import GenerationConfig
+from jaxllm.export.programs.model import open_program
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.options import EngineOptions
 from tests.torture.case import Case
 from tests.torture.victims import CONTEXT_TOKENS, FACTS, PROMPT, WITHOUT_FILES
 
@@ -36,10 +37,8 @@ def _answer(engine: Engine) -> list[int]:
 
 def use_bundle(case: Case) -> None:
     """Reads all of a bundle; answers with it, at its smallest level too."""
-    from jaxllm.bundle.elastic import read_ladder, read_order
-    from jaxllm.bundle.experts import read_path_counts, read_token_experts
-    from jaxllm.bundle.prefill import read_prefill
-    from jaxllm.bundle.tiny_lm import read_tiny_lm
+    from jaxllm.bundle.calibrations import read_path_counts, read_prefill, read_token_experts
+    from jaxllm.bundle.levels import read_ladder, read_order, read_tiny_lm
 
     file = case.path / "model.jaxllm"
     with Bundle.open(file) as bundle:
@@ -101,7 +100,7 @@ def _facts(victims: Path) -> dict[str, object]:
 
 def use_adapter(case: Case) -> None:
     """Reads an adapter for the model it was made for; answers with it."""
-    from jaxllm.checkpoints.peft_folder import read_adapter
+    from jaxllm.checkpoints.peft import read_adapter
 
     file = case.victims / WITHOUT_FILES / "model.jaxllm"
     with Bundle.open(file) as bundle:
@@ -118,14 +117,14 @@ def use_adapter(case: Case) -> None:
 
 def use_trace(case: Case) -> None:
     """Reads a trace of requests."""
-    from serving.traces.trace import read_trace
+    from benchmarks.traces import read_trace
 
     read_trace(case.path / "trace.jsonl")
 
 
 def use_profile(case: Case) -> None:
     """Reads a device's profile and asks it for times."""
-    from serving.planning.profile import load_profile
+    from jaxllm.serving.elastic.profile import load_profile
 
     profile = load_profile(case.path / "profile.json")
     if profile is not None:
@@ -135,11 +134,11 @@ def use_profile(case: Case) -> None:
 
 def use_recipe(case: Case) -> None:
     """Reads a recipe of each kind."""
-    from training.elastic.recipe import load_elastic_recipe
-    from training.pretrain.recipe import load_pretrain_recipe
+    from jaxllm.training.elastic.job import ElasticRecipe
+    from jaxllm.training.pretrain.job import PretrainRecipe
 
-    load_pretrain_recipe(str(case.path / "pretrain" / "draft.toml"))
-    load_elastic_recipe(str(case.path / "elastic" / "family.toml"))
+    PretrainRecipe.load(str(case.path / "pretrain" / "draft.toml"))
+    ElasticRecipe.load(str(case.path / "elastic" / "family.toml"))
 
 
 def use_tasks(case: Case) -> None:
@@ -152,9 +151,8 @@ def use_tasks(case: Case) -> None:
 
 def use_program(case: Case) -> None:
     """Opens exported programs; answers with them."""
-    from serving.engine import Engine
 
-    engine = Engine.open_program(case.path)
+    engine = open_program(case.path)
     if case.deep:
         answer = engine.stream(PROMPT, _CONFIG)
         engine.warm_up(prompt_tokens=answer.prompt_tokens, max_tokens=_CONFIG.max_tokens)
@@ -183,12 +181,12 @@ def context_engine(file: Path) -> Engine:
 
 def use_contexts(case: Case) -> None:
     """Opens a store, reads and verifies all, repairs it; what is called whole goes on as it should."""
+    from jaxllm.contexts.recompute import LOST
     from jaxllm.errors import JaxllmError
-    from jaxllm.kv.recompute import LOST
-    from serving.contexts.context import Context
-    from serving.contexts.manager import Contexts
-    from serving.contexts.options import ContextOptions
-    from serving.contexts.store import ContextStore
+    from jaxllm.serving.contexts.context import Context
+    from jaxllm.serving.contexts.manager import Contexts
+    from jaxllm.serving.contexts.options import ContextOptions
+    from jaxllm.serving.contexts.store import ContextStore
 
     store_folder = case.path / "store"
     said = _facts(case.victims)["contexts"]

@@ -62,8 +62,7 @@ def _write_tokenizer(folder: Path, _: Path) -> None:
 
 
 def _write_elastic(folder: Path, _: Path) -> None:
-    from jaxllm.bundle.elastic import elastic_parts
-    from jaxllm.bundle.tiny_lm import tiny_lm_parts
+    from jaxllm.bundle.levels import elastic_parts, tiny_lm_parts
     from jaxllm.elastic.ladder import Ladder
     from tests.tiny import write_tiny_bundle
     from tests.tiny_tlm import tiny_lm
@@ -81,7 +80,7 @@ def _write_apart(folder: Path, _: Path) -> None:
 
 
 def _write_calibrated(folder: Path, _: Path) -> None:
-    from jaxllm.bundle.prefill import prefill_parts
+    from jaxllm.bundle.calibrations import prefill_parts
     from tests.int8_prefill.calibrated import calibrated, outlying
     from tests.tiny import write_tiny_bundle
 
@@ -89,7 +88,7 @@ def _write_calibrated(folder: Path, _: Path) -> None:
 
 
 def _write_adapter(folder: Path, _: Path) -> None:
-    from jaxllm.checkpoints.peft_folder import write_adapter
+    from jaxllm.checkpoints.peft import write_adapter
     from jaxllm.models.lora import LoraConfig, init_adapter
     from tests.tiny import TINY
 
@@ -99,15 +98,15 @@ def _write_adapter(folder: Path, _: Path) -> None:
 
 
 def _write_trace(folder: Path, _: Path) -> None:
+    from benchmarks.traces import make_trace, write_trace
     from jaxllm.tasks.example import TaskExample
-    from serving.traces.trace import make_trace, write_trace
 
     questions = {"mood": [TaskExample(user="how?", answer="well", options=("well", "unwell"))]}
     write_trace(folder / "trace.jsonl", make_trace(questions, requests=4))
 
 
 def _write_profile(folder: Path, _: Path) -> None:
-    from serving.planning.profile import DeviceProfile, save_profile
+    from jaxllm.serving.elastic.profile import DeviceProfile, save_profile
 
     profile = DeviceProfile(
         levels=(50, 100),
@@ -143,9 +142,9 @@ def _write_tasks(folder: Path, _: Path) -> None:
 
 
 def _write_program(folder: Path, bundle: Path) -> None:
-    from export.signatures import ExportPlan
-    from export.stablehlo import export_stablehlo
-    from export.subject import read_subject
+    from jaxllm.export.signatures import ExportPlan
+    from jaxllm.export.stablehlo import export_stablehlo
+    from jaxllm.export.subject import read_subject
 
     plan = ExportPlan(
         context_tokens=CONTEXT_TOKENS, chunk_tokens=(16,), verify_tokens=(), cache_tokens=(), levels=()
@@ -156,7 +155,7 @@ def _write_program(folder: Path, bundle: Path) -> None:
 
 
 def _write_graphs(folder: Path, bundle: Path) -> list[int]:
-    from serving.engine import Engine
+    from jaxllm import Engine
     from tests.torture.uses import _CONFIG, _OPTIONS
 
     before = os.environ["JAXLLM_CACHE"]
@@ -171,9 +170,9 @@ def _write_graphs(folder: Path, bundle: Path) -> list[int]:
 
 
 def _write_contexts(folder: Path, bundle: Path) -> dict[str, list[int]]:
-    from serving.contexts.context import Context
-    from serving.contexts.manager import Contexts
-    from serving.contexts.options import ContextOptions
+    from jaxllm.serving.contexts.context import Context
+    from jaxllm.serving.contexts.manager import Contexts
+    from jaxllm.serving.contexts.options import ContextOptions
     from tests.torture.uses import context_engine
 
     contexts = Contexts(context_engine(bundle), ContextOptions(folder=folder / "store"))

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from training.data.corpus import TokenizedDocuments
-from training.data.packing import PackedBatches, evaluation_batches
-from training.loop import trainer as loop
-from training.loop.parallel import MeshShape, make_mesh
-from training.pretrain.job import pretrain_job
-from training.pretrain.recipe import load_pretrain_recipe
+from jaxllm.training.data.corpus import TokenizedDocuments
+from jaxllm.training.data.packing import PackedBatches, evaluation_batches
+from jaxllm.training.loop import trainer as loop
+from jaxllm.training.loop.parallel import MeshShape, make_mesh
+from jaxllm.training.pretrain.job import PretrainRecipe, pretrain_job
 
-SMOKE = load_pretrain_recipe("smoke")
+SMOKE = PretrainRecipe.load("smoke")
 # One layer: these tests spend their time on compilation.
 SMOKE = dataclasses.replace(SMOKE, model=dataclasses.replace(SMOKE.model, layers=1, attention_windows=()))
 

@@ -8,12 +8,12 @@ import numpy as np
 from rich.console import Console
 
 from jaxllm.models.encoder.config import EncoderConfig
+from jaxllm.training.elastic.tiny_lm.keep_labels import Compression, align
+from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
+from jaxllm.training.loop.monitoring import Monitoring
+from jaxllm.training.loop.parallel import MeshShape
+from jaxllm.training.settings import TrainSettings
 from tests.tiny import VOCAB_SIZE
-from training.loop.monitoring import Monitoring
-from training.loop.parallel import MeshShape
-from training.settings import TrainSettings
-from training.tiny_lm.keep_labels import Compression, align
-from training.tiny_lm.recipe import TinyLmRecipe
 
 QUIET = Console(quiet=True)
 SILENT = Monitoring(console=QUIET)

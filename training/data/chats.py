@@ -2,27 +2,46 @@
 
 Each line, or row, is an object of one of these forms; of the first two only answers are learnt:
 
-    {"messages": [{"role": "system" | "user" | "assistant", "content": TEXT}, ...]}
+    {"messages": [{"role": "system" | "user" | "assistant", "content": TEXT}, ...], "tools": [...]}
     {"prompt": TEXT, "completion": TEXT}     a text to continue, without a chat template
     {"prompt": [MESSAGE, ...], "completion": [MESSAGE, ...]}
     {"text": TEXT}                           all of it is learnt
 
-A conversation with several answers becomes a document for each, after all messages before it. All of them
-stand on one side of the split. Further keys of an object are ignored.
+A conversation with several answers becomes a document for each, after all messages before it; an answer of
+`"weight": 0` is none. All of them stand on one side of the split. `tools`, which a conversation may have, are
+for the model's chat template. Further keys of a message are refused, and so are those of an object that would
+change what is learnt; others (ids, sources) are ignored, which a line of the log says.
 """
 
 import functools
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import TaskExample, text_field
-from training.data.documents import Document, Message, chat_document, conversation_document, text_document
-from training.data.remote_files import RemoteFile, open_bytes, open_text
+from jaxllm.training.data.documents import (
+    Document,
+    Message,
+    chat_document,
+    conversation_document,
+    text_document,
+)
+from jaxllm.training.data.remote_files import RemoteFile, open_bytes, open_text
 
 ROLES = ("system", "user", "assistant")
+_MESSAGE_KEYS = frozenset({"role", "content", "weight"})
+# Keys of an object that other trainers read, of what is shown to the model or learnt.
+_REFUSED_KEYS = frozenset(
+    {
+        "chat_template", "chat_template_kwargs", "documents", "enable_thinking", "function_call", "functions",
+        "images", "parallel_tool_calls", "reasoning_content", "response_format", "system", "thinking",
+        "tool_choice", "videos", "weight",
+    }
+)  # fmt: skip
+_log = logging.getLogger("jaxllm")
 _GLOB = frozenset("*?[")
 OnBad = Callable[[str], None]
 PARQUET = ".parquet"
@@ -68,9 +87,11 @@ def read_chats(path: Path | RemoteFile, on_bad: OnBad | None = None) -> Iterator
         kind, records = "row", _parquet_rows(path)
     else:
         kind, records = "line", _json_lines(path)
+    told: set[str] = set()
     for number, record in records:
         try:
-            documents = list(documents_of(record()))
+            parsed = record()
+            documents = list(documents_of(parsed))
         except (ValueError, RecursionError, ConfigError) as error:
             wrong = f"{path}, {kind} {number}: {error}"
             if on_bad is None:
@@ -79,7 +100,23 @@ def read_chats(path: Path | RemoteFile, on_bad: OnBad | None = None) -> Iterator
                 ) from error
             on_bad(wrong)
             continue
+        for key in sorted(parsed.keys() - _read_keys(parsed) - told):
+            told.add(key)
+            _say_ignored(str(path), key)
         yield from documents
+
+
+def _read_keys(record: Mapping[str, Any]) -> set[str]:
+    """The keys of an object's form."""
+    if "messages" in record:
+        return {"messages", "tools"}
+    return {"prompt", "completion"} if "prompt" in record else {"text"}
+
+
+@functools.cache
+def _say_ignored(path: str, key: str) -> None:
+    """Once, though files are read several times."""
+    _log.warning("%s: the key %.80r of its lines is ignored", path, key)
 
 
 def _json_lines(path: Path | RemoteFile) -> _Records:
@@ -119,8 +156,16 @@ def documents_of(record: Any) -> Iterator[Document]:
     """
     if not isinstance(record, Mapping):
         raise ConfigError(f"a line must be an object, got {record!r:.80}")
+    if refused := sorted(key for key in _REFUSED_KEYS & record.keys() if not _is_empty(record[key])):
+        raise ConfigError(
+            f"{', '.join(refused)} of an object would change what is learnt, and is not read here; say it by "
+            "the messages, or leave it out"
+        )
+    tools = _tools(record)
     if "messages" in record:
-        yield from _conversation(_messages(record, "messages"))
+        yield from _conversation(*_messages(record, "messages"), tools)
+    elif tools:
+        raise ConfigError("tools are of messages; give the conversation as messages")
     elif "prompt" in record or "completion" in record:
         yield from _completion(record)
     elif "text" in record:
@@ -137,36 +182,67 @@ def _completion(record: Mapping[str, Any]) -> Iterator[Document]:
         _not_empty(completion, "completion")
         yield chat_document(TaskExample(user=_not_empty(prompt, "prompt"), answer=completion, form="text"))
         return
-    prompt, completion = (_messages(record, name) for name in ("prompt", "completion"))
+    (prompt, _), (completion, learnt) = (_messages(record, name) for name in ("prompt", "completion"))
     origin = json.dumps([prompt, completion])
     whole = (*prompt, *completion)
-    answers = [place for place in range(len(prompt), len(whole)) if whole[place][0] == "assistant"]
+    answers = [len(prompt) + place for place in _answers(completion, learnt)]
     if not answers:
-        raise ConfigError("a completion needs a message of the assistant")
+        raise ConfigError("a completion needs a message of the assistant whose weight is not 0")
     for place in answers:
         yield conversation_document(whole[:place], whole[place][1], origin)
 
 
-def _conversation(messages: tuple[Message, ...]) -> Iterator[Document]:
-    answers = [place for place, (role, _) in enumerate(messages) if role == "assistant" and place]
+def _conversation(messages: tuple[Message, ...], learnt: Sequence[bool], tools: str) -> Iterator[Document]:
+    answers = [place for place in _answers(messages, learnt) if place]
     if not answers:
-        raise ConfigError("a conversation needs a message of the assistant after another")
+        raise ConfigError(
+            "a conversation needs a message of the assistant after another, whose weight is not 0"
+        )
     origin = json.dumps(messages)
     for place in answers:
-        yield conversation_document(messages[:place], messages[place][1], origin)
+        yield conversation_document(messages[:place], messages[place][1], origin, tools)
 
 
-def _messages(record: Mapping[str, Any], name: str) -> tuple[Message, ...]:
+def _answers(messages: Sequence[Message], learnt: Sequence[bool]) -> list[int]:
+    """Places of the messages that are learnt."""
+    return [place for place, (role, _) in enumerate(messages) if role == "assistant" and learnt[place]]
+
+
+def _messages(record: Mapping[str, Any], name: str) -> tuple[tuple[Message, ...], list[bool]]:
+    """The messages, and whether each is learnt if it is an answer."""
     given = record.get(name)
     if not isinstance(given, list) or not given:
         raise ConfigError(f"{name} must be a list of messages, got {given!r:.80}")
-    return tuple(_message(each) for each in given)
+    return tuple(_message(each) for each in given), [each.get("weight") != 0 for each in given]
 
 
 def _message(given: Any) -> Message:
     if not isinstance(given, Mapping) or given.get("role") not in ROLES:
         raise ConfigError(f"a message needs a role of {', '.join(ROLES)} and a content, got {given!r:.80}")
-    return str(given["role"]), text_field(given, "content")
+    role, weight = str(given["role"]), given.get("weight")
+    if weight is not None and (role != "assistant" or weight not in (0, 1)):
+        raise ConfigError(f"the weight of an assistant's message is 0 or 1, got {weight!r:.80} of {role}")
+    for key in given.keys() - _MESSAGE_KEYS:
+        if not _is_empty(given[key]):
+            raise ConfigError(
+                f"{key} of a message is not read, and may change what is learnt; write it into the content "
+                "as the model writes it, or leave it out"
+            )
+    return role, text_field(given, "content")
+
+
+def _tools(record: Mapping[str, Any]) -> str:
+    tools = record.get("tools")
+    if _is_empty(tools):
+        return ""
+    if not isinstance(tools, list) or not all(isinstance(each, Mapping) for each in tools):
+        raise ConfigError(f"tools must be a list of objects, got {tools!r:.80}")
+    return json.dumps(tools)
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a key says nothing; 0 and false may mean something."""
+    return value is None or value in ("", [], {})
 
 
 def _not_empty(text: str, name: str) -> str:

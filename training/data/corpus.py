@@ -2,7 +2,7 @@
 
 A recipe names its sources by paths under the folder of all data. Documents are read one by one as often as
 they are needed, so a corpus may be larger than memory. Nothing is shuffled or dropped here:
-`training.data.packing` draws batches from these files.
+`jaxllm.training.data.packing` draws batches from these files.
 
 The processes of a group open and encode a corpus together, each its own files (see `process_shards`).
 """
@@ -24,8 +24,8 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_folder
 from jaxllm.tasks import find_task
 from jaxllm.tasks.free_text import story_example
-from training.data.chats import PARQUET, OnBad, read_chats, source_files
-from training.data.documents import (
+from jaxllm.training.data.chats import PARQUET, OnBad, read_chats, source_files
+from jaxllm.training.data.documents import (
     Document,
     builtin_texts,
     chat_document,
@@ -34,11 +34,11 @@ from training.data.documents import (
     read_texts,
     text_document,
 )
-from training.data.encoders import Encoder
-from training.data.process_shards import exchanged, takes_block, takes_file
-from training.data.remote_files import RemoteFile, is_remote, remote_files
-from training.data.shortened_prompts import shortened_document
-from training.data.sources import Source
+from jaxllm.training.data.encoders import Encoder
+from jaxllm.training.data.process_shards import exchanged, takes_block, takes_file
+from jaxllm.training.data.remote_files import RemoteFile, is_remote, remote_files
+from jaxllm.training.data.shortened_prompts import shortened_document
+from jaxllm.training.data.sources import Source
 
 Split = Literal["train", "held_out"]
 

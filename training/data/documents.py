@@ -11,14 +11,54 @@ make runs repeatable:
 
 import dataclasses
 import hashlib
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
 
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import TaskExample
-from training.data.remote_files import RemoteFile, open_text
-from training.data.tokenizer import ASSISTANT, END_OF_TEXT, END_OF_TURN, SYSTEM, USER
+from jaxllm.training.data.remote_files import RemoteFile, open_text
+from jaxllm.training.data.tokenizer import ASSISTANT, END_OF_TEXT, END_OF_TURN, SYSTEM, USER
+
+
+def model_digest(config: Any, *params: Mapping[str, Any]) -> str:
+    """A hexadecimal name for a model and its extra arrays.
+
+    Args:
+      config: a frozen dataclass, or JSON made of such. A field that has its default counts for nothing, so
+        one that is added to the class later changes no name.
+      params: dicts of arrays by name, in whatever form weights are stored.
+    """
+    digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True, default=_chosen).encode())
+    for each in params:
+        for name in sorted(each):
+            digest.update(name.encode())
+            for part in jax.tree.leaves(each[name]):
+                digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def digesting(
+    tensors: Iterable[tuple[str, np.ndarray]], digests: dict[str, str]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors as they come, whose digests go into `digests` by name."""
+    for name, value in tensors:
+        whole = np.ascontiguousarray(value)
+        digests[name] = xxhash.xxh3_128_hexdigest(whole.reshape(-1).view(np.uint8).data)
+        yield name, value
+
+
+def _chosen(config: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults."""
+    values = ((field, getattr(config, field.name)) for field in dataclasses.fields(config))
+    return {field.name: value for field, value in values if value != field.default}
+
 
 # Role and content.
 Message = tuple[str, str]
@@ -45,6 +85,7 @@ class Document:
       origin: the text that it was made from, where other documents may be made from that too.
       messages: the messages before the answer, of a conversation of any length.
       answer: of a conversation.
+      tools: that the conversation may call, as JSON; empty for none.
     """
 
     pieces: tuple[str | Special, ...]
@@ -53,6 +94,7 @@ class Document:
     origin: str | None = None
     messages: tuple[Message, ...] = ()
     answer: str = ""
+    tools: str = ""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -63,7 +105,7 @@ class Document:
         """Names its content: 16 bytes."""
         if not self.prompt_pieces and len(self.texts) == 1:
             return _digest(self.texts[0])
-        return _digest(repr((self.pieces, self.prompt_pieces)))
+        return _digest(repr((self.pieces, self.prompt_pieces, *([self.tools] if self.tools else []))))
 
     def origin_digest(self) -> bytes:
         """Names what it was made from, in 16 bytes: the same for all forms of one text."""
@@ -87,13 +129,15 @@ def chat_document(example: TaskExample, origin: str | None = None) -> Document:
     return Document(pieces, prompt_pieces=len(prompt), example=example, origin=origin)
 
 
-def conversation_document(messages: tuple[Message, ...], answer: str, origin: str) -> Document:
-    """An answer after the messages before it, as `ROLE_TEMPLATE` writes them."""
+def conversation_document(
+    messages: tuple[Message, ...], answer: str, origin: str, tools: str = ""
+) -> Document:
+    """An answer after the messages before it, as `ROLE_TEMPLATE` writes them; it has no place for tools."""
     tokens, end = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}, Special(END_OF_TURN)
     turns = [part for role, content in messages for part in (Special(tokens[role]), content, end)]
     prompt = (*turns, Special(ASSISTANT))
     pieces = (*prompt, answer, end)
-    return Document(pieces, len(prompt), origin=origin, messages=messages, answer=answer)
+    return Document(pieces, len(prompt), origin=origin, messages=messages, answer=answer, tools=tools)
 
 
 def read_texts(path: Path | RemoteFile | str) -> Iterator[str]:

@@ -14,8 +14,8 @@ from jaxllm.tasks.example import TaskExample
 from jaxllm.text.marked_text import MarkedText
 from jaxllm.text.prompts import end_of_turn_id, prompt_text
 from jaxllm.text.tokenizer import Tokenizer
-from training.data.documents import Document, Special
-from training.data.tokenizer import token_id
+from jaxllm.training.data.documents import Document, Special
+from jaxllm.training.data.tokenizer import token_id
 
 # For templates that write the day: always the same, so that tokens are.
 _NOW = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
@@ -67,6 +67,11 @@ class PieceEncoder:
         return [self._joined(document, encodings) for document in documents]
 
     def _joined(self, document: Document, encodings) -> tuple[list[int], int]:
+        if document.tools:
+            raise ConfigError(
+                "a new model has no place for the tools of a conversation; leave such lines out, or train a "
+                "model on whose chat template knows tools"
+            )
         ids: list[int] = []
         prompt_tokens = 0
         for number, piece in enumerate(document.pieces, start=1):
@@ -125,7 +130,8 @@ class ModelEncoder:
         example, content = document.example, MarkedText.of_content
         if document.messages:
             messages = [{"role": role, "content": text} for role, text in document.messages]
-            prompt = self._tokenizer.chat_text(messages, now=_NOW)
+            tools = json.loads(document.tools or "[]")
+            prompt = self._tokenizer.chat_text(messages, tools=tools, continue_final=False, now=_NOW)
             return _Parts(((prompt, False), (content(document.answer), False)), True, self._end_of_turn)
         if example is None:
             return _Parts(((content("".join(document.texts)), True),), False, self._end_of_text)

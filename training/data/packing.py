@@ -1,9 +1,7 @@
-"""Packs documents into rows of a fixed length, and draws the batch of every step.
+"""Packs documents into rows of a fixed length (see `rows.py`), and draws the batch of every step.
 
-Documents are placed whole into rows by best fit, longest first (best-fit packing, arXiv 2404.10830); one
-longer than a row is cut, and each part but the first begins with the last token of the one before, so that
-every token but a document's first is a target once. Attention stops at a document's beginning and positions
-count from it, so that a row's other documents change nothing.
+Attention stops at a document's beginning and positions count from it, so that a row's other documents change
+nothing.
 
 The batch of a step is a pure function of (documents, mixture, seed, step): there is no position to save. Each
 epoch draws every source as often as its `repeats` says, packs anew and visits the rows in a new order.
@@ -12,22 +10,22 @@ Of several processes each fills the rows of its own devices alone (`own`), and s
 files; which documents are in which row does not depend on how many processes there are.
 """
 
-import bisect
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import flax.struct
+import jax
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from training.data.corpus import Corpus, TokenizedDocuments
-from training.data.encoders import Encoder
-from training.data.sources import Source
-from training.data.windows import WindowRows
-from training.settings import TrainSettings
+from jaxllm.training.data.corpus import Corpus, TokenizedDocuments
+from jaxllm.training.data.encoders import Encoder
+from jaxllm.training.data.rows import best_fit, fill_row, learnt_parts
+from jaxllm.training.data.sources import Source
+from jaxllm.training.data.windows import WindowRows
+from jaxllm.training.settings import TrainSettings
 
 # What a batch's rows are filled for: their numbers, ascending; None for all.
 Rows = tuple[int, ...] | None
@@ -36,7 +34,8 @@ Loader = Literal["packed", "grain"]
 LOADERS = ("packed", "grain")
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
     """Rows of packed documents.
 
@@ -80,8 +79,8 @@ class PackedBatches:
     def __post_init__(self) -> None:
         if not self.epoch(0):
             raise ConfigError(
-                f"{len(self.documents.tokens)} training tokens are too few: every document needs two, and a "
-                "source with repeats below 1 must leave some"
+                f"{len(self.documents.tokens)} training tokens are too few: every document needs two, one of "
+                "them learnt, and a source with repeats below 1 must leave some"
             )
 
     def batch_at(self, step: int, *, whole: bool = False) -> Batch:
@@ -102,6 +101,15 @@ class PackedBatches:
         epoch, place = self._place(step * self.batch)
         return epoch + place / len(self.epoch(epoch))
 
+    def left_out(self) -> str:
+        """What is never trained on, for people; empty if there is nothing."""
+        every = np.arange(len(self.documents))
+        _, parts = learnt_parts(self.documents, every, self.row_tokens, self.mixture)
+        count = len(np.unique(parts[:, 0]))
+        if not count:
+            return ""
+        return f"{len(parts):,} rows of prompts alone are left out, of {count:,} documents"
+
     def _place(self, pick: int) -> tuple[int, int]:
         epoch = 0
         while pick >= (rows := self._rows(epoch)):
@@ -118,8 +126,8 @@ class PackedBatches:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WindowBatches:
-    """The batches of a run, by step, of windows of the token files (see `training.data.windows`); for `own`
-    see `PackedBatches`."""
+    """The batches of a run, by step, of windows of the token files (see `jaxllm.training.data.windows`); for
+    `own` see `PackedBatches`."""
 
     rows: WindowRows
     batch: int
@@ -153,6 +161,11 @@ class WindowBatches:
         """Passes over the mixture after `step` steps."""
         return step * self.batch / self.rows.count
 
+    def left_out(self) -> str:
+        """What is never trained on, for people; empty if there is nothing."""
+        count = self.rows.left_out
+        return f"{count:,} rows of prompts alone are left out" if count else ""
+
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
@@ -183,7 +196,7 @@ class Splits:
           settings: of the run.
           folder: of the token files.
           loader: how rows are made.
-          own: the rows of each batch that this process fills (see `training.loop.parallel.own_rows`).
+          own: the rows of each batch that this process fills (see `jaxllm.training.loop.parallel.own_rows`).
 
         Raises:
           ConfigError: there are too few to train on, or what the loader needs is not installed.
@@ -208,8 +221,9 @@ class Splits:
 
     def size(self) -> str:
         """How much is trained on, for people."""
-        training = self.train.documents
-        return f"{len(training):,} documents, {len(training.tokens):,} tokens"
+        training, left_out = self.train.documents, self.train.left_out()
+        size = f"{len(training):,} documents, {len(training.tokens):,} tokens"
+        return f"{size} ({left_out})" if left_out else size
 
     def first_epoch(self) -> Iterator[Batch]:
         """The training batches of the first epoch, all rows of them."""
@@ -232,7 +246,7 @@ def _epoch_rows(batches: PackedBatches, number: int) -> int:
 def _epoch(batches: PackedBatches, number: int) -> list[np.ndarray]:
     generator = np.random.default_rng([batches.seed, number])
     drawn = draw(batches.documents, batches.mixture, generator)
-    parts = cut(batches.documents.lengths, drawn, batches.row_tokens)
+    parts, _ = learnt_parts(batches.documents, drawn, batches.row_tokens, batches.mixture)
     # A random order among parts of one length packs other documents together each time.
     parts = parts[generator.permutation(len(parts))]
     rows = best_fit(parts[:, 2] - parts[:, 1] - 1, batches.row_tokens)
@@ -253,81 +267,13 @@ def draw(
     return np.concatenate(drawn)
 
 
-def cut(lengths: np.ndarray, drawn: np.ndarray, row_tokens: int) -> np.ndarray:
-    """The parts `[parts, 3]` (document, first, last token + 1) of documents of these lengths, each with at
-    most `row_tokens` targets; a document of one token has none."""
-    counts = -((1 - lengths[drawn]) // row_tokens)
-    of = np.repeat(np.arange(len(drawn)), counts)
-    first = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * row_tokens
-    last = np.minimum(first + row_tokens + 1, lengths[drawn[of]])
-    return np.stack([drawn[of], first, last], axis=1).astype(np.int64)
-
-
-def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
-    """Places sizes (in [1, capacity]) into as few rows as best fit finds, longest first.
-
-    Returns:
-      The places in `sizes` of each row's members.
-    """
-    rows: list[list[int]] = []
-    # Rows by the room that is left in them, and the sizes of room in order.
-    by_room: dict[int, list[int]] = {}
-    rooms: list[int] = []
-    for place in np.argsort(-sizes, kind="stable"):
-        size = int(sizes[place])
-        at = bisect.bisect_left(rooms, size)
-        if at == len(rooms):
-            row, room = len(rows), capacity
-            rows.append([])
-        else:
-            room = rooms[at]
-            row = by_room[room].pop()
-            if not by_room[room]:
-                rooms.pop(at)
-        rows[row].append(int(place))
-        left = room - size
-        if left:
-            members = by_room.setdefault(left, [])
-            if not members:
-                bisect.insort(rooms, left)
-            members.append(row)
-    return rows
-
-
-def fill_row(
-    documents: TokenizedDocuments, parts: np.ndarray, row_tokens: int, mixture: Sequence[Source]
-) -> tuple[np.ndarray, ...]:
-    """The five arrays `[T]` of a `Batch`'s row with these parts."""
-    tokens, targets, starts, sources = (np.zeros(row_tokens, np.int32) for _ in range(4))
-    weights = np.zeros(row_tokens, np.float32)
-    at = 0
-    for document, first, last in parts:
-        begin, end = at, at + int(last - first) - 1
-        ids = documents.tokens[documents.starts[document] + first : documents.starts[document] + last]
-        tokens[begin:end], targets[begin:end] = ids[:-1], ids[1:]
-        starts[begin:end] = begin
-        source = int(documents.sources[document])
-        sources[begin:end] = source
-        if mixture:
-            # Target i is the document's token first + 1 + i.
-            given = np.clip(documents.prompt_tokens[document] - first - 1, 0, end - begin)
-            weights[begin : begin + given], weights[begin + given : end] = mixture[source].weights
-        else:
-            weights[begin:end] = 1.0
-        at = end
-    # Padding is a document of its own, which no loss counts.
-    starts[at:] = min(at, row_tokens - 1)
-    return tokens, targets, starts, weights, sources
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvaluationBatches(Sequence[Batch]):
-    """Batches in which every token but each document's first is a target exactly once, filled as they are
-    asked for.
+    """Batches in which every token that is learnt is a target exactly once, filled as they are asked for.
 
     Attributes:
       documents, mixture, row_tokens, own: see `PackedBatches`.
-      parts: `[parts, 3]`, see `cut`.
+      parts: `[parts, 3]`, see `jaxllm.training.data.rows.cut`.
       rows: of each batch and row, places in `parts`.
     """
 
@@ -369,7 +315,7 @@ def evaluation_batches(
     own: Rows = None,
 ) -> EvaluationBatches:
     """The batches of documents for a loss; `own`: see `PackedBatches`."""
-    parts = cut(documents.lengths, np.arange(len(documents)), row_tokens)
+    parts, _ = learnt_parts(documents, np.arange(len(documents)), row_tokens, mixture)
     rows = best_fit(parts[:, 2] - parts[:, 1] - 1, row_tokens)
     # Rows without documents fill the last batch.
     rows += [[]] * (-len(rows) % batch)

@@ -10,7 +10,7 @@ import re
 
 from jaxllm.tasks.example import TaskExample, pseudo_random
 from jaxllm.text.droppable import free_spans
-from training.data.documents import Document, chat_document
+from jaxllm.training.data.documents import Document, chat_document
 
 # At least so much of the droppable words stays, as in the shortest prompt that a service makes.
 LEAST_SHARE = 0.2

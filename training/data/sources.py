@@ -2,11 +2,10 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from jaxllm.errors import ConfigError
+from jaxllm.options import check_options, option
 from jaxllm.tasks import find_task
-from training.settings import require_float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,16 +18,13 @@ class Source:
       stories: path of a text file; each document becomes a request to tell it, with its first sentence.
       task: a name in `jaxllm.tasks.TASKS`, or a file of questions; its training split, with answers.
       chat: path of a file of JSON lines or parquet, of a folder of such files, or a pattern: conversations,
-        and prompts with completions (see `training.data.chats`).
+        and prompts with completions (see `jaxllm.training.data.chats`).
       pairs: paths of two text files, whose lines of the same number are a source and its target; or of one
         file of JSON lines.
       fields: of such JSON lines, the names of the source and of its target; each of a list of targets is a
         pair.
       prefix: of `pairs`, what tells the model the task, in front of each source; None for the model's own.
       skip_bad: malformed lines of `chat` are left out and counted, instead of an error.
-      repeats: how often an epoch takes each document; below 1, that share is drawn anew every epoch.
-      prompt_weight: weight of the loss on a prompt's tokens; None: 0 of `chat`, 1 of others.
-      answer_weight: weight of the loss on all other tokens.
     """
 
     text: str = ""
@@ -39,9 +35,19 @@ class Source:
     fields: tuple[str, ...] = ()
     prefix: str | None = None
     skip_bad: bool = False
-    repeats: float = 1.0
-    prompt_weight: float | None = None
-    answer_weight: float = 1.0
+    repeats: float = option(
+        1.0,
+        "How often an epoch reads each document; below 1, that share is sampled anew every epoch.",
+        low=0,
+        high=1000,
+    )
+    prompt_weight: float | None = option(
+        None,
+        "Weight of the loss on a prompt's tokens; without it 0 for `chat` and 1 for others.",
+        low=0,
+        high=1000,
+    )
+    answer_weight: float = option(1.0, "Weight of the loss on all other tokens.", low=0, high=1000)
 
     def __post_init__(self) -> None:
         if self.prompt_weight is None:
@@ -61,9 +67,7 @@ class Source:
             )
         if self.task:
             find_task(self.task)
-        require_float("repeats", self.repeats, least=0, most=1000)
-        require_float("prompt_weight", self.prompt_weight, least=0, most=1000)
-        require_float("answer_weight", self.answer_weight, least=0, most=1000)
+        check_options(self)
 
     @property
     def weights(self) -> tuple[float, float]:
@@ -80,15 +84,3 @@ class Source:
         if self.text or self.chat:
             return Path(self.text or self.chat).stem
         return f"{Path(self.stories).stem}-told"
-
-
-def read_sources(parts: Any) -> tuple[Source, ...]:
-    """Sources from dicts of their fields.
-
-    Raises:
-      ConfigError: a part is malformed.
-    """
-    try:
-        return tuple(Source(**part) for part in parts)
-    except TypeError as error:
-        raise ConfigError(f"malformed sources: {error}") from error

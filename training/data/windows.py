@@ -4,23 +4,31 @@ A source's tokens are cut every `row_tokens` into windows, which grain shuffles 
 memory and mixes by weight. As with packed rows, attention stops at documents' borders and the batch of a step
 is a pure function of (documents, mixture, seed, step), so that a run resumes at any step. Unlike there, a
 document may begin in one window and go on in another, which does not see its beginning; a source's tokens
-after its last whole window are left out.
+after its last whole window are left out, and so are windows without a learnt token.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from training.data.corpus import TokenizedDocuments
-from training.data.sources import Source
+from jaxllm.training.data.corpus import TokenizedDocuments
+from jaxllm.training.data.sources import Source
+
+
+class _Span(NamedTuple):
+    """The windows of a source: the first token of each, how many an epoch draws, and how many it lacks."""
+
+    begins: np.ndarray
+    drawn: float
+    left_out: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WindowRows:
-    """The rows of a run, by number; attributes as of `training.data.packing.PackedBatches`."""
+    """The rows of a run, by number; attributes as of `jaxllm.training.data.packing.PackedBatches`."""
 
     documents: TokenizedDocuments
     mixture: tuple[Source, ...]
@@ -30,19 +38,24 @@ class WindowRows:
     def __post_init__(self) -> None:
         if not self.count:
             raise ConfigError(
-                f"no source has {self.row_tokens + 1} tokens, a window and its last target; take shorter "
-                'rows, more text, or loader = "packed"'
+                f"no source has {self.row_tokens + 1} tokens, a window and its last target, one of them "
+                'learnt; take shorter rows, more text, or loader = "packed"'
             )
 
     @property
     def count(self) -> int:
         """Windows of an epoch: of every source as often as its `repeats` says."""
-        return round(sum(weight for _, _, weight in self._spans))
+        return round(sum(span.drawn for span in self._spans))
+
+    @property
+    def left_out(self) -> int:
+        """Windows without a learnt token."""
+        return sum(span.left_out for span in self._spans)
 
     def row(self, number: int) -> tuple[np.ndarray, ...]:
         """The five arrays `[T]` of row `number` (from 0, without an end)."""
-        source, window = self._order[number]
-        at = self._spans[source][0] + window * self.row_tokens
+        source, chosen = self._order[number]
+        at = int(self._spans[source].begins[chosen])
         ids = np.asarray(self.documents.tokens[at : at + self.row_tokens + 1], np.int32)
         place = np.arange(at, at + self.row_tokens + 1)
         of = np.searchsorted(self.documents.starts, place, side="right") - 1
@@ -58,30 +71,49 @@ class WindowRows:
         return ids[:-1], ids[1:], starts, weights, sources.astype(np.int32)
 
     @functools.cached_property
-    def _spans(self) -> list[tuple[int, int, float]]:
-        """Of each source its first token, its windows, and these as often as they are drawn in an epoch."""
+    def _spans(self) -> list[_Span]:
         spans = []
         for number in range(max(len(self.mixture), 1)):
             own = np.flatnonzero(self.documents.sources == number)
-            first, windows = 0, 0
+            begins, every = np.zeros(0, np.int64), 0
+            weights, repeats = (1.0, 1.0), 1.0
+            if self.mixture:
+                weights, repeats = self.mixture[number].weights, self.mixture[number].repeats
             if len(own):
                 # Sources follow one another in the files.
                 first, end = (int(self.documents.starts[each]) for each in (own[0], own[-1] + 1))
-                windows = max((end - first - 1) // self.row_tokens, 0)
-            repeats = self.mixture[number].repeats if self.mixture else 1.0
-            spans.append((first, windows, windows * repeats))
+                every = max((end - first - 1) // self.row_tokens, 0)
+                begins = first + self.row_tokens * np.arange(every)
+                begins = begins[self._learns(begins, own, weights)]
+            spans.append(_Span(begins, len(begins) * repeats, every - len(begins)))
         return spans
+
+    def _learns(self, begins: np.ndarray, own: np.ndarray, weights: tuple[float, float]) -> np.ndarray:
+        """Whether each window of a source's documents `own` has a target with a weight."""
+        lengths, prompt = self.documents.lengths[own], self.documents.prompt_tokens[own]
+        given, learnt = weights
+        # Of each document the places of its weighted targets; its first token is none.
+        lowest = np.maximum(prompt, 1) if not given else np.ones_like(lengths)
+        highest = np.minimum(prompt, lengths) if not learnt else lengths
+        counts = np.maximum(highest - lowest, 0)
+        before = np.cumsum(counts) - counts
+
+        def up_to(place: np.ndarray) -> np.ndarray:
+            of = np.searchsorted(self.documents.starts[own], place, side="right") - 1
+            return before[of] + np.clip(place - self.documents.starts[own][of] - lowest[of], 0, counts[of])
+
+        return up_to(begins + self.row_tokens + 1) > up_to(begins + 1)
 
     @functools.cached_property
     def _order(self) -> Any:
         """grain's endless data set of (source, window)."""
         grain = _grain()
         parts, weights = [], []
-        for number, (_, windows, weight) in enumerate(self._spans):
-            if weight:
-                order = grain.MapDataset.range(windows).seed(self.seed + number).shuffle().repeat()
+        for number, span in enumerate(self._spans):
+            if span.drawn:
+                order = grain.MapDataset.range(len(span.begins)).seed(self.seed + number).shuffle().repeat()
                 parts.append(order.map(functools.partial(_with_source, number)))
-                weights.append(weight)
+                weights.append(span.drawn)
         return grain.MapDataset.mix(parts, weights=[each / sum(weights) for each in weights])
 
 

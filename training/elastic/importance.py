@@ -27,11 +27,10 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.models.scanned_layers import STACKS, Remat, unstacked
-from training.elastic.levels import sides, without_layer
-from training.loop.losses import next_token_losses
-from training.loop.parallel import MeshShape, make_mesh, place_rows
-from training.loop.placing import laid_out
-from training.seq2seq.outputs import AnyBatch, outputs_of_any
+from jaxllm.training.elastic.levels import sides, without_layer
+from jaxllm.training.loop.losses import next_token_losses
+from jaxllm.training.loop.parallel import MeshShape, laid_out, make_mesh, place_rows
+from jaxllm.training.seq2seq.forward import AnyBatch, outputs_of_any
 
 # On less text than this, chance decides the order.
 LEAST_TOKENS = 4096
@@ -261,7 +260,7 @@ def _unit_sums(cfg: ModelConfig, params: Params, batch: AnyBatch, *, remat: Rema
 def _unit_squares(cfg: ModelConfig, params: Params, batch: AnyBatch, *, remat: Remat) -> _Units:
     """Squares of `_unit_sums` of each row by itself, averaged over rows by their tokens."""
     rows: AnyBatch = jax.tree.map(lambda each: each[:, None], batch)
-    tokens = (batch.weights > 0).astype(jnp.float32).sum(1)
+    tokens = jnp.asarray(batch.weights > 0, jnp.float32).sum(1)
 
     def add_row(sums: _Units, each: tuple[AnyBatch, jax.Array]) -> tuple[_Units, None]:
         row, share = each

@@ -1,4 +1,5 @@
-"""Defines the training of all levels together, which recovers what smaller levels lose (ELMS, section 3.2).
+"""Describes how a model becomes elastic, and defines the training of all levels together, which recovers
+what smaller levels lose (ELMS, section 3.2).
 
 Every step trains the whole model on the text, and the smallest level and one other, drawn at random, on the
 whole model's distribution (the sandwich rule of universally slimmable networks, arXiv 1903.05134, with nested
@@ -9,30 +10,87 @@ whole model and for one level. The alternative, a low-rank adapter per level ove
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.elastic.ladder import Ladder
-from jaxllm.kernels.used_units import PARAMETER
+from jaxllm.elastic.ladder import LEVELS, Ladder
+from jaxllm.errors import ConfigError
+from jaxllm.kernels.native_call import PARAMETER
 from jaxllm.models.parameters import Params
-from training.elastic.levels import (
+from jaxllm.options import option
+from jaxllm.training.elastic.levels import (
     adapter_of_level,
     at_level,
     counts_of_levels,
     level_counts,
     used_experts,
 )
-from training.loop.hardware import step_flops_per_token
-from training.loop.losses import Outputs, distillation_losses, divergences, next_token_losses
-from training.loop.trainer import Job
-from training.lora.job import lora_job
-from training.lora.recipe import LoraRecipe
-from training.seq2seq.outputs import AnyBatch, outputs_of_any
-from training.settings import TrainSettings
+from jaxllm.training.loop.hardware import step_flops_per_token
+from jaxllm.training.loop.losses import Outputs, distillation_losses, divergences, next_token_losses
+from jaxllm.training.loop.trainer import Job
+from jaxllm.training.lora.job import LoraRecipe, lora_job
+from jaxllm.training.seq2seq.forward import AnyBatch, outputs_of_any
+from jaxllm.training.settings import TrainSettings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ElasticRecipe(LoraRecipe):
+    """One run; `steps` are those of each level's adapter, or of all levels together. The options' help
+    describes it."""
+
+    folder = "elastic"
+
+    levels: tuple[int, ...] = option(LEVELS, "Levels to make, ascending, up to 100.")
+    anchor_share: float = option(
+        0.2, "Layers to keep whole at every level, the most important ones.", low=0, high=1
+    )
+    calibration_tokens: int = option(1 << 16, "Training tokens on which importance is measured.", low=1)
+    importance: Literal["gradient", "fisher"] = option(
+        "gradient", "Importance of units: the gradient of the loss, or Fisher information, row by row."
+    )
+    order: Literal["importance", "magnitude", "random"] = option(
+        "importance",
+        "Order units by their importance to the loss; magnitude and random are there to compare with.",
+    )
+    units: Literal["equal", "global"] = option(
+        "equal",
+        "Choose a level's units as an equal share of each layer, or of all layers those that matter most per "
+        "parameter.",
+    )
+    shortened_share: float = option(
+        0.0,
+        "Share of the questions that lose words, as prompts do in service (see "
+        "`jaxllm.training.data.chats`).",
+        low=0,
+        high=1,
+    )
+    recovery: Literal["lora", "joint", "none"] = option(
+        "lora",
+        "Train an adapter for each level (as in the recipe `adapters`), all levels' weights together, or "
+        "neither.",
+    )
+    whole_kl_nats: float = option(
+        0.0,
+        "With joint recovery, how far the whole model's distribution over the next token may diverge from "
+        "the one before, on held-out text; 0 sets no bound.",
+        low=0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Checks the levels.
+        Ladder(levels=self.levels)
+        if self.units == "global" and self.order != "importance":
+            raise ConfigError("units are chosen globally by their importance: set order = importance")
+        if self.whole_kl_nats and self.recovery != "joint":
+            raise ConfigError(
+                f"whole_kl_nats bounds a joint recovery; {self.recovery} leaves the whole model as it is, so "
+                "leave it out"
+            )
 
 
 def joint_job(
@@ -56,7 +114,7 @@ def joint_job(
       settings: of the training.
       original: the model that the whole model stays close to; None: it is free.
     """
-    dtype = jnp.dtype(settings.precision)
+    dtype = jnp.dtype(settings.computed_in)
     smaller = counts_of_levels(cfg, ladder, tuple(level for level in ladder.levels if level != WHOLE))
     levels = counts_of_levels(cfg, ladder, ladder.levels)
     count = len(ladder.levels) - 1
@@ -130,7 +188,7 @@ def level_job(
 def divergence_job(cfg: ModelConfig, original: Params, settings: TrainSettings) -> Job:
     """Measures how far a model's distribution over the next token is from the original's, in nats per token;
     it trains nothing."""
-    dtype = jnp.dtype(settings.precision)
+    dtype = jnp.dtype(settings.computed_in)
 
     def losses(params: Params, frozen: Any, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:
         ours, theirs = (outputs_of_any(each, batch, cfg=cfg, dtype=dtype) for each in (params, frozen))

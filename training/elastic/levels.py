@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
-from jaxllm.kernels.used_units import PARAMETER, counts_of
+from jaxllm.kernels.native_call import PARAMETER, counts_of
 from jaxllm.models.lora import LoraConfig, adapter_shapes, init_adapter, parameters_of
 from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.models.scanned_layers import STACKS, is_stacked, scan_runs, stacked

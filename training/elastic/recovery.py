@@ -17,24 +17,23 @@ from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
 from jaxllm.bundle import WeightFormat
-from jaxllm.bundle.elastic import Recovery
-from jaxllm.bundle.stored import stored_form
+from jaxllm.bundle.levels import Recovery
+from jaxllm.bundle.writer import stored_form
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import Ladder, layer_parameters, sub_config
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import dequantize
-from training.data.packing import Splits
-from training.elastic.importance import Importance, calibration_batches, measure
-from training.elastic.job import divergence_job, joint_job, level_job
-from training.elastic.levels import adapter_of_level, cut_adapter, level_counts
-from training.elastic.recipe import ElasticRecipe
-from training.loop.fitting import fit
-from training.loop.monitoring import Monitoring
-from training.loop.placing import laid_out, one_by_one
-from training.loop.run_files import wait_for_first
-from training.loop.trainer import Trainer
-from training.lora.job import FittedAdapter, fit_adapter
-from training.seq2seq.splits import PairSplits
+from jaxllm.training.data.packing import Splits
+from jaxllm.training.elastic.importance import Importance, calibration_batches, measure
+from jaxllm.training.elastic.job import ElasticRecipe, divergence_job, joint_job, level_job
+from jaxllm.training.elastic.levels import adapter_of_level, cut_adapter, level_counts
+from jaxllm.training.loop.fitting import fit
+from jaxllm.training.loop.monitoring import Monitoring
+from jaxllm.training.loop.parallel import laid_out, one_by_one
+from jaxllm.training.loop.run_files import wait_for_first
+from jaxllm.training.loop.trainer import Trainer
+from jaxllm.training.lora.job import FittedAdapter, fit_adapter
+from jaxllm.training.seq2seq.splits import PairSplits
 
 # Reads a model's tensors again and again, in the order of `param_specs`.
 Tensors = Callable[[], Iterator[tuple[str, np.ndarray]]]
@@ -58,7 +57,7 @@ class ElasticRun:
     @property
     def dtype(self) -> jnp.dtype:
         """Of weights that are not trained."""
-        return jnp.dtype(self.recipe.precision)
+        return jnp.dtype(self.recipe.computed_in)
 
 
 @dataclasses.dataclass(frozen=True)

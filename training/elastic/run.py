@@ -14,20 +14,23 @@ import jax
 import numpy as np
 
 from jaxllm.bundle import write_bundle
-from jaxllm.bundle.elastic import Recovery, elastic_parts
-from jaxllm.bundle.tiny_lm import TinyLm, tiny_lm_parts
+from jaxllm.bundle.levels import Recovery, TinyLm, elastic_parts, tiny_lm_parts
 from jaxllm.checkpoints import huggingface
-from jaxllm.elastic.knapsack import chosen_ladder
+from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.elastic.ladder import Ladder, chosen_ladder
 from jaxllm.elastic.units import UnitOrder, reorder
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models.rooms import require_room
-from jaxllm.models.scanned_layers import is_stacked
+from jaxllm.host_settings import own_jax_settings
+from jaxllm.models.features import require_decoder_alone, require_room
+from jaxllm.models.lora import init_adapter
+from jaxllm.models.scanned_layers import is_stacked, stacked
 from jaxllm.prepare import weight_format_of
-from training.bundle_output import BundleOutput
-from training.data.digests import digesting, model_digest
-from training.elastic.importance import Importance, magnitudes, random_order
-from training.elastic.recipe import ElasticRecipe
-from training.elastic.recovery import (
+from jaxllm.training.calibration import BundleOutput
+from jaxllm.training.data.documents import digesting, model_digest
+from jaxllm.training.elastic.importance import Importance, magnitudes, random_order, unit_step
+from jaxllm.training.elastic.job import ElasticRecipe, joint_job, level_job
+from jaxllm.training.elastic.levels import level_counts
+from jaxllm.training.elastic.recovery import (
     ElasticRun,
     Tensors,
     as_stored,
@@ -35,19 +38,30 @@ from training.elastic.recovery import (
     recover_levels,
     train_together,
 )
-from training.loop.fitting import fitted_to_window
-from training.loop.frozen_model import FrozenModel
-from training.loop.monitoring import Monitoring
-from training.loop.parallel import MeshShape, make_mesh
-from training.loop.placing import laid_out, placed
-from training.loop.run_files import wait_for_first, write_json
-from training.lora.run_splits import claimed_splits, require_trainable
-from training.tiny_lm.recipe import TinyLmRun
-from training.tiny_lm.run import train_tiny_lm
-from training.tiny_lm.self_labels import ElasticModel
-from training.tiny_lm.sources import TinyLmSources
+from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRun
+from jaxllm.training.elastic.tiny_lm.run import train_tiny_lm
+from jaxllm.training.elastic.tiny_lm.self_labels import ElasticModel
+from jaxllm.training.elastic.tiny_lm.sources import TinyLmSources
+from jaxllm.training.loop.dry_run import (
+    Estimate,
+    estimate,
+    estimate_of,
+    frozen_shapes,
+    known_figures,
+    placed_shapes,
+    recomputed_share,
+    rows_shapes,
+)
+from jaxllm.training.loop.fitting import fitted_to_window
+from jaxllm.training.loop.frozen_model import FrozenModel
+from jaxllm.training.loop.hardware import step_flops_per_token
+from jaxllm.training.loop.monitoring import Monitoring
+from jaxllm.training.loop.parallel import MeshShape, laid_out, make_mesh, placed, require_divisible
+from jaxllm.training.loop.run_files import wait_for_first, write_json
+from jaxllm.training.lora.run import claimed_splits, require_trainable
 
 
+@own_jax_settings()
 def elasticize(
     recipe: ElasticRecipe,
     model: Path,
@@ -103,7 +117,7 @@ def elasticize(
         _require_pairs_recipe(recipe, tiny_lm)
     recipe = fitted_to_window(recipe, cfg, console)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
-    frozen = FrozenModel.read_onto(mesh, model, "f32" if recipe.precision == "float32" else "bf16")
+    frozen = FrozenModel.read_onto(mesh, model, recipe.frozen_in)
     # Read first, although it is trained last: a missing file shows before hours of work.
     tlm_sources = None
     if tiny_lm is not None and data is not None:
@@ -230,3 +244,75 @@ def _trained_tiny_lm(
     # One folder for each model, because a resumed recovery may lead to other adapters.
     folder = run.folder / f"tlm-{digest[:12]}"
     return train_tiny_lm(sources, model, folder, name=digest, mesh_shape=mesh_shape, console=run.console)
+
+
+def dry_run_elastic(
+    recipe: ElasticRecipe, model: Path, *, mesh_shape: MeshShape | None = None, device: str = ""
+) -> dict[str, Any]:
+    """Estimates memory and time of the stages of a run: importance, then joint recovery or levels' adapters.
+
+    Nothing is read but the folder's config, and no parameter is allocated; see `jaxllm.training.loop.dry_run`
+    for what figures compiled on CPUs are worth. The tiny LM, which is small, is left out.
+
+    Returns:
+      By stage what `Estimate` has and its advice; `device_hours` of all stages.
+
+    Raises:
+      ConfigError: the mesh does not fit, or the device is not known.
+      CheckpointError: the config cannot be read.
+    """
+    known_figures(device)
+    cfg = huggingface.read_config(model)
+    require_room(cfg, "levels")
+    require_decoder_alone(cfg, "estimates of training", "make levels without --dry-run")
+    recipe = recipe.within(cfg.window_tokens).on_accelerator()
+    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    require_divisible(cfg, mesh)
+    ladder = Ladder(levels=recipe.levels)
+    stages = {"importance": _importance(cfg, recipe, mesh, device)}
+    if recipe.recovery == "joint":
+        stages["joint recovery"] = _joint(cfg, ladder, recipe, mesh, device)
+    if recipe.recovery == "lora":
+        stages["adapters of levels"] = _levels(cfg, ladder, recipe, mesh, device)
+    hours = sum(each.device_hours for each in stages.values())
+    told = {
+        name: {**dataclasses.asdict(each), "advice": each.advice(recipe)} for name, each in stages.items()
+    }
+    return {"stages": told, "device_hours": hours}
+
+
+def _importance(cfg: ModelConfig, recipe: ElasticRecipe, mesh: jax.sharding.Mesh, device: str) -> Estimate:
+    params = placed_shapes(frozen_shapes(cfg, recipe.frozen_in), mesh)
+    rows = rows_shapes(recipe.batch, recipe.row_tokens, mesh)
+    with jax.set_mesh(mesh):
+        step: Any = unit_step(cfg, mesh, remat=recipe.remat, by=recipe.importance)
+        compiled = step.trace(params, rows).lower().compile()
+    tokens = recipe.batch * recipe.row_tokens
+    gradient = step_flops_per_token(cfg, recipe.row_tokens) * tokens
+    # The loss is computed without each layer as well, and of the whole model: a third of a gradient each.
+    flops = gradient * (1 + recomputed_share(recipe.remat, 1 / 3) + (cfg.layers + 1) / 3)
+    steps = -(-recipe.calibration_tokens // tokens)
+    return estimate_of(compiled, mesh, device=device, step_flops=flops, steps=steps)
+
+
+def _joint(
+    cfg: ModelConfig, ladder: Ladder, recipe: ElasticRecipe, mesh: jax.sharding.Mesh, device: str
+) -> Estimate:
+    bound = recipe.whole_kl_nats > 0
+    # The trainer stacks equal layers itself.
+    whole = frozen_shapes(cfg, "f32", stack=False)
+    job = joint_job(cfg, whole, ladder, recipe, original={} if bound else None)
+    frozen = frozen_shapes(cfg, recipe.frozen_in) if bound else None
+    return estimate(job, recipe, mesh, frozen=frozen, device=device)
+
+
+def _levels(
+    cfg: ModelConfig, ladder: Ladder, recipe: ElasticRecipe, mesh: jax.sharding.Mesh, device: str
+) -> Estimate:
+    job = level_job(cfg, {}, ladder, recipe, adapters=False)
+    job = dataclasses.replace(job, init=lambda key: init_adapter(cfg, recipe.lora, key))
+    counts = jax.eval_shape(lambda: stacked(level_counts(cfg, ladder, WHOLE), cfg))
+    frozen = {**frozen_shapes(cfg, recipe.frozen_in), **counts}
+    found = estimate(job, recipe, mesh, frozen=frozen, device=device)
+    # One level after the other; the whole model gets none.
+    return dataclasses.replace(found, device_hours=found.device_hours * (len(ladder.levels) - 1))

@@ -1,25 +1,35 @@
 """Keeps checkpoints of a run: the last two, to resume, and the best by held-out loss."""
 
+import dataclasses
+import json
+import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
-from jaxllm.errors import CheckpointError
-from training.data.remote_files import is_remote, is_s3, require_bucket, require_local
-from training.loop.s3_checkpoints import S3Checkpoints
+from jaxllm.errors import CheckpointError, one_line
+from jaxllm.training.data.remote_files import is_remote, is_s3, require_bucket, require_local
+from jaxllm.training.loop.s3_checkpoints import S3Checkpoints
 
 Params = dict[str, jax.Array]
 _LATEST = 2
+# Checkpoints that are being deleted: renamed first, so that none is ever half there under its own name.
+_DELETED = "deleted"
+# What orbax makes under a step's name, whole or not.
+_OF_STEP = re.compile(r"\d+(\.orbax-checkpoint-tmp.*)?")
+_log = logging.getLogger("jaxllm")
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainState:
     """The state that a checkpoint stores.
 
@@ -37,20 +47,27 @@ class TrainState:
 class Checkpoints:
     """The checkpoints in a folder, or at a `gs://` or `s3://` URL.
 
-    They are written in the background; one gets its name when it is whole. Opening a run that another
-    process is writing changes nothing in it.
-
-    Raises:
-      ConfigError: the URL is of another kind, or what writes it is not installed.
-      CheckpointError: what is at the URL cannot be listed.
+    They are written in the background; one gets its name when it is whole. What is not whole is no
+    checkpoint.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, *, resumes: bool = False) -> None:
+        """Opens them.
+
+        Args:
+          folder: a path, or a URL.
+          resumes: whether this process alone writes them from now on: what a killed one left half written or
+            half deleted is removed. Else nothing is changed, because another process may be writing.
+
+        Raises:
+          ConfigError: the URL is of another kind, or what writes it is not installed.
+          CheckpointError: they cannot be listed.
+        """
         self._folder = _location(folder)
         if isinstance(self._folder, str):
-            self._store = S3Checkpoints(self._folder, latest=_LATEST)
+            self._store = S3Checkpoints(self._folder, latest=_LATEST, resumes=resumes)
         else:
-            self._store = _OrbaxCheckpoints(self._folder)
+            self._store = _OrbaxCheckpoints(self._folder, resumes=resumes)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -82,6 +99,42 @@ class Checkpoints:
         kept = jax.tree.map(jnp.copy, state)
         self._store.save(int(state.step), kept, loss)
 
+    def newest(self, abstract: Any) -> tuple[int, Any] | None:
+        """The newest checkpoint that can be read, its step and state; None where there is none.
+
+        Where an older one has to be taken, those after it are removed, and a line of the log says so. Several
+        processes cannot agree on that: they need the newest.
+
+        Args:
+          abstract: see `restore`.
+
+        Raises:
+          CheckpointError: none can be read, the reason may pass (too little memory, an error of a device), or
+            there are several processes.
+        """
+        damaged: list[tuple[int, CheckpointError]] = []
+        for step in sorted(self._store.steps(), reverse=True):
+            try:
+                state = self.restore(step, abstract)
+            except CheckpointError as error:
+                if jax.process_count() > 1 or not _is_damage(error.__cause__):
+                    raise
+                damaged.append((step, error))
+                continue
+            for other, error in damaged:
+                self._store.remove(other)
+                _log.warning(
+                    "the checkpoint %s/%d is damaged (%s) and is removed; the run goes on from step %d",
+                    self._folder,
+                    other,
+                    one_line(error.__cause__ or error),
+                    step,
+                )
+            return step, state
+        if damaged:
+            raise damaged[0][1]
+        return None
+
     def restore(self, step: int, abstract: Any) -> Any:
         """The state after `step` steps.
 
@@ -94,17 +147,18 @@ class Checkpoints:
         """
         try:
             return self._store.restore(step, abstract)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # orbax raises what its parts raise, and bare exceptions.
             raise CheckpointError(
-                f"cannot read the checkpoint {self._folder}/{step}: {error}; remove it to go on from an "
-                "earlier one"
+                f"cannot read the checkpoint {self._folder}/{step}: {one_line(error)}; remove it to go on "
+                "from an earlier one"
             ) from error
 
 
 class _OrbaxCheckpoints:
     """Those in a folder or at a `gs://` URL."""
 
-    def __init__(self, folder: epath.Path) -> None:
+    def __init__(self, folder: epath.Path, *, resumes: bool) -> None:
+        self._folder, self._deleted, self._saved = folder, folder / _DELETED, False
         keep = [
             checkpoint_managers.LatestN(_LATEST),
             checkpoint_managers.BestN(get_metric_fn=_held_out_loss, reverse=True, n=1),
@@ -115,19 +169,39 @@ class _OrbaxCheckpoints:
             best_fn=_held_out_loss,
             best_mode="min",
             enable_async_checkpointing=True,
+            # Of paths; a bucket has no rename.
+            todelete_subdir=_DELETED,
         )
         handlers = ocp.StandardCheckpointHandler()
-        self._manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
+        try:
+            if resumes and jax.process_index() == 0:
+                _remove_parts(folder)
+            if resumes and jax.process_count() > 1:
+                multihost_utils.sync_global_devices("parts of checkpoints")
+            self._manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
+        except (OSError, ValueError) as error:
+            raise _unlisted(folder, error) from error
 
     def steps(self) -> list[int]:
-        return list(self._manager.all_steps())
+        return list(self.losses())
 
     def losses(self) -> dict[int, float]:
-        return {step: _held_out_loss(self._manager.metrics(step)) for step in self.steps()}
+        try:
+            steps = [step for step in self._manager.all_steps() if _has_arrays(self._folder / str(step))]
+            found = {step: self._manager.metrics(step) for step in steps}
+        except (OSError, ValueError) as error:
+            raise _unlisted(self._folder, error) from error
+        return {step: _held_out_loss(metrics) for step, metrics in found.items() if metrics is not None}
 
     def save(self, step: int, state: Any, held_out_loss: float) -> None:
         metrics = {"held_out_loss": held_out_loss}
         self._manager.save(step, args=ocp.args.StandardSave(state), metrics=metrics)
+        self._saved = True
+        self._empty_deleted()
+
+    def remove(self, step: int) -> None:
+        self._manager.delete(step)
+        self._empty_deleted()
 
     def restore(self, step: int, abstract: Any) -> Any:
         return self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
@@ -135,6 +209,14 @@ class _OrbaxCheckpoints:
     def close(self) -> None:
         self._manager.wait_until_finished()
         self._manager.close()
+        if self._saved and jax.process_index() == 0 and self._deleted.exists():
+            self._deleted.rmtree()
+
+    def _empty_deleted(self) -> None:
+        """Deletes what has been renamed; the folder stays, because the manager may be renaming into it."""
+        if jax.process_index() == 0 and self._deleted.exists():
+            for each in self._deleted.iterdir():
+                each.rmtree()
 
 
 def read_best(folder: Path | str, abstract: TrainState) -> tuple[TrainState, int, float]:
@@ -167,3 +249,48 @@ def _location(folder: Path | str) -> epath.Path | str:
 
 def _held_out_loss(metrics: Any) -> float:
     return float(metrics["held_out_loss"])
+
+
+def _is_damage(error: BaseException | None) -> bool:
+    """Whether a checkpoint that could not be read for this reason never can be."""
+    if isinstance(error, OSError):
+        return isinstance(error, FileNotFoundError)
+    # JAX's errors are of devices.
+    return not isinstance(error, MemoryError | RuntimeError)
+
+
+def _remove_parts(folder: epath.Path) -> None:
+    """Removes what a killed process left of checkpoints that it wrote or deleted."""
+    if not folder.exists():
+        return
+    if (folder / _DELETED).exists():
+        (folder / _DELETED).rmtree()
+    for each in folder.iterdir():
+        if _OF_STEP.fullmatch(each.name) and not _is_whole(each):
+            _log.warning("%s is not a whole checkpoint and is removed", each)
+            each.rmtree()
+
+
+def _has_arrays(checkpoint: epath.Path) -> bool:
+    """Whether the names of its arrays are there. Read, because `exists` is false where it cannot tell."""
+    try:
+        (checkpoint / "default" / "_METADATA").read_bytes()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _unlisted(folder: epath.Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"cannot list the checkpoints in {folder}: {one_line(error)}")
+
+
+def _is_whole(checkpoint: epath.Path) -> bool:
+    """Whether a checkpoint has its name, its arrays' names and its held-out loss. Raises OSError where that
+    cannot be told."""
+    if not checkpoint.name.isdecimal() or not _has_arrays(checkpoint):
+        return False
+    try:
+        metrics = json.loads((checkpoint / "metrics" / "metrics").read_text())
+        return isinstance(metrics["held_out_loss"], float)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return False

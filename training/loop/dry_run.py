@@ -17,12 +17,11 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.scanned_layers import Remat, stacked
-from training.data.packing import Batch
-from training.loop.hardware import DEVICES, Device, known_device
-from training.loop.memory import what_to_change
-from training.loop.parallel import ROWS, shardings_of
-from training.loop.trainer import Job, Trainer
-from training.settings import TrainSettings
+from jaxllm.training.data.packing import Batch
+from jaxllm.training.loop.hardware import DEVICES, Device, known_device, what_to_change
+from jaxllm.training.loop.parallel import ROWS, shardings_of
+from jaxllm.training.loop.trainer import Job, Trainer
+from jaxllm.training.settings import TrainSettings
 
 # Of a device's peak that large steps are assumed to reach.
 ASSUMED_UTILIZATION = 0.4
@@ -52,12 +51,12 @@ class Estimate:
     step_s: float
     device_hours: float
 
-    def advice(self) -> str:
-        """What to change where the memory is too small; empty if it is enough."""
+    def advice(self, settings: TrainSettings | None = None) -> str:
+        """What to change, of the settings too, where the memory is too small; empty if it is enough."""
         if self.memory_bytes <= self.device_memory_bytes:
             return ""
         needed, there = (each / 2**30 for each in (self.memory_bytes, self.device_memory_bytes))
-        change = what_to_change(self.state_bytes, self.temporary_bytes)
+        change = what_to_change(self.state_bytes, self.temporary_bytes, settings)
         return f"a step needs {needed:.1f} GiB per device and {self.device} has {there:.1f}: take {change}"
 
 

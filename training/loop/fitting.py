@@ -1,20 +1,26 @@
 """Trains in a run's folder, from the first step or the last checkpoint, to the best parameters."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
+import numpy as np
 from rich.console import Console
+from tokenizers import Tokenizer
 
 from jaxllm.config import ModelConfig
-from training.loop.checkpoints import Params, read_best
-from training.loop.log import Log
-from training.loop.monitoring import Monitoring
-from training.loop.run_files import checkpoints_of
-from training.loop.trainer import Batch, Trainer, train
-from training.settings import TrainSettings
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files.input_files import read_text
+from jaxllm.text.library_tokenizer import parse_tokenizer_json
+from jaxllm.training.loop.checkpoints import Params, read_best
+from jaxllm.training.loop.log import Log
+from jaxllm.training.loop.monitoring import Monitoring
+from jaxllm.training.loop.parallel import MeshShape, make_mesh
+from jaxllm.training.loop.run_files import checkpoints_of, write_json
+from jaxllm.training.loop.trainer import Batch, Job, Trainer, train
+from jaxllm.training.settings import TrainSettings
 
 Settings = TypeVar("Settings", bound=TrainSettings)
 
@@ -46,7 +52,7 @@ def fit(
 
     Args:
       trainer: what is trained, how and on which devices.
-      batch_at, held_out: see `training.loop.trainer.train`.
+      batch_at, held_out: see `jaxllm.training.loop.trainer.train`.
       folder: of `metrics.jsonl`, which the first process alone writes, and of `checkpoints/`, unless the
         run keeps them elsewhere (see `keep_checkpoints_at`); made if missing.
       sources: names of the batches' sources, by number.
@@ -75,3 +81,91 @@ def fitted_to_window(recipe: Settings, cfg: ModelConfig, console: Console) -> Se
             soft_wrap=True,
         )
     return fitted
+
+
+TOKENIZER_FILE = "tokenizer.json"
+# The best checkpoint as a Hugging Face folder, in a run's folder.
+MODEL_FOLDER = "hf"
+Write = Callable[[Path, Mapping[str, np.ndarray]], None]
+
+
+def read_tokenizer_file(path: Path) -> Tokenizer:
+    """A `tokenizer.json`, a run's own or one that is to be shared.
+
+    Raises:
+      CheckpointError: it cannot be read.
+    """
+    try:
+        return parse_tokenizer_json(read_text(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read the tokenizer {path}: {error}") from error
+
+
+def export_best_of(
+    run_dir: Path, job: Job, settings: TrainSettings, write: Write, out: Path | None = None
+) -> Path:
+    """Writes the checkpoint with the lowest held-out loss so far as a folder; also while the run goes on in
+    another process.
+
+    Args:
+      run_dir: the run's folder.
+      job: of the run, for its parameters' shapes.
+      settings: of the run.
+      write: writes (a folder, the parameters).
+      out: the folder; `run_dir/hf` by default.
+
+    Returns:
+      The folder that was written.
+
+    Raises:
+      CheckpointError: there is no checkpoint yet.
+    """
+    trainer = Trainer(job, settings, make_mesh(MeshShape(data=1), 1))
+    best, _, _ = read_best(checkpoints_of(run_dir), trainer.abstract())
+    out = out or run_dir / MODEL_FOLDER
+    write(out, trainer.whole(best.params))
+    return out
+
+
+def tell_summary(run_dir: Path, summary: Mapping[str, Any], console: Console) -> None:
+    """Writes a run's `summary.json`, and prints it."""
+    write_json(run_dir / "summary.json", summary)
+    console.print_json(data=summary)
+
+
+class _Teacher(Protocol):
+    @property
+    def cfg(self) -> ModelConfig: ...
+
+
+TeacherT = TypeVar("TeacherT", bound=_Teacher)
+
+
+def read_teacher(
+    folder: Path | None, read: Callable[[Path], TeacherT], *, share: float, vocab_size: int
+) -> TeacherT | None:
+    """The teacher in a folder; None for a recipe without one.
+
+    Args:
+      folder: a Hugging Face folder, if one was given.
+      read: reads it.
+      share: the recipe's `teacher_share`.
+      vocab_size: of the recipe's model.
+
+    Raises:
+      ConfigError: a folder and no share, a share and no folder, or another number of tokens.
+    """
+    if (folder is not None) != (share > 0):
+        raise ConfigError(
+            f"the recipe's teacher_share is {share}: "
+            + ("say with --teacher whom to learn from" if folder is None else "it takes no --teacher")
+        )
+    if folder is None:
+        return None
+    teacher = read(folder)
+    if teacher.cfg.vocab_size != vocab_size:
+        raise ConfigError(
+            f"the teacher has {teacher.cfg.vocab_size} tokens, the recipe's model {vocab_size}; "
+            "train both with one tokenizer"
+        )
+    return teacher

@@ -16,9 +16,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params
 from jaxllm.prepare import prepare
 from jaxllm.text.tokenizer import Tokenizer
-from training.data.digests import digesting, model_digest
-from training.loop.parallel import require_divisible
-from training.loop.placing import laid_out, placed
+from jaxllm.training.data.documents import digesting, model_digest
+from jaxllm.training.loop.parallel import laid_out, placed, require_divisible
 
 # Formats that are read tensor by tensor onto devices.
 _DENSE: dict[WeightFormat, str] = {"f32": "float32", "bf16": "bfloat16"}

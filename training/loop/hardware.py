@@ -1,13 +1,19 @@
 """Knows what devices can do, and what a step asks of them: operations, utilization, memory."""
 
+import contextlib
 import dataclasses
+import re
 import resource
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
 from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import active_parameter_count
+from jaxllm.training.settings import TrainSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,3 +82,67 @@ def peak_memory_bytes() -> int:
         return max(int(each["peak_bytes_in_use"]) for each in stats if each)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+# Of a kernel, not of a program: what a GPU's block of threads shares, and the fast memories of a TPU's core.
+_OF_A_KERNEL = re.compile(r"shared memory|memory space (vmem|smem)|scoped", re.IGNORECASE)
+_OF_A_DEVICE = re.compile(r"out of memory|allocat|memory space hbm|exceeds", re.IGNORECASE)
+
+
+def what_to_change(state_bytes: int, temporary_bytes: int, settings: TrainSettings | None) -> str:
+    """What makes a step smaller, by what of it is large and what its recipe, if it has one, says already."""
+    if temporary_bytes <= state_bytes:
+        fewer = "frozen weights of fewer bits (`jaxllm lora --weights`)"
+        return f"more devices along fsdp or tensor (--mesh), or {fewer}"
+    if settings is None:
+        return "fewer rows, shorter ones, or more devices along fsdp (--mesh)"
+    own = settings.accumulate
+    ways = [f"a larger `accumulate` in the recipe, now {own}"] if own < settings.batch else []
+    if settings.remat != "full":
+        ways.append(f'`remat = "full"`, now "{settings.remat}"')
+    ways.append(f"shorter `row_tokens`, now {settings.row_tokens}")
+    return f"{'; '.join(ways)}; or more devices along fsdp (--mesh)"
+
+
+@contextlib.contextmanager
+def memory_told(step: Callable[[], jax.stages.Compiled | None], settings: TrainSettings) -> Iterator[None]:
+    """Raises a lack of memory as an error for people, and every other error as it is.
+
+    Args:
+      step: gives the compiled step, or None where compiling itself took too much.
+      settings: of the step.
+
+    Raises:
+      ConfigError: a device has too little memory, or a block of a kernel; the message has the compiler's
+        figure and what to change.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+        if "RESOURCE_EXHAUSTED" not in text:
+            raise
+        if _OF_A_KERNEL.search(text):
+            raise ConfigError(
+                f"a kernel does not fit {jax.local_devices()[0].device_kind}, which is no lack of its "
+                f"memory ({text.partition('RESOURCE_EXHAUSTED: ')[2]:.200}): set JAXLLM_KERNELS=xla, which "
+                "computes attention without kernels, and report this as an error of jaxllm"
+            ) from error
+        if not _OF_A_DEVICE.search(text):
+            raise
+        compiled, there = step(), _limit()
+        if compiled is None:
+            change = what_to_change(0, 1, settings)
+            raise ConfigError(f"a step does not fit {there}: take {change}") from error
+        memory: Any = compiled.memory_analysis()
+        state, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        raise ConfigError(
+            f"a step needs {(state + temporary) / 2**30:.1f} GiB per device and does not fit {there}: take "
+            f"{what_to_change(state, temporary, settings)}"
+        ) from error
+
+
+def _limit() -> str:
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return device.device_kind if limit is None else f"the {limit / 2**30:.1f} GiB of {device.device_kind}"

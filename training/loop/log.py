@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as ProgressBar
 
 from jaxllm.errors import ConfigError
-from training.loop.run_files import write_text
-from training.loop.trainer import Progress
+from jaxllm.training.loop.run_files import write_text
+from jaxllm.training.loop.trainer import Progress
 
 
 class Log:

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from jaxllm.config import ModelConfig
 from jaxllm.experts.routing import Routing, load_balancing_loss, router_z_loss
 from jaxllm.models import decoder
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.models.scanned_layers import STACKS, Remat
-from jaxllm.nn.layers import MASKED
-from jaxllm.nn.sharding import constrained
+from jaxllm.nn.layers import MASKED, constrained
 from jaxllm.quant import dequantize
-from training.data.packing import Batch
+from jaxllm.training.data.packing import Batch
 
 # Logits of a batch up to this size are computed at once.
 WHOLE_LOGITS_BYTES = 1 << 30
@@ -67,7 +67,7 @@ def outputs_of(
     batch: Batch,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     remat: Remat = "none",
 ) -> Outputs:
     """Runs a decoder over a batch; for `remat` see `decoder.forward_documents`."""
@@ -88,7 +88,7 @@ def outputs_of_hidden(
     return Outputs(params, hidden, logits, routing, cfg)
 
 
-def as_computed(params: Params, dtype: jnp.dtype) -> Params:
+def as_computed(params: Params, dtype: DTypeLike) -> Params:
     """The parameters with stacked float32 matrices in the dtype of activations: rounded once, before a loop
     over layers gathers them from other devices. Vectors, routers and embeddings stay as they are."""
 

@@ -1,15 +1,141 @@
 """Makes the optimizers of all jobs: AdamW or Muon behind clipping, on a warm-up and a cosine."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from jaxllm.models.parameters import ENCODER
 from jaxllm.models.scanned_layers import STACKS
-from training.loop.muon import Matrix, scale_by_muon
-from training.settings import TrainSettings
+from jaxllm.training.loop.parallel import AXES
+from jaxllm.training.settings import TrainSettings
+
+# Newton-Schulz iterations and the coefficients of their quintic, which maximize its slope at zero.
+STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# An update's root mean square, near that of AdamW's.
+UPDATE_RMS = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """How an array is seen as matrices: the axes that are stacked, those of rows and those of columns."""
+
+    stacked: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    def view(self, array: jax.Array) -> jax.Array:
+        """An array as `[N, R, C]`."""
+        ordered = array.transpose(self._order)
+        sizes = (self.stacked, self.rows, self.columns)
+        return ordered.reshape(*(int(np.prod([array.shape[axis] for axis in each])) for each in sizes))
+
+    def back(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Matrices `[N, R, C]` as the array of a shape that they are a view of."""
+        ordered = matrices.reshape(*(shape[axis] for axis in self._order))
+        return ordered.transpose(tuple(int(axis) for axis in np.argsort(self._order)))
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return (*self.stacked, *self.rows, *self.columns)
+
+
+def scale_by_muon(
+    matrix_of: Callable[[str, int], Matrix | None], *, momentum: float = 0.95, dtype: Any = jnp.float32
+) -> optax.GradientTransformation:
+    """Nesterov momentum, made orthogonal and scaled to `UPDATE_RMS`.
+
+    Args:
+      matrix_of: how a parameter of a name and a rank is seen; all that come here have one.
+      momentum: the share of a step's momentum that the next keeps.
+      dtype: of the products' sides; they are summed in float32.
+    """
+
+    def scaled(updates: Any, state: Any, params: Any = None) -> tuple[dict[str, Any], Any]:
+        del params
+        # Placeholders stand where another optimizer takes a parameter.
+        arrays = {name: value for name, value in updates.items() if isinstance(value, jax.Array)}
+        seen: dict[str, Matrix] = {}
+        for name, value in arrays.items():
+            matrix = matrix_of(name, value.ndim)
+            assert matrix is not None
+            seen[name] = matrix
+        views = {name: seen[name].view(value) for name, value in arrays.items()}
+        found = orthogonal(views, dtype)
+        for name, value in found.items():
+            scale = np.float32(UPDATE_RMS * max(value.shape[1:]) ** 0.5)
+            found[name] = seen[name].back(scale * value, arrays[name].shape)
+        return {**updates, **found}, state
+
+    stateless = optax.GradientTransformation(lambda params: optax.EmptyState(), scaled)
+    return optax.chain(optax.trace(momentum, nesterov=True), stateless)
+
+
+def orthogonal(matrices: Mapping[str, jax.Array], dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    """Stacks `[N, R, C]` by name, each matrix near the closest orthogonal one, in float32.
+
+    The devices of the mesh that is set divide all matrices of a shape, transposed or not.
+    """
+    alike: dict[tuple[int, int], list[str]] = {}
+    for name, stack in matrices.items():
+        alike.setdefault((min(stack.shape[1:]), max(stack.shape[1:])), []).append(name)
+    found: dict[str, jax.Array] = {}
+    for names in alike.values():
+        wide = [_wide(matrices[name].astype(dtype)) for name in names]
+        done = _divided(jnp.concatenate(wide))
+        starts = np.cumsum([0, *(each.shape[0] for each in wide)])
+        for name, start, end in zip(names, starts, starts[1:], strict=False):
+            own = done[start:end]
+            found[name] = own if own.shape[1:] == matrices[name].shape[1:] else own.swapaxes(1, 2)
+    return {name: found[name] for name in matrices}
+
+
+def _wide(stack: jax.Array) -> jax.Array:
+    # Products are of rows with rows: few rows are less work.
+    return stack.swapaxes(1, 2) if stack.shape[1] > stack.shape[2] else stack
+
+
+def _divided(stack: jax.Array) -> jax.Array:
+    """Newton-Schulz of a stack, of which each device of the mesh computes a share."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return _newton_schulz(stack)
+    count = stack.shape[0]
+    shares = PartitionSpec(AXES)
+    padded = jnp.pad(stack, ((0, -count % mesh.size), (0, 0), (0, 0)))
+    return jax.shard_map(_newton_schulz, in_specs=shares, out_specs=shares)(padded)[:count]
+
+
+def _newton_schulz(stack: jax.Array) -> jax.Array:
+    # XLA's CPU backend computes a product of two matrices faster than one of two stacks.
+    return jax.lax.platform_dependent(
+        stack,
+        cpu=lambda stack: jax.lax.map(_iterated, stack),
+        default=_iterated,
+    )
+
+
+def _iterated(matrices: jax.Array) -> jax.Array:
+    """Newton-Schulz of a matrix `[R, C]` or a stack of them."""
+    linear, cubic, quintic = (np.float32(each) for each in COEFFICIENTS)
+    dtype = matrices.dtype
+
+    def product(how: str, left: jax.Array, right: jax.Array) -> jax.Array:
+        return jnp.einsum(how, left.astype(dtype), right.astype(dtype), preferred_element_type=jnp.float32)
+
+    norm = jnp.sqrt(jnp.sum(jnp.square(matrices.astype(jnp.float32)), axis=(-2, -1), keepdims=True))
+    found = matrices.astype(jnp.float32) / (norm + np.float32(1e-8))
+    for _ in range(STEPS):
+        squared = product("...rk,...ck->...rc", found, found)
+        higher = cubic * squared + quintic * product("...rk,...kc->...rc", squared, squared)
+        found = linear * found + product("...rk,...kc->...rc", higher, found)
+    return found
 
 
 def learning_rate(settings: TrainSettings) -> optax.Schedule:
@@ -43,7 +169,7 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
 
 def _muon(settings: TrainSettings, schedule: optax.Schedule) -> optax.GradientTransformation:
     return optax.chain(
-        scale_by_muon(_as_matrix, dtype=jnp.dtype(settings.precision)),
+        scale_by_muon(_as_matrix, dtype=jnp.dtype(settings.computed_in)),
         # Decay is as fast as AdamW's, whatever the factor.
         optax.add_decayed_weights(settings.weight_decay / settings.muon_learning_rate_factor, decays),
         optax.scale_by_learning_rate(schedule),

@@ -12,7 +12,8 @@ from jax.experimental import multihost_utils
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.files.input_files import read_text
-from training.data.remote_files import require_bucket, require_local
+from jaxllm.training.data.remote_files import require_bucket, require_local
+from jaxllm.training.settings import TrainSettings
 
 RECIPE_FILE = "recipe.json"
 CHECKPOINTS = "checkpoints"
@@ -110,8 +111,8 @@ def claimed(run_dir: Path, recipe: RunRecipe, **learns_from: str) -> Iterator[bo
 
     Args:
       run_dir: the folder.
-      recipe: the run's. Where it resumes, only how long it trains, how it computes and what it logs may
-        differ.
+      recipe: the run's. Where it resumes, only how long it trains, in which parts it computes and what it
+        logs may differ; a precision that it does not say is that of this process's devices.
       learns_from: names or digests of the run's inputs.
 
     Yields:
@@ -131,7 +132,7 @@ def claimed(run_dir: Path, recipe: RunRecipe, **learns_from: str) -> Iterator[bo
         _check_identity(run_dir, recipe, learns_from)
     yield resuming
     if not resuming and jax.process_index() == 0:
-        write_json(run_dir / RECIPE_FILE, {"recipe": recipe.to_json(), **learns_from})
+        write_json(run_dir / RECIPE_FILE, {"recipe": _as_computed(recipe), **learns_from})
 
 
 def read_identity(run_dir: Path) -> dict[str, Any]:
@@ -147,10 +148,18 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
         raise CheckpointError(f"{run_dir} is not the folder of a training run: {error}") from error
 
 
+def _as_computed(recipe: RunRecipe) -> dict[str, Any]:
+    data = recipe.to_json()
+    for name, part in vars(recipe).items():
+        if isinstance(part, TrainSettings):
+            data[name] = {**data[name], "precision": part.computed_in}
+    return {**data, "precision": recipe.computed_in} if isinstance(recipe, TrainSettings) else data
+
+
 def _check_identity(run_dir: Path, recipe: RunRecipe, learns_from: Mapping[str, str]) -> None:
     earlier = read_identity(run_dir)
     # Read by the recipe's class, so that settings younger than the run have their defaults.
-    before, now = type(recipe).from_json(earlier.pop("recipe")).to_json(), recipe.to_json()
+    before, now = (_as_computed(each) for each in (type(recipe).from_json(earlier.pop("recipe")), recipe))
     differing = [name for name in now if name not in _MAY_CHANGE and before[name] != now[name]]
     differing += [f"the {name}" for name in learns_from if earlier.get(name) != learns_from[name]]
     if differing:

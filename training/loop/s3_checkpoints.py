@@ -31,18 +31,21 @@ _FAILURES = (OSError, ValueError, RuntimeError, KeyError, NotImplementedError)
 
 
 class S3Checkpoints:
-    """The checkpoints under a URL: the last `latest`, and the best by held-out loss.
+    """The checkpoints under a URL: the last `latest`, and the best by held-out loss; for `resumes` see
+    `Checkpoints`.
 
     Raises:
       CheckpointError: they cannot be listed.
     """
 
-    def __init__(self, url: str, *, latest: int) -> None:
+    def __init__(self, url: str, *, latest: int, resumes: bool = False) -> None:
         self.url, self._latest = url.rstrip("/"), latest
         self._manager = GlobalAsyncCheckpointManager(_LIMIT_S)
         try:
             self._store: ts.KvStore = ts.KvStore.open(self._place("")).result()
             self._done = self._read_done()
+            if resumes and jax.process_index() == 0:
+                self._remove_parts()
         except _FAILURES as error:
             raise CheckpointError(f"cannot list the checkpoints at {self.url}: {error}") from error
 
@@ -70,7 +73,7 @@ class S3Checkpoints:
             self._store.write(f"done/{step}.json", json.dumps(whole).encode()).result()
             self._done[step] = whole
             for other in self._unneeded():
-                self._remove(other)
+                self.remove(other)
 
         try:
             self._manager.wait_until_finished()
@@ -121,12 +124,20 @@ class S3Checkpoints:
         found = {int(name.removeprefix("done/").removesuffix(".json")): name for name in names}
         return {step: json.loads(self._store.read(found[step]).result().value) for step in sorted(found)}
 
+    def _remove_parts(self) -> None:
+        """Deletes objects of checkpoints that have no name."""
+        firsts = {key.decode().split("/")[0] for key in self._store.list().result()}
+        for step in firsts - {"done", *map(str, self._done)}:
+            if step.isdecimal():
+                self._store.delete_range(_under(f"{step}/")).result()
+
     def _unneeded(self) -> list[int]:
         losses = self.losses()
         best = min(losses, key=losses.__getitem__)
         return sorted(losses.keys() - {best, *sorted(losses)[-self._latest :]})
 
-    def _remove(self, step: int) -> None:
+    def remove(self, step: int) -> None:
+        """Deletes a checkpoint."""
         # Its name first: half a checkpoint is then none.
         self._store.delete_range(_under(f"done/{step}.json")).result()
         self._store.delete_range(_under(f"{step}/")).result()

@@ -8,6 +8,7 @@ On a CPU, two devices on two cores train faster than one device with two threads
 of the backward pass on one thread. The loop prints nothing: it gives `Progress` records to its caller.
 """
 
+import contextlib
 import copy
 import dataclasses
 import time
@@ -23,17 +24,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import JaxllmError
+from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.scanned_layers import stacked, unstacked
-from training.data.packing import spread
-from training.loop.checkpoints import Checkpoints, Params, TrainState
-from training.loop.hardware import peak_memory_bytes, utilization
-from training.loop.memory import memory_told
-from training.loop.monitoring import StepTrace
-from training.loop.optimizer import learning_rate, make_optimizer
-from training.loop.parallel import gathered, place_rows, require_divisible, shardings_of, stacks_layers
-from training.loop.placing import placed, put, stacked_on
-from training.loop.preemption import Preemption
-from training.settings import TrainSettings
+from jaxllm.training.data.packing import spread
+from jaxllm.training.loop.checkpoints import Checkpoints, Params, TrainState
+from jaxllm.training.loop.hardware import memory_told, peak_memory_bytes, utilization
+from jaxllm.training.loop.monitoring import StepTrace
+from jaxllm.training.loop.optimizer import learning_rate, make_optimizer
+from jaxllm.training.loop.parallel import (
+    gathered,
+    place_rows,
+    placed,
+    put,
+    require_divisible,
+    shardings_of,
+    stacked_on,
+    stacks_layers,
+)
+from jaxllm.training.loop.preemption import Preemption
+from jaxllm.training.settings import TrainSettings
 
 
 class Batch(Protocol):
@@ -80,7 +89,8 @@ class Job:
 class Progress:
     """Metrics after `step` steps; losses in nats per token, weighted as in training.
 
-    `loss` is the mean over the steps since the last record, `penalty` likewise; `gradient_norm` is the last
+    `loss` is the mean over the steps since the last record that had a weight, 0 where none had; `penalty`
+    likewise; `gradient_norm` is the last
     step's before clipping. `tokens_per_s` is over the same steps, without compiling; `utilization` the share
     of the devices' peak that model operations used, where both are known; `peak_memory_bytes` the most so far
     of a device. `held_out_loss` is set where a checkpoint was written, with `held_out_by_source`
@@ -141,7 +151,7 @@ class Trainer:
         self._step = jax.jit(
             self._one_step,
             donate_argnums=0,
-            out_shardings=(self._shardings, (copied, copied, copied)),
+            out_shardings=(self._shardings, (copied, copied, copied, copied)),
         )
         self._start = jax.jit(self._initial, out_shardings=self._shardings)
         self._compiled: dict[Any, jax.stages.Compiled] = {}
@@ -152,7 +162,7 @@ class Trainer:
     def initial(self) -> TrainState:
         """The job's parameters, from the settings' seed, and a fresh optimizer state."""
         # Placed first: an argument on the host would go to every device whole.
-        with memory_told(lambda: None):
+        with memory_told(lambda: None, self.settings):
             given = None if self._given is None else placed(self._given.items(), self.mesh)
             return self._start(given)
 
@@ -184,7 +194,8 @@ class Trainer:
         """One optimizer step; donates `state`.
 
         Returns:
-          The next state; the loss in nats per token, the penalty and the gradient's norm before clipping.
+          The next state; the loss in nats per token, the penalty, the gradient's norm before clipping, and
+          the weight of all losses. A batch without weight changes nothing but the number of the step.
 
         Raises:
           ConfigError: a device has too little memory.
@@ -193,7 +204,7 @@ class Trainer:
             rows = place_rows(batch, self.mesh, self.settings.accumulate)
             # Batches of some jobs differ in their shapes.
             shapes = tuple(leaf.shape for leaf in jax.tree.leaves(rows))
-        with jax.set_mesh(self.mesh), memory_told(lambda: self._compiled.get(shapes)):
+        with jax.set_mesh(self.mesh), memory_told(lambda: self._compiled.get(shapes), self.settings):
             if shapes not in self._compiled:
                 started = time.perf_counter()
                 self._compiled[shapes] = self._step.lower(state, self._frozen, rows).compile()
@@ -209,7 +220,10 @@ class Trainer:
           platform: "cuda", "tpu" or "cpu".
         """
         platforms = None if platform is None else (platform,)
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self.mesh), contextlib.ExitStack() as stack:
+            if platform not in (None, "cpu"):
+                # Those of this process's CPU would come before the fused ones.
+                stack.enter_context(without_native_kernels())
             return self._step.trace(self._abstract, frozen, batch).lower(lowering_platforms=platforms)
 
     def utilization(self, tokens_per_s: float) -> float | None:
@@ -245,7 +259,9 @@ class Trainer:
     def _one_step(
         self, state: TrainState, frozen: Any, parts: Batch
     ) -> tuple[TrainState, tuple[jax.Array, ...]]:
-        total = jnp.sum(parts.weights)
+        weight = jnp.sum(parts.weights)
+        learns = weight > 0
+        total = jnp.where(learns, weight, 1)
         count = np.float32(parts.weights.shape[0])
         key = jax.random.fold_in(jax.random.key(self.settings.seed), state.step)
 
@@ -272,8 +288,12 @@ class Trainer:
             optimizer = make_optimizer(self.settings)
             updates, inner = optimizer.update(gradients, state.optimizer, state.params)
         params: Any = optax.apply_updates(state.params, updates)
+        # A step without a loss is none: neither a penalty nor the optimizer's moments may move anything.
+        params, inner = jax.tree.map(
+            lambda new, old: jnp.where(learns, new, old), (params, inner), (state.params, state.optimizer)
+        )
         state = TrainState(step=state.step + 1, params=params, optimizer=inner)
-        return state, (loss, penalty, optax.tree.norm(gradients))
+        return state, (loss, penalty, optax.tree.norm(gradients), weight)
 
     def _source_sums(
         self, params: Params, frozen: Any, parts: Batch, sources: int
@@ -312,18 +332,21 @@ def train(
     Raises:
       JaxllmError: the loss is no longer finite.
       ConfigError: no step is left to trace.
-      Preempted: the process got SIGTERM; a checkpoint is saved.
-      CheckpointError: the newest checkpoint cannot be read.
+      Preempted: the process got SIGTERM or Ctrl-C; a checkpoint is saved.
+      CheckpointError: no checkpoint of those that are there can be read.
     """
     settings = trainer.settings
     schedule = learning_rate(settings)
-    with Checkpoints(folder) as checkpoints, Preemption() as preemption, StepTrace(profile) as trace:
-        done = checkpoints.latest()
-        trace.expect(settings.steps - (done or 0))
-        state = trainer.initial() if done is None else checkpoints.restore(done, trainer.abstract())
+    with (
+        Checkpoints(folder, resumes=True) as checkpoints,
+        Preemption() as preemption,
+        StepTrace(profile) as trace,
+    ):
+        done, state = checkpoints.newest(trainer.abstract()) or (0, trainer.initial())
+        trace.expect(settings.steps - done)
         measured: list[tuple[jax.Array, ...]] = []
         started, compiled_s = time.perf_counter(), trainer.compile_s
-        for step in range((done or 0) + 1, settings.steps + 1):
+        for step in range(done + 1, settings.steps + 1):
             with trace.step(step):
                 state, measures = trainer.step(state, batch_at(step - 1))
             trace.finish(state)
@@ -334,11 +357,12 @@ def train(
                 checkpoints.save(state, None)
             if not save and not stop and step % settings.log_steps:
                 continue
-            losses, penalties, norms = np.asarray(measured, np.float64).T
+            losses, penalties, norms, weights = np.asarray(measured, np.float64).T
+            learnt = weights > 0
             compile_s = trainer.compile_s - compiled_s
             elapsed_s = time.perf_counter() - started - compile_s
             tokens_per_s = len(measured) * settings.batch * settings.row_tokens / elapsed_s
-            mean = float(np.mean(losses))
+            mean = float(np.mean(losses[learnt])) if learnt.any() else 0.0
             if not np.isfinite(mean):
                 raise JaxllmError(
                     f"the loss is {mean} at step {step}: lower peak_learning_rate or clip_norm and "
@@ -354,7 +378,7 @@ def train(
                 Progress(
                     step=step,
                     loss=mean,
-                    penalty=float(np.mean(penalties)),
+                    penalty=float(np.mean(penalties[learnt])) if learnt.any() else 0.0,
                     gradient_norm=float(norms[-1]),
                     learning_rate=float(np.asarray(schedule(step - 1))),
                     tokens_per_s=tokens_per_s,
@@ -367,8 +391,8 @@ def train(
             )
             if stop:
                 raise Preempted(
-                    f"stopped by SIGTERM after step {step} of {settings.steps}, which is saved; the same "
-                    "command goes on from there"
+                    f"stopped by {preemption.reason} after step {step} of {settings.steps}, which is saved; "
+                    "the same command goes on from there"
                 )
             measured, started, compiled_s = [], time.perf_counter(), trainer.compile_s
     return state

@@ -1,29 +1,48 @@
-"""Defines the training of a low-rank adapter over a frozen model."""
+"""Describes a run of low-rank adaptation, and defines the job that trains an adapter over a frozen model."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
-from jaxllm.models.lora import adapt, adapted_parameters, init_adapter
+from jaxllm.models.lora import LoraConfig, adapt, adapted_parameters, init_adapter
 from jaxllm.models.parameters import Params
-from training.data.packing import Splits
-from training.loop.fitting import fit
-from training.loop.hardware import step_flops_per_token
-from training.loop.losses import next_token_losses
-from training.loop.monitoring import Monitoring
-from training.loop.trainer import Job, Trainer
-from training.lora.recipe import LoraRecipe
-from training.seq2seq.outputs import AnyBatch, outputs_of_any
-from training.seq2seq.splits import PairSplits
+from jaxllm.options import option
+from jaxllm.training.data.packing import Splits
+from jaxllm.training.data.sources import Source
+from jaxllm.training.loop.fitting import fit
+from jaxllm.training.loop.hardware import step_flops_per_token
+from jaxllm.training.loop.losses import next_token_losses
+from jaxllm.training.loop.monitoring import Monitoring
+from jaxllm.training.loop.trainer import Job, Trainer
+from jaxllm.training.seq2seq.forward import AnyBatch, outputs_of_any
+from jaxllm.training.seq2seq.splits import PairSplits
+from jaxllm.training.settings import TrainSettings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraRecipe(TrainSettings):
+    """One run of low-rank adaptation; the options' help describes it."""
+
+    folder = "lora"
+
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    sources: tuple[Source, ...] = option(help="Training documents.", entries=1)
+    held_out_share: float = option(
+        0.02, "Share of the documents that is not trained on and picks the best checkpoint.", above=0, below=1
+    )
+    loader: Literal["packed", "grain"] = option("packed", "Rows of packed documents, or windows by grain.")
+    # An adapter is small and starts at zero.
+    weight_decay: float = option(0.0, "Decay of matrices.", low=0)
+    warmup_steps: int = option(20, "Steps of linear warm-up.", low=0)
 
 
 def lora_job(cfg: ModelConfig, params: Params, recipe: LoraRecipe) -> Job:
     """The job that trains an adapter, with the model frozen."""
-    dtype, scaling = jnp.dtype(recipe.precision), recipe.lora.scaling
+    dtype, scaling = jnp.dtype(recipe.computed_in), recipe.lora.scaling
     adapted_parameters(cfg, recipe.lora.targets)
 
     def init(key: jax.Array) -> dict[str, jax.Array]:

@@ -12,22 +12,31 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
 
 from jaxllm.bundle import WeightFormat
-from jaxllm.checkpoints import huggingface, peft_folder
-from jaxllm.models.rooms import require_decoder_alone, require_room
-from training.loop.dry_run import estimate, frozen_shapes
-from training.loop.fitting import fitted_to_window
-from training.loop.frozen_model import FrozenModel
-from training.loop.monitoring import Monitoring
-from training.loop.parallel import MeshShape, make_mesh
-from training.loop.run_files import wait_for_first, write_json
-from training.loop.trainer import Trainer
-from training.lora.job import fit_adapter, lora_job
-from training.lora.recipe import LoraRecipe
-from training.lora.run_splits import claimed_splits, require_trainable
+from jaxllm.checkpoints import huggingface, peft
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.host_settings import own_jax_settings
+from jaxllm.models.features import require_decoder_alone, require_room
+from jaxllm.training.data.corpus import Corpus
+from jaxllm.training.data.encoders import ModelEncoder
+from jaxllm.training.data.packing import Splits
+from jaxllm.training.loop.dry_run import estimate, frozen_shapes
+from jaxllm.training.loop.fitting import fitted_to_window
+from jaxllm.training.loop.frozen_model import FrozenModel
+from jaxllm.training.loop.monitoring import Monitoring
+from jaxllm.training.loop.parallel import MeshShape, make_mesh, own_rows
+from jaxllm.training.loop.run_files import claimed, wait_for_first, write_json
+from jaxllm.training.loop.trainer import Trainer
+from jaxllm.training.lora.job import LoraRecipe, fit_adapter, lora_job
+from jaxllm.training.seq2seq.job import FAMILIES
+from jaxllm.training.seq2seq.splits import PairSplits, read_splits
 
 
+@own_jax_settings()
 def train_lora(
     recipe: LoraRecipe,
     model: Path,
@@ -45,7 +54,7 @@ def train_lora(
       model: a Hugging Face folder, or a bundle.
       run_dir: the run's folder, made if missing.
       data: the folder that the recipe's sources are in.
-      weights: width of a folder's frozen matrices.
+      weights: width of a folder's frozen matrices; None is that of the recipe's precision.
       mesh_shape: devices; all of them along `data` by default.
       monitoring: where progress goes; the terminal's error stream by default.
 
@@ -60,6 +69,8 @@ def train_lora(
     monitoring = monitoring or Monitoring()
     console = monitoring.own_console()
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    if weights is None and Path(model).is_dir():
+        weights = recipe.frozen_in
     frozen = FrozenModel.read_onto(mesh, model, weights)
     require_room(frozen.cfg, "adapters")
     require_trainable(frozen.cfg, recipe, "adapters")
@@ -80,9 +91,7 @@ def train_lora(
         "held_out": {"without": fitted.without, "with": fitted.loss},
     }
     if first:
-        peft_folder.write_adapter(
-            run_dir / "adapter", frozen.cfg, recipe.lora, fitted.adapter, base=str(model)
-        )
+        peft.write_adapter(run_dir / "adapter", frozen.cfg, recipe.lora, fitted.adapter, base=str(model))
         write_json(run_dir / "summary.json", summary)
     wait_for_first("adapter")
     console.print_json(data=summary)
@@ -97,7 +106,7 @@ def dry_run_lora(
     mesh_shape: MeshShape | None = None,
     device: str = "",
 ) -> dict[str, Any]:
-    """Estimates memory and time of a run by the config of a folder alone; see `training.loop.dry_run`.
+    """Estimates memory and time of a run by the config of a folder alone; see `jaxllm.training.loop.dry_run`.
 
     Raises:
       ConfigError: the mesh does not fit, or the device or the weights are not known.
@@ -105,11 +114,86 @@ def dry_run_lora(
     """
     cfg = huggingface.read_config(model)
     require_decoder_alone(cfg, "estimates of training", "train without --dry-run")
-    recipe = recipe.within(cfg.window_tokens)
+    recipe = recipe.within(cfg.window_tokens).on_accelerator()
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
-    frozen = frozen_shapes(cfg, weights or "f32")
+    frozen = frozen_shapes(cfg, weights or recipe.frozen_in)
     found = estimate(lora_job(cfg, {}, recipe), recipe, mesh, frozen=frozen, device=device)
-    return {**dataclasses.asdict(found), "advice": found.advice()}
+    return {**dataclasses.asdict(found), "advice": found.advice(recipe)}
+
+
+def require_trainable(cfg: ModelConfig, recipe: LoraRecipe, what: str) -> None:
+    """Refuses an encoder-decoder that is not trained here, or a recipe that it cannot follow.
+
+    Args:
+      cfg: the model; a decoder alone is always trained.
+      recipe: of the run.
+      what: is trained, such as "adapters".
+
+    Raises:
+      ConfigError: it is refused.
+    """
+    if cfg.encoder is None:
+        return
+    if cfg.model_type not in FAMILIES:
+        raise ConfigError(
+            f"{what} of encoder-decoders are trained of {', '.join(FAMILIES)}, and this is {cfg.model_type}; "
+            "take one of these"
+        )
+    if recipe.loader != "packed":
+        raise ConfigError(
+            f"pairs are read by themselves, not by {recipe.loader}; leave loader out of the recipe"
+        )
+    if jax.process_count() > 1:
+        raise ConfigError("encoder-decoders are trained by one process; start it without --coordinator")
+
+
+def claimed_splits(
+    run_dir: Path,
+    recipe: LoraRecipe,
+    frozen: FrozenModel,
+    mesh: Mesh,
+    data: Path | None,
+    console: Console,
+    *,
+    shortened_share: float = 0.0,
+    weights: str = "",
+) -> Splits | PairSplits:
+    """What a run trains on and holds out; the first process claims its folder.
+
+    Args:
+      run_dir: the run's folder, made if missing.
+      recipe: of the run.
+      frozen: the model; of an encoder-decoder the sources are of pairs.
+      mesh: which divides the rows of pairs.
+      data: the folder that the sources are in.
+      console: where malformed lines are told.
+      shortened_share: see `Corpus`.
+      weights: what is made, if the run depends on it.
+
+    Raises:
+      ConfigError: a source is unusable, or the folder belongs to another run.
+    """
+    identity = {"model": frozen.fingerprint(), **({"weights": weights} if weights else {})}
+    if frozen.cfg.encoder is not None:
+        pairs = read_splits(
+            recipe.sources,
+            data,
+            frozen.tokenizer,
+            recipe,
+            held_out_share=recipe.held_out_share,
+            rows_multiple=recipe.accumulate * mesh.shape["data"] * mesh.shape["fsdp"],
+        )
+        with claimed(run_dir, recipe, **identity, documents=pairs.digest):
+            pass
+        return pairs
+    corpus = Corpus.open(recipe.sources, data, recipe.held_out_share, shortened_share=shortened_share)
+    corpus.tell(console)
+    own = own_rows(mesh, recipe.batch, recipe.accumulate)
+    with claimed(run_dir, recipe, **identity, documents=corpus.digest()):
+        encoder, folder = ModelEncoder(frozen.tokenizer), run_dir / "tokens"
+        splits = Splits.of(corpus, encoder, recipe, folder, loader=recipe.loader, own=own)
+    wait_for_first("recipe")
+    return splits
 
 
 def _size(trainer: Trainer) -> int:

@@ -1,6 +1,6 @@
 """Trains a folder's model on: continued pretraining on texts, full fine-tuning on answers of conversations.
 
-A run's folder holds what `training.pretrain.run` writes, but the tokenizer, which is the model's own.
+A run's folder holds what `jaxllm.training.pretrain.run` writes, but the tokenizer, which is the model's own.
 """
 
 import dataclasses
@@ -13,22 +13,22 @@ import jax
 from jaxllm.checkpoints import huggingface, tokenizer_folder
 from jaxllm.errors import ConfigError
 from jaxllm.files.input_files import read_json
+from jaxllm.host_settings import own_jax_settings
 from jaxllm.models import parameters
-from jaxllm.models.rooms import require_decoder_alone
-from training.data.corpus import Corpus
-from training.data.encoders import ModelEncoder
-from training.data.packing import Splits
-from training.loop.fitting import fit, fitted_to_window
-from training.loop.frozen_model import FrozenModel
-from training.loop.monitoring import Monitoring
-from training.loop.parallel import MeshShape, make_mesh, own_rows
-from training.loop.run_end import MODEL_FOLDER, tell_summary
-from training.loop.run_files import claimed, wait_for_first
-from training.loop.trainer import Trainer
-from training.pretrain.job import pretrain_job
-from training.pretrain.recipe import PretrainRecipe
+from jaxllm.models.features import require_decoder_alone
+from jaxllm.training.data.corpus import Corpus
+from jaxllm.training.data.encoders import ModelEncoder
+from jaxllm.training.data.packing import Splits
+from jaxllm.training.loop.fitting import MODEL_FOLDER, fit, fitted_to_window, tell_summary
+from jaxllm.training.loop.frozen_model import FrozenModel
+from jaxllm.training.loop.monitoring import Monitoring
+from jaxllm.training.loop.parallel import MeshShape, make_mesh, own_rows
+from jaxllm.training.loop.run_files import claimed, wait_for_first
+from jaxllm.training.loop.trainer import Trainer
+from jaxllm.training.pretrain.job import PretrainRecipe, pretrain_job
 
 
+@own_jax_settings()
 def train_on(
     recipe: PretrainRecipe,
     model: Path,
@@ -78,10 +78,9 @@ def train_on(
     wait_for_first("recipe")
     job = dataclasses.replace(pretrain_job(recipe), init=dict(start.params))
     trainer = Trainer(job, recipe, mesh)
-    training = splits.train.documents
     console.print(
         f"{parameters.parameter_count(cfg):,} parameters of {start.name} on {mesh.size} devices; "
-        f"{len(training):,} documents, {len(training.tokens):,} tokens; {recipe.steps:,} steps, "
+        f"{splits.size()}; {recipe.steps:,} steps, "
         f"{splits.train.epochs_at(recipe.steps):.1f} epochs",
         soft_wrap=True,
     )

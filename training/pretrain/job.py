@@ -1,8 +1,8 @@
-"""Defines the training of a decoder, on texts alone or with a teacher."""
+"""Describes a pretraining run, and defines its job: a decoder on texts alone, or with a teacher."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,39 @@ import jax.numpy as jnp
 from jaxllm.checkpoints import huggingface
 from jaxllm.config import ModelConfig
 from jaxllm.models import parameters
-from training.data.packing import Batch
-from training.loop.checkpoints import Params
-from training.loop.hardware import step_flops_per_token
-from training.loop.losses import distillation_losses, next_token_losses, outputs_of, router_penalty
-from training.loop.trainer import Job
-from training.pretrain.recipe import PretrainRecipe
+from jaxllm.options import option
+from jaxllm.training.data.packing import Batch
+from jaxllm.training.data.sources import Source
+from jaxllm.training.data.tokenizer import ROLE_TEMPLATE
+from jaxllm.training.loop.checkpoints import Params
+from jaxllm.training.loop.hardware import step_flops_per_token
+from jaxllm.training.loop.losses import distillation_losses, next_token_losses, outputs_of, router_penalty
+from jaxllm.training.loop.trainer import Job
+from jaxllm.training.settings import TrainSettings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PretrainRecipe(TrainSettings):
+    """One pretraining run; the options' help describes it. A recipe without sources trains on any texts."""
+
+    folder = "pretrain"
+
+    model: ModelConfig
+    sources: tuple[Source, ...] = option((), "Training documents, by paths under the folder of all data.")
+    held_out_share: float = option(
+        0.02, "Share of the documents that is not trained on and picks the best checkpoint.", above=0, below=1
+    )
+    loader: Literal["packed", "grain"] = option("packed", "Rows of packed documents, or windows by grain.")
+    teacher_share: float = option(0.0, "Share of the loss from a teacher's distribution.", low=0, high=1)
+    balance_weight: float = option(0.01, "Weight of the load-balancing loss of experts.", low=0)
+    router_z_weight: float = option(0.001, "Weight of the routers' z-loss.", low=0)
+    chat_template: str = option(
+        ROLE_TEMPLATE, "Jinja template that renders messages, written into the tokenizer's config."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_window(self.model.window_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +61,7 @@ class Teacher:
 
 def pretrain_job(recipe: PretrainRecipe, teacher: Teacher | None = None) -> Job:
     """The job that trains a recipe's model."""
-    cfg, dtype = recipe.model, jnp.dtype(recipe.precision)
+    cfg, dtype = recipe.model, jnp.dtype(recipe.computed_in)
 
     def init(key: jax.Array) -> Params:
         return parameters.init_params(cfg, key)

@@ -18,34 +18,41 @@ from tokenizers import Tokenizer
 
 from jaxllm.checkpoints import huggingface, tokenizer_folder
 from jaxllm.errors import ConfigError
+from jaxllm.host_settings import own_jax_settings
 from jaxllm.models import parameters
 from jaxllm.text.library_tokenizer import parse_tokenizer_json
 from jaxllm.text.tokenizer import TokenizerFiles
-from training.data.corpus import Corpus, TokenizedDocuments, write_tokens
-from training.data.documents import read_texts, text_document
-from training.data.encoders import PieceEncoder
-from training.data.packing import Rows, Splits, evaluation_batches
-from training.data.process_shards import exchanged
-from training.data.remote_files import source_name
-from training.data.sources import Source
-from training.data.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, ROLE_TEMPLATE, token_id, train_tokenizer
-from training.loop.checkpoints import Params
-from training.loop.dry_run import estimate
-from training.loop.fitting import fit
-from training.loop.monitoring import Monitoring
-from training.loop.parallel import MeshShape, make_mesh, own_rows
-from training.loop.run_end import (
+from jaxllm.training.data.corpus import Corpus, TokenizedDocuments, write_tokens
+from jaxllm.training.data.documents import read_texts, text_document
+from jaxllm.training.data.encoders import PieceEncoder
+from jaxllm.training.data.packing import Rows, Splits, evaluation_batches
+from jaxllm.training.data.process_shards import exchanged
+from jaxllm.training.data.remote_files import source_name
+from jaxllm.training.data.sources import Source
+from jaxllm.training.data.tokenizer import (
+    END_OF_TEXT,
+    END_OF_TURN,
+    PAD,
+    ROLE_TEMPLATE,
+    token_id,
+    train_tokenizer,
+)
+from jaxllm.training.loop.checkpoints import Params
+from jaxllm.training.loop.dry_run import estimate
+from jaxllm.training.loop.fitting import (
     MODEL_FOLDER,
     TOKENIZER_FILE,
     export_best_of,
+    fit,
+    read_teacher,
     read_tokenizer_file,
     tell_summary,
 )
-from training.loop.run_files import claimed, read_identity, wait_for_first, write_json, write_text
-from training.loop.teachers import read_teacher
-from training.loop.trainer import Trainer
-from training.pretrain.job import Teacher, pretrain_job
-from training.pretrain.recipe import PretrainRecipe
+from jaxllm.training.loop.monitoring import Monitoring
+from jaxllm.training.loop.parallel import MeshShape, make_mesh, own_rows
+from jaxllm.training.loop.run_files import claimed, read_identity, wait_for_first, write_json, write_text
+from jaxllm.training.loop.trainer import Trainer
+from jaxllm.training.pretrain.job import PretrainRecipe, Teacher, pretrain_job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +70,7 @@ class PretrainTexts:
     valid: Sequence[Path] = ()
 
 
+@own_jax_settings()
 def pretrain(
     recipe: PretrainRecipe,
     run_dir: Path,
@@ -108,7 +116,7 @@ def pretrain(
     tokens_per_step = recipe.batch * recipe.row_tokens
     console.print(
         f"{parameters.parameter_count(recipe.model):,} parameters on {mesh.size} devices; "
-        f"{len(training):,} documents, {len(training.tokens):,} tokens to train on, "
+        f"{splits.size()} to train on, "
         f"{len(splits.held_out.tokens):,} held out; {recipe.steps:,} steps of {tokens_per_step:,} tokens, "
         f"{batches.epochs_at(recipe.steps):.1f} epochs of {len(batches.epoch(0)):,} rows",
         soft_wrap=True,
@@ -146,13 +154,13 @@ def dry_run_pretrain(
     mesh_shape: MeshShape | None = None,
     device: str = "",
 ) -> dict[str, Any]:
-    """Estimates memory and time of a run, without its teacher; see `training.loop.dry_run`.
+    """Estimates memory and time of a run, without its teacher; see `jaxllm.training.loop.dry_run`.
 
     Args:
       recipe: the run.
       model: a folder to train on; None: a new model, the recipe's.
       mesh_shape: devices; all of them along `data` by default.
-      device: see `training.loop.dry_run.estimate`.
+      device: see `jaxllm.training.loop.dry_run.estimate`.
 
     Raises:
       ConfigError: the mesh does not fit, or the device is not known.
@@ -161,13 +169,14 @@ def dry_run_pretrain(
     if model is not None:
         cfg = huggingface.read_config(model)
         recipe = dataclasses.replace(recipe.within(cfg.window_tokens), model=cfg)
+    recipe = recipe.on_accelerator()
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     found = estimate(pretrain_job(recipe), recipe, mesh, frozen=None, device=device)
-    return {**dataclasses.asdict(found), "advice": found.advice()}
+    return {**dataclasses.asdict(found), "advice": found.advice(recipe)}
 
 
-def export_best(run_dir: Path) -> Path:
-    """Writes the checkpoint with the lowest held-out loss so far as a folder, `run_dir/hf`.
+def export_best(run_dir: Path, out: Path | None = None) -> Path:
+    """Writes the checkpoint with the lowest held-out loss so far as a folder, `run_dir/hf` by default.
 
     It may be called while the run goes on in another process.
 
@@ -184,7 +193,7 @@ def export_best(run_dir: Path) -> Path:
     def write(folder: Path, params: Any) -> None:
         write_model(folder, recipe, tokenizer, params)
 
-    return export_best_of(run_dir, pretrain_job(recipe), recipe, write)
+    return export_best_of(run_dir, pretrain_job(recipe), recipe, write, out)
 
 
 def write_model(folder: Path, recipe: PretrainRecipe, tokenizer: Tokenizer, params: Any) -> None:

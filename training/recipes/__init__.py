@@ -1,1 +1,1 @@
-"""Holds the packaged recipes, TOML files by kind of run, and `files`, which reads them."""
+"""Holds the packaged recipes: TOML files by kind of run, read by `jaxllm.training.settings`."""

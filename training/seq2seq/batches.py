@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-import flax.struct
+import jax
 import numpy as np
 
 from jaxllm.errors import ConfigError
@@ -18,7 +18,8 @@ from jaxllm.errors import ConfigError
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class PairBatch:
     """Pairs of one length of rows.
 

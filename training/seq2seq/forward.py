@@ -5,25 +5,27 @@ of a target at once, with dropout, and experts can be differentiated.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import Routing, route
-from jaxllm.models.encoder_decoder import encoder_params
-from jaxllm.models.encoder_decoder_blocks import within_capacity
-from jaxllm.models.encoder_decoder_positions import relative_buckets
+from jaxllm.models.encoder_decoder import encoder_params, relative_buckets, within_capacity
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params, head_name
-from jaxllm.nn.layers import MASKED, activate
+from jaxllm.models.scanned_layers import Remat, remembering
+from jaxllm.nn.layers import MASKED, activate, normalize
 from jaxllm.nn.linear import FeedForward, embed, from_units, to_units
-from jaxllm.nn.norms import normalize
-from training.seq2seq.batches import PairBatch
+from jaxllm.training.data.packing import Batch
+from jaxllm.training.loop.losses import Outputs, outputs_of, outputs_of_hidden
+from jaxllm.training.seq2seq.batches import PairBatch
 
 # Adds dropout at a place of the model, by its number.
 Drop = Callable[[jax.Array, int], jax.Array]
@@ -52,12 +54,12 @@ class Side:
 
     Attributes:
       bias: what is added to scores of its own tokens, `[K, T, S]` float32.
-      sources: keys and values of the sources in each layer.
+      sources: gives the keys and values of the sources in a layer.
       mask: what is added to scores of the sources, `[B, 1, 1, S]` float32.
     """
 
     bias: jax.Array
-    sources: list[KeysValues]
+    sources: Callable[[int], KeysValues]
     mask: jax.Array
 
 
@@ -96,24 +98,26 @@ def target_hidden(
     batch: PairBatch,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     drop: Drop = no_drop,
+    remat: Remat = "none",
 ) -> tuple[dict[str, Any], jax.Array, list[Routing]]:
     """The model over a batch's sources and targets.
 
     Args:
       params: floats, or frozen weights of any form, also with adapters; a level has the counts of its units
-        (see `training.elastic.levels`).
+        (see `jaxllm.training.elastic.levels`).
       batch: the pairs.
       cfg: the whole model.
       dtype: of the activations.
       drop: where training drops.
+      remat: what the backward pass finds kept of a layer.
 
     Returns:
       The parameters as they were computed with; hidden states `[B, T, D]` of the targets after the final
       norm; and the routing of each layer with experts.
     """
-    options: dict[str, Any] = {"cfg": cfg, "dtype": dtype, "drop": drop}
+    options: dict[str, Any] = {"cfg": cfg, "dtype": dtype, "drop": drop, "remat": remat}
     computed = as_computed(params, dtype)
     source = jnp.asarray(batch.read), jnp.asarray(batch.read_tokens)
     encoded, routings = encode_rows(computed, *source, **options)
@@ -125,7 +129,7 @@ def target_hidden(
     return computed, hidden, [*routings, *others]
 
 
-def as_computed(params: Params, dtype: jnp.dtype) -> dict[str, Any]:
+def as_computed(params: Params, dtype: DTypeLike) -> dict[str, Any]:
     """Parameters with matrices in the dtype of activations, rounded once for all their products. Embeddings,
     whose gradient is a sum over many tokens, routers, biases of positions, vectors, and frozen weights of
     other forms stay as they are."""
@@ -144,8 +148,9 @@ def encode_rows(
     valid: jax.Array,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     drop: Drop = no_drop,
+    remat: Remat = "none",
 ) -> tuple[Encoded, list[Routing]]:
     """What the encoder says of a source in each row.
 
@@ -156,6 +161,7 @@ def encode_rows(
       cfg: the model.
       dtype: of the activations.
       drop: where training drops.
+      remat: what the backward pass finds kept of a layer.
 
     Returns:
       Hidden states, undefined for padding; and the routing of each layer with experts.
@@ -165,13 +171,15 @@ def encode_rows(
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     bias = _relative(own, positions, positions, side, both_ways=True) + _padding(valid, tokens.shape[1])
     x = drop(embed(tokens, own["embed.tokens"], dtype), 0)
-    routings: list[Routing] = []
-    for layer in range(side.layers):
+
+    def block(x: jax.Array, *, layer: int) -> tuple[jax.Array, list[Routing]]:
         weights, first = LayerParams(own, f"layers.{layer}."), 1 + layer * _PLACES
         normed = normalize(x, weights.norm("attn_norm", side))
         x = x + drop(_attended(weights, "attn", normed, _keys_values(weights, "attn", normed), bias), first)
-        fed = _fed_forward(weights, x, side, layer, routings, drop, first + 2, valid)
-        x = x + drop(fed, first + 3)
+        fed, routing = _fed_forward(weights, x, side, layer, drop, first + 2, valid)
+        return x + drop(fed, first + 3), routing
+
+    x, routings = _through(block, x, side.layers, remat)
     ended = drop(normalize(x, LayerParams(own, "").norm("final_norm", side)), 1 + side.layers * _PLACES)
     return Encoded(ended, valid), routings
 
@@ -182,15 +190,16 @@ def decode_rows(
     encoded: Encoded,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     drop: Drop = no_drop,
+    remat: Remat = "none",
 ) -> tuple[jax.Array, list[Routing]]:
     """The decoder over whole targets `[B, T]` int32: hidden states `[B, T, D]` after the final norm, and the
     routing of each layer with experts. For the other arguments see `encode_rows`."""
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     side = Side(
         bias=_causal(params, positions, positions, cfg),
-        sources=source_keys_values(params, encoded, cfg=cfg),
+        sources=functools.partial(_source_keys_values, params, encoded),
         mask=_padding(encoded.tokens, encoded.hidden.shape[1]),
     )
 
@@ -198,7 +207,8 @@ def decode_rows(
         del layer
         return _keys_values(weights, "attn", normed)
 
-    return _decoded(params, embed(tokens, params["embed.tokens"], dtype), side, keys_values, cfg, drop)
+    x = embed(tokens, params["embed.tokens"], dtype)
+    return _decoded(params, x, side, keys_values, cfg, drop, remat)
 
 
 def decode_next(
@@ -239,7 +249,7 @@ def decode_next(
     room = jnp.arange(past[0][0].shape[2], dtype=jnp.int32)
     side = Side(
         bias=_causal(params, position[None], room, cfg),
-        sources=sources,
+        sources=sources.__getitem__,
         mask=_padding(read_tokens, sources[0][0].shape[2]),
     )
     x = embed(tokens[:, None], params["embed.tokens"], jnp.dtype(jnp.float32))
@@ -249,10 +259,22 @@ def decode_next(
 
 def source_keys_values(params: Params, encoded: Encoded, *, cfg: ModelConfig) -> list[KeysValues]:
     """The keys and values of the sources in each layer of the decoder."""
-    return [
-        _keys_values(LayerParams(params, f"layers.{layer}."), "cross", encoded.hidden)
-        for layer in range(cfg.layers)
-    ]
+    return [_source_keys_values(params, encoded, layer) for layer in range(cfg.layers)]
+
+
+def _source_keys_values(params: Params, encoded: Encoded, layer: int) -> KeysValues:
+    return _keys_values(LayerParams(params, f"layers.{layer}."), "cross", encoded.hidden)
+
+
+def _through(
+    block: Callable[..., tuple[jax.Array, list[Routing]]], x: jax.Array, layers: int, remat: Remat
+) -> tuple[jax.Array, list[Routing]]:
+    """`x` after all layers, and their routings."""
+    routings: list[Routing] = []
+    for layer in range(layers):
+        x, own = remembering(functools.partial(block, layer=layer), remat)(x)
+        routings += own
+    return x, routings
 
 
 def _decoded(
@@ -262,18 +284,21 @@ def _decoded(
     keys_values: Callable[[int, LayerParams, jax.Array], KeysValues],
     cfg: ModelConfig,
     drop: Drop,
+    remat: Remat = "none",
 ) -> tuple[jax.Array, list[Routing]]:
     """The decoder over embedded tokens `[B, T, D]`, where `keys_values` gives those of a layer's tokens."""
-    x = drop(x, _DECODER)
-    routings: list[Routing] = []
-    for layer in range(cfg.layers):
+
+    def block(x: jax.Array, *, layer: int) -> tuple[jax.Array, list[Routing]]:
         weights, first = LayerParams(params, f"layers.{layer}."), _DECODER + 1 + layer * _PLACES
         normed = normalize(x, weights.norm("attn_norm", cfg))
         kept = keys_values(layer, weights, normed)
         x = x + drop(_attended(weights, "attn", normed, kept, side.bias), first)
         normed = normalize(x, weights.norm("cross_norm", cfg))
-        x = x + drop(_attended(weights, "cross", normed, side.sources[layer], side.mask), first + 1)
-        x = x + drop(_fed_forward(weights, x, cfg, layer, routings, drop, first + 2), first + 3)
+        x = x + drop(_attended(weights, "cross", normed, side.sources(layer), side.mask), first + 1)
+        fed, routing = _fed_forward(weights, x, cfg, layer, drop, first + 2)
+        return x + drop(fed, first + 3), routing
+
+    x, routings = _through(block, drop(x, _DECODER), cfg.layers, remat)
     final = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
     return drop(final, _DECODER + 1 + cfg.layers * _PLACES), routings
 
@@ -328,12 +353,11 @@ def _fed_forward(
     x: jax.Array,
     cfg: ModelConfig,
     layer: int,
-    routings: list[Routing],
     drop: Drop,
     place: int,
     valid: jax.Array | None = None,
-) -> jax.Array:
-    """The output `[B, T, D]` of a feed-forward block, or of experts, whose routing is added to `routings`.
+) -> tuple[jax.Array, list[Routing]]:
+    """The output `[B, T, D]` of a feed-forward block, or of experts, and then the one routing.
 
     Experts have a capacity where `valid` `[B]` says how many tokens of each row are real: in sources. Tokens
     of a target come one by one where they are served, and none is too many.
@@ -343,18 +367,35 @@ def _fed_forward(
         routing = route(
             x, weights["router"], experts_per_token=1, normalize=False, norm=norm, differentiable=True
         )
-        routings.append(routing)
         block = FeedForward(weights["experts.up"], weights["experts.down"], activation=cfg.activation)
         mixed = mixture(x, norm, routing, block, differentiable=True)
         if valid is None or cfg.expert_capacity >= x.shape[1]:
-            return mixed
+            return mixed, [routing]
         real = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < valid[:, None]
         taken = within_capacity(routing, real, cfg)
-        return jnp.where(taken[..., None], mixed, jnp.zeros_like(mixed))
+        return jnp.where(taken[..., None], mixed, jnp.zeros_like(mixed)), [routing]
     normed = normalize(x, norm)
     hidden = to_units(normed, weights["ffn.gate" if cfg.gated_ffn else "ffn.up"])
     hidden = activate(hidden, cfg.activation)
     if cfg.gated_ffn:
         hidden = hidden * to_units(normed, weights["ffn.up"])
     _, neurons = weights.used
-    return from_units(drop(hidden, place), weights["ffn.down"], used=neurons)
+    return from_units(drop(hidden, place), weights["ffn.down"], used=neurons), []
+
+
+AnyBatch = Batch | PairBatch
+
+
+def outputs_of_any(
+    params: Params,
+    batch: AnyBatch,
+    *,
+    cfg: ModelConfig,
+    dtype: DTypeLike = jnp.float32,
+    remat: Remat = "none",
+) -> Outputs:
+    """What a model gives for the targets of a batch; for `remat` see `decoder.forward_documents`."""
+    if not isinstance(batch, PairBatch):
+        return outputs_of(params, batch, cfg=cfg, dtype=dtype, remat=remat)
+    computed, hidden, _ = target_hidden(params, batch, cfg=cfg, dtype=dtype, remat=remat)
+    return outputs_of_hidden(computed, hidden, cfg=cfg)

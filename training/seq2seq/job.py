@@ -1,6 +1,7 @@
-"""Defines the training of an encoder-decoder: on targets alone, or with a teacher."""
+"""Describes the training of an encoder-decoder, and defines its job: on targets alone, or with a teacher."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,121 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from jaxllm.checkpoints import huggingface
 from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
 from jaxllm.models import decoder, parameters
+from jaxllm.models.architectures import architecture
 from jaxllm.models.parameters import ENCODER
-from training.loop.checkpoints import Params
-from training.loop.losses import router_penalty
-from training.loop.trainer import Job
-from training.seq2seq.batches import PairBatch
-from training.seq2seq.forward import Drop, dropout, no_drop, target_hidden
-from training.seq2seq.recipe import Seq2SeqRecipe
+from jaxllm.models.scanned_layers import Remat
+from jaxllm.options import option
+from jaxllm.training.loop.checkpoints import Params
+from jaxllm.training.loop.losses import router_penalty
+from jaxllm.training.loop.trainer import Job
+from jaxllm.training.seq2seq.batches import PairBatch
+from jaxllm.training.seq2seq.forward import Drop, dropout, no_drop, target_hidden
+from jaxllm.training.settings import TrainSettings
+
+# Their layers are those of `jaxllm.training.seq2seq.forward`.
+FAMILIES = ("t5", "mt5", "switch_transformers")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairSource:
+    """A source of pairs: two text files, whose lines with the same number are a pair, or JSON lines.
+
+    Attributes:
+      name: in metrics, and of the task in the model's folder.
+      prefix: what tells the model the task, in front of each source; one token of the tokenizer.
+      source: path of a UTF-8 file, a source in each line.
+      target: path of a UTF-8 file with the target of each line; empty for JSON lines.
+      fields: of JSON lines, the names of the source and of its target; each of a list of targets is a pair.
+    """
+
+    name: str
+    prefix: str
+    source: str
+    target: str = ""
+    fields: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", tuple(self.fields))
+        texts = {"name": self.name, "prefix": self.prefix, "source": self.source}
+        if self.target or not self.fields:
+            texts["target"] = self.target
+        for key, value in (*texts.items(), *(("field", each) for each in self.fields)):
+            if not isinstance(value, str) or not value or value != value.strip():
+                raise ConfigError(
+                    f"the {key} of a source of pairs must be text without spaces around it, got {value!r:.80}"
+                )
+        if self.fields and (self.target or len(self.fields) != 2):
+            raise ConfigError(
+                f"the source of pairs {self.name} needs a target file, or two fields of JSON lines: give one "
+                f"of both, got target {self.target!r:.80} and fields {list(self.fields)!r:.80}"
+            )
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The paths of what is read."""
+        return (self.source, self.target) if self.target else (self.source,)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict of what is given."""
+        data = {**dataclasses.asdict(self), "fields": list(self.fields)}
+        return {key: value for key, value in data.items() if value}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seq2SeqRecipe(TrainSettings):
+    """The training of one encoder-decoder; the options' help describes it.
+
+    A step has `batch` times `row_tokens` tokens on each side, in rows of one of the `lengths`. The model is a
+    config in Hugging Face's keys, of one of `FAMILIES`.
+    """
+
+    folder = "seq2seq"
+
+    model: dict[str, Any]
+    sources: tuple[PairSource, ...] = option(
+        help="Sources of pairs; the first one's task is the model's default.", entries=1
+    )
+    lengths: tuple[int, ...] = option(
+        help="Lengths of rows in tokens; the last one is `row_tokens`.", low=1, entries=1, ascending=True
+    )
+    held_out_share: float = option(
+        0.01, "Share of the pairs that is not trained on and picks the best checkpoint.", above=0, below=1
+    )
+    dropout: float = option(0.1, "Share of activations that training drops.", low=0, high=0.9)
+    label_smoothing: float = option(
+        0.1, "Share of the target distribution that all tokens have equally.", low=0, high=0.9
+    )
+    teacher_share: float = option(0.0, "Share of the loss from a teacher's distribution.", low=0, high=1)
+    balance_weight: float = option(0.01, "Weight of the load-balancing loss of experts.", low=0)
+    router_z_weight: float = option(0.001, "Weight of the routers' z-loss.", low=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.model, dict) or self.model.get("model_type") not in FAMILIES:
+            raise ConfigError(f"the recipe's model needs a model_type of {', '.join(FAMILIES)}")
+        self.require_window(self.cfg.window_tokens)
+        if self.lengths[-1] != self.row_tokens:
+            raise ConfigError(
+                f"the last of lengths must be row_tokens, {self.row_tokens}; got {self.lengths}"
+            )
+        capacity = max(self.cfg.expert_capacity, self.cfg.encoder.expert_capacity if self.cfg.encoder else 0)
+        if 0 < capacity < self.row_tokens:
+            raise ConfigError(
+                f"experts accept at most {capacity} tokens of a row (expert_capacity), but rows have up to "
+                f"{self.row_tokens}: training drops no token; raise expert_capacity"
+            )
+
+    @functools.cached_property
+    def cfg(self) -> ModelConfig:
+        """The model."""
+        return architecture(self.model["model_type"]).config_from_hf(self.model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +149,12 @@ def seq2seq_job(recipe: Seq2SeqRecipe, teacher: Seq2SeqTeacher | None = None) ->
         return init_seq2seq(cfg, key)
 
     def losses(params: Params, frozen: Any, batch: PairBatch) -> tuple[jax.Array, jax.Array]:
-        logits, _ = target_logits(params, batch, cfg=cfg, dtype=jnp.dtype(recipe.precision))
+        logits, _ = target_logits(params, batch, cfg=cfg, dtype=jnp.dtype(recipe.computed_in))
         return cross_entropy(logits, batch.targets), jnp.zeros(())
 
     def drawn(params: Params, frozen: Any, batch: PairBatch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dtype, drop = jnp.dtype(recipe.precision), dropout(key, recipe.dropout)
-        logits, routings = target_logits(params, batch, cfg=cfg, dtype=dtype, drop=drop)
+        dtype, drop = jnp.dtype(recipe.computed_in), dropout(key, recipe.dropout)
+        logits, routings = target_logits(params, batch, cfg=cfg, dtype=dtype, drop=drop, remat=recipe.remat)
         penalty = jnp.zeros(())
         for routing in routings:
             one = jax.tree.map(lambda each: each[None], routing)
@@ -78,11 +182,13 @@ def target_logits(
     batch: PairBatch,
     *,
     cfg: ModelConfig,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     drop: Drop = no_drop,
+    remat: Remat = "none",
 ) -> tuple[jax.Array, list[Routing]]:
-    """Logits `[B, T, V]` float32 of a batch's targets, and the routing of each layer with experts."""
-    computed, hidden, routings = target_hidden(params, batch, cfg=cfg, dtype=dtype, drop=drop)
+    """Logits `[B, T, V]` float32 of a batch's targets, and the routing of each layer with experts; for the
+    arguments see `target_hidden`."""
+    computed, hidden, routings = target_hidden(params, batch, cfg=cfg, dtype=dtype, drop=drop, remat=remat)
     return decoder.logits(computed, hidden, cfg=cfg), routings
 
 

@@ -12,9 +12,9 @@ from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import held_out, text_field
 from jaxllm.tasks.files import Record, read_jsonl
 from jaxllm.tasks.pairs import paired_lines
-from training.data.tokenizer import END_OF_TEXT, PAD, token_id, train_tokenizer
-from training.seq2seq.batches import PairRows
-from training.seq2seq.recipe import Seq2SeqRecipe
+from jaxllm.training.data.tokenizer import END_OF_TEXT, PAD, token_id, train_tokenizer
+from jaxllm.training.seq2seq.batches import PairRows
+from jaxllm.training.seq2seq.job import Seq2SeqRecipe
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,27 +13,28 @@ from tokenizers import Tokenizer
 
 from jaxllm.checkpoints import huggingface, tokenizer_folder
 from jaxllm.errors import ConfigError
+from jaxllm.host_settings import own_jax_settings
 from jaxllm.models import parameters
 from jaxllm.text.tokenizer import TokenizerFiles
-from training.data.tokenizer import END_OF_TEXT, PAD, token_id
-from training.loop.fitting import fit
-from training.loop.monitoring import Monitoring
-from training.loop.parallel import MeshShape, make_mesh
-from training.loop.run_end import (
+from jaxllm.training.data.tokenizer import END_OF_TEXT, PAD, token_id
+from jaxllm.training.loop.fitting import (
     MODEL_FOLDER,
     TOKENIZER_FILE,
     export_best_of,
+    fit,
+    read_teacher,
     read_tokenizer_file,
     tell_summary,
 )
-from training.loop.run_files import claimed, read_identity, write_json, write_text
-from training.loop.teachers import read_teacher
-from training.loop.trainer import Trainer
-from training.seq2seq.job import Seq2SeqTeacher, seq2seq_job
-from training.seq2seq.pairs import encoded_rows, pair_tokenizer, read_pairs
-from training.seq2seq.recipe import Seq2SeqRecipe
+from jaxllm.training.loop.monitoring import Monitoring
+from jaxllm.training.loop.parallel import MeshShape, make_mesh
+from jaxllm.training.loop.run_files import claimed, read_identity, write_json, write_text
+from jaxllm.training.loop.trainer import Trainer
+from jaxllm.training.seq2seq.job import Seq2SeqRecipe, Seq2SeqTeacher, seq2seq_job
+from jaxllm.training.seq2seq.pairs import encoded_rows, pair_tokenizer, read_pairs
 
 
+@own_jax_settings()
 def train_seq2seq(
     recipe: Seq2SeqRecipe,
     run_dir: Path,
@@ -110,9 +111,9 @@ def train_seq2seq(
     return run_dir / MODEL_FOLDER
 
 
-def export_best_seq2seq(run_dir: Path) -> Path:
-    """Writes the checkpoint with the lowest held-out loss so far as a folder, `run_dir/hf`; also while the
-    run goes on in another process.
+def export_best_seq2seq(run_dir: Path, out: Path | None = None) -> Path:
+    """Writes the checkpoint with the lowest held-out loss so far as a folder, by default
+    `run_dir/hf`; also while the run goes on in another process.
 
     Raises:
       CheckpointError: `run_dir` holds no run, or no checkpoint yet.
@@ -124,7 +125,7 @@ def export_best_seq2seq(run_dir: Path) -> Path:
     def write(folder: Path, params: Any) -> None:
         write_seq2seq(folder, recipe, vocabulary, params)
 
-    return export_best_of(run_dir, seq2seq_job(recipe), recipe, write)
+    return export_best_of(run_dir, seq2seq_job(recipe), recipe, write, out)
 
 
 def write_seq2seq(folder: Path, recipe: Seq2SeqRecipe, tokenizer: Tokenizer, params: Any) -> None:

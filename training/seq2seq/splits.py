@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.text.tokenizer import Tokenizer
-from training.data.packing import spread
-from training.data.sources import Source
-from training.seq2seq.batches import PairBatch, PairRows
-from training.seq2seq.pairs import TextPairs, read_pairs
-from training.settings import TrainSettings
+from jaxllm.training.data.packing import spread
+from jaxllm.training.data.sources import Source
+from jaxllm.training.seq2seq.batches import PairBatch, PairRows
+from jaxllm.training.seq2seq.pairs import TextPairs, read_pairs
+from jaxllm.training.settings import TrainSettings
 
 # Lengths of rows in tokens, below the recipe's: few, because each is compiled.
 _LENGTHS = (32, 64, 128, 256, 512, 1024)

@@ -21,10 +21,9 @@ from jaxllm.models import decoder
 from jaxllm.quant import dequantize
 from jaxllm.tasks.rouge import rouge
 from jaxllm.text.tokenizer import Tokenizer
-from training.seq2seq.batches import PairRows
-from training.seq2seq.forward import KeysValues, decode_next, encode_rows, source_keys_values
-from training.seq2seq.job import target_logits
-from training.seq2seq.recipe import FAMILIES
+from jaxllm.training.seq2seq.batches import PairRows
+from jaxllm.training.seq2seq.forward import KeysValues, decode_next, encode_rows, source_keys_values
+from jaxllm.training.seq2seq.job import FAMILIES, target_logits
 
 # Lengths of rows: few, because each is compiled.
 LENGTHS = (32, 64, 128, 256, 512)

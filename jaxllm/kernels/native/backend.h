@@ -81,7 +81,7 @@ struct Activations {
   const int32_t* block_sum;  // [rows][all_blocks]
 };
 
-// How chunks of a cache are kept as bytes (jaxllm/kv/codecs.py).
+// How chunks of a cache are kept as bytes (jaxllm/contexts/codecs.py).
 struct ChunkForm {
   size_t tokens, width;  // of a chunk, of a head
   bool half;             // rows of 0 bits are of halves, else of floats
@@ -279,13 +279,13 @@ inline size_t document_gradients_scratch(size_t tokens, size_t group, size_t wid
   return padded * (2 * width + 3 * wide) + document_rows(group) * (3 * wide + 2 * kKeyBlock + 1);
 }
 
-// Null where the compiler could not make them or the processor lacks the instructions.
-const Backend* avx512_backend();
-const Backend* amx_backend();
-const Backend* avxvnni_backend();
-const Backend* avx2_backend();
-const Backend* i8mm_backend();
-const Backend* neon_backend();
-const Backend* portable_backend();
+// Null where they were not built. Constants: a processor that lacks the instructions may read these too.
+extern const Backend* const avx512_backend;
+extern const Backend* const amx_backend;
+extern const Backend* const avxvnni_backend;
+extern const Backend* const avx2_backend;
+extern const Backend* const i8mm_backend;
+extern const Backend* const neon_backend;
+extern const Backend* const portable_backend;
 
 }  // namespace jaxllm

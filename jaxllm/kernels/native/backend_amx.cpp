@@ -96,20 +96,19 @@ void tile_amx(const Matrix& m, const Activations& a, size_t from, size_t to, siz
   _tile_release();
 }
 
-Backend with_tiles() {
+constexpr Backend with_tiles() {
   Backend backend = table("amx");
   backend.tile = tile_amx;
   return backend;
 }
 
+constexpr Backend kBackend = with_tiles();
+
 }  // namespace
 
-const jaxllm::Backend* jaxllm::amx_backend() {
-  static const Backend backend = with_tiles();
-  return &backend;
-}
+const jaxllm::Backend* const jaxllm::amx_backend = &kBackend;
 #else
 #include "backend.h"
 
-const jaxllm::Backend* jaxllm::amx_backend() { return nullptr; }
+const jaxllm::Backend* const jaxllm::amx_backend = nullptr;
 #endif

@@ -4,12 +4,10 @@
 
 #include "compute.inl"
 
-const jaxllm::Backend* jaxllm::avx2_backend() {
-  static const Backend backend = table("avx2");
-  return &backend;
-}
+static constexpr Backend kBackend = table("avx2");
+const jaxllm::Backend* const jaxllm::avx2_backend = &kBackend;
 #else
 #include "backend.h"
 
-const jaxllm::Backend* jaxllm::avx2_backend() { return nullptr; }
+const jaxllm::Backend* const jaxllm::avx2_backend = nullptr;
 #endif

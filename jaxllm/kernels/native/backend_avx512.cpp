@@ -4,12 +4,10 @@
 
 #include "compute.inl"
 
-const jaxllm::Backend* jaxllm::avx512_backend() {
-  static const Backend backend = table("avx512");
-  return &backend;
-}
+static constexpr Backend kBackend = table("avx512");
+const jaxllm::Backend* const jaxllm::avx512_backend = &kBackend;
 #else
 #include "backend.h"
 
-const jaxllm::Backend* jaxllm::avx512_backend() { return nullptr; }
+const jaxllm::Backend* const jaxllm::avx512_backend = nullptr;
 #endif

@@ -4,12 +4,10 @@
 
 #include "compute.inl"
 
-const jaxllm::Backend* jaxllm::avxvnni_backend() {
-  static const Backend backend = table("avxvnni");
-  return &backend;
-}
+static constexpr Backend kBackend = table("avxvnni");
+const jaxllm::Backend* const jaxllm::avxvnni_backend = &kBackend;
 #else
 #include "backend.h"
 
-const jaxllm::Backend* jaxllm::avxvnni_backend() { return nullptr; }
+const jaxllm::Backend* const jaxllm::avxvnni_backend = nullptr;
 #endif

@@ -14,7 +14,7 @@ constexpr size_t kFewPairRows = 4;        // below this, pairing the weights cos
 // Pairs of rows at once. With group scales, sums of both kinds stay in registers.
 constexpr int kRowPairs = 4, kGroupRowPairs = 2;
 
-enum Ending { kChannels, kGroups, kIntegers };
+enum Ending { kPerChannel, kPerGroup, kIntegers };
 
 inline int32x4_t zip_low(int32x4_t a, int32x4_t b) {
   return vreinterpretq_s32_s64(vzip1q_s64(vreinterpretq_s64_s32(a), vreinterpretq_s64_s32(b)));
@@ -98,7 +98,7 @@ ALWAYS_INLINE void pair_dot(const int8_t* w, const int8_t* x, size_t blocks, int
 template <Ending How, int Pairs>
 void pair_tile_of(const PairTile& t) {
   int32x4_t sum[Pairs][4];
-  if constexpr (How == kGroups) {
+  if constexpr (How == kPerGroup) {
     float32x4_t part[Pairs][4];
     UNROLL for (int p = 0; p < Pairs; p++) { UNROLL for (int q = 0; q < 4; q++) part[p][q] = vdupq_n_f32(0); }
     const float* scale = t.scale;
@@ -132,7 +132,7 @@ void pair_tile_of(const PairTile& t) {
         float* out = static_cast<float*>(t.out) + offset;
         const float32x4_t row = vdupq_n_f32(t.row_scale[r * t.row_spans]);
         const float32x4_t before = t.first ? vdupq_n_f32(0) : vld1q_f32(out);
-        if (How == kGroups) {
+        if (How == kPerGroup) {
           vst1q_f32(out, vfmaq_f32(before, vreinterpretq_f32_s32(four), row));
         } else {
           const float32x4_t factor = vmulq_f32(row, vld1q_f32(t.scale + 4 * q));
@@ -154,7 +154,7 @@ void pair_tile(const PairTile& t) {
 template <Ending How, class Number>
 void paired(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
             Number* out, void* scratch) {
-  constexpr size_t pairs = How == kGroups ? kGroupRowPairs : kRowPairs;
+  constexpr size_t pairs = How == kPerGroup ? kGroupRowPairs : kRowPairs;
   const Inputs& in = m.inputs;
   int8_t* operands = static_cast<int8_t*>(scratch);
   float* scales = reinterpret_cast<float*>(operands + kTaskPanels * kSpanBlocks * kBlock * kPanel);
@@ -162,7 +162,7 @@ void paired(const Matrix& m, const Activations& a, size_t from, size_t to, size_
   PairTile t;
   t.x = two;
   t.row_scale = nullptr;
-  t.group_blocks = How == kGroups ? m.group / kBlock : kSpanBlocks;
+  t.group_blocks = How == kPerGroup ? m.group / kBlock : kSpanBlocks;
   t.row_spans = in.all_spans();
   for (size_t span = 0; span < in.all_spans(); span++) {
     const size_t first = in.span_block(span);
@@ -170,8 +170,8 @@ void paired(const Matrix& m, const Activations& a, size_t from, size_t to, size_
     t.first = span == 0;
     const size_t groups = (t.blocks + t.group_blocks - 1) / t.group_blocks;
     pair_outputs(m, span, panel, panels, operands);
-    if (How == kGroups) unpack_scales<1>(m, span, panel, panels, groups, scales);
-    if (How == kChannels) span_channels(m, span, panel, panels, scales);
+    if (How == kPerGroup) unpack_scales<1>(m, span, panel, panels, groups, scales);
+    if (How == kPerChannel) span_channels(m, span, panel, panels, scales);
     for (size_t row = from; row < to; row += 2 * pairs) {
       t.rows = to - row < 2 * pairs ? to - row : 2 * pairs;
       if (How != kIntegers) t.row_scale = a.scale + row * t.row_spans + span;
@@ -190,8 +190,8 @@ void tile_i8mm(const Matrix& m, const Activations& a, size_t from, size_t to, si
                float* out, void* scratch) {
   // Minima take the sums of a row's inputs, which pairs of rows do not have side by side.
   if (to - from < kFewPairRows || m.minima) return tile(m, a, from, to, panel, panels, out, scratch);
-  return m.group ? paired<kGroups>(m, a, from, to, panel, panels, out, scratch)
-                 : paired<kChannels>(m, a, from, to, panel, panels, out, scratch);
+  return m.group ? paired<kPerGroup>(m, a, from, to, panel, panels, out, scratch)
+                 : paired<kPerChannel>(m, a, from, to, panel, panels, out, scratch);
 }
 
 void tile_int32_i8mm(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel,
@@ -200,21 +200,20 @@ void tile_int32_i8mm(const Matrix& m, const Activations& a, size_t from, size_t 
   return paired<kIntegers>(m, a, from, to, panel, panels, out, scratch);
 }
 
-Backend with_matrix_products() {
+constexpr Backend with_matrix_products() {
   Backend backend = table("i8mm");
   backend.tile = tile_i8mm;
   backend.tile_int32 = tile_int32_i8mm;
   return backend;
 }
 
+constexpr Backend kBackend = with_matrix_products();
+
 }  // namespace
 
-const jaxllm::Backend* jaxllm::i8mm_backend() {
-  static const Backend backend = with_matrix_products();
-  return &backend;
-}
+const jaxllm::Backend* const jaxllm::i8mm_backend = &kBackend;
 #else
 #include "backend.h"
 
-const jaxllm::Backend* jaxllm::i8mm_backend() { return nullptr; }
+const jaxllm::Backend* const jaxllm::i8mm_backend = nullptr;
 #endif

@@ -4,12 +4,10 @@
 
 #include "compute.inl"
 
-const jaxllm::Backend* jaxllm::neon_backend() {
-  static const Backend backend = table("neon");
-  return &backend;
-}
+static constexpr Backend kBackend = table("neon");
+const jaxllm::Backend* const jaxllm::neon_backend = &kBackend;
 #else
 #include "backend.h"
 
-const jaxllm::Backend* jaxllm::neon_backend() { return nullptr; }
+const jaxllm::Backend* const jaxllm::neon_backend = nullptr;
 #endif

@@ -3,7 +3,5 @@
 
 #include "compute.inl"
 
-const jaxllm::Backend* jaxllm::portable_backend() {
-  static const Backend backend = table("portable");
-  return &backend;
-}
+static constexpr Backend kBackend = table("portable");
+const jaxllm::Backend* const jaxllm::portable_backend = &kBackend;

@@ -1,4 +1,4 @@
-// Chunks of a cache, from the bytes that they are kept as (jaxllm/kv/codecs.py): part of compute.inl.
+// Chunks of a cache, from the bytes that they are kept as (jaxllm/contexts/codecs.py): part of compute.inl.
 
 // A row of `width` at `bits` per level, each `low + scale * level` of its own channel. The lowest bits of all
 // bytes are the first levels, the next the following ones. Scales are divided by 2^shift, for levels are

@@ -1,4 +1,4 @@
-// Keys and values of chunks as they are kept, for attention (jaxllm/kv/codecs.py): part of compute.inl.
+// Keys and values of chunks as they are kept, for attention (jaxllm/contexts/codecs.py): part of compute.inl.
 //
 // Scales do not meet every level. A key's score is the sum over its channels of query times (low + scale *
 // level): where channels have scales, these are multiplied into the query and lows are summed up once for a

@@ -54,6 +54,7 @@ bool has_amx() {
 }
 #endif
 
+#if !defined(__x86_64__)
 bool has_dot_products() {
 #if defined(__aarch64__) && defined(__linux__)
   constexpr unsigned long kHalf = 1ul << 10, kDot = 1ul << 20;  // HWCAP_ASIMDHP, HWCAP_ASIMDDP
@@ -77,14 +78,14 @@ bool has_matrix_products() {
   return false;
 #endif
 }
+#endif
 
 struct List {
-  const Backend* found[8];
-  int count = 0;
-  // Backends are asked only where they run: even their first line may be an instruction of theirs.
-  void add(bool runs, const Backend* (*backend)()) {
-    const Backend* each = runs ? backend() : nullptr;
-    if (each) found[count++] = each;
+  const Backend *found[8], *built[8];
+  int count = 0, built_count = 0;
+  void add(bool runs, const Backend* each) {
+    if (each) built[built_count++] = each;
+    if (each && runs) found[count++] = each;
   }
   List() {
 #if defined(__x86_64__)
@@ -92,9 +93,10 @@ struct List {
     add(has_avx512(), avx512_backend);
     add(has_avxvnni(), avxvnni_backend);
     add(has_avx2(), avx2_backend);
-#endif
+#else
     add(has_matrix_products(), i8mm_backend);
     add(has_dot_products(), neon_backend);
+#endif
     add(true, portable_backend);
   }
 };
@@ -124,10 +126,11 @@ bool use_backend(const char* name) {
   return false;
 }
 
-int backends(const char* (&names)[8]) {
+int backends(const char* (&names)[8], bool built) {
   const List& list = all();
-  for (int i = 0; i < list.count; i++) names[i] = list.found[i]->name;
-  return list.count;
+  const int count = built ? list.built_count : list.count;
+  for (int i = 0; i < count; i++) names[i] = (built ? list.built : list.found)[i]->name;
+  return count;
 }
 
 }  // namespace jaxllm

@@ -13,6 +13,9 @@
 #include "pool.h"
 #include "weight_tables.h"
 
+// Names of kernels and why they could not be compiled, up to a null; setup.py writes it.
+extern "C" const char* const jaxllm_refused_backends[][2];
+
 namespace {
 
 PyObject* targets(PyObject*, PyObject*) {
@@ -32,11 +35,23 @@ PyObject* targets(PyObject*, PyObject*) {
   return all;
 }
 
-PyObject* backends(PyObject*, PyObject*) {
+PyObject* names_of_backends(bool built) {
   const char* names[8];
-  const int count = jaxllm::backends(names);
+  const int count = jaxllm::backends(names, built);
   PyObject* all = PyTuple_New(count);
   for (int i = 0; all && i < count; i++) PyTuple_SetItem(all, i, PyUnicode_FromString(names[i]));
+  return all;
+}
+PyObject* backends(PyObject*, PyObject*) { return names_of_backends(false); }
+PyObject* built_backends(PyObject*, PyObject*) { return names_of_backends(true); }
+
+PyObject* refused_backends(PyObject*, PyObject*) {
+  PyObject* all = PyDict_New();
+  for (const char* const(*each)[2] = jaxllm_refused_backends; all && (*each)[0]; each++) {
+    PyObject* reason = PyUnicode_FromString((*each)[1]);
+    if (!reason || PyDict_SetItemString(all, (*each)[0], reason)) Py_CLEAR(all);
+    Py_XDECREF(reason);
+  }
   return all;
 }
 
@@ -289,6 +304,9 @@ PyObject* close_chunks(PyObject*, PyObject* number) {
 PyMethodDef kMethods[] = {
     {"targets", targets, METH_NOARGS, "XLA FFI handlers by name, as capsules."},
     {"backends", backends, METH_NOARGS, "Names of the kernels that this processor runs, fastest first."},
+    {"built_backends", built_backends, METH_NOARGS, "Names of the kernels in this library, fastest first."},
+    {"refused_backends", refused_backends, METH_NOARGS,
+     "Why, by name, kernels could not be compiled for their instruction set."},
     {"backend", backend, METH_NOARGS, "Name of the kernels in use."},
     {"use_backend", use_backend, METH_O, "Chooses kernels by name, for the whole process."},
     {"threads", threads, METH_NOARGS, "Threads that share a kernel's work, the caller's included."},

@@ -8,8 +8,8 @@ namespace jaxllm {
 const Backend& backend();
 // Chooses by name ("" for the fastest); false when there are none of that name here.
 bool use_backend(const char* name);
-// Names of all that this processor runs, fastest first; returns how many.
-int backends(const char* (&names)[8]);
+// Names of all that this processor runs, or of all that were `built`, fastest first; returns how many.
+int backends(const char* (&names)[8], bool built = false);
 
 // From this many rows on, widening weights costs less than it saves (see Matrix). Of the rows of a step's
 // shape, however many of them are computed: so a token gives the same bits however full its chunk is.

@@ -1,4 +1,5 @@
-"""Registry of architectures by Hugging Face `model_type`: one file each, one line here."""
+"""Registry of architectures by Hugging Face `model_type`: a file each, and a line here or an entry point of
+the group `jaxllm.architectures`."""
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.architectures.bart import BART
@@ -37,8 +38,9 @@ from jaxllm.models.architectures.stablelm import STABLELM
 from jaxllm.models.architectures.switch_transformers import SWITCH_TRANSFORMERS
 from jaxllm.models.architectures.t5 import T5
 from jaxllm.models.translate import Architecture
+from jaxllm.registry import Registry
 
-ARCHITECTURES: dict[str, Architecture] = {
+_OWN: dict[str, Architecture] = {
     "bart": BART,
     "ernie4_5": ERNIE4_5,
     "exaone4": EXAONE4,
@@ -75,6 +77,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "switch_transformers": SWITCH_TRANSFORMERS,
     "t5": T5,
 }
+ARCHITECTURES: Registry[Architecture] = Registry("jaxllm.architectures", _OWN)
 
 
 def architecture(model_type: object) -> Architecture:
@@ -87,5 +90,5 @@ def architecture(model_type: object) -> Architecture:
         return ARCHITECTURES[model_type]
     raise ConfigError(
         f"model_type {model_type!r} is not supported; supported are {', '.join(ARCHITECTURES)}; use a "
-        "checkpoint of one of these, or add a file to jaxllm/models/architectures"
+        "checkpoint of one of these, or add one by an entry point of jaxllm.architectures"
     )

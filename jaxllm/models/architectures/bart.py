@@ -121,9 +121,11 @@ BART_TOP_TENSORS = (
     Tensor("lm_head.weight", ("head",), in_body=False),
     Tensor("final_logits_bias", ("head_bias",), in_body=False, one_row=True),
 )
+# Both sides have the one token embedding.
+BART_COPIES: dict[str, str] = dict.fromkeys(
+    ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), "embed.tokens"
+)
 BART_BUFFERS = (
-    "encoder.embed_tokens.weight",
-    "decoder.embed_tokens.weight",
     "encoder.version",
     "decoder.version",
 )
@@ -146,6 +148,7 @@ def bart_like(model_type: str, class_name: str, **own: Any) -> Architecture:
         prefixes=("model.", ""),
         inert_keys=BART_INERT_KEYS,
         buffers=BART_BUFFERS,
+        copies=BART_COPIES,
         encoder_tensors=BART_ENCODER_TENSORS,
         encoder_prefix="encoder.layers.{}.",
     )

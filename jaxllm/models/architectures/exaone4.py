@@ -7,8 +7,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.architectures.llama import LLAMA_TOP_TENSORS, read_llama_fields, write_llama_fields
 from jaxllm.models.architectures.olmo2 import OLMO2_LAYER_TENSORS, POST_NORMS_ONLY
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.layer_windows import read_windows, write_layer_types
+from jaxllm.models.config_reader import ConfigReader, read_windows, write_layer_types
 from jaxllm.models.translate import Architecture
 
 _DEFAULTS = {

@@ -12,9 +12,14 @@ from jaxllm.models.architectures.llama import (
     read_llama_shape,
     write_llama_shape,
 )
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.layer_windows import read_windows, write_layer_types
-from jaxllm.models.rope_translation import read_rope, refuse_partial, write_rope
+from jaxllm.models.config_reader import (
+    ConfigReader,
+    read_rope,
+    read_windows,
+    refuse_partial,
+    write_layer_types,
+    write_rope,
+)
 from jaxllm.models.translate import Architecture, Tensor
 
 _DEFAULTS = {

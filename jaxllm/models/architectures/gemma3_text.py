@@ -13,9 +13,14 @@ from jaxllm.models.architectures.gemma2 import (
     read_gemma_fields,
     write_gemma_fields,
 )
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.layer_windows import FULL, SLIDING, read_windows
-from jaxllm.models.rope_translation import read_ropes_by_layer, write_rope
+from jaxllm.models.config_reader import (
+    FULL,
+    SLIDING,
+    ConfigReader,
+    read_ropes_by_layer,
+    read_windows,
+    write_rope,
+)
 from jaxllm.models.translate import Architecture
 
 _DEFAULTS = {

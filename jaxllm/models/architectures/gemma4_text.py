@@ -5,12 +5,18 @@ from typing import Any
 
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.errors import ConfigError
-from jaxllm.mixed_config import MixedLayers, shares_kv
+from jaxllm.layer_configs import MixedLayers, shares_kv
 from jaxllm.models.architectures.gemma2 import GEMMA_INERT_KEYS
 from jaxllm.models.architectures.llama import read_llama_shape, write_llama_shape
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.layer_windows import FULL, SLIDING, read_windows, write_layer_types
-from jaxllm.models.rope_translation import read_rope_section, refuse_partial
+from jaxllm.models.config_reader import (
+    FULL,
+    SLIDING,
+    ConfigReader,
+    read_rope_section,
+    read_windows,
+    refuse_partial,
+    write_layer_types,
+)
 from jaxllm.models.translate import Architecture, Tensor
 
 _DEFAULTS = {

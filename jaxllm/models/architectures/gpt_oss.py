@@ -12,9 +12,15 @@ from jaxllm.models.architectures.llama import (
     write_llama_shape,
 )
 from jaxllm.models.architectures.mixtral import read_experts
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.layer_windows import read_windows, write_layer_types
-from jaxllm.models.rope_translation import read_rope_section, refuse_partial, sole_rope_section, write_rope
+from jaxllm.models.config_reader import (
+    ConfigReader,
+    read_rope_section,
+    read_windows,
+    refuse_partial,
+    sole_rope_section,
+    write_layer_types,
+    write_rope,
+)
 from jaxllm.models.translate import Architecture, Tensor
 from jaxllm.nn.layers import CLAMP, CLAMPED_SLOPE
 

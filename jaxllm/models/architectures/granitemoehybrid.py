@@ -14,8 +14,7 @@ from jaxllm.models.architectures.llama import (
     read_llama_shape,
     write_llama_shape,
 )
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.rope_translation import read_rope, refuse_partial, write_rope
+from jaxllm.models.config_reader import ConfigReader, read_rope, refuse_partial, write_rope
 from jaxllm.models.translate import Architecture, Tensor
 
 # The kind of an attention layer, as versions of transformers spell it.

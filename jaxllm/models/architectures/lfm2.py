@@ -4,12 +4,17 @@ from typing import Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.layer_configs import StateConfig
 from jaxllm.models.architectures.llama import split_heads
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.layer_windows import read_state_layers, write_state_types
-from jaxllm.models.rope_translation import read_rope, refuse_partial, write_rope
+from jaxllm.models.config_reader import (
+    ConfigReader,
+    read_rope,
+    read_state_layers,
+    refuse_partial,
+    write_rope,
+    write_state_types,
+)
 from jaxllm.models.translate import Architecture, Tensor
-from jaxllm.state_config import StateConfig
 
 _CONV = "conv"
 

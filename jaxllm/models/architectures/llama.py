@@ -5,8 +5,7 @@ from typing import Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.rope_translation import read_rope, refuse_partial, write_rope
+from jaxllm.models.config_reader import ConfigReader, read_rope, refuse_partial, write_rope
 from jaxllm.models.translate import Architecture, Tensor, read_activation, write_activation
 
 # The Hugging Face class's values for keys that a config leaves out.
@@ -151,4 +150,6 @@ LLAMA = Architecture(
     class_name="LlamaForCausalLM",
     top_tensors=LLAMA_TOP_TENSORS,
     layer_tensors=LLAMA_NORM_TENSORS + LLAMA_ATTENTION_TENSORS + LLAMA_FFN_TENSORS,
+    # Of Falcon3's configs, beside `hidden_act`; it is not read.
+    inert_keys=frozenset({"activation"}),
 )

@@ -3,8 +3,10 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from jaxllm.config import ModelConfig
-from jaxllm.models.architectures.bart import BART_BUFFERS, bart_like, read_bart
+from jaxllm.models.architectures.bart import bart_like, read_bart
 from jaxllm.models.config_reader import ConfigReader
 
 _OWN: dict[str, Any] = {"sinusoidal_positions": True, "norm_after": True, "final_norm": False}
@@ -19,8 +21,15 @@ def _read(reader: ConfigReader) -> ModelConfig:
     return cfg
 
 
+def _positions(cfg: ModelConfig) -> np.ndarray:
+    """What is added to embeddings, `[window, D]`: sines, then cosines."""
+    frequencies = 10000.0 ** -(np.arange(0, cfg.hidden_size, 2) / cfg.hidden_size)
+    angles = np.arange(cfg.window_tokens)[:, None] * frequencies
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1).astype(np.float32)
+
+
 MARIAN = dataclasses.replace(
     bart_like("marian", "MarianMTModel", **_OWN),
     read_config=_read,
-    buffers=(*BART_BUFFERS, "encoder.embed_positions.weight", "decoder.embed_positions.weight"),
+    computed=dict.fromkeys(("encoder.embed_positions.weight", "decoder.embed_positions.weight"), _positions),
 )

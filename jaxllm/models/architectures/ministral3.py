@@ -4,8 +4,7 @@ from typing import Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.architectures.llama import LLAMA, read_llama_shape, write_llama_shape
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.rope_translation import read_rope, refuse_partial, write_rope
+from jaxllm.models.config_reader import ConfigReader, read_rope, refuse_partial, write_rope
 from jaxllm.models.translate import Architecture
 
 _DEFAULTS = {

@@ -30,6 +30,7 @@ MT5 = Architecture(
     prefixes=T5.prefixes,
     inert_keys=T5.inert_keys,
     buffers=T5.buffers,
+    copies=T5.copies,
     encoder_tensors=T5.encoder_tensors,
     encoder_prefix=T5.encoder_prefix,
     head_or_embedding=True,

@@ -6,9 +6,15 @@ from typing import Any
 from jaxllm.config import ModelConfig
 from jaxllm.models.architectures.llama import LLAMA_TOP_TENSORS, read_llama_shape, write_llama_shape
 from jaxllm.models.architectures.olmo2 import OLMO2_DEFAULTS, OLMO2_LAYER_TENSORS, POST_NORMS_ONLY
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.layer_windows import FULL, SLIDING, read_windows, write_layer_types
-from jaxllm.models.rope_translation import read_ropes_by_layer, write_rope
+from jaxllm.models.config_reader import (
+    FULL,
+    SLIDING,
+    ConfigReader,
+    read_ropes_by_layer,
+    read_windows,
+    write_layer_types,
+    write_rope,
+)
 from jaxllm.models.translate import Architecture
 
 

@@ -7,8 +7,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.models.architectures.llama import read_llama_fields, write_llama_fields
 from jaxllm.models.architectures.mixtral import read_experts
 from jaxllm.models.architectures.qwen3_moe import QWEN3_MOE, read_sparse_layers
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.layer_windows import read_windows, write_layer_types
+from jaxllm.models.config_reader import ConfigReader, read_windows, write_layer_types
 from jaxllm.models.translate import Architecture, Tensor
 
 _DEFAULTS = {

@@ -5,12 +5,16 @@ from typing import Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.layer_configs import StateConfig
 from jaxllm.models.architectures.llama import LLAMA_FFN_TENSORS, read_llama_shape, write_llama_shape
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.layer_windows import read_state_layers, write_state_types
-from jaxllm.models.rope_translation import read_rope, write_partial_rope
+from jaxllm.models.config_reader import (
+    ConfigReader,
+    read_rope,
+    read_state_layers,
+    write_partial_rope,
+    write_state_types,
+)
 from jaxllm.models.translate import Architecture, Tensor
-from jaxllm.state_config import StateConfig
 
 _DEFAULTS = {
     "vocab_size": 248320,

@@ -5,8 +5,7 @@ from typing import Any
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.architectures.llama import LLAMA, read_llama_fields, write_llama_fields
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.layer_windows import read_windows, write_layer_types
+from jaxllm.models.config_reader import ConfigReader, read_windows, write_layer_types
 from jaxllm.models.translate import Architecture
 
 _DEFAULTS = {

@@ -7,8 +7,7 @@ from typing import Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.architectures.llama import LLAMA_ATTENTION_TENSORS, LLAMA_FFN_TENSORS, split_heads
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.rope_translation import read_rope, write_partial_rope
+from jaxllm.models.config_reader import ConfigReader, read_rope, write_partial_rope
 from jaxllm.models.translate import Architecture, Tensor, read_activation, write_activation
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from jaxllm.config import ModelConfig
 from jaxllm.models.architectures.t5 import (
     T5_BUFFERS,
+    T5_COPIES,
     T5_INERT_KEYS,
     T5_TOP_TENSORS,
     attention_tensors,
@@ -96,6 +97,7 @@ SWITCH_TRANSFORMERS = Architecture(
     inert_keys=T5_INERT_KEYS - {"dense_act_fn"}
     | {"router_z_loss_coef", "router_aux_loss_coef", "add_router_probs", "add_cross_attention"},
     buffers=T5_BUFFERS,
+    copies=T5_COPIES,
     encoder_tensors=(*attention_tensors(0, "SelfAttention", "attn"), *_feed_forward(1)),
     encoder_prefix="encoder.block.{}.",
     head_or_embedding=True,

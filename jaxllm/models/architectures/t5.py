@@ -28,11 +28,11 @@ _FEED_FORWARDS: dict[str, tuple[bool, Activation]] = {
 T5_INERT_KEYS = frozenset(
     ["dense_act_fn", "is_gated_act", "dropout_rate", "initializer_factor", "output_past", "n_positions"]
 )
-T5_BUFFERS = (
-    "encoder.embed_tokens.weight",
-    "decoder.embed_tokens.weight",
-    "EncDecAttention.relative_attention_bias.weight",
+# Both sides have the one token embedding.
+T5_COPIES: dict[str, str] = dict.fromkeys(
+    ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), "embed.tokens"
 )
+T5_BUFFERS = ("EncDecAttention.relative_attention_bias.weight",)
 
 
 def read_t5(
@@ -175,6 +175,7 @@ T5 = Architecture(
     prefixes=("",),
     inert_keys=T5_INERT_KEYS,
     buffers=T5_BUFFERS,
+    copies=T5_COPIES,
     encoder_tensors=(*attention_tensors(0, "SelfAttention", "attn"), *feed_forward_tensors(1)),
     encoder_prefix="encoder.block.{}.",
     head_or_embedding=True,

@@ -10,14 +10,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
 from jaxllm.models.encoder.config import EncoderConfig
 from jaxllm.models.encoder.parameters import Params
-from jaxllm.nn.layers import activate, attention
+from jaxllm.nn.layers import activate, attention, layer_norm
 from jaxllm.nn.linear import embed, to_units
-from jaxllm.nn.norms import layer_norm
 
 # torch's default, which transformers leaves to two norms; all others get `layer_norm_eps`.
 _TORCH_EPS = 1e-5
@@ -30,7 +30,7 @@ def encode(
     *,
     cfg: EncoderConfig,
     types: jax.Array | None = None,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Hidden states of whole sequences.
 
@@ -61,7 +61,7 @@ def embed_tokens(
     *,
     cfg: EncoderConfig,
     types: jax.Array | None = None,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """The input of the first layer `[B, T, D]`; arguments and errors are those of `encode`."""
     axes = Axes("embed_tokens")

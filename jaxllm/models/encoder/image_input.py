@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.config_checks import require, require_int
+from jaxllm.layer_configs import require, require_int
 
 # A side is never longer, whatever a folder asks for.
 MAX_SIDE = 4096

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllm.models.encoder.config import EncoderConfig
 from jaxllm.quant import Weight
@@ -73,13 +74,13 @@ def layer_shapes(cfg: EncoderConfig, prefix: str) -> dict[str, Shape]:
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
-def init_encoder(cfg: EncoderConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> dict[str, jax.Array]:
+def init_encoder(cfg: EncoderConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
     """Random parameters to train from (see `init_values`)."""
     return init_values(encoder_shapes(cfg), key, dtype)
 
 
 def init_values(
-    shapes: Mapping[str, Shape], key: jax.Array, dtype: jnp.dtype = jnp.float32
+    shapes: Mapping[str, Shape], key: jax.Array, dtype: DTypeLike = jnp.float32
 ) -> dict[str, jax.Array]:
     """BERT's initial values: matrices from a normal distribution of deviation 0.02 truncated at two
     deviations, norm scales one, biases zero."""

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import Activation
-from jaxllm.config_checks import MAX_DIMENSION, require, require_int, require_numbers
-from jaxllm.nn.layers import activate, attention
+from jaxllm.layer_configs import MAX_DIMENSION, require, require_int, require_numbers
+from jaxllm.nn.layers import Norm, activate, attention, normalize
 from jaxllm.nn.linear import to_units
-from jaxllm.nn.norms import Norm, normalize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,8 +100,8 @@ def image_encoder_shapes(cfg: ImageEncoderConfig) -> dict[str, tuple[int, ...]]:
 def image_rows(
     params: Mapping[str, jax.Array | np.ndarray], pixels: jax.Array, *, cfg: ImageEncoderConfig
 ) -> jax.Array:
-    """Rows `[n, R, D]` of images, for `serving.prompt_rows`, from pixels `[n, channels, size, size]` float32,
-    normalized as the model was trained."""
+    """Rows `[n, R, D]` of images, for `jaxllm.serving.ground.prompt_rows`, from pixels `[n, channels, size,
+    size]` float32, normalized as the model was trained."""
     count, side, shuffle = pixels.shape[0], cfg.side, cfg.shuffle
     weights = {name: jnp.asarray(each) for name, each in params.items()}
 

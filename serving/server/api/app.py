@@ -1,4 +1,4 @@
-"""Makes the ASGI app of the HTTP front: routes, request ids, and errors in the form of each format."""
+"""Makes the ASGI app of the HTTP state: routes, request ids, and errors in the form of each format."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -12,69 +12,63 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.errors import JaxllmError
-from serving.server.access import request_id_of
-from serving.server.api import (
-    adapters,
-    anthropic_messages,
-    chat,
-    completions,
-    contexts,
-    model_routes,
-    objective,
-    ollama,
-    responses,
+from jaxllm.serving.server.api import anthropic, ollama, openai, resources, responses
+from jaxllm.serving.server.api.errors import ApiError, api_error, error_response, shape_of
+from jaxllm.serving.server.api.requests import (
+    ApiOptions,
+    ApiRequest,
+    ApiState,
+    ClientLeft,
+    read_raw,
+    while_connected,
 )
-from serving.server.api.bodies import read_raw
-from serving.server.api.errors import ApiError, api_error, error_response, shape_of
-from serving.server.api.front import Front, Visit
-from serving.server.api.options import ApiOptions
-from serving.server.api.streams import ClientLeft, while_connected
-from serving.server.calls import Backend
+from jaxllm.serving.server.calls import Backend
+from jaxllm.serving.server.logs import request_id_of
 
-Handler = Callable[[Front, Visit], Awaitable[Response]]
+Handler = Callable[[ApiState, ApiRequest], Awaitable[Response]]
 Identify = Callable[[Scope], str]
 Operates = Callable[[Scope], bool]
 
 _LEFT = 499
 # Path -> handlers by method. Health and readiness are told to whoever asks.
 _OPEN: tuple[tuple[str, str, Handler], ...] = (
-    ("GET", "/health", model_routes.health),
-    ("GET", "/ready", model_routes.ready),
+    ("GET", "/health", resources.health),
+    ("GET", "/ready", resources.ready),
 )
 _ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/chat/completions", chat.chat),
-    ("POST", "/v1/completions", completions.completions),
+    ("POST", "/v1/chat/completions", openai.chat),
+    ("POST", "/v1/completions", openai.completions),
     ("POST", "/v1/responses", responses.create),
     ("GET", "/v1/responses/{name}", responses.get),
     ("DELETE", "/v1/responses/{name}", responses.delete),
     ("POST", "/v1/responses/{name}/cancel", responses.cancel),
     ("GET", "/v1/responses/{name}/input_items", responses.input_items),
-    ("POST", "/v1/embeddings", model_routes.embeddings),
-    ("GET", "/v1/models", model_routes.models),
-    ("GET", "/v1/models/{name}", model_routes.models),
-    ("GET", "/v1/adapters", adapters.listed),
-    ("POST", "/v1/adapters", adapters.load),
-    ("DELETE", "/v1/adapters/{name}", adapters.unload),
-    ("GET", "/v1/objective", objective.get),
-    ("POST", "/v1/objective", objective.bind),
-    ("DELETE", "/v1/objective", objective.unbind),
-    ("POST", "/v1/contexts", contexts.create),
-    ("GET", "/v1/contexts", contexts.listed),
-    ("GET", "/v1/contexts/{name}", contexts.get),
-    ("DELETE", "/v1/contexts/{name}", contexts.delete),
-    ("POST", "/v1/contexts/{name}/pin", contexts.pin),
-    ("POST", "/v1/contexts/{name}/generate", contexts.generate),
-    ("POST", "/v1/messages", anthropic_messages.create),
-    ("POST", "/v1/messages/count_tokens", anthropic_messages.count_tokens),
+    ("POST", "/v1/embeddings", resources.embeddings),
+    ("GET", "/v1/models", resources.models),
+    ("GET", "/v1/models/{name}", resources.models),
+    ("GET", "/v1/adapters", resources.list_adapters),
+    ("POST", "/v1/adapters", resources.load_adapter),
+    ("DELETE", "/v1/adapters/{name}", resources.unload_adapter),
+    ("GET", "/v1/objective", resources.get_objective),
+    ("POST", "/v1/objective", resources.bind_objective),
+    ("DELETE", "/v1/objective", resources.unbind_objective),
+    ("POST", "/v1/contexts", resources.create_context),
+    ("GET", "/v1/contexts", resources.list_contexts),
+    ("GET", "/v1/contexts/{name}", resources.get_context),
+    ("DELETE", "/v1/contexts/{name}", resources.delete_context),
+    ("POST", "/v1/contexts/{name}/pin", resources.pin_context),
+    ("POST", "/v1/contexts/{name}/generate", resources.generate_in_context),
+    ("POST", "/v1/messages", anthropic.create),
+    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
     ("POST", "/api/chat", ollama.chat),
     ("POST", "/api/generate", ollama.generate),
     ("GET", "/api/tags", ollama.tags),
     ("POST", "/api/show", ollama.show),
     ("GET", "/api/version", ollama.version),
-    ("POST", "/tokenize", model_routes.tokenize),
-    ("POST", "/detokenize", model_routes.detokenize),
-    ("POST", "/apply-template", model_routes.apply_template),
-    ("GET", "/props", model_routes.props),
+    ("POST", "/tokenize", resources.tokenize),
+    ("POST", "/detokenize", resources.detokenize),
+    ("POST", "/apply-template", resources.apply_template),
+    ("GET", "/props", resources.props),
 )
 
 
@@ -97,13 +91,13 @@ def make_app(
       extra_routes: beside the front's own, which they precede.
     """
     options = options or ApiOptions()
-    front = Front(backend, options)
-    routes = [Route(path, _open(front, handler), methods=[method]) for method, path, handler in _OPEN]
+    state = ApiState(backend, options)
+    routes = [Route(path, _open(state, handler), methods=[method]) for method, path, handler in _OPEN]
     by_path: dict[str, dict[str, Handler]] = {}
     for method, path, handler in _ROUTES:
         by_path.setdefault(path, {})[method] = handler
     for path, handlers in by_path.items():
-        routes.append(Route(path, _endpoint(front, handlers, identify, operates), methods=[*handlers]))
+        routes.append(Route(path, _endpoint(state, handlers, identify, operates), methods=[*handlers]))
     return Starlette(
         routes=[*extra_routes, *routes],
         middleware=[Middleware(RequestIds)],
@@ -147,21 +141,21 @@ class RequestIds:
             await error_response(api_error(error), shape_of(scope["path"]))(scope, receive, sending)
 
 
-def _open(front: Front, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+def _open(state: ApiState, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return await handler(front, Visit(app="", request_id=request.state.request_id))
+        return await handler(state, ApiRequest(app="", request_id=request.state.request_id))
 
     return endpoint
 
 
 def _endpoint(
-    front: Front, handlers: dict[str, Handler], identify: Identify, operates: Operates
+    state: ApiState, handlers: dict[str, Handler], identify: Identify, operates: Operates
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
             app = _identified(request.scope, identify)
-            raw = await read_raw(request, front.options, front.body_bytes())
-            visit = Visit(
+            raw = await read_raw(request, state.options, state.body_bytes())
+            visit = ApiRequest(
                 app=app,
                 request_id=request.state.request_id,
                 raw=raw,
@@ -171,7 +165,7 @@ def _endpoint(
                 operator=operates(request.scope),
             )
             handler = handlers["GET" if request.method == "HEAD" else request.method]
-            return await while_connected(request, _run(handler, front, visit))
+            return await while_connected(request, _run(handler, state, visit))
         except (ClientLeft, ClientDisconnect):
             return Response(status_code=_LEFT)
         except Exception as error:
@@ -180,8 +174,8 @@ def _endpoint(
     return endpoint
 
 
-async def _run(handler: Handler, front: Front, visit: Visit) -> Response:
-    return await handler(front, visit)
+async def _run(handler: Handler, state: ApiState, visit: ApiRequest) -> Response:
+    return await handler(state, visit)
 
 
 def _identified(scope: Scope, identify: Identify) -> str:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from jaxllm.errors import (
     BudgetExceeded,
+    BundleError,
     CheckpointError,
     ConfigError,
     ContextGone,
@@ -17,11 +18,25 @@ from jaxllm.errors import (
     JaxllmError,
     ObjectiveMissed,
     TemplateError,
+    Unreadable,
 )
-from serving.server.calls import AdapterBusy, AdapterGone, ContextBusy, Refused
+from jaxllm.serving.guided.workers import GrammarLate
+from jaxllm.serving.server.calls import AdapterBusy, AdapterGone, ContextBusy, Refused
 
 _log = logging.getLogger(__name__)
 _MOST_CHARACTERS = 1000
+_RETRY_S = 5.0
+_MODEL_FAILED = (
+    "the model's file was changed or cannot be read; the service tests itself now, and ends where it cannot "
+    "answer, so that it is started again: send the request again then"
+)
+_UNREADABLE = (
+    "the storage of contexts cannot be read or written now, and nothing is said of whether the context is "
+    "there: send the request again"
+)
+_STORAGE_FAILED = (
+    "the context could not be read or written: its storage failed or has damage; ask the operator"
+)
 
 
 class ApiError(JaxllmError):
@@ -77,6 +92,8 @@ def api_error(error: BaseException) -> ApiError:
         # Clients retry these after the time that they are told.
         wait = 1.0 if wait is None and status in (429, 503) else wait
         return ApiError(text, status=status, code=code, retry_after_s=wait)
+    if isinstance(error, GrammarLate):
+        return ApiError(text, status=503, code="grammar_late", retry_after_s=1.0)
     for kind, status, code in (
         (ContextBusy, 409, ""),
         (AdapterBusy, 409, "adapter_busy"),
@@ -90,11 +107,15 @@ def api_error(error: BaseException) -> ApiError:
     ):
         if isinstance(error, kind):
             return ApiError(text, status=status, code=code)
-    if isinstance(error, CheckpointError):
-        # It names files, which are nothing for a client.
-        _log.error("a context could not be read or written: %s", error)
-        told = "the context could not be read or written: its storage failed; try again, or tell the operator"
-        return ApiError(told, status=500, code="storage_failed")
+    # Their own texts name files, which are nothing for a client.
+    for kind, status, code, told in (
+        (BundleError, 503, "model_failed", _MODEL_FAILED),
+        (Unreadable, 503, "storage_failed", _UNREADABLE),
+        (CheckpointError, 500, "storage_failed", _STORAGE_FAILED),
+    ):
+        if isinstance(error, kind):
+            _log.error("a request failed with %s: %s", code, error)
+            return ApiError(told, status=status, code=code, retry_after_s=_RETRY_S if status == 503 else None)
     _log.error("a request failed", exc_info=error)
     return ApiError("the service failed at this request; its log says why", status=500)
 

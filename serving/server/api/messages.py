@@ -8,13 +8,12 @@ from typing import Any
 import msgspec
 
 from jaxllm.errors import ConfigError
-from serving.images.files import image_bytes
-from serving.images.messages import image_part
-from serving.server.api.bodies import convert
-from serving.server.api.errors import ApiError
-from serving.server.api.tools.forcing import forced
-from serving.server.api.tools.scanner import ToolScanner, family_of
-from serving.server.calls import Grammar
+from jaxllm.serving.images.files import image_bytes
+from jaxllm.serving.images.messages import image_part
+from jaxllm.serving.server.api.errors import ApiError
+from jaxllm.serving.server.api.requests import convert
+from jaxllm.serving.server.api.tools import ToolScanner, family_of, forced, optional
+from jaxllm.serving.server.calls import Grammar
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_TOOLS = 128
@@ -74,7 +73,7 @@ class ToolUse:
 
     Attributes:
       tools: for the conversation.
-      grammar: forces calls; None where they are free.
+      grammar: forces calls, or bounds those that may come; None where answers are free.
       scanner: makes what finds calls; None where there are none to find.
     """
 
@@ -106,7 +105,8 @@ def require_some(values: Sequence[Any], param: str) -> None:
 
 
 def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, chat_template: str) -> ToolUse:
-    """What tools and `tool_choice` ask for.
+    """What tools and `tool_choice` ask for. Calls of strict tools match their schemas, and without `parallel`
+    there is one at most, whatever the choice.
 
     Raises:
       ApiError: a tool is malformed, or the choice names none of them.
@@ -117,7 +117,8 @@ def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, c
         return ToolUse()
     if len(values) > _MAX_TOOLS:
         raise ApiError(f"at most {_MAX_TOOLS} tools are taken, got {len(values)}", param="tools")
-    tools = [_tool(value, f"tools[{index}]") for index, value in enumerate(values)]
+    given = [_tool(value, f"tools[{index}]") for index, value in enumerate(values)]
+    tools, strict = [tool for tool, _ in given], [name for _, name in given if name is not None]
     names = [tool["function"]["name"] for tool in tools]
     if len({*names}) < len(names):
         raise ApiError("two tools have one name", param="tools")
@@ -126,7 +127,10 @@ def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, c
     family, grammar = family_of(chat_template), None
     if choice == "required":
         grammar = forced(family, tools, several=parallel is not False)
-    elif choice not in (None, "auto"):
+    elif choice in (None, "auto"):
+        if strict or parallel is False:
+            grammar = optional(family, tools, strict=strict, several=parallel is not False)
+    else:
         named = _named(choice)
         if named not in names:
             raise ApiError(
@@ -174,7 +178,7 @@ def text_of(
 def content_of(
     content: str | Sequence[Mapping[str, Any]] | None, at: str, *, images: bool
 ) -> str | list[dict[str, Any]]:
-    """A message's content: its text, or where it has images its parts (see `serving.images.messages`).
+    """A message's content: its text, or where it has images its parts (see `jaxllm.serving.images.messages`).
 
     Args:
       content: a text, or parts as OpenAI has them.
@@ -247,7 +251,8 @@ def _message(value: Any, at: str) -> dict[str, Any]:
     return plain
 
 
-def _tool(value: Any, at: str) -> dict[str, Any]:
+def _tool(value: Any, at: str) -> tuple[dict[str, Any], str | None]:
+    """A tool as templates take it, and its name where it is strict."""
     tool = convert(value, Tool, at)
     if tool.type != "function":
         raise ApiError(f"{at} is of the type {tool.type!r:.40}; tools are functions", param=at)
@@ -256,7 +261,8 @@ def _tool(value: Any, at: str) -> dict[str, Any]:
     told = {"description": tool.function.description or "", "parameters": tool.function.parameters or {}}
     if not told["parameters"]:
         told["parameters"] = {"type": "object", "properties": {}}
-    return {"type": "function", "function": {"name": tool.function.name, **told}}
+    plain = {"type": "function", "function": {"name": tool.function.name, **told}}
+    return plain, tool.function.name if tool.function.strict else None
 
 
 def _named(choice: Any) -> str | None:

@@ -7,22 +7,29 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from serving.server.api.answering import Answer, Choice, Delta, first_delta
-from serving.server.api.asking import (
-    Asked,
+from jaxllm.serving.server.api.errors import ApiError, api_error, ollama_body
+from jaxllm.serving.server.api.messages import ToolUse, messages_of, tools_of
+from jaxllm.serving.server.api.params import (
     Extensions,
     Prompt,
     SamplingFields,
+    call_of,
     calls_of,
     config_of,
     format_grammar,
 )
-from serving.server.api.bodies import Neutral, convert
-from serving.server.api.errors import ApiError, api_error, ollama_body
-from serving.server.api.front import Front, Visit
-from serving.server.api.messages import ToolUse, messages_of, tools_of
-from serving.server.api.streams import Streamed, json_response, line_frame
-from serving.server.calls import Grammar
+from jaxllm.serving.server.api.requests import (
+    ApiRequest,
+    ApiState,
+    Neutral,
+    Streamed,
+    convert,
+    json_response,
+    line_frame,
+)
+from jaxllm.serving.server.api.streaming import Answer, Choice, Delta, first_delta
+from jaxllm.serving.server.calls import Grammar
+from jaxllm.version import __version__
 
 # Ollama's own default.
 _TEMPERATURE = 0.8
@@ -31,7 +38,7 @@ _TEMPERATURE = 0.8
 class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Ollama's `options` that are supported."""
 
-    temperature: float = _TEMPERATURE
+    temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -83,35 +90,37 @@ _GENERATE_NEUTRAL: Neutral = _CHAT_NEUTRAL | {
 }  # fmt: skip
 
 
-async def chat(front: Front, visit: Visit) -> Response:
+async def chat(state: ApiState, request: ApiRequest) -> Response:
     """Answers a chat."""
-    body = front.body(visit, ChatBody, _CHAT_NEUTRAL)
-    facts, _ = front.model(body.model, tagged=True)
+    body = state.body(request, ChatBody, _CHAT_NEUTRAL)
+    facts, _ = state.model(body.model, tagged=True)
     use = tools_of(body.tools, None, None, facts.chat_template)
     messages = messages_of([_message(each, f"messages[{index}]") for index, each in enumerate(body.messages)])
-    return await _answer(front, visit, body, await front.conversation(visit.app, messages, use.tools), use)
+    return await _answer(
+        state, request, body, await state.conversation(request.app, messages, use.tools), use
+    )
 
 
-async def generate(front: Front, visit: Visit) -> Response:
+async def generate(state: ApiState, request: ApiRequest) -> Response:
     """Answers a prompt by the chat template, or continues it as it is (`raw`)."""
-    body = front.body(visit, GenerateBody, _GENERATE_NEUTRAL)
-    facts, _ = front.model(body.model, tagged=True)
+    body = state.body(request, GenerateBody, _GENERATE_NEUTRAL)
+    facts, _ = state.model(body.model, tagged=True)
     if body.raw or not facts.has_chat_template:
         for name in ("system", "images"):
             if getattr(body, name):
                 raise ApiError(f"{name} needs a chat template, which a raw prompt goes without", param=name)
-        return await _answer(front, visit, body, body.prompt, ToolUse())
+        return await _answer(state, request, body, body.prompt, ToolUse())
     turns = [("system", body.system), ("user", body.prompt)]
     messages = [{"role": role, "content": text} for role, text in turns if text is not None]
     if body.images:
         messages[-1]["content"] = _with_images(body.prompt, body.images, "images")
-    conversation = await front.conversation(visit.app, messages_of(messages, "prompt"))
-    return await _answer(front, visit, body, conversation, ToolUse())
+    conversation = await state.conversation(request.app, messages_of(messages, "prompt"))
+    return await _answer(state, request, body, conversation, ToolUse())
 
 
-async def tags(front: Front, visit: Visit) -> Response:
+async def tags(state: ApiState, request: ApiRequest) -> Response:
     """The models."""
-    facts = front.backend.facts()
+    facts = state.backend.facts()
     names = [f"{facts.name}:latest", *(f"{facts.name}:{adapter}" for adapter in facts.adapters)]
     opened = _time(facts.opened_s)
     return json_response(
@@ -124,9 +133,9 @@ async def tags(front: Front, visit: Visit) -> Response:
     )
 
 
-async def show(front: Front, visit: Visit) -> Response:
+async def show(state: ApiState, request: ApiRequest) -> Response:
     """A model's facts."""
-    facts, _ = front.model(front.body(visit, ShowBody).model, tagged=True)
+    facts, _ = state.model(state.body(request, ShowBody).model, tagged=True)
     told = {"general.context_length": facts.window_tokens, "general.vocab_size": facts.vocab_size}
     return json_response(
         {"details": {"family": "jaxllm"}, "template": facts.chat_template, "model_info": told,
@@ -135,15 +144,15 @@ async def show(front: Front, visit: Visit) -> Response:
     )  # fmt: skip
 
 
-async def version(front: Front, visit: Visit) -> Response:
+async def version(state: ApiState, request: ApiRequest) -> Response:
     """Of this service."""
-    import jaxllm
-
-    return json_response({"version": jaxllm.__version__})
+    return json_response({"version": __version__})
 
 
-async def _answer(front: Front, visit: Visit, body: OllamaBody, prompt: Prompt, use: ToolUse) -> Response:
-    facts, adapter = front.model(body.model, tagged=True)
+async def _answer(
+    state: ApiState, request: ApiRequest, body: OllamaBody, prompt: Prompt, use: ToolUse
+) -> Response:
+    facts, adapter = state.model(body.model, tagged=True)
     options = convert(body.options or {}, Options, "options")
     if options.num_ctx is not None and options.num_ctx > facts.window_tokens:
         raise ApiError(
@@ -158,17 +167,13 @@ async def _answer(front: Front, visit: Visit, body: OllamaBody, prompt: Prompt, 
     grammar = _grammar(body.format)
     if grammar and use.tools:
         raise ApiError("tools cannot stand beside a format", param="tools")
-    asked = Asked(
-        prompts=(prompt,),
-        config=config_of(front, sampling, max_tokens=length, stop=options.stop),
-        grammar=grammar,
-        scanner=use.scanner,
-    )
-    answer = Answer.open(front.backend, calls_of(front, visit, asked, body, adapter=adapter), use.scanner)
+    config = config_of(state, sampling, max_tokens=length, stop=options.stop, temperature=_TEMPERATURE)
+    call = call_of(state, request, body, config, adapter=adapter, grammar=grammar)
+    answer = Answer.open(state.backend, calls_of(state, request, call, (prompt,)), use.scanner)
     is_chat = isinstance(body, ChatBody)
     if body.stream:
         frames = _frames(await first_delta(answer), answer, body.model, is_chat)
-        return Streamed(frames, answer.close, "application/x-ndjson", front.options.write_s)
+        return Streamed(frames, answer.close, "application/x-ndjson", state.options.write_s)
     await answer.whole()
     choice = answer.choices[0]
     part = _part(body.model, choice.text, choice.tool_calls, is_chat)
@@ -208,7 +213,7 @@ def _end(choice: Choice) -> dict[str, Any]:
     assert end is not None
     decode_ms = end.tpot_ms * max(0, end.tokens - 1)
     return {
-        "done": True, "done_reason": end.finish_reason,
+        "done": True, "done_reason": "length" if choice.finish_reason == "length" else "stop",
         "total_duration": _ns(end.ttft_ms + decode_ms), "load_duration": 0,
         "prompt_eval_count": start.prompt_tokens, "prompt_eval_duration": _ns(end.ttft_ms),
         "eval_count": end.tokens, "eval_duration": _ns(decode_ms), "jaxllm": choice.facts(),

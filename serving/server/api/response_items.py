@@ -5,10 +5,9 @@ from typing import Any
 
 import msgspec
 
-from serving.server.api.bodies import convert
-from serving.server.api.errors import ApiError
-from serving.server.api.front import new_id
-from serving.server.api.messages import arguments_of, image_of, messages_of, require_some, text_of
+from jaxllm.serving.server.api.errors import ApiError
+from jaxllm.serving.server.api.messages import arguments_of, image_of, messages_of, require_some, text_of
+from jaxllm.serving.server.api.requests import convert, new_id
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text")

@@ -1,76 +1,336 @@
-"""Answers OpenAI's /v1/responses: makes, continues, tells and deletes responses."""
+"""Serves OpenAI's /v1/responses: bodies, routes, and events of answers that are streamed."""
 
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Collection, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 from starlette.responses import Response
 
-from serving.server.api.answering import Answer, Delta, first_delta
-from serving.server.api.asking import Asked, calls_of, config_of, context_of
-from serving.server.api.errors import ApiError, api_error, openai_body
-from serving.server.api.front import Front, Visit, new_id, now_s
-from serving.server.api.logprobs import chat_logprobs
-from serving.server.api.response_bodies import LOGPROBS, NEUTRAL, ResponseBody, check, told_back, use_of
-from serving.server.api.response_events import Output, Told
-from serving.server.api.response_items import conversation_of, items_of, require_calls
-from serving.server.api.response_store import StoredResponse
-from serving.server.api.streams import Streamed, event_frame, json_response
-from serving.server.calls import Call
+from jaxllm.serving.server.api.errors import ApiError, api_error, openai_body
+from jaxllm.serving.server.api.messages import ToolUse, tools_of
+from jaxllm.serving.server.api.openai import MAX_TOP_LOGPROBS, LoggedText, chat_logprobs
+from jaxllm.serving.server.api.params import (
+    SamplingFields,
+    call_of,
+    calls_of,
+    config_of,
+    context_of,
+    format_grammar,
+    sampling_of,
+)
+from jaxllm.serving.server.api.requests import (
+    ApiRequest,
+    ApiState,
+    Neutral,
+    StoredResponse,
+    Streamed,
+    convert,
+    event_frame,
+    json_response,
+    new_id,
+    now_s,
+)
+from jaxllm.serving.server.api.response_items import conversation_of, items_of, output_text, require_calls
+from jaxllm.serving.server.api.streaming import Answer, Delta, first_delta
+from jaxllm.serving.server.api.tools import ToolCall
+from jaxllm.serving.server.calls import Call, Grammar
+
+LOGPROBS = "message.output_text.logprobs"
+_Key = Annotated[str, msgspec.Meta(max_length=64)]
+_Value = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the text must be: `text`, `json_object`, or a `json_schema` with a name and a schema."""
+
+    type: str = "text"
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class Text(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's `text`."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tool as OpenAI's responses have it."""
+
+    type: str
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseBody(SamplingFields, kw_only=True):
+    """The fields of a response that are supported."""
+
+    input: str | list[Any]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    max_output_tokens: int | None = None
+    text: Text = msgspec.field(default_factory=Text)
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    metadata: Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)] | None = None
+    safety_identifier: str | None = None
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether log-probabilities are asked for."""
+        return LOGPROBS in (self.include or ())
+
+
+NEUTRAL: Neutral = {
+    "access_programs": (),
+    "background": (False,),
+    "background_options": (),
+    "context_management": ([],),
+    "image": (),
+    "max_tool_calls": (),
+    "moderation": (),
+    "prompt": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning": ({"effort": "none"},),
+    "stream_options": ({"include_obfuscation": False},),
+    "truncation": ("disabled",),
+}
+
+
+def check(body: ResponseBody) -> None:
+    """Raises ApiError where fields are out of their domain, or exclude each other."""
+    if body.previous_response_id is not None and body.conversation is not None:
+        raise ApiError(
+            "previous_response_id and conversation exclude each other; send one",
+            code="mutually_exclusive_parameters",
+            param="previous_response_id",
+        )
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        raise ApiError(
+            f"max_output_tokens must be at least 1, got {body.max_output_tokens}", param="max_output_tokens"
+        )
+    if body.text.verbosity not in (None, "medium"):
+        raise ApiError(
+            f"text.verbosity is medium alone, got {body.text.verbosity!r:.40}", param="text.verbosity"
+        )
+    for each in body.include or ():
+        if each != LOGPROBS:
+            raise ApiError(f"include takes {LOGPROBS} alone, got {each!r:.80}", param="include")
+    if body.top_logprobs and not body.with_logprobs:
+        raise ApiError(f"top_logprobs needs include to have {LOGPROBS}", param="top_logprobs")
+    if not 0 <= (body.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
+        raise ApiError(
+            f"top_logprobs is 0 to {MAX_TOP_LOGPROBS}, got {body.top_logprobs}", param="top_logprobs"
+        )
+
+
+def use_of(body: ResponseBody, chat_template: str) -> tuple[ToolUse, Grammar | None]:
+    """What tools and the text's format mean for the call: tools, and what the text must match.
+
+    Raises:
+      ApiError: one of them is malformed, or they exclude each other.
+    """
+    tools = [_chat_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools or ())]
+    choice = None if body.tool_choice == "auto" else body.tool_choice
+    use = tools_of(tools, choice, body.parallel_tool_calls, chat_template)
+    form = body.text.format or TextFormat()
+    if form.type == "json_schema" and not form.name:
+        raise ApiError("text.format of the type json_schema needs a name", param="text.format.name")
+    grammar = format_grammar(form.type, form.schema, "text.format", strict=form.strict is True)
+    if use.tools and (grammar or body.grammar):
+        raise ApiError("tools cannot stand beside a text format or grammar", param="tools")
+    if use.tools and body.with_logprobs:
+        # Tokens of calls are no tokens of the text, and cannot be told apart.
+        raise ApiError(f"tools cannot stand beside {LOGPROBS}", param="include")
+    return use, use.grammar or grammar
+
+
+def told_back(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """What a response object tells of its request; `sampling`: see `sampling_of`."""
+    form = body.text.format or TextFormat()
+    schema = {
+        "name": form.name,
+        "schema": form.schema,
+        "strict": form.strict,
+        "description": form.description,
+    }
+    told = {
+        "model": model,
+        "instructions": body.instructions,
+        "previous_response_id": body.previous_response_id,
+        "store": body.store,
+        "background": False,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "prompt_cache_key": body.prompt_cache_key,
+        "safety_identifier": body.safety_identifier,
+        "temperature": sampling["temperature"],
+        "text": {"format": {"type": form.type} | (schema if form.type == "json_schema" else {})},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": [msgspec.to_builtins(convert(each, FunctionTool)) for each in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.get("top_p", 1.0),
+        "truncation": "disabled",
+        "user": body.user,
+    }
+    return told | ({} if body.service_tier is None else {"service_tier": body.service_tier})
+
+
+def _chat_tool(value: Any, at: str) -> Mapping[str, Any]:
+    """A tool as OpenAI's chats have it."""
+    kind = value.get("type") if isinstance(value, dict) else "function"
+    if kind != "function":
+        raise ApiError(f"{at} is of the type {kind!r:.40}; tools are functions", param=f"{at}.type")
+    tool = convert(value, FunctionTool, at)
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": function}
+
+
+# Type and fields of an event; those who send it number it.
+Told = tuple[str, dict[str, Any]]
+
+
+class Output:
+    """The items of a response: messages and calls of functions, in the order of the answer.
+
+    Attributes:
+      items: those that are whole.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._message_id = ""
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Told]:
+        """Adds text, and what is told of its tokens."""
+        if not self._message_id:
+            yield from self._open()
+        self._texts.append(text)
+        self._logprobs += logprobs
+        yield self._part("output_text.delta", delta=text, logprobs=logprobs)
+
+    def call(self, call: ToolCall) -> Iterator[Told]:
+        """Adds a call of a function, which ends a message before it."""
+        yield from self.close("completed")
+        item = {"id": new_id("fc_"), "type": "function_call", "call_id": call.id, "name": call.name}
+        at = {"item_id": item["id"], "output_index": len(self.items)}
+        yield self._item("added", item | {"status": "in_progress", "arguments": ""})
+        yield "function_call_arguments.delta", at | {"delta": call.arguments}
+        yield "function_call_arguments.done", at | {"arguments": call.arguments}
+        yield from self._whole(item | {"status": "completed", "arguments": call.arguments})
+
+    def end(self, status: str) -> Iterator[Told]:
+        """Ends the last item; an answer without any is an empty message."""
+        if not self.items and not self._message_id:
+            yield from self._open()
+        yield from self.close(status)
+
+    def close(self, status: str) -> Iterator[Told]:
+        """Ends a message that has begun, if there is one."""
+        if not self._message_id:
+            return
+        text = "".join(self._texts)
+        part = output_text(text, self._logprobs)
+        yield self._part("output_text.done", text=text, logprobs=self._logprobs)
+        yield self._part("content_part.done", part=part)
+        item = self._message(status) | {"content": [part]}
+        self._message_id, self._texts, self._logprobs = "", [], []
+        yield from self._whole(item)
+
+    def _open(self) -> Iterator[Told]:
+        self._message_id = new_id("msg_")
+        yield self._item("added", self._message("in_progress"))
+        yield self._part("content_part.added", part=output_text(""))
+
+    def _message(self, status: str) -> dict[str, Any]:
+        return {
+            "id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": [],
+        }  # fmt: skip
+
+    def _part(self, kind: str, **fields: Any) -> Told:
+        at = {"item_id": self._message_id, "output_index": len(self.items), "content_index": 0}
+        return kind, at | fields
+
+    def _item(self, kind: str, item: dict[str, Any]) -> Told:
+        return f"output_item.{kind}", {"output_index": len(self.items), "item": item}
+
+    def _whole(self, item: dict[str, Any]) -> Iterator[Told]:
+        yield self._item("done", item)
+        self.items.append(item)
+
 
 _MAX_LISTED, _LISTED = 100, 20
 
 
-async def create(front: Front, visit: Visit) -> Response:
+async def create(state: ApiState, request: ApiRequest) -> Response:
     """Makes a response, whole or as server-sent events."""
-    body = front.body(visit, ResponseBody, NEUTRAL)
-    facts, adapter = front.model(body.model)
+    body = state.body(request, ResponseBody, NEUTRAL)
+    facts, adapter = state.model(body.model)
     check(body)
     use, grammar = use_of(body, facts.chat_template)
-    history = await _history(front, visit, body)
-    asked = Asked(
-        prompts=(await front.conversation(visit.app, history.messages, use.tools),),
-        config=config_of(front, body, max_tokens=body.max_output_tokens),
-        grammar=grammar,
-        scanner=use.scanner,
+    history = await _history(state, request, body)
+    prompt = await state.conversation(request.app, history.messages, use.tools)
+    config = config_of(state, body, max_tokens=body.max_output_tokens)
+    call = call_of(state, request, body, config, adapter=adapter, tier=body.service_tier, grammar=grammar)
+    (call,) = calls_of(state, request, call, (prompt,))
+    call = dataclasses.replace(
+        call,
+        context=history.context,
+        context_tokens=history.context_tokens,
         top_logprobs=(body.top_logprobs or 0) if body.with_logprobs else None,
     )
-    (call,) = calls_of(front, visit, asked, body, adapter=adapter, tier=body.service_tier)
-    call = dataclasses.replace(call, context=history.context, context_tokens=history.context_tokens)
-    answer = Answer.open(front.backend, [call], use.scanner)
-    written = _Written(front, call, answer, body, history.items, body.model or facts.name)
+    answer = Answer.open(state.backend, [call], use.scanner)
+    written = _Written(state, call, answer, body, history.items, body.model or facts.name)
     if body.stream:
         frames = written.frames(await first_delta(answer))
-        return Streamed(frames, answer.close, "text/event-stream", front.options.write_s)
+        return Streamed(frames, answer.close, "text/event-stream", state.options.write_s)
     return json_response(await written.whole())
 
 
-async def get(front: Front, visit: Visit) -> Response:
+async def get(state: ApiState, request: ApiRequest) -> Response:
     """A response that was stored."""
-    _query(visit, {"stream": ("false",), **_INCLUDE})
+    _query(request, {"stream": ("false",), **_INCLUDE})
     return Response(
-        front.responses.get(visit.app, visit.path["name"]).response, media_type="application/json"
+        state.responses.get(request.app, request.path["name"]).response, media_type="application/json"
     )
 
 
-async def delete(front: Front, visit: Visit) -> Response:
+async def delete(state: ApiState, request: ApiRequest) -> Response:
     """Forgets a response."""
-    front.responses.delete(visit.app, visit.path["name"])
-    return json_response({"id": visit.path["name"], "object": "response", "deleted": True})
+    state.responses.delete(request.app, request.path["name"])
+    return json_response({"id": request.path["name"], "object": "response", "deleted": True})
 
 
-async def cancel(front: Front, visit: Visit) -> Response:
+async def cancel(state: ApiState, request: ApiRequest) -> Response:
     """Refuses: no response is made in the background."""
-    front.responses.get(visit.app, visit.path["name"])
+    state.responses.get(request.app, request.path["name"])
     raise ApiError("only responses made in the background can be cancelled; close the connection instead")
 
 
-async def input_items(front: Front, visit: Visit) -> Response:
+async def input_items(state: ApiState, request: ApiRequest) -> Response:
     """What was said before a response, a page at a time, the newest first where nothing else is asked for."""
-    query = _query(visit, {"limit": None, "order": ("asc", "desc"), "after": None, **_INCLUDE})
-    stored = front.responses.get(visit.app, visit.path["name"])
+    query = _query(request, {"limit": None, "order": ("asc", "desc"), "after": None, **_INCLUDE})
+    stored = state.responses.get(request.app, request.path["name"])
     limit = query.get("limit", str(_LISTED))
     if not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= _MAX_LISTED):
         raise ApiError(f"limit is 1 to {_MAX_LISTED}, got {limit!r:.40}", param="limit")
@@ -99,7 +359,7 @@ async def input_items(front: Front, visit: Visit) -> Response:
 class _Written:
     """A response as it is written, whole or in events, and then stored."""
 
-    front: Front
+    state: ApiState
     call: Call
     answer: Answer
     body: ResponseBody
@@ -109,6 +369,7 @@ class _Written:
     def __post_init__(self) -> None:
         self.output = Output()
         self.id, self.created_s = new_id("resp_"), now_s()
+        self.sampling, self.logged = sampling_of(self.state, self.body), LoggedText(self.state)
 
     async def whole(self) -> dict[str, Any]:
         async for delta in self.answer.deltas():
@@ -140,24 +401,21 @@ class _Written:
 
     async def take(self, delta: Delta) -> list[Told]:
         told: list[Told] = []
-        logprobs = []
-        if delta.logprobs and self.body.with_logprobs:
-            logprobs = [
-                _listed(each) for each in (await chat_logprobs(self.front, delta.logprobs))["content"]
-            ]
+        logprobs = chat_logprobs(await self.logged.take(delta)) if self.body.with_logprobs else []
         if delta.text or logprobs:
             told += self.output.text(delta.text, logprobs)
         for call in delta.tool_calls:
             told += self.output.call(call)
         if delta.ended is not None:
-            told += self.output.end(_status(delta.ended.finish_reason))
+            told += self.output.end(_status(self.answer.choices[0].finish_reason))
         return told
 
     def ended(self) -> dict[str, Any]:
         """The whole response, stored where that was asked for."""
-        end = self.answer.choices[0].ended
+        choice = self.answer.choices[0]
+        end = choice.ended
         assert end is not None
-        response = self.response(_status(end.finish_reason))
+        response = self.response(_status(choice.finish_reason))
         if self.body.store:
             stored = StoredResponse(
                 id=self.id,
@@ -166,7 +424,7 @@ class _Written:
                 context=end.context,
                 context_tokens=end.context_tokens,
             )
-            response["store"] = self.front.responses.keep(self.call.app, stored)
+            response["store"] = self.state.responses.keep(self.call.app, stored)
         return response
 
     def response(self, status: str) -> dict[str, Any]:
@@ -189,7 +447,7 @@ class _Written:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            **told_back(self.body, self.model, self.front.options),
+            **told_back(self.body, self.model, self.sampling),
             "conversation": {"id": context} if context else None,
             "output": list(self.output.items),
             "usage": usage if choice.ended else None,
@@ -213,18 +471,18 @@ class _History:
     context_tokens: int | None = None
 
 
-async def _history(front: Front, visit: Visit, body: ResponseBody) -> _History:
+async def _history(state: ApiState, request: ApiRequest, body: ResponseBody) -> _History:
     new, instructions = items_of(body.input), body.instructions or ""
     previous = None
     if body.previous_response_id is not None:
-        previous = front.responses.get(visit.app, body.previous_response_id, param="previous_response_id")
+        previous = state.responses.get(request.app, body.previous_response_id, param="previous_response_id")
     items = [*(previous.said() if previous else ()), *new]
     context = previous.context if previous else context_of(body.conversation)
     if not context:
         require_calls(items)
         return _History(items=items, messages=conversation_of(items, instructions))
     # The backend looks between two dispatches, so that turns that need not know do not wait.
-    if instructions and (previous or await _tokens_of(front, visit.app, context)):
+    if instructions and (previous or (await state.backend.context(request.app, context)).tokens):
         raise ApiError(
             "the conversation has begun, and its first instructions stay; leave instructions out",
             param="instructions",
@@ -239,34 +497,23 @@ async def _history(front: Front, visit: Visit, body: ResponseBody) -> _History:
     )
 
 
-async def _tokens_of(front: Front, app: str, context: str) -> int:
-    """The number of tokens of a context; 0 where there is none, which the backend refuses."""
-    return next((each.tokens for each in await front.backend.contexts(app) if each.name == context), 0)
-
-
 def _status(finish_reason: str) -> str:
     return "incomplete" if finish_reason == "length" else "completed"
-
-
-def _listed(logprob: dict[str, Any]) -> dict[str, Any]:
-    """A token's log-probability, whose bytes are a list always; of part of a character they are not known."""
-    top = [each | {"bytes": each["bytes"] or []} for each in logprob["top_logprobs"]]
-    return logprob | {"bytes": logprob["bytes"] or [], "top_logprobs": top}
 
 
 _INCLUDE = {"include": (LOGPROBS,), "include[]": (LOGPROBS,)}
 
 
-def _query(visit: Visit, known: dict[str, Collection[str] | None]) -> dict[str, str]:
+def _query(request: ApiRequest, known: dict[str, Collection[str] | None]) -> dict[str, str]:
     """The query of a path, whose parameters have these values, or any where there are none.
 
     Raises:
       ApiError: a parameter is not known, or has another value.
     """
-    for name, value in visit.query:
+    for name, value in request.query:
         if name not in known:
             raise ApiError(f"the query has {name!r:.80}, which is not supported", param=name[:80])
         values = known[name]
         if values is not None and value not in values:
             raise ApiError(f"{name} is {' or '.join(values)}, got {value!r:.80}", param=name)
-    return dict(visit.query)
+    return dict(request.query)

@@ -4,12 +4,11 @@ import dataclasses
 
 import pytest
 
-from serving.batch import batchable, decode_together
-from serving.buckets.batch import BatchBucket
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.request import GenerationConfig
-from serving.step import step
+from jaxllm import Engine
+from jaxllm.serving.buckets.batch import BatchBucket
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.engine.step import batchable, decode_together, step
+from jaxllm.serving.ground.options import EngineOptions
 from tests.kernels.switching import needs_native
 from tests.tiny import write_tiny_bundle
 

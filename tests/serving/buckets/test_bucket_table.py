@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import BucketMissing, ConfigError, JaxllmError
-from serving.buckets.bucket import Bucket
-from serving.buckets.bucket_table import BucketTable
-from serving.buckets.compiled_folder import CompiledBucketFolder
-from serving.buckets.store import BucketStore
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
+from jaxllm.serving.buckets.store import BucketStore
 
 pytestmark = pytest.mark.usefixtures("own_compilations")
 

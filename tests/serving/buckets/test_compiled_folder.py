@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xxhash
 
-import serving.buckets.compiled_folder
-import serving.host.user_cache
+import jaxllm.serving.buckets.compiled_folder
+import jaxllm.serving.host.user_cache
 from jaxllm.files.atomic import atomic_file
-from serving.buckets.compiled_folder import SUFFIX, CompiledBucketFolder
+from jaxllm.serving.buckets.compiled_folder import SUFFIX, CompiledBucketFolder
 
 pytestmark = pytest.mark.usefixtures("own_compilations")
 
@@ -120,7 +122,7 @@ def test_a_graph_without_a_serialized_form_is_not_kept(folder, place, notices, m
     def refuse(_):
         raise NotImplementedError("const_args")
 
-    monkeypatch.setattr(serving.buckets.compiled_folder.serialize_executable, "serialize", refuse)
+    monkeypatch.setattr(jaxllm.serving.buckets.compiled_folder.serialize_executable, "serialize", refuse)
     folder.store(KEY, compiled())
     assert folder.load(KEY) is None
     assert notices() == []
@@ -179,7 +181,9 @@ def test_what_xla_cannot_load_is_ignored(folder, entry, graph, monkeypatch, noti
 
     with monkeypatch.context() as patch:
         patch.setattr(
-            serving.buckets.compiled_folder.serialize_executable, "serialize", lambda _: (b"x", None, None)
+            jaxllm.serving.buckets.compiled_folder.serialize_executable,
+            "serialize",
+            lambda _: (b"x", None, None),
         )
         folder.store(KEY, graph)
     assert folder.load(KEY) is None
@@ -217,12 +221,56 @@ def test_a_folder_of_another_user_is_not_used(folder, entry, graph, notices, mon
 
 
 def test_a_file_of_another_user_is_not_used(folder, entry, monkeypatch):
-    ours_alone = serving.host.user_cache._ours_alone
+    ours_alone = jaxllm.serving.host.user_cache._ours_alone
     inode = entry.stat().st_ino
     monkeypatch.setattr(
-        serving.host.user_cache, "_ours_alone", lambda facts: facts.st_ino != inode and ours_alone(facts)
+        jaxllm.serving.host.user_cache,
+        "_ours_alone",
+        lambda facts: facts.st_ino != inode and ours_alone(facts),
     )
     assert folder.load(KEY) is None
+
+
+class Attack:
+    """Unpickled it makes a folder."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.made),)
+
+
+@pytest.mark.parametrize("hole", ["the cache is open", "a folder above is open", "a link of the user"])
+def test_code_of_another_user_is_never_run(tmp_path, monkeypatch, hole):
+    """Who may write to a folder puts a link there, to a folder of the user's with a file of theirs."""
+    cache, theirs, made = tmp_path / "above" / "cache", tmp_path / "clone", tmp_path / "made"
+    payload = pickle.dumps(Attack(made))
+    header = jaxllm.serving.buckets.compiled_folder._HEADER.pack(
+        b"jaxllmGX", 1, bytes.fromhex(KEY), len(payload), xxhash.xxh3_128_digest(payload)
+    )
+    for folder in (theirs, cache):
+        folder.mkdir(parents=True, mode=0o700)
+    (theirs / f"{KEY}{SUFFIX}").write_bytes(header + payload)
+    (theirs / f"{KEY}{SUFFIX}").chmod(0o600)
+    place = cache / "executables"
+    if hole != "a link of the user":
+        (cache if hole == "the cache is open" else cache.parent).chmod(0o777)
+    if hole == "a folder above is open":
+        cache.rename(cache.parent / "before")
+        cache.symlink_to(tmp_path / "mine")
+        (tmp_path / "mine").mkdir(mode=0o700)
+        place = tmp_path / "mine" / "executables"
+    place.symlink_to(theirs)
+    monkeypatch.setenv("JAXLLM_CACHE", str(cache))
+    assert (place / f"{KEY}{SUFFIX}").exists()
+    kept = CompiledBucketFolder.of_user(limit_bytes=LIMIT_BYTES)
+    assert kept is not None
+    assert kept.load(KEY) is None
+    assert not made.exists()
+    # What it would have done.
+    CompiledBucketFolder(theirs, limit_bytes=LIMIT_BYTES).load(KEY)
+    assert made.exists()
 
 
 @pytest.mark.parametrize("obstacle", ["a file in its place", "a file above it"])
@@ -284,7 +332,7 @@ def test_an_entry_above_the_limit_is_not_kept(place, graph, notices):
 
 
 def test_a_file_too_large_to_be_an_entry_is_not_read(folder, entry, monkeypatch):
-    monkeypatch.setattr(serving.buckets.compiled_folder, "MAX_ENTRY_BYTES", entry.stat().st_size - 1)
+    monkeypatch.setattr(jaxllm.serving.buckets.compiled_folder, "MAX_ENTRY_BYTES", entry.stat().st_size - 1)
     assert folder.load(KEY) is None
 
 

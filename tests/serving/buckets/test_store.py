@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 
 import jaxllm
-import serving.buckets.store
+import jaxllm.serving.buckets.store
 from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.bundle import Bundle
 from jaxllm.config import RopeConfig
 from jaxllm.quant import quantize
-from serving.buckets.bucket import Bucket
-from serving.buckets.cache import StartBucket
-from serving.buckets.compiled_folder import CompiledBucketFolder
-from serving.buckets.decode import DecodeBucket, SampleBucket
-from serving.buckets.prefill import PrefillBucket
-from serving.buckets.scoring import ScoreBucket
-from serving.buckets.store import BucketStore, environment_facts, params_digest, source_digest
-from serving.request import Session
-from serving.runners.runner import prefill_prompt
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.cache import StartBucket
+from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
+from jaxllm.serving.buckets.decode import DecodeBucket, SampleBucket
+from jaxllm.serving.buckets.prefill import PrefillBucket
+from jaxllm.serving.buckets.scoring import ScoreBucket
+from jaxllm.serving.buckets.store import BucketStore, environment_facts, params_digest, source_digest
+from jaxllm.serving.engine.request import Session
+from jaxllm.serving.runners.runner import prefill_prompt
 from tests.tiny import TINY, random_params, write_tiny_bundle
 
 pytestmark = pytest.mark.usefixtures("own_compilations")
@@ -125,8 +125,8 @@ def other_device(patch: pytest.MonkeyPatch, **change: Any) -> None:
 
 
 CIRCUMSTANCES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
-    "jaxllm": lambda patch: patch.setattr(jaxllm, "__version__", "9"),
-    "source": lambda patch: patch.setattr(serving.buckets.store, "_SOURCE_DIGEST", "9"),
+    "jaxllm": lambda patch: patch.setattr(jaxllm.serving.buckets.store, "__version__", "9"),
+    "source": lambda patch: patch.setattr(jaxllm.serving.buckets.store, "_SOURCE_DIGEST", "9"),
     "python": lambda patch: patch.setattr("sys.version_info", (3, 99, 0, "final", 0)),
     "interpreter": lambda patch: patch.setattr("sys.implementation.cache_tag", "other"),
     "jax": lambda patch: patch.setattr(jax, "__version__", "9"),
@@ -138,8 +138,8 @@ CIRCUMSTANCES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "device": lambda patch: other_device(patch, device_kind="H200"),
     "driver": lambda patch: other_device(patch, client=types.SimpleNamespace(platform_version="12.9")),
     "devices": lambda patch: patch.setattr(jax, "device_count", lambda: 3),
-    "cores": lambda patch: patch.setattr(serving.buckets.store, "usable_cores", lambda: 77),
-    "cpu": lambda patch: patch.setattr(serving.buckets.store, "cpu_features", lambda: ["flags: mmx"]),
+    "cores": lambda patch: patch.setattr(jaxllm.serving.buckets.store, "usable_cores", lambda: 77),
+    "cpu": lambda patch: patch.setattr(jaxllm.serving.buckets.store, "cpu_features", lambda: ["flags: mmx"]),
 }
 
 
@@ -188,18 +188,17 @@ def test_the_source_is_told_apart_by_place_and_content(tmp_path: Path):
 
 def test_the_source_is_all_that_a_bucket_is_made_from():
     """The digest itself may be outdated: it is of the source that this process began with."""
-    rooms = [Path(jaxllm.__file__).parent, Path(serving.buckets.store.__file__).parents[1]]
-    modules = {path for room in rooms for path in serving.buckets.store._modules(str(room))}
+    modules = {*jaxllm.serving.buckets.store._modules(str(Path(jaxllm.__file__).parent))}
     for module in (
         "jaxllm/steps/model.py",
         "jaxllm/models/layer.py",
         "jaxllm/models/decoder.py",
         "jaxllm/kernels/native.py",
-        "serving/runners/resident.py",
+        "jaxllm/serving/runners/resident.py",
     ):
         assert any(path.endswith(f"/{module}") for path in modules), module
     assert all("__pycache__" not in path for path in modules)
-    assert len(serving.buckets.store._SOURCE_DIGEST) == 64
+    assert len(jaxllm.serving.buckets.store._SOURCE_DIGEST) == 64
 
 
 # Engines.

@@ -5,12 +5,12 @@ import functools
 
 import pytest
 
-from jaxllm.bundle.elastic import elastic_parts
+from jaxllm import Engine
+from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
-from serving.contexts.manager import Contexts
-from serving.contexts.options import ContextOptions
-from serving.engine import Engine
-from serving.options import EngineOptions
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.ground.options import EngineOptions
 from tests.serving.contexts.talking import reopening
 from tests.serving.weights.conftest import budget
 from tests.tiny import TINY, tiny_params, write_tiny_bundle

@@ -12,18 +12,17 @@ import random
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from jaxllm import Engine
+from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kv.chunks import CHUNK_TOKENS
-from jaxllm.kv.recompute import LOST
-from serving.contexts import compacting
-from serving.contexts.context import Context
-from serving.contexts.manager import Contexts
-from serving.contexts.options import ContextOptions
-from serving.contexts.root import PREVIOUS, RECORD
-from serving.contexts.store import ContextStore
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.request import GenerationConfig
+from jaxllm.serving.contexts import saving
+from jaxllm.serving.contexts.context import Context
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.contexts.store import ContextStore
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.options import EngineOptions
 from tests.serving.contexts.killed import said_until_killed
 
 _APPS = ("mail", "calendar")
@@ -94,7 +93,7 @@ def _look(known: Known, root: Path, under_way: str | None, *, new_one: bool) -> 
         assert store.verify() == []
         for record in store.records():
             folder = root / f"app-{record.app}" / record.name
-            left = {each.name for each in folder.iterdir()} - {RECORD, PREVIOUS}
+            left = {each.name for each in folder.iterdir()}
             assert left == set(record.segments), "files that no record names"
         there = {record.name: record for record in store.records()}
     for record in there.values():
@@ -127,9 +126,9 @@ def _live(said: Connection, root: Path, bundle: Path, options: EngineOptions, se
     try:
         draw = random.Random(seed)
         # Contexts of a few chunks are rewritten as one segment, too.
-        compacting._MOST_SEGMENTS = 2
+        saving._MOST_SEGMENTS = 2
         engine = Engine.open(bundle, options=options)
-        contexts = Contexts(engine, ContextOptions(folder=root, budget_bytes=1 << 18, idle_work="always"))
+        contexts = Contexts(engine, ContextOptions(folder=root, budget_bytes=1 << 18))
         said.send(("open",))
         while True:
             _act(said, contexts, draw)
@@ -144,19 +143,14 @@ def _act(said: Connection, contexts: Contexts, draw: random.Random) -> None:
     elif len(records) > _MOST_CONTEXTS:
         deed = "delete"
     else:
-        deeds = ["say", "check", "slide", "stream", "pin", "new", "delete", "idle"]
+        deeds = ["say", "check", "slide", "stream", "pin", "new", "delete"]
         # What comes back is exact with chunks as they are alone.
         exact = contexts.engine.options.kv_codec == "raw"
-        deed = draw.choices(deeds, [10, 3 * exact, 2, 2, 2, 2, 1, 4])[0]
+        deed = draw.choices(deeds, [10, 3 * exact, 2, 2, 2, 2, 1])[0]
     if deed == "new":
         said.send(("begin", deed, None))
         made = contexts.create(draw.choice(_APPS))
         said.send(("end", made.name, made.tokens))
-        return
-    if deed == "idle":
-        # No context has other tokens afterwards, wherever it is killed.
-        while contexts.idle():
-            pass
         return
     record = draw.choice(records)
     context = Context(contexts, record)

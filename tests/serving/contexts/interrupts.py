@@ -7,25 +7,26 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from jaxllm.errors import JaxllmError
-from serving.contexts.context import Context
-from serving.contexts.manager import Contexts
-from serving.contexts.root import PREVIOUS, RECORD
-from serving.request import GenerationConfig
+from jaxllm.serving.contexts.context import Context
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.engine.request import GenerationConfig
 
 # All files that a call of a context runs through in this process.
 FILES = (
     *(
         f"/serving/contexts/{name}.py"
         for name in (
-            "answer", "catalog", "chunk_io", "claims", "compacting", "context", "encoding", "growth",
-            "loading", "lock", "manager", "memory", "open_store", "pending_errors", "pins", "quotas",
-            "record", "record_file", "registry", "restore", "segment", "sharing", "store", "stored", "turn",
-            "turn_ids", "unsettled", "write_queue", "writing",
+            "answer", "background", "catalog", "chunk_io", "claims", "context", "database", "growth",
+            "layout", "loading", "manager", "memory", "options", "record", "restore", "saving", "segment",
+            "store", "turn", "turn_ids",
         )
     ),
     *(
         f"/serving/{name}.py"
-        for name in ("answer", "decoding", "request", "run", "sliding", "step", "text_stream")
+        for name in (
+            "engine/answer", "engine/decoding", "engine/request", "engine/run", "engine/step",
+            "ground/sliding", "ground/text_stream",
+        )
     ),
     "/jaxllm/files/atomic.py",
 )  # fmt: skip
@@ -126,7 +127,7 @@ class Victim:
         # Nothing is left that no record names.
         for record in contexts.store.records():
             folder = contexts.store.root / f"app-{record.app}" / record.name
-            left = {each.name for each in folder.iterdir()} - {RECORD, PREVIOUS}
+            left = {each.name for each in folder.iterdir()}
             assert left == set(record.segments)
 
     def delete(self) -> None:

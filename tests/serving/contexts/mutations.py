@@ -1,18 +1,25 @@
 """Changes of a store's records and segments, with every checksum made right again: what no checksum tells."""
 
+import contextlib
 import copy
 import json
 import os
 import random
+import shutil
+import sqlite3
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from serving.contexts import segment
-from serving.contexts.record_file import signed
-from serving.host.direct_io import PAGE
+from jaxllm.serving.contexts import segment
+from jaxllm.serving.contexts.catalog import _checksum
+from jaxllm.serving.contexts.database import LOG_SUFFIX
+from jaxllm.serving.contexts.layout import CATALOG, app_of
+from jaxllm.serving.contexts.record import Record, decoded
+from jaxllm.serving.host.direct_io import PAGE
 
 JUNK: tuple[Any, ...] = (
     {}, [], "", "x", [0], [[]], {"a": 0}, None, True, False, 0, 1, 2, 3, 4, 8, 16, -1, 0.5, 1e308, -1e308,
@@ -21,21 +28,67 @@ JUNK: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def record_document(raw: bytes) -> Any:
-    """What a record's file says."""
-    return json.loads(json.loads(raw.split(b"\n")[0])["record"])
+def rows(raw: bytes) -> dict[str, tuple[str, int, bytes | None]]:
+    """The rows of a catalog: app's folder, whether it is encrypted, and record, by name."""
+    with contextlib.closing(_opened(raw)) as catalog:
+        found = catalog.execute("SELECT name, app, sealed, record FROM contexts").fetchall()
+    return {name: (app, sealed, record) for name, app, sealed, record in found}
 
 
-def with_record_document(document: Any) -> bytes:
-    """The file of a record that says something else."""
-    return signed(json.dumps(document, separators=(",", ":")))
+def with_row(raw: bytes, name: str, app: str, sealed: int, record: bytes | None) -> bytes:
+    """A catalog with another row, and its checksum."""
+    checksum = _checksum(name, app, sealed, record)
+    with contextlib.closing(_opened(raw)) as catalog:
+        catalog.execute(
+            "INSERT OR REPLACE INTO contexts VALUES (?, ?, ?, ?, ?)", (name, app, sealed, record, checksum)
+        )
+        changed = catalog.serialize()
+    return changed[:18] + raw[18:20] + changed[20:]
+
+
+def _opened(raw: bytes) -> sqlite3.Connection:
+    """A catalog in memory, where there is no log beside it."""
+    catalog = sqlite3.connect(":memory:", isolation_level=None)
+    catalog.deserialize(raw[:18] + b"\1\1" + raw[20:])
+    return catalog
+
+
+def catalog_document(raw: bytes) -> Any:
+    """The records of a catalog, by name."""
+    return {name: json.loads(record) for name, (_, _, record) in rows(raw).items() if record is not None}
+
+
+def with_catalog_document(raw: bytes, document: Any) -> bytes:
+    """A catalog with other records of the contexts that it has."""
+    there = rows(raw)
+    for name, facts in document.items() if isinstance(document, dict) else ():
+        if name in there:
+            app, sealed, _ = there[name]
+            raw = with_row(raw, name, app, sealed, json.dumps(facts, separators=(",", ":")).encode())
+    return raw
+
+
+def record_document(folder: Path) -> Any:
+    """The record of a context, by its folder, in a store that is closed."""
+    return catalog_document((folder.parent.parent / CATALOG).read_bytes())[folder.name]
+
+
+def stored_record(root: Path, name: str) -> Record:
+    """The record of a context as a kill of the process that has the store open would leave it."""
+    with tempfile.TemporaryDirectory() as folder:
+        for suffix in ("", LOG_SUFFIX):
+            shutil.copy(f"{root / CATALOG}{suffix}", folder)
+        with contextlib.closing(sqlite3.connect(Path(folder) / CATALOG)) as catalog:
+            ((app, body),) = catalog.execute("SELECT app, record FROM contexts WHERE name = ?", (name,))
+    return decoded(body, app_of(app), name)
 
 
 def change_record(folder: Path, **changes: Any) -> None:
-    """Has both records of a context's folder say something else."""
-    document = {**record_document((folder / "record").read_bytes()), **changes}
-    for name in ("record", "record.previous"):
-        (folder / name).write_bytes(with_record_document(document))
+    """Gives the record of a context other fields, in a store that is closed."""
+    path = folder.parent.parent / CATALOG
+    path.write_bytes(
+        with_catalog_document(path.read_bytes(), {folder.name: {**record_document(folder), **changes}})
+    )
 
 
 def segment_document(raw: bytes) -> Any:
@@ -100,24 +153,16 @@ def other_document(draw: random.Random, document: Any) -> Any:
     return document
 
 
-def mutate(draw: random.Random, path: Path) -> str:
-    """Changes a record or a segment of a store; what was done."""
+def mutate(draw: random.Random, path: Path, name: str) -> str:
+    """Changes a segment, or the record of a context in a catalog; what was done."""
     how = draw.random()
+    if path.name == CATALOG:
+        document = catalog_document(path.read_bytes())
+        changed = {name: other_document(draw, document[name])}
+        path.write_bytes(with_catalog_document(path.read_bytes(), changed))
+        return f"has {changed!r:.200}"
     if how < 0.1:
-        kind = draw.choice(("gone", "empty", "cut", "folder", "link", "pipe"))
-        raw = path.read_bytes()
-        path.unlink()
-        if kind == "empty":
-            path.write_bytes(b"")
-        elif kind == "cut":
-            path.write_bytes(raw[: draw.randrange(len(raw))])
-        elif kind == "folder":
-            path.mkdir()
-        elif kind == "link":
-            path.symlink_to("/etc/passwd")
-        elif kind == "pipe":
-            os.mkfifo(path)
-        return kind
+        return become(draw, path)
     raw = path.read_bytes()
     if how < 0.25:
         changed = bytearray(raw)
@@ -125,16 +170,30 @@ def mutate(draw: random.Random, path: Path) -> str:
             changed[draw.randrange(len(raw))] ^= draw.randrange(1, 256)
         path.write_bytes(changed)
         return "bytes"
-    if path.suffix == segment.SUFFIX and how < 0.45:
+    if how < 0.45:
         path.write_bytes(with_other_blob(draw, raw))
         return "blob"
-    if path.suffix == segment.SUFFIX:
-        document = other_document(draw, segment_document(raw))
-        path.write_bytes(with_segment_document(raw, document))
-    else:
-        document = other_document(draw, record_document(raw))
-        path.write_bytes(with_record_document(document))
-    return f"says {document!r:.200}"
+    document = other_document(draw, segment_document(raw))
+    path.write_bytes(with_segment_document(raw, document))
+    return f"has {document!r:.200}"
+
+
+def become(draw: random.Random, path: Path) -> str:
+    """Puts another kind of file in the place of one; which."""
+    kind = draw.choice(("gone", "empty", "cut", "folder", "link", "pipe"))
+    raw = path.read_bytes()
+    path.unlink()
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "cut":
+        path.write_bytes(raw[: draw.randrange(len(raw))])
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to("/etc/passwd")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    return kind
 
 
 def _other_value(draw: random.Random, document: Any, old: Any, found: list[tuple[Any, ...]]) -> Any:

@@ -21,14 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.kv.codecs import WIDTHS
-from jaxllm.kv.recompute import LOST
-from serving.contexts import compacting
-from serving.contexts.encoding import ChunkEncoder
-from serving.contexts.growth import agreeing_record
-from serving.contexts.record import Origin, Record
-from serving.contexts.root import PREVIOUS, RECORD
-from serving.contexts.store import ContextStore, Linked
+from jaxllm.contexts.codecs import WIDTHS
+from jaxllm.contexts.recompute import LOST
+from jaxllm.serving.contexts import saving
+from jaxllm.serving.contexts.growth import agreeing_record
+from jaxllm.serving.contexts.record import Linked, Origin, Record
+from jaxllm.serving.contexts.saving import ChunkEncoder
+from jaxllm.serving.contexts.store import ContextStore
 from tests.serving.contexts.killed import SERVER, said_until_killed
 
 C = 2
@@ -100,12 +99,11 @@ def _look(told: Told, root: Path, under_way: tuple[str, str, tuple[int, ...] | N
         store.sweep()
         there = {record.name: record for record in store.records()}
         # No byte is left that no record names.
-        wanted = {"store.json", "lock"}
+        wanted = {"catalog.sqlite", "catalog.sqlite-wal", "lock"}
         for record in there.values():
-            own = {RECORD, *record.segments}
-            wanted |= {f"app-{record.app}/{record.name}/{each}" for each in own}
+            wanted |= {f"app-{record.app}/{record.name}/{each}" for each in record.segments}
         left = {str(each.relative_to(root)) for each in root.rglob("*") if each.is_file()}
-        assert {each for each in left if not each.endswith(PREVIOUS)} == wanted
+        assert left == wanted
         for record in there.values():
             assert LOST not in record.bits
             opened = store.open(record.name)
@@ -145,14 +143,14 @@ class _Life:
         self._encoder.start()
         store.write_later()
         # Often, not after eight calls.
-        compacting._MOST_SEGMENTS = 2
-        real = compacting._rewritten
+        saving._MOST_SEGMENTS = 2
+        real = saving._rewritten
 
         def rewritten(store: ContextStore, name: str) -> Record:
             with self._in("compacting"):
                 return real(store, name)
 
-        compacting._rewritten = rewritten
+        saving._rewritten = rewritten
 
     def act(self) -> None:
         """Does something."""
@@ -214,7 +212,7 @@ class _Life:
         def written(name: str) -> None:
             for each in during:
                 self._phases[PHASES.index(each)] = 0
-            compacting.compact(store, name)
+            saving.compact(store, name)
 
         store.commit_later(record, encoding.chunks, _never, written, linked=linked, ready=ready)
         self._said.send(("end", name, tokens))

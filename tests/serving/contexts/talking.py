@@ -4,12 +4,12 @@ import contextlib
 
 import numpy as np
 
-from jaxllm.kv.recompute import Delay
-from serving.contexts.context import Context
-from serving.contexts.delays import Delays
-from serving.contexts.manager import Contexts
-from serving.contexts.options import ContextOptions
-from serving.request import GenerationConfig, Session
+from jaxllm.contexts.recompute import Delay
+from jaxllm.serving.contexts.context import Context
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.contexts.restore import Delays
+from jaxllm.serving.engine.request import GenerationConfig, Session
 
 C = 16
 DRAW = np.random.default_rng(5)

@@ -9,13 +9,13 @@ import threading
 import numpy as np
 import pytest
 
+from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import BudgetExceeded, CheckpointError
-from jaxllm.kv.codecs import RAW
-from serving.contexts import store as store_module
-from serving.contexts.compacting import make_room
-from serving.contexts.record_file import find_record
-from serving.contexts.store import ContextStore
+from jaxllm.serving.contexts import store as store_module
+from jaxllm.serving.contexts.saving import make_room
+from jaxllm.serving.contexts.store import ContextStore
 from tests.serving.contexts.killed_writes import ORIGIN, check, write_until_killed
+from tests.serving.contexts.mutations import stored_record
 from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, found, new, say
 
 # Kills of a process that writes; a thousand take twelve minutes on two busy cores.
@@ -76,14 +76,13 @@ def test_tokens_are_there_before_chunks(kept, monkeypatch):
     held = len(context.record.bits)
     device = Device(monkeypatch)
     say(context, TURNS[0][1] * 5)
-    folder = contexts.store.root / "app-mail" / context.name
     # Not by a store, of which there is one.
-    there = find_record(folder).record
+    there = stored_record(contexts.store.root, context.name)
     assert there.tokens == context.tokens
     assert len(there.bits) == held < len(context.record.bits)
     device.free.set()
     contexts.store.wait()
-    assert find_record(folder).record == context.record
+    assert stored_record(contexts.store.root, context.name) == context.record
 
 
 @pytest.mark.parametrize("error", [BudgetExceeded("no room"), CheckpointError("broken"), MemoryError("full")])

@@ -5,14 +5,15 @@ import os
 import numpy as np
 import pytest
 
-from benchmarks.contexts.systems import ABLATIONS, SYSTEMS
+from benchmarks.contexts.switching import ABLATIONS, SYSTEMS
+from jaxllm.contexts.codecs import RAW
+from jaxllm.contexts.recompute import LOST, Delay
+from jaxllm.contexts.tolerance import allocate
 from jaxllm.errors import ConfigError
-from jaxllm.kv.codecs import RAW
-from jaxllm.kv.recompute import LOST, Delay
-from jaxllm.kv.tolerance import allocate
-from serving.contexts.delays import Delays
-from serving.contexts.options import ContextOptions
-from serving.contexts.store import ContextStore
+from jaxllm.serving.contexts.database import Database
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.contexts.restore import Delays
+from jaxllm.serving.contexts.store import ContextStore
 from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, found, new, say
 
 COMPUTE = Delays(read=Delay(fixed_ms=9.0, per_unit_ms=9.0), compute=Delay(fixed_ms=0.0, per_unit_ms=1e-9))
@@ -72,8 +73,10 @@ def test_no_switch_waits_for_the_device_and_every_call_does(kept, monkeypatch, s
     )
     names = ("ratio", "policy", "writing", "recompute")
     contexts = kept(budget_bytes=TIGHT * size, **{name: getattr(options, name) for name in names})
-    flushed, flush = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(number) or flush(number))
+    flushed, sync, flush = [], os.fsync, Database.flush
+    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(number) or sync(number))
+    # SQLite flushes by itself.
+    monkeypatch.setattr(Database, "flush", lambda catalog: flushed.append(catalog) or flush(catalog))
     mine, how = [new(contexts) for _ in range(3)], []
     for turn in range(2):
         for context in mine:
@@ -175,7 +178,7 @@ def test_room_is_made_as_an_answer_grows_and_not_when_it_ends(kept):
 
 
 def test_bad_input_is_told():
-    with pytest.raises(ConfigError, match="writing must be among"):
+    with pytest.raises(ConfigError, match="writing must be one of background, ahead"):
         ContextOptions(folder="", writing="sometimes")
 
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from jaxllm.contexts.codecs import RAW, ChunkFormat, ChunkShape
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.kv.codecs import RAW, ChunkFormat, ChunkShape
-from serving.buckets.context import EncodeBucket, LoadBucket, RestoreBucket
-from serving.buckets.layer import EmbedBucket
-from serving.contexts.chunk_io import ChunkIO
-from serving.options import EngineOptions
-from serving.runners.runner import prefill_prompt
+from jaxllm.serving.buckets.context import EncodeBucket, LoadBucket, RestoreBucket
+from jaxllm.serving.buckets.layer import EmbedBucket
+from jaxllm.serving.contexts.chunk_io import ChunkIO
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.runners.runner import prefill_prompt
 from tests.kernels.switching import needs_native
 from tests.tiny import TINY
 
@@ -124,7 +124,7 @@ def test_all_of_them_are_in_the_table(engine_of):
     ("options", "message"),
     [
         (dict(kv_codec="zip"), "no codec 'zip'"),
-        (dict(kv_codec="raw", kv_chunk_tokens=0), "kv_chunk_tokens must be in"),
+        (dict(kv_codec="raw", kv_chunk_tokens=0), "kv_chunk_tokens must be a whole number in"),
     ],
 )
 def test_bad_options_are_told(options, message):

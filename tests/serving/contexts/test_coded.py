@@ -6,11 +6,11 @@ import weakref
 import numpy as np
 import pytest
 
+from jaxllm.contexts.codecs import CODECS
 from jaxllm.errors import ConfigError
-from jaxllm.kv.codecs import CODECS
-from serving.contexts import loading
-from serving.options import EngineOptions
-from serving.request import Session
+from jaxllm.serving.contexts import loading
+from jaxllm.serving.engine.request import Session
+from jaxllm.serving.ground.options import EngineOptions
 from tests.kernels.switching import needs_native
 from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, found, new, say
 

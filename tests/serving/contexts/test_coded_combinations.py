@@ -6,16 +6,15 @@ import re
 
 import pytest
 
-from jaxllm.checkpoints.peft_folder import write_adapter
+from jaxllm import Engine
+from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.errors import ConfigError
 from jaxllm.models.lora import LoraConfig
-from serving.batch import batchable, decode_together
-from serving.contexts.manager import Contexts
-from serving.contexts.options import ContextOptions
-from serving.engine import Engine
-from serving.request import GenerationConfig
-from serving.speculation.options import SpeculationOptions
-from serving.step import step
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.engine.step import batchable, decode_together, step
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from tests.kernels.switching import needs_native
 from tests.models.test_lora import random_adapter
 from tests.serving.contexts.conftest import CFG, OPTIONS
@@ -162,7 +161,7 @@ def test_caches_of_ended_answers_are_copied(both):
 
 
 def test_a_model_that_drafts_by_itself_does_not_where_it_could_not(bundle_of, monkeypatch):
-    monkeypatch.setattr("serving.loading._LEAST_DRAFTING_BYTES", 0)
+    monkeypatch.setattr("jaxllm.serving.opening.engine._LEAST_DRAFTING_BYTES", 0)
     for coded in (False, True):
         asked = dataclasses.replace(OPTIONS, kv_codec="raw", attend_coded=coded)
         speculation = SpeculationOptions.by_itself()
@@ -191,7 +190,7 @@ def test_what_cannot_is_refused_by_name(bundle_of, options, speculation, why):
 
 
 def test_integer_prefill_is_refused(bundle_of, monkeypatch):
-    monkeypatch.setattr("serving.runners.make.chosen_prefill", lambda *_, **__: object())
+    monkeypatch.setattr("jaxllm.serving.opening.make_runners.chosen_prefill", lambda *_, **__: object())
     path = bundle_of("int8")
     with pytest.raises(ConfigError, match="because it prefills in integers"):
         opened_with(path, {"kv_codec": "raw", "attend_coded": True})

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextOverflow
-from jaxllm.kv.codecs import RAW
+from jaxllm.serving.contexts.context import turn_ids
+from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.text.tokenizer import Tokenizer
-from serving.contexts.context import turn_ids
-from serving.request import GenerationConfig
 from tests.kernels.switching import needs_native
 from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, found, new, say
 from tests.tiny import END_ID, tiny_tokenizer
@@ -67,14 +67,14 @@ def test_a_fresh_process_goes_on_token_for_token(kept, tmp_path):
     contexts.close()
     code = f"""
 import json
-from serving.contexts.context import Context
-from serving.contexts.manager import Contexts
-from serving.contexts.options import ContextOptions
-from serving.host.direct_io import Storage
-from serving.engine import Engine
-from serving.weights.experts.options import ExpertOptions
-from serving.options import EngineOptions
-from serving.int8_prefill.options import PrefillOptions
+from jaxllm.serving.contexts.context import Context
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.host.direct_io import Storage
+from jaxllm import Engine
+from jaxllm.serving.ground.expert_options import ExpertOptions
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 engine = Engine.open({str(contexts.engine.model.bundle.path)!r}, options={contexts.engine.options!r})
 contexts = Contexts(engine, ContextOptions(folder={str(tmp_path / "store")!r}))
 context = Context(contexts, contexts.record("mail", {context.name!r}))

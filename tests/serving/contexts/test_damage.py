@@ -1,16 +1,18 @@
 """Tests that damage is told apart from what storage refuses: the one is set aside and computed again, the
 other stays as it is until it can be read."""
 
+import dataclasses
 import errno
 import os
 
 import pytest
 
-from jaxllm.errors import CheckpointError, ContextGone, Unreadable
-from jaxllm.kv.recompute import LOST
-from serving.contexts.store import ContextStore
+from jaxllm.contexts.recompute import LOST
+from jaxllm.errors import CheckpointError, ConfigError, ContextGone, JaxllmError
+from jaxllm.serving.contexts.store import ContextStore
+from tests.faults import FailingDevice
 from tests.serving.contexts.mutations import change_record, record_document
-from tests.serving.contexts.test_root import contents
+from tests.serving.contexts.test_layout import contents
 from tests.serving.contexts.test_store import ORIGIN, grown, holds
 
 
@@ -60,8 +62,8 @@ def test_damaged_chunks_are_found_and_computed_again(kept):
         ({"bits": [2, 2, 2]}, (0, 1, 2)),
         ({"tokens": [0, 9, 2, 3, 4, 5]}, (0, 1, 2)),
         ({"tokens": [0, 1, 2, 3, 9, 5]}, (2,)),
-        ({"files": ["1.kv", "1.kv", "1.kv"], "tables": None}, (0,)),
-        ({"tables": {"0.kv": "0" * 32, "1.kv": None}}, (0,)),
+        ({"files": ["1.kv", "1.kv", "1.kv"], "checksums": None}, (0,)),
+        ({"checksums": {"0.kv": "0" * 32, "1.kv": None}}, (0,)),
         ({"origin": {"level": 50}}, (0, 1, 2)),
         ({"origin": {"heads": [4, 4, 4]}}, (0, 1, 2)),
         ({"origin": {"codec": "kivi"}}, (0, 1, 2)),
@@ -70,11 +72,11 @@ def test_damaged_chunks_are_found_and_computed_again(kept):
 def test_chunks_that_are_not_what_the_record_says_are_damaged(kept, changes, chunks):
     """Of other widths, tokens, levels or layouts, whatever the checksums say."""
     root, record, folder = kept
-    document = record_document((folder / "record").read_bytes())
-    tables = document["tables"]
-    if "tables" in changes:
-        wanted = changes["tables"] or {"1.kv": None}
-        changes = {**changes, "tables": {name: each or tables[name] for name, each in wanted.items()}}
+    document = record_document(folder)
+    sums = document["checksums"]
+    if "checksums" in changes:
+        wanted = changes["checksums"] or {"1.kv": None}
+        changes = {**changes, "checksums": {name: each or sums[name] for name, each in wanted.items()}}
     if "origin" in changes:
         changes = {**changes, "origin": {**document["origin"], **changes["origin"]}}
     change_record(folder, **changes)
@@ -104,34 +106,25 @@ def test_a_segment_of_another_commit_is_damaged(kept):
         assert damage.chunks == (0,)
 
 
-@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ENOSPC, errno.ESTALE])
-def test_a_record_that_storage_refuses_stays_and_comes_back(kept, monkeypatch, error):
-    root, record, folder = kept
-    before, real = contents(root), os.open
-
-    def refused(path, *rest, **options):
-        if os.fspath(path) == os.fspath(folder / "record"):
-            raise OSError(error, os.strerror(error))
-        return real(path, *rest, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refused)
-        store = ContextStore(root)
-        (damage,) = store.damage()
-        assert (damage.app, damage.name, damage.proved, damage.lost) == ("mail", record.name, False, True)
-        assert os.strerror(error) in damage.reason
-        assert [each.app for each in store.records()] == ["calendar"]
-        assert store.verify(repair=True) == [damage]
-        with pytest.raises(Unreadable, match="cannot be used"):
-            store.record(record.name)
-        # Another app is not told that there is one.
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_a_catalog_that_storage_refuses_stays_and_comes_back(kept, error):
+    """The store is not opened; once it is open it answers from what it has read."""
+    root, record, _ = kept
+    before = contents(root)
+    with FailingDevice(root, at=None) as device:
+        device.fail(errno.EIO)
+        with pytest.raises(ConfigError, match="cannot be a store of contexts"):
+            ContextStore(root)
+    assert contents(root) == before
+    with ContextStore(root) as store:
+        with FailingDevice(root, at=None) as device:
+            device.fail(error)
+            with pytest.raises(JaxllmError):
+                store.commit(dataclasses.replace(record, pinned=True))
         with pytest.raises(ContextGone, match="never made"):
             store.record(record.name, "calendar")
-    assert contents(root) == before
-    # Once it can be read it is there again, without opening the store anew.
-    assert holds(store, record.name) == record
-    assert store.damage() == store.verify() == []
-    store.close()
+        assert holds(store, record.name).tokens == record.tokens
+        assert store.damage() == store.verify() == []
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
@@ -159,8 +152,8 @@ def test_a_segment_that_storage_refuses_stays(kept, monkeypatch, call):
         assert holds(store, record.name).bits == (LOST, 4, 8)
 
 
-def test_contexts_of_the_same_name_do_not_take_each_other(kept):
-    """A folder that was copied to another app is damaged, and the one that it was copied from is not."""
+def test_a_copied_folder_takes_no_context(kept):
+    """Nobody knows what it is: it is listed, and stays; and so is the one that it was copied from."""
     root, record, folder = kept
     copied = root / "app-zebra" / record.name
     copied.mkdir(parents=True)
@@ -168,6 +161,8 @@ def test_contexts_of_the_same_name_do_not_take_each_other(kept):
         (copied / each.name).write_bytes(each.read_bytes())
     with ContextStore(root) as store:
         (damage,) = store.verify(repair=True)
-        assert (damage.app, damage.lost) == ("zebra", True)
+        assert (damage.app, damage.lost, damage.proved) == ("zebra", True, False)
         assert holds(store, record.name) == record
-    assert (root / damage.aside / "record").exists()
+        with pytest.raises(ContextGone):
+            store.record(record.name, "zebra")
+    assert (copied / "0.kv").exists()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from serving.options import EngineOptions
+from jaxllm.serving.ground.options import EngineOptions
 from tests import tiny_states
 from tests.serving.contexts.dying import Known, live_and_die
 from tests.tiny import write_tiny_bundle
@@ -31,7 +31,7 @@ OPTIONS = EngineOptions(
 )
 def test_kills_lose_at_most_what_was_running(lane, kills, tmp_path):
     """What ended before a kill is there after it, and goes on token for token."""
-    # In one lane chunks are stored at fewer bits, and widened while nothing runs; one more model has states.
+    # In one lane chunks are stored at fewer bits; one more model has states.
     options = dataclasses.replace(OPTIONS, kv_codec="kivi" if lane == LANES - 1 else "raw")
     path, draw, known = tmp_path / "tiny.jaxllm", random.Random(lane), Known()
     bundle = write_tiny_bundle(path) if lane < LANES else tiny_states.write_bundle(path, "delta_rule")
@@ -42,6 +42,5 @@ def test_kills_lose_at_most_what_was_running(lane, kills, tmp_path):
             seed=seed, after_s=after_s, cache=tmp_path / "cache",
         )  # fmt: skip
     assert known.tokens
-    # Idle work is none.
     assert known.deeds > kills
     print(f"{kills} kills, {known.deeds} deeds, {known.checked} answers compared")

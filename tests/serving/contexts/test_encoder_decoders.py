@@ -5,21 +5,21 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxllm import Engine
 from jaxllm.bundle import Bundle, expert_widths, lay_experts_apart
-from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.bundle.levels import elastic_parts
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling
-from serving.contexts.context import Context
-from serving.contexts.manager import Contexts
-from serving.contexts.options import ContextOptions
-from serving.contexts.turn_ids import conversation_turn_ids
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.request import GenerationConfig
-from serving.speculation.options import SpeculationOptions
-from serving.weights.experts.store import ExpertStore
-from serving.weights.footprint import budget_with_experts
+from jaxllm.serving.contexts.context import Context
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.contexts.turn_ids import conversation_turn_ids
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.experts.store import ExpertStore
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.opening.weight_source import budget_with_experts
 from tests import tiny, tiny_encdec
 from tests.kernels.switching import needs_native
 from tests.serving.contexts.talking import kept_by

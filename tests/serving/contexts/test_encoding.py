@@ -5,10 +5,10 @@ import threading
 import pytest
 
 from jaxllm.errors import CheckpointError
-from serving.contexts.chunk_io import ChunkIO
-from serving.contexts.record_file import find_record
-from serving.contexts.store import ContextStore
+from jaxllm.serving.contexts.chunk_io import ChunkIO
+from jaxllm.serving.contexts.store import ContextStore
 from tests.kernels.switching import needs_native
+from tests.serving.contexts.mutations import stored_record
 from tests.serving.contexts.talking import TURNS, answers_without_contexts, new, say
 
 
@@ -117,7 +117,7 @@ def test_a_kill_before_chunks_are_encoded_leaves_the_tokens(kept, monkeypatch):
     held = context.record.bits
     encoder = Encoder(monkeypatch)
     say(context, TURNS[0][1] * 5)
-    there = find_record(contexts.store.root / "app-mail" / context.name).record
+    there = stored_record(contexts.store.root, context.name)
     assert there.tokens == context.tokens
     assert there.bits == held != context.record.bits
     encoder.free.set()

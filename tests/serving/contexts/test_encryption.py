@@ -1,7 +1,5 @@
 """Encrypted contexts: nothing readable on storage, the same chunks back, and gone with their key."""
 
-import dataclasses
-import json
 import os
 import stat
 from pathlib import Path
@@ -9,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxllm.errors import CheckpointError, ConfigError, ContextGone, JaxllmError, Unreadable
-from serving.contexts import record_file
-from serving.contexts.compacting import compact
-from serving.contexts.context import Context
-from serving.contexts.erasing import erase
-from serving.contexts.root import folder_bytes
-from serving.contexts.segment import file_bytes
-from serving.contexts.store import ContextStore
+from jaxllm.errors import CheckpointError, ConfigError, ContextGone, Unreadable
+from jaxllm.serving.contexts.context import Context, erase
+from jaxllm.serving.contexts.layout import CATALOG, folder_bytes
+from jaxllm.serving.contexts.saving import compact
+from jaxllm.serving.contexts.segment import file_bytes
+from jaxllm.serving.contexts.store import ContextStore
+from tests.serving.contexts.mutations import rows
 from tests.serving.contexts.test_store import ORIGIN, blobs, grown, holds
 
 
@@ -54,42 +51,27 @@ def test_a_context_is_there_again_and_nothing_of_it_can_be_read(tmp_path: Path, 
             compact(store, name)
         holds(store, name, 9)
     plain = made(tmp_path / "plain", None)
-    assert b'\\"tokens\\"' in content(tmp_path / "plain")
+    assert b'"tokens"' in content(tmp_path / "plain")
     assert plain != name
-
-
-def test_records_from_before_contexts_had_a_time_are_read(
-    tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = made(tmp_path, keys)
-    folder = tmp_path / "store" / "app-mail" / name
-    with ContextStore(tmp_path / "store", keys=keys) as store:
-        record = store.record(name)
-        assert (folder / "record").read_bytes().startswith(b'{"version":9')
-        body = json.loads(record_file.encoded_body(record))
-        del body["created_s"], body["tokenizer"]
-        with monkeypatch.context() as patch:
-            patch.setattr(record_file, "SEALED_VERSION", 3)
-            assert store.vault is not None
-            (folder / "record").write_bytes(record_file._sealed(json.dumps(body), folder, store.vault))
-    with ContextStore(tmp_path / "store", keys=keys) as store:
-        assert record.created_s > 0
-        assert store.record(name) == dataclasses.replace(record, created_s=0)
-        assert store.verify() == []
 
 
 def test_keys_are_closed_to_others(tmp_path: Path, keys: Path) -> None:
     made(tmp_path, keys)
     made(tmp_path, keys, "calendar")
     assert stat.S_IMODE(keys.stat().st_mode) == 0o700
-    files = sorted(keys.iterdir())
+    files = sorted(keys.glob("*.key"))
     assert [each.name for each in files] == ["app-calendar.key", "app-mail.key"]
+    assert {stat.S_IMODE(each.stat().st_mode) for each in keys.rglob("*") if each.is_file()} == {0o600}
     assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {0o600}
     assert files[0].read_bytes() != files[1].read_bytes()
     keys.chmod(0o750)
     with pytest.raises(ConfigError, match="this user's alone"):
         ContextStore(tmp_path / "store", keys=keys)
     keys.chmod(0o700)
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write to, so what is in it could be replaced"):
+        ContextStore(tmp_path / "store", keys=keys)
+    tmp_path.chmod(0o700)
     with pytest.raises(ConfigError, match="must not lie in"):
         ContextStore(tmp_path / "store", keys=tmp_path / "store" / "keys")
 
@@ -151,23 +133,24 @@ def test_plain_contexts_are_read_and_encrypted_when_they_change(tmp_path: Path, 
     name = made(tmp_path, None)
     with ContextStore(tmp_path / "store", keys=keys) as store:
         record = holds(store, name)
-        record = store.commit(*grown(record, [8, 4, 8], 1))
-        # The record before is plain until the next change.
-        store.commit(record)
-    assert b"tokens" not in content(tmp_path / "store" / "app-mail")
+        store.commit(*grown(record, [8, 4, 8], 1))
+    assert b'"tokens"' not in content(tmp_path / "store")
     with ContextStore(tmp_path / "store", keys=keys) as store:
         holds(store, name, 1)
 
 
 def test_any_change_is_seen(tmp_path: Path, keys: Path) -> None:
     name = made(tmp_path, keys)
-    folder = tmp_path / "store" / "app-mail" / name
-    for file in ("0.kv", "record"):
-        path = folder / file
+    catalog = tmp_path / "store" / CATALOG
+    body = rows(catalog.read_bytes())[name][2]
+    assert body is not None
+    at = catalog.read_bytes().index(body[:64])
+    for path in (tmp_path / "store" / "app-mail" / name / "0.kv", catalog):
         whole = path.read_bytes()
         draw = np.random.default_rng(0)
         told = 0
-        for place in draw.integers(0, len(whole), 100):
+        places = draw.integers(0, len(whole), 60) if path != catalog else at + draw.integers(0, 64, 30)
+        for place in places:
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x01]) + whole[place + 1 :])
             with ContextStore(tmp_path / "store", keys=keys) as store:
                 try:
@@ -177,18 +160,16 @@ def test_any_change_is_seen(tmp_path: Path, keys: Path) -> None:
                 except CheckpointError:
                     told += 1
         path.write_bytes(whole)
-        assert told > 20, file
+        assert told > 20, path.name
 
 
 def test_files_are_of_their_place(tmp_path: Path, keys: Path) -> None:
-    """A file cannot be put in another context's place, even of the same app."""
+    """A segment cannot be put in another context's place, even of the same app."""
     first, second = made(tmp_path, keys), made(tmp_path, keys)
     folder = tmp_path / "store" / "app-mail"
-    for file in ("record", "record.previous", "0.kv"):
-        if (folder / first / file).exists():
-            (folder / second / file).write_bytes((folder / first / file).read_bytes())
-    with ContextStore(tmp_path / "store", keys=keys) as store, pytest.raises(JaxllmError):
-        store.record(second, "mail")
+    (folder / second / "0.kv").write_bytes((folder / first / "0.kv").read_bytes())
+    with ContextStore(tmp_path / "store", keys=keys) as store:
+        assert [(each.name, each.chunks) for each in store.verify()] == [(second, (0, 1, 2))]
 
 
 def test_the_size_of_a_file_is_known_before(tmp_path: Path, keys: Path) -> None:
@@ -196,7 +177,7 @@ def test_the_size_of_a_file_is_known_before(tmp_path: Path, keys: Path) -> None:
     chunks = {chunk: (bits, blobs(chunk, bits)) for chunk, bits in enumerate([8, 4, 8])}
     path = tmp_path / "store" / "app-mail" / name / "0.kv"
     assert path.stat().st_size == file_bytes(chunks, encrypted=True)
-    assert folder_bytes([path.parent]) > path.stat().st_size
+    assert folder_bytes([path.parent]) == path.stat().st_size
 
 
 def test_conversations_go_on(kept, tmp_path: Path) -> None:
@@ -209,7 +190,7 @@ def test_conversations_go_on(kept, tmp_path: Path) -> None:
     assert answer.restoration.read
     assert again.tokens[: 40 + len(said) - 1] == (*range(5, 45), *said)[: 40 + len(said) - 1]
     erase(contexts, "mail")
-    assert os.listdir(tmp_path / "keys") == []
+    assert sorted(os.listdir(tmp_path / "keys")) == ["newest.sqlite", "sealed"]
     with pytest.raises(ContextGone):
         contexts.record("mail", context.name)
 

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
+from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, ContextOverflow
-from jaxllm.kv.recompute import LOST
-from serving.contexts.manager import Contexts
-from serving.step import step
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.engine.step import step
 from tests.serving.contexts.mutations import change_record
 from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, found, new, say
 
@@ -92,6 +92,7 @@ def test_widths_that_its_blobs_have_not_never_reach_a_kernel(kept):
     say(context, TURNS[0][0])
     assert set(context.record.bits) == {2}
     contexts.store.wait()
+    contexts.close()
     change_record(contexts.store.root / "app-mail" / context.name, bits=[8, 8])
     contexts = kept("kivi", ratio=0.4)
     contexts._delays[100] = READ

@@ -5,15 +5,15 @@ import random
 import pytest
 
 from jaxllm.errors import ContextGone
-from serving.contexts.catalog import Catalog
-from serving.contexts.store import ContextStore
+from jaxllm.serving.contexts.catalog import Catalog
+from jaxllm.serving.contexts.store import ContextStore
 from tests.serving.contexts.test_store import ORIGIN, grown
 
 
 def test_a_foreign_context_is_looked_up_as_a_missing_one(tmp_path, monkeypatch):
     """The same message, and the same work, which therefore takes the same time."""
     work = []
-    for name in ("find", "find_again", "settle"):
+    for name in ("_find", "find_again", "settle"):
         real = getattr(Catalog, name)
         monkeypatch.setattr(
             Catalog, name, lambda self, *a, _real=real, _name=name: work.append(_name) or _real(self, *a)

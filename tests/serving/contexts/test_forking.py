@@ -2,11 +2,10 @@
 
 import pytest
 
+from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
-from jaxllm.kv.recompute import LOST
-from serving.contexts.context import Context
-from serving.contexts.forking import fork
-from serving.request import GenerationConfig
+from jaxllm.serving.contexts.context import Context, fork
+from jaxllm.serving.engine.request import GenerationConfig
 from tests.serving.contexts.talking import TURNS, C, answers_without_contexts, found, new, say
 
 

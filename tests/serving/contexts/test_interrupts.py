@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import ConfigError, JaxllmError
-from jaxllm.kv.codecs import RAW
-from serving.contexts.store import ContextStore
+from jaxllm.serving.contexts.store import ContextStore
 from tests.faults import FailingDevice
-from tests.interrupting import Interrupt
+from tests.interrupting import Interrupt, run_apart
 from tests.serving.contexts.interrupts import DEEDS, FILES, Victim, nobody_to_tell, places
 
 ROOT = Path(__file__).parents[3]
@@ -40,7 +40,7 @@ def test_an_interrupt_leaves_a_context_before_a_call_or_after_it(kept, deed):
             came = False
             with Interrupt(FILES, place) as interrupt:
                 try:
-                    DEEDS[deed](contexts, victim.context)
+                    run_apart(lambda: DEEDS[deed](contexts, victim.context))  # noqa: B023
                 except KeyboardInterrupt:
                     came = True
             assert came == interrupt.told, interrupt.where

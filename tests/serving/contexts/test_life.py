@@ -6,11 +6,11 @@ import os
 
 import pytest
 
+from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import BudgetExceeded, ConfigError
-from jaxllm.kv.codecs import RAW
-from serving.contexts.delays import UNMEASURED_READ, measure_read
-from serving.contexts.store import ContextStore
-from serving.host.direct_io import Storage
+from jaxllm.serving.contexts.restore import UNMEASURED_READ, measure_read
+from jaxllm.serving.contexts.store import ContextStore
+from jaxllm.serving.host.direct_io import Storage
 from tests.faults import FailingDevice
 from tests.serving.contexts.talking import TURNS, new, say
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.errors import BudgetExceeded, ConfigError, JaxllmError
-from serving.contexts.compacting import compact
-from serving.contexts.lock import StoreLock
-from serving.contexts.store import ContextStore
+from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, JaxllmError
+from jaxllm.serving.contexts.database import Database
+from jaxllm.serving.contexts.layout import StoreLock
+from jaxllm.serving.contexts.saving import compact
+from jaxllm.serving.contexts.store import ContextStore
 from tests.faults import FailingDevice
 from tests.serving.contexts.test_store import ORIGIN, grown, holds
 
@@ -90,7 +91,7 @@ def test_who_lost_the_folder_does_not_write_into_the_new_one(tmp_path):
     shutil.copytree(tmp_path / "moved", root)
     with ContextStore(root) as owner:
         kept = owner.commit(*grown(owner.record(record.name), [8, 8]))
-        with pytest.raises(ConfigError, match="was removed or replaced while it was open"):
+        with pytest.raises(CheckpointError, match="was removed or replaced while it was open"):
             stale.commit(*grown(record, [8]))
         stale.close()
         assert holds(owner, record.name) == kept
@@ -105,24 +106,37 @@ def test_a_lock_is_one_process_s_at_a_time(tmp_path):
     StoreLock(tmp_path / "lock").release()
 
 
-def test_what_is_deleted_stays_deleted_after_a_power_cut(tmp_path, monkeypatch):
-    """The device knows of it before the rest goes; so it does of what was made."""
+def test_the_device_knows_what_is_named_before_its_name_and_what_is_deleted_before_it_goes(
+    tmp_path, monkeypatch
+):
+    """As a power cut may leave it."""
     with ContextStore(tmp_path) as store:
-        flushed, flush = [], os.fsync
+        events, sync, flush = [], os.fsync, Database.flush
 
-        def watched(number):
-            path = Path(os.readlink(f"/proc/self/fd/{number}"))
-            flushed.append((path, sorted(each.name for each in path.iterdir()) if path.is_dir() else []))
-            flush(number)
+        def synced(number):
+            events.append(Path(os.readlink(f"/proc/self/fd/{number}")))
+            sync(number)
 
-        monkeypatch.setattr(os, "fsync", watched)
+        def flushed(database):
+            events.append(sorted(each.name for each in tmp_path.glob("app-a/*/*")))
+            flush(database)
+
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(Database, "flush", flushed)
         record = store.create("a", ORIGIN)
         folder = tmp_path / "app-a" / record.name
-        assert {folder, folder.parent, tmp_path} <= {path for path, _ in flushed}
-        store.commit(*grown(record, [8]))
-        flushed.clear()
+        assert events == [folder.parent, tmp_path, []]
+        record = store.commit(*grown(record, [8]))
+        assert events[-2:] == [folder, ["0.kv"]]
+        # The file itself, by the name that it is written under.
+        assert ".0.kv." in events[-3].name
+        store.commit(*grown(record, [4]))
+        # The older segment goes when the device has the newer record.
+        assert events[-1] == ["0.kv", "1.kv"]
+        assert {each.name for each in folder.iterdir()} == {"1.kv"}
+        events.clear()
         store.delete(record.name)
-        assert flushed[0] == (folder, ["0.kv"])
+        assert events[0] == ["1.kv"]
 
 
 def test_quotas_count_what_a_commit_frees(tmp_path):
@@ -182,14 +196,14 @@ def test_closing_at_exit_says_nothing(tmp_path, engine_of):
     """An answer that nobody ended is kept."""
     engine = engine_of("raw")
     code = f"""
-from serving.contexts.context import Context
-from serving.contexts.manager import Contexts
-from serving.contexts.options import ContextOptions
-from serving.host.direct_io import Storage
-from serving.engine import Engine
-from serving.weights.experts.options import ExpertOptions
-from serving.options import EngineOptions
-from serving.int8_prefill.options import PrefillOptions
+from jaxllm.serving.contexts.context import Context
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.host.direct_io import Storage
+from jaxllm import Engine
+from jaxllm.serving.ground.expert_options import ExpertOptions
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 engine = Engine.open({str(engine.model.bundle.path)!r}, options={engine.options!r})
 contexts = Contexts(engine, ContextOptions(folder={str(tmp_path / "store")!r}))
 answer = Context(contexts, contexts.create("mail")).generate([5] * 40, max_tokens=20, ignore_eos=True)

@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from jaxllm.contexts.codecs import RAW
+from jaxllm.contexts.eviction import POLICIES, find_policy
 from jaxllm.errors import BudgetExceeded, ConfigError
-from jaxllm.kv.codecs import RAW
-from jaxllm.kv.eviction import POLICIES, find_policy
-from serving.contexts.memory import ChunkMemory
+from jaxllm.serving.contexts.memory import ChunkMemory
 
 SIZE = {RAW: 16, 8: 8, 4: 4, 2: 2}
 

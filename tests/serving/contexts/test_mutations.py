@@ -1,6 +1,7 @@
 """Records and segments that were changed, checksums and all: nothing crashes, hangs, escapes or is lost, and
 what `verify` calls good is what was written. `JAXLLM_TEST_MUTATIONS` says how many."""
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -9,10 +10,12 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxllm.errors import CheckpointError
-from jaxllm.kv.recompute import LOST
-from serving.contexts.store import ContextStore
-from tests.serving.contexts.mutations import mutate
+from jaxllm.contexts.recompute import LOST
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.serving.contexts.layout import CATALOG
+from jaxllm.serving.contexts.segment import SUFFIX
+from jaxllm.serving.contexts.store import ContextStore
+from tests.serving.contexts.mutations import become, mutate
 from tests.serving.contexts.test_store import ORIGIN, blobs, grown
 
 COUNT = int(os.environ.get("JAXLLM_TEST_MUTATIONS", "40"))
@@ -81,12 +84,6 @@ def look(root, pristine):
     return wrong
 
 
-def said(root, name):
-    """Whether a context's tokens are anywhere in a store, in the quarantine too."""
-    found = [*root.rglob(f"{name}/record*"), *root.rglob(f"{name}-*/record*")]
-    return any(each.is_file() and not each.is_symlink() for each in found)
-
-
 def test_no_mutation_is_called_good_or_loses_another_context(pristine, tmp_path):
     source, known = pristine
     outside = tmp_path / "victim"
@@ -95,19 +92,34 @@ def test_no_mutation_is_called_good_or_loses_another_context(pristine, tmp_path)
     for seed in range(COUNT):
         draw, root = random.Random(seed), tmp_path / "store"
         shutil.copytree(source, root)
-        victims = sorted([*root.glob("app-*/*/record"), *root.glob("app-*/*/*.kv")])
-        path = draw.choice(victims)
-        did = f"seed {seed}: {path.name}: {mutate(draw, path)}"
+        path = draw.choice([root / CATALOG, *sorted(root.glob("app-*/*/*.kv"))])
+        victim = path.parent.name if path.suffix == SUFFIX else draw.choice(sorted(known))
+        did = f"seed {seed}: {path.name}: {mutate(draw, path, victim)}"
+        before = {each.name for each in root.rglob("*.kv")}
         try:
             wrong = look(root, known)
-            assert wrong <= {path.parent.name}
+            assert wrong <= {victim}
+            assert {each.name for each in root.rglob("*.kv")} >= before or path.suffix == SUFFIX
             with ContextStore(root) as store:
                 for name, record in known.items():
-                    if name != path.parent.name:
+                    if name != victim:
                         assert store.record(name).tokens == record.tokens
-                    assert said(root, name)
         except BaseException as error:
             error.add_note(did)
             raise
         shutil.rmtree(root)
     assert (outside / "0.kv").read_bytes() == b"mine"
+
+
+def test_another_kind_of_file_is_no_catalog_and_nothing_is_removed(pristine, tmp_path):
+    source, _ = pristine
+    for seed in range(12):
+        root = tmp_path / f"store-{seed}"
+        shutil.copytree(source, root)
+        kind = become(random.Random(seed), root / CATALOG)
+        before = sorted(root.rglob("*.kv"))
+        with contextlib.suppress(ConfigError), ContextStore(root) as store:
+            # A part of it may be read as a whole.
+            assert kind == "cut"
+            assert store.verify()
+        assert sorted(root.rglob("*.kv")) == before

@@ -5,7 +5,7 @@ import pytest
 
 from jaxllm.errors import CheckpointError
 from jaxllm.kernels import native
-from serving.contexts.layer_pass import InPlace
+from jaxllm.serving.contexts.restore import InPlace
 from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, new, say
 from tests.serving.contexts.test_restore import COMPUTE
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import BudgetExceeded, ConfigError
-from jaxllm.kv.codecs import RAW
 from tests.serving.contexts.talking import TURNS, answers_without_contexts, new, say
 
 
@@ -59,5 +59,5 @@ def test_a_budget_below_what_runs_or_is_pinned_is_refused(kept):
 @pytest.mark.parametrize("budget", [0, -1, 1.5, "1MB", True, None])
 def test_what_is_no_budget_is_refused(kept, budget):
     contexts = kept()
-    with pytest.raises(ConfigError, match="budget_bytes must be a whole number from 1 up"):
+    with pytest.raises(ConfigError, match="budget_bytes must be a whole number of at least 1"):
         contexts.resize(budget)

@@ -6,14 +6,13 @@ import threading
 import numpy as np
 import pytest
 
+from jaxllm.contexts.codecs import RAW
+from jaxllm.contexts.recompute import LOST, Delay
 from jaxllm.errors import CheckpointError
-from jaxllm.kv.codecs import RAW
-from jaxllm.kv.recompute import LOST, Delay
-from serving.contexts.chunk_io import ChunkIO
-from serving.contexts.delays import Delays, measure_compute, measure_read
-from serving.contexts.restore import Reader, restore
-from serving.host.direct_io import Storage
-from serving.runners.runner import prefill_prompt
+from jaxllm.serving.contexts.chunk_io import ChunkIO
+from jaxllm.serving.contexts.restore import Delays, Reader, measure_compute, measure_read, restore
+from jaxllm.serving.host.direct_io import Storage
+from jaxllm.serving.runners.runner import prefill_prompt
 
 C = 16
 TOKENS = np.random.default_rng(1).integers(0, 250, 7 * C).tolist()

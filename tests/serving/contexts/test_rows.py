@@ -6,13 +6,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxllm import PromptRows
+from jaxllm import Engine, PromptRows
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone
-from serving.contexts.context import Context
-from serving.contexts.forking import fork
-from serving.engine import Engine
-from serving.host.direct_io import PAGE
-from serving.request import GenerationConfig
+from jaxllm.serving.contexts.context import Context, fork
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.host.direct_io import PAGE
 from tests.serving.contexts.conftest import OPTIONS
 from tests.serving.contexts.mutations import change_record, record_document
 from tests.serving.contexts.talking import found, kept_by, new
@@ -134,7 +132,7 @@ def test_rows_count_for_quotas_and_stay_with_their_model(kept):
     folder = contexts.store.root / "app-mail" / context.name
     of_rows = contexts.store.record(context.name).rows
     contexts.close()
-    document = record_document((folder / "record").read_bytes())
+    document = record_document(folder)
     change_record(folder, origin={**document["origin"], "model": "other"})
     with pytest.raises(ContextGone, match="rows are of another model: open it with the model"):
         found(kept(), context)

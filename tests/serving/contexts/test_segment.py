@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError
-from serving.contexts import segment
-from serving.contexts.segment import Segment, StoredChunk, write_segment
-from serving.host.direct_io import PAGE, PieceReader, Storage
+from jaxllm.serving.contexts import segment
+from jaxllm.serving.contexts.segment import Segment, StoredChunk, write_segment
+from jaxllm.serving.host.direct_io import PAGE, PieceReader, Storage
 
 LAYERS, SOURCES = 3, [f"{chunk:x}" for chunk in range(64)]
 SIZES = {8: (5000, 3000, 100), 2: (700, 20, 30)}

@@ -5,12 +5,11 @@ import os
 
 import pytest
 
+from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import ConfigError
-from jaxllm.kv.codecs import RAW
-from serving.contexts.context import Context
-from serving.contexts.forking import fork
-from serving.contexts.options import ContextOptions
-from serving.request import Session
+from jaxllm.serving.contexts.context import Context, fork
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.engine.request import Session
 from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, found, new, say
 from tests.serving.contexts.test_faults import damaged
 

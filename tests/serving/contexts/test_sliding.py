@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from jaxllm.contexts.tolerance import sightings
 from jaxllm.errors import BudgetExceeded, ConfigError
-from jaxllm.kv.tolerance import sightings
-from serving.request import GenerationConfig
-from serving.sliding import Sliding, slid
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.sliding import Sliding, slid
 from tests.serving.contexts.talking import TURNS, C, answers_without_contexts, found, new, say
 
 PROMPT = TURNS[0][0]

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError
-from serving.contexts import stored as stored_module
-from serving.contexts.blobs import Blobs
-from serving.contexts.segment import write_segment
-from serving.contexts.stored import OpenSegments
-from serving.host.direct_io import Storage
+from jaxllm.serving.contexts import segment as stored_module
+from jaxllm.serving.contexts.memory import Blobs
+from jaxllm.serving.contexts.segment import OpenSegments, write_segment
+from jaxllm.serving.host.direct_io import Storage
 from tests.serving.contexts.talking import READ, TURNS, found, new, say
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from jaxllm.errors import ConfigError
+from jaxllm.serving.contexts.turn_ids import conversation_turn_ids, turn_ids
 from jaxllm.text.tokenizer import Tokenizer
-from serving.contexts.turn_ids import conversation_turn_ids, turn_ids
 from tests.tiny import CHAT_TEMPLATE, END_ID, tiny_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from serving.contexts.write_queue import WriteQueue
+from jaxllm.serving.contexts.background import WriteQueue
 
 
 @pytest.fixture

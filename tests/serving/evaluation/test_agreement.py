@@ -8,10 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from jaxllm import Engine
+from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError
-from serving.cli import cli
-from serving.evaluation.agreement import greedy_agreement
-from serving.evaluation.routing import expert_use
+from jaxllm.serving.evaluation.agreement import greedy_agreement
+from jaxllm.serving.evaluation.routing import expert_use
+from jaxllm.serving.runners.scorer import Scorer
 from tests.models.test_lora import MOE
 from tests.serving.conftest import OPTIONS
 from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
@@ -47,7 +48,7 @@ def test_agreement_is_that_of_greedy_answers(engines):
     ids = first.tokenizer.encode(TEXTS[0])
     agreed = 0
     for end in range(1, len(ids)):
-        heads = [each.runner.scorer().predict(ids[:end], ids[1 : end + 1])[1][-1] for each in engines]
+        heads = [Scorer(each.runner).predict(ids[:end], ids[1 : end + 1])[1][-1] for each in engines]
         agreed += heads[0] == heads[1]
     found = greedy_agreement(first, second, TEXTS[:1])
     assert found.agreement == pytest.approx(agreed / (len(ids) - 1))

@@ -10,8 +10,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.models.decoder import forward, logits
 from jaxllm.quant import dequantize
-from jaxllm.quant.planes import high_planes
-from serving.evaluation.perplexity import perplexity
+from jaxllm.quant.parts import high_planes
+from jaxllm.serving.evaluation.perplexity import perplexity
 from tests.serving.speculation.test_speculative import CFG, sharp
 from tests.tiny import write_tiny_bundle
 

@@ -9,12 +9,13 @@ import pytest
 
 from jaxllm import Engine, EngineOptions
 from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.serving.evaluation.scoring import score_options
+from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.steps.branching import Branching, cut, pack
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.prompts import prompt_ids
 from jaxllm.text.tokenizer import Tokenizer
-from serving.evaluation.scoring import score_options
 from tests.tiny import END_ID, TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
 
 
@@ -33,7 +34,7 @@ def random_questions(count, context, seed=0, vocab=TINY.vocab_size):
 
 
 def one_by_one(engine, question):
-    scorer = engine.runner.scorer()
+    scorer = Scorer(engine.runner)
     scorer.prepare(engine.options.context_tokens)
     sums = []
     for branch in question.branches:

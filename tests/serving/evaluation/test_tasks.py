@@ -3,11 +3,11 @@
 import pytest
 
 from jaxllm.errors import ConfigError
+from jaxllm.serving.evaluation.scoring import score_options
+from jaxllm.serving.evaluation.tasks import is_right, read_questions, run_task
 from jaxllm.tasks import Task
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.rouge import rouge
-from serving.evaluation.scoring import score_options
-from serving.evaluation.tasks import is_right, read_questions, run_task
 from tests.tasks.writing import write_lines
 
 
@@ -21,7 +21,7 @@ def text(user, *options, answer=None):
 
 def test_the_first_of_equally_likely_options_wins(engine, monkeypatch):
     monkeypatch.setattr(
-        "serving.evaluation.tasks.score_options",
+        "jaxllm.serving.evaluation.tasks.score_options",
         lambda engine, questions, **_: [0.0 * each for each in score_options(engine, questions)],
     )
     result, (first, second) = run_task(engine, task(), [text("x", "a", "b"), text("x", "a", "b", answer="b")])
@@ -32,7 +32,9 @@ def test_the_first_of_equally_likely_options_wins(engine, monkeypatch):
 def test_per_byte(engine, monkeypatch):
     import numpy as np
 
-    monkeypatch.setattr("serving.evaluation.tasks.score_options", lambda *_, **__: [np.array([-3.0, -4.0])])
+    monkeypatch.setattr(
+        "jaxllm.serving.evaluation.tasks.score_options", lambda *_, **__: [np.array([-3.0, -4.0])]
+    )
     result, _ = run_task(engine, task(per_byte=True), [text("x", " ab", " abcdef")])
     assert result.scores == {"accuracy": 1.0, "accuracy_per_byte": 0.0}
 

@@ -1,14 +1,15 @@
 """Grammars that are refused, and what is said of them."""
 
 import sys
+import time
 
 import pytest
 
 from jaxllm.errors import ConfigError
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.guided.compiler import GrammarCompiler
+from jaxllm.serving.guided.grammar import MAX_GRAMMAR_BYTES, Grammar
 from jaxllm.text.tokenizer import Tokenizer
-from serving.guided.compiler import GrammarCompiler
-from serving.guided.grammar import MAX_GRAMMAR_BYTES, Grammar
-from serving.request import GenerationConfig
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 
@@ -33,6 +34,10 @@ def compiler():
         ("json_schema", '{"allOf": [{"multipleOf": 9973}, {"multip\\u006ceOf": 9967}]}', "common multiple"),
         ("lark", "start: A & B", "not supported; in strings and expressions write"),
         ("lark", "start: A\nA: ~/a/", "'~' at character 12"),
+        # Where a comment, an expression or a special token ends is where the compiler sees its end.
+        ("lark", 'start: A # "\nA: /a/ & /b/', "'&' at character"),
+        ("lark", 'start: A\nA: /x\n%json "/ & /"/', "'&' at character"),
+        ("lark", "start: </a> A </b>\nA: /a/ & /b/", "'&' at character"),
         ("lark", ' {"grammars": []}', "cannot begin with"),
         ("lark", 'start: %json {"multipleOf": 99991}', "common multiple"),
     ],
@@ -50,9 +55,10 @@ def test_a_grammar_that_nothing_bounds_or_nobody_can_read_is_refused(kind, text,
         ("regex", "()", "the empty text alone"),
         ("json_schema", '{"type": "objct"}', "Invalid type"),
         ("json_schema", '{"not": {}}', "Unimplemented keys.*not"),
-        ("json_schema", "false", "the schema cannot be used"),
+        ("json_schema", "false", "cannot be used: Expecting object schema"),
         ("json_schema", '{"$ref": "http://example.com/x"}', "does not fetch"),
         ("lark", "start: b", "unknown name"),
+        ("lark", "no rule", "cannot be used"),
         ("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000, "too deeply nested"),
     ],
 )
@@ -66,6 +72,14 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch):
     fresh = GrammarCompiler(Tokenizer(tiny_tokenizer()), VOCAB_SIZE)
     with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[serve\]'"):
         fresh.matcher(Grammar(kind="json"), GenerationConfig().stop_ids([1]))
+
+
+@pytest.mark.parametrize("head", ['"', "/"])
+def test_what_does_not_end_is_read_once(head):
+    """In the event loop: from each quote on, it took most of a minute."""
+    began_s = time.process_time()
+    Grammar(kind="lark", text=f"start: {head}" + rf"\{head}" * 32_000)
+    assert time.process_time() - began_s < 10
 
 
 @pytest.mark.parametrize("count", [-1, 21, 1.5, True])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
-from serving.host.direct_io import PAGE, PieceReader, ScratchMemory, Storage, aligned
+from jaxllm.serving.host.direct_io import PAGE, PieceReader, ScratchMemory, Storage, aligned
 
 
 @pytest.fixture

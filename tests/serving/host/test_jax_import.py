@@ -5,10 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serving.host.jax_import import DEFERRED
+from jaxllm.serving.host.jax_import import DEFERRED
 
 _PLUGIN = """
-from serving.host.jax_import import import_jax
+from jaxllm.serving.host.jax_import import import_jax
 import_jax()
 from jax._src.numpy.array_constructors import rocm_plugin_extension as found
 print(found.__name__ if found else None)
@@ -16,7 +16,7 @@ print(found.__name__ if found else None)
 _WHOLE = f"""
 import gc, importlib.metadata, sys
 before = importlib.metadata.distributions, list(sys.meta_path)
-from serving.host.jax_import import import_jax
+from jaxllm.serving.host.jax_import import import_jax
 import_jax()
 assert (importlib.metadata.distributions, sys.meta_path) == before
 assert gc.isenabled()

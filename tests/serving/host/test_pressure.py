@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.host import pressure
+from jaxllm.serving.host import pressure
 
 
 @pytest.mark.parametrize(

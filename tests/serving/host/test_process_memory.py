@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.errors import ConfigError
-from serving.host.process_memory import ProcessMemory, parsed, process_memory
+from jaxllm.serving.host.process_memory import ProcessMemory, parsed, process_memory
 
 SMAPS = """\
 7f00-7f01 r--s 00000000 fe:00 12345                      /models/with a space.jaxllm
@@ -40,7 +40,7 @@ def test_pages_are_of_files_or_anonymous():
 
 _WRITING = """
 import numpy as np
-from serving.host.process_memory import process_memory
+from jaxllm.serving.host.process_memory import process_memory
 before = process_memory()
 written = np.ones(8 << 20, np.uint8)
 after = process_memory()
@@ -57,6 +57,6 @@ def test_what_is_written_is_seen():
 
 
 def test_a_system_without_proc_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr("serving.host.process_memory._SMAPS", tmp_path / "smaps")
+    monkeypatch.setattr("jaxllm.serving.host.process_memory._SMAPS", tmp_path / "smaps")
     with pytest.raises(ConfigError, match=r"smaps: cannot be read .* on Linux"):
         process_memory()

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxllm.serving.host import tokenizer_verdicts
+from jaxllm.serving.host.tokenizer_verdicts import open_tokenizer
 from jaxllm.text import tokenizer, tokenizer_bounds
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
-from serving.host import tokenizer_verdicts
-from serving.host.tokenizer_verdicts import open_tokenizer
 from tests.tiny import tiny_tokenizer
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxllm.bundle.prefill import prefill_parts
+from jaxllm.bundle.calibrations import prefill_parts
 from tests.int8_prefill.calibrated import calibrated, outlying
 from tests.tiny import write_tiny_bundle
 

@@ -3,16 +3,16 @@
 import json
 import sys
 
-from serving.int8_prefill.processors import prepare_processors
-from serving.runners.runner import prefill_prompt
+from jaxllm.serving.int8_prefill.processors import prepare_processors
+from jaxllm.serving.runners.runner import prefill_prompt
 
 prepare_processors()
 
-from serving.buckets.integer_stage import IntegerStageBucket  # noqa: E402
-from serving.engine import Engine  # noqa: E402
-from serving.int8_prefill.options import PrefillOptions  # noqa: E402
-from serving.options import EngineOptions  # noqa: E402
-from serving.runners import int8_prefill  # noqa: E402
+from jaxllm import Engine  # noqa: E402
+from jaxllm.serving.ground.int8_prefill_options import PrefillOptions  # noqa: E402
+from jaxllm.serving.ground.options import EngineOptions  # noqa: E402
+from jaxllm.serving.int8_prefill import runner as int8_prefill  # noqa: E402
+from jaxllm.serving.int8_prefill.stage_bucket import IntegerStageBucket  # noqa: E402
 
 
 def main(path: str) -> None:

@@ -5,14 +5,14 @@ import dataclasses
 
 import pytest
 
-from jaxllm.checkpoints.peft_folder import write_adapter
+from jaxllm import Engine
+from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.errors import ConfigError
 from jaxllm.models.lora import LoraConfig
-from serving.buckets.integer_chunk import IntegerChunkBucket
-from serving.buckets.prefill import PrefillBucket
-from serving.engine import Engine
-from serving.int8_prefill.options import PrefillOptions
-from serving.options import EngineOptions
+from jaxllm.serving.buckets.prefill import PrefillBucket
+from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
 from tests.models.test_lora import random_adapter
 from tests.tiny import TINY
 

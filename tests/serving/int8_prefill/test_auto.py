@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from jaxllm import Engine
+from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError
-from serving.buckets.integer_chunk import IntegerChunkBucket
-from serving.buckets.prefill import PrefillBucket
-from serving.cli import cli
-from serving.engine import Engine
-from serving.int8_prefill.options import PrefillOptions
-from serving.options import EngineOptions
-from serving.planning import profiling
-from serving.planning.prefill_times import choose_prefill
-from serving.planning.profile import DeviceProfile, load_profile, save_profile
-from serving.runners.runner import prefill_in_chunks, prefill_prompt
-from serving.service import LLMService
+from jaxllm.serving.buckets.prefill import PrefillBucket
+from jaxllm.serving.elastic import profiling
+from jaxllm.serving.elastic.prefill_times import choose_prefill
+from jaxllm.serving.elastic.profile import DeviceProfile, load_profile, save_profile
+from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
+from jaxllm.serving.runners.runner import prefill_in_chunks, prefill_prompt
+from jaxllm.serving.server.service import LLMService
 from tests.tiny import TINY, WINDOW_TOKENS
 
 OPTIONS = EngineOptions(

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.prefill import prefill_parts
+from jaxllm.bundle.calibrations import prefill_parts
 from jaxllm.errors import ConfigError
-from serving.int8_prefill.choice import chosen_prefill
-from serving.int8_prefill.options import PrefillOptions
-from serving.options import EngineOptions
+from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.int8_prefill.choice import chosen_prefill
 from tests.int8_prefill.calibrated import calibrated, outlying
 from tests.tiny import TINY, write_tiny_bundle
 
@@ -35,7 +35,7 @@ def test_what_is_asked_for(calibrated_bundle):
 @pytest.mark.parametrize("how", [{"mode": "int8"}, {"processors": 2}, {"mode": "auto", "processors": 2}])
 def test_what_cannot_be_is_refused_by_name(calibrated_bundle, plain, tmp_path, how):
     """Two processors take integers, too: floats without a word would leave one of them out."""
-    with pytest.raises(ConfigError, match=r"was not calibrated.*`jaxllm calibrate-prefill .*plain.jaxllm "):
+    with pytest.raises(ConfigError, match=r"was not calibrated.*`jaxllm calibrate prefill .*plain.jaxllm "):
         chosen(plain, **how)
     with pytest.raises(ConfigError, match="more --memory"):
         chosen(calibrated_bundle, streamed=True, **how)

@@ -6,19 +6,18 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm.bundle.elastic import elastic_parts
-from jaxllm.bundle.prefill import prefill_parts
-from jaxllm.elastic.ladder import Ladder, sub_config
-from jaxllm.elastic.submodel import sub_model
+from jaxllm import Engine
+from jaxllm.bundle.calibrations import prefill_parts
+from jaxllm.bundle.levels import elastic_parts
+from jaxllm.elastic.ladder import Ladder, sub_config, sub_model
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule
 from jaxllm.models.decoder import logits
-from serving.buckets.integer_chunk import IntegerChunkBucket
-from serving.buckets.prefill import PrefillBucket
-from serving.engine import Engine
-from serving.int8_prefill.options import PrefillOptions
-from serving.options import EngineOptions
-from serving.runners.runner import prefill_prompt
+from jaxllm.serving.buckets.prefill import PrefillBucket
+from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
+from jaxllm.serving.runners.runner import prefill_prompt
 from tests.int8_prefill.calibrated import calibrated, outlying, stored
 from tests.tiny import TINY, write_tiny_bundle
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from serving.int8_prefill.processors import TwoProcessors, prepare_processors
+from jaxllm.serving.int8_prefill.processors import TwoProcessors, prepare_processors
 
 ROOT = Path(__file__).parents[3]
 
@@ -92,7 +92,9 @@ def test_a_process_that_was_not_prepared():
     jax.devices()
     with pytest.raises(ConfigError, match="prepared before JAX is used"):
         prepare_processors()
-    with pytest.raises(ConfigError, match=r"call serving\.int8_prefill\.processors\.prepare_processors"):
+    with pytest.raises(
+        ConfigError, match=r"call jaxllm\.serving\.int8_prefill\.processors\.prepare_processors"
+    ):
         TwoProcessors()
 
 
@@ -102,7 +104,7 @@ def test_no_gpu():
     with pytest.raises(ConfigError, match=r"JAX has none here; install JAX for your GPU"):
         TwoProcessors("gpu")
     asked = ["generate", "--processors", "2", "--integer-device", "gpu", "-p", "a"]
-    run = run_module("serving.cli", *asked)
+    run = run_module("jaxllm.cli.main", *asked)
     assert run.returncode == 1, run.stderr[-2000:]
     assert "JAX has none here" in run.stderr
     assert "Traceback" not in run.stderr

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from serving.buckets.integer_stage import IntegerStageBucket
-from serving.int8_prefill.subgraph_times import SubgraphTime, SubgraphTimes
+from jaxllm.serving.int8_prefill.stage_bucket import IntegerStageBucket
+from jaxllm.serving.int8_prefill.subgraph_times import SubgraphTime, SubgraphTimes
 
 ONE = IntegerStageBucket(
     stage="project", shadowed=False, tokens=16, cache_tokens=0, layer=0, float_rows=0, device="cpu:0"

@@ -7,18 +7,18 @@ import sys
 import jax
 import numpy as np
 
-from serving.int8_prefill import processors
-from serving.int8_prefill.processors import prepare_processors
-from serving.runners.runner import prefill_prompt
+from jaxllm.serving.int8_prefill import processors
+from jaxllm.serving.int8_prefill.processors import prepare_processors
+from jaxllm.serving.runners.runner import prefill_prompt
 
 prepare_processors()
 
+from jaxllm import Engine  # noqa: E402
 from jaxllm.quant import BlockedArray, QArray  # noqa: E402
-from serving.engine import Engine  # noqa: E402
-from serving.int8_prefill.options import PrefillOptions  # noqa: E402
-from serving.options import EngineOptions  # noqa: E402
-from serving.request import GenerationConfig  # noqa: E402
-from serving.runners.int8_prefill import Int8Prefill  # noqa: E402
+from jaxllm.serving.engine.request import GenerationConfig  # noqa: E402
+from jaxllm.serving.ground.int8_prefill_options import PrefillOptions  # noqa: E402
+from jaxllm.serving.ground.options import EngineOptions  # noqa: E402
+from jaxllm.serving.int8_prefill.runner import Int8Prefill  # noqa: E402
 
 
 def in_rows(int8: Int8Prefill) -> dict[str, bool]:

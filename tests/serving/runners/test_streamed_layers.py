@@ -7,19 +7,20 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm.bundle.elastic import elastic_parts
+from jaxllm import Engine
+from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.kernels import native
-from jaxllm.speculative.tree import line_tree
-from serving.buckets.layer import LayersBucket, LayersTreeBucket, LayerTreeBucket
-from serving.engine import Engine
-from serving.host.direct_io import Storage
-from serving.options import EngineOptions
-from serving.request import GenerationConfig
-from serving.runners import streamed_layers
-from serving.runners.streamed_layers import layers_together
-from serving.weights import streamed
-from serving.weights.footprint import fixed_bytes, whole_budget
+from jaxllm.serving.buckets.layer import LayersBucket, LayersTreeBucket, LayerTreeBucket
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.direct_io import Storage
+from jaxllm.serving.runners import streamed_layers
+from jaxllm.serving.runners.streamed_layers import layers_together
+from jaxllm.serving.weights import streamed
+from jaxllm.serving.weights.footprint import fixed_bytes
+from jaxllm.serving.weights.prefetch_plan import whole_budget
+from jaxllm.speculation.tree import line_tree
 from tests import tiny, tiny_encdec
 from tests.kernels.switching import fall_back
 from tests.serving.speculation.test_speculative import sharp
@@ -186,7 +187,7 @@ def test_layers_that_attend_to_a_source_run_together(tmp_path, monkeypatch):
 
 @needs_native
 def test_other_work_is_done_while_the_first_layer_of_a_group_is_read(path):
-    engine = opened(path, 0.98, slots=6, kv_codec="", levels=(), storage=Storage(latency_ms=10))
+    engine = opened(path, 0.98, slots=6, kv_codec="", levels=(), storage=Storage(latency_ms=50))
     ready(engine.runner)
     computed(engine.runner)
     calls = []

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from jaxllm.errors import ContextGone
-from serving.server.limits import Limits
+from jaxllm.serving.server.limits import Limits
 from tests.serving.server.context_service import ContextService, open_tiny
 
 

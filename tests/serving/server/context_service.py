@@ -12,24 +12,23 @@ import httpx
 import uvicorn
 
 from jaxllm import EngineOptions
-from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.bundle.levels import elastic_parts
 from jaxllm.client import Client
 from jaxllm.elastic.ladder import Ladder
-from serving import batch
-from serving.contexts.manager import Contexts
-from serving.contexts.options import ContextOptions
-from serving.server.accounting import AccountedBackend
-from serving.server.adapters import AdapterOptions, Adapters
-from serving.server.api.app import make_app
-from serving.server.context_turns import ContextTurns
-from serving.server.executor import Executor
-from serving.server.guard import Guard
-from serving.server.identity import Identity
-from serving.server.keys import KeyFile, add_key
-from serving.server.limits import Limits
-from serving.server.peer import PeerOptions, protocol
-from serving.server.scheduler import SchedulerOptions
-from serving.service import LLMService
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.server.adapters import AdapterOptions, Adapters
+from jaxllm.serving.server.api.app import make_app
+from jaxllm.serving.server.backend import EngineBackend
+from jaxllm.serving.server.guard import Guard
+from jaxllm.serving.server.identity import Identity, KeyFile, add_key
+from jaxllm.serving.server.limits import Limits
+from jaxllm.serving.server.opening import live_turns
+from jaxllm.serving.server.peer import PeerOptions, protocol
+from jaxllm.serving.server.scheduler import SchedulerOptions
+from jaxllm.serving.server.service import LLMService
+from jaxllm.text.tokenizer_files import TokenizerFiles
+from tests.serving.server.executors import make_executor
 from tests.tiny import END_ID, write_tiny_bundle
 
 WINDOW = 128
@@ -37,10 +36,12 @@ WINDOW = 128
 WHOLE = {"logit_bias": {str(END_ID): -100}, "temperature": 0}
 
 
-def open_tiny(folder: Path, *, adapter_rank: int = 0, **options: Any) -> LLMService:
+def open_tiny(
+    folder: Path, *, adapter_rank: int = 0, tokenizer: TokenizerFiles | None = None, **options: Any
+) -> LLMService:
     """A service with contexts in `folder`."""
     parts = elastic_parts(Ladder(levels=(50, 100)))
-    path = write_tiny_bundle(folder / "tiny.jaxllm", "int8", parts=parts)
+    path = write_tiny_bundle(folder / "tiny.jaxllm", "int8", parts=parts, tokenizer=tokenizer)
     engine = EngineOptions(
         context_tokens=WINDOW, cache_tokens=(WINDOW,), chunk_tokens=(16,), decode_block=4, buckets_bytes=0,
         batch_rows=(2,), adapter_rank=adapter_rank,
@@ -61,7 +62,7 @@ class ContextService:
 
     def __init__(self, service: LLMService, folder: Path, adapters: AdapterOptions | None = None) -> None:
         self.service, self._folder, self._adapters = service, folder, adapters
-        self.backend = AccountedBackend(Limits())
+        self.backend = EngineBackend(Limits())
         self.keys = {app: add_key(folder / "keys.json", app)[0] for app in ("mail", "spy")}
         self.keys["admin"] = add_key(folder / "keys.json", "admin", operator=True)[0]
         self.executor: Any = None
@@ -72,17 +73,12 @@ class ContextService:
 
     def begin(self) -> None:
         """Answers calls."""
-        contexts = self.service.contexts
-        assert contexts is not None
-        margin = self.service.planner.safety_margin
         adapters = Adapters(self.service.engine.model, self._adapters)
-        turns = ContextTurns(
-            contexts, self.service.profile, self.backend.limits_of, margin=margin, adapters=adapters
-        )
+        turns = live_turns(self.service, adapters, self.backend.limits_of)
         options = SchedulerOptions(batch_rows=2)
-        self.executor = Executor(
-            self.service, options, together=batch, contexts=turns, adapters=adapters,
-            observer=self.backend.metrics,
+        self.executor = make_executor(
+            self.service, options, contexts=turns, adapters=adapters,
+            on_dispatch=self.backend.metrics.dispatched,
         )  # fmt: skip
         self.executor.start()
         self.backend.opened(self.executor, "tiny")

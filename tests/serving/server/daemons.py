@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 120.0
-MAIN = "from serving.entry import main; main()"
+MAIN = "from jaxllm.cli.entry import main; main()"
 # Takes the sockets of these numbers as systemd passes them.
 _ACTIVATED = "exec 3<&{0} 4<&{1}; export LISTEN_PID=$$ LISTEN_FDS=2; exec"
 

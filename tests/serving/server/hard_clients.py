@@ -28,6 +28,7 @@ ENDED_WITHIN_S = 60.0
 # What a request to a context may get where storage fails, besides a full queue and memory.
 STORAGE_ERRORS = {
     (500, "storage_failed"),
+    (503, "storage_failed"),
     (507, "budget_exceeded"),
     (429, "queue_full"),
     (404, "context_not_found"),

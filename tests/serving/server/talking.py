@@ -3,7 +3,7 @@
 import contextlib
 import time
 
-from serving.server import executor as executors
+from jaxllm.serving.server import executor as executors
 from tests.serving.server.context_service import WHOLE
 
 FOX = "the quick brown fox"

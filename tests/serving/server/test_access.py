@@ -5,9 +5,16 @@ import logging
 
 import pytest
 
-from serving.server.access import Access, AccessLog, AccessLogged, request_id_of
-from serving.server.logs import CallRecord, Served, current_request
-from tests.serving.server.fake_service import ENDED, STARTED
+from jaxllm.serving.server.logs import (
+    Access,
+    AccessLog,
+    AccessLogged,
+    CallRecord,
+    Served,
+    current_request,
+    request_id_of,
+)
+from tests.serving.server.fake_figures import ENDED, STARTED
 
 
 @pytest.fixture

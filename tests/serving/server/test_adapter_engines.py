@@ -6,16 +6,17 @@ import dataclasses
 import pytest
 
 from jaxllm import Engine, EngineOptions, GenerationConfig
-from jaxllm.checkpoints.peft_folder import write_adapter
+from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.models.lora import LoraConfig
-from serving.server.adapters import AdapterOptions, Adapters
-from serving.server.calls import Call, Piece
-from serving.server.executor import Executor
-from serving.server.scheduler import SchedulerOptions
-from serving.service import LLMService
-from serving.speculation.options import SpeculationOptions, TreeShape
-from serving.weights.footprint import fixed_bytes, whole_budget
+from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.server.adapters import AdapterOptions, Adapters
+from jaxllm.serving.server.calls import Call, Piece
+from jaxllm.serving.server.scheduler import SchedulerOptions
+from jaxllm.serving.server.service import LLMService
+from jaxllm.serving.weights.footprint import fixed_bytes
+from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests.models.test_lora import random_adapter
+from tests.serving.server.executors import make_executor
 from tests.tiny import TINY, write_tiny_bundle
 
 DEEP = dataclasses.replace(TINY, layers=8, attention_windows=())
@@ -49,7 +50,7 @@ def test_each_call_has_its_adapter(tmp_path, how):
         options = dataclasses.replace(options, memory_bytes=whole_budget(budget))
     service = LLMService.open(path, options=options, speculation=drafts)
     assert (service.engine.model.streamed is not None) == (how == "streamed")
-    executor = Executor(
+    executor = make_executor(
         service, SchedulerOptions(), adapters=Adapters(service.engine.model, AdapterOptions(given=given))
     )
     executor.start()

@@ -6,12 +6,13 @@ import shutil
 import pytest
 
 from jaxllm import GenerationConfig
-from jaxllm.checkpoints.peft_folder import write_adapter
+from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.models.lora import LoraConfig
 from jaxllm.sampling import Sampling
-from serving import batch
-from serving.server.adapters import AdapterOptions, Adapters, engine_shape
+from jaxllm.serving.engine import step as batch
+from jaxllm.serving.server.adapters import AdapterOptions, Adapters
+from jaxllm.serving.server.opening import engine_shape
 from tests.models.test_lora import random_adapter
 from tests.serving.server.context_service import WHOLE, ContextService, open_tiny
 from tests.serving.server.talking import FOX, facts, idle, made, said, slowly, streamed
@@ -282,16 +283,16 @@ def test_embeddings_are_of_the_model_without_adapters(served, http):
 
 def test_the_client_names_adapters(served):
     client = served.client("mail")
-    assert [each["id"] for each in client.adapters()] == ["formal", "terse"]
-    formal = client.with_adapter("formal")
-    asked = formal.complete(FOX, max_tokens=24, sampling=GREEDY).result()
+    adapters = client.http.get("/v1/adapters").json()["data"]
+    assert [each["id"] for each in adapters] == ["formal", "terse"]
+    asked = client.complete(FOX, adapter="formal", max_tokens=24, logit_bias={str(END_ID): -100}).result()
     assert (asked.text, asked.facts["adapter"]) == (alone(served, "formal", FOX, 24).text, "formal")
-    context = formal.new_context()
-    assert context.facts.adapter == "formal"
-    # The context's own, where a client names none.
-    assert client.context(context.name).generate(FOX, max_tokens=4).result().facts["adapter"] == "formal"
+    context = client.new_context(adapter="formal")
+    assert context.facts["adapter"] == "formal"
+    # The context's own, where a call names none.
+    assert context.generate(FOX, max_tokens=4).result().facts["adapter"] == "formal"
     with pytest.raises(ConfigError, match="was made with"):
-        client.with_adapter("terse").context(context.name).generate("and?")
+        context.generate("and?", adapter="terse")
     with pytest.raises(ConfigError, match="no adapter 'none'"):
-        client.with_adapter("none").call("a")
+        client.call("a", adapter="none")
     context.delete()

@@ -10,12 +10,12 @@ import pytest
 from jaxllm import EngineOptions, GenerationConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import forward
-from serving.server.api.app import make_app
-from serving.server.backend import EngineBackend
-from serving.server.calls import Call, Conversation, Ended, Refused
-from serving.server.executor import Executor
-from serving.server.scheduler import SchedulerOptions
-from serving.service import LLMService
+from jaxllm.serving.server.api.app import make_app
+from jaxllm.serving.server.backend import EngineBackend
+from jaxllm.serving.server.calls import Call, Conversation, Ended, Refused
+from jaxllm.serving.server.scheduler import SchedulerOptions
+from jaxllm.serving.server.service import LLMService
+from tests.serving.server.executors import make_executor
 from tests.tiny import TINY, VOCAB_SIZE, tiny_params, write_tiny_bundle
 
 SAID = Conversation(messages=({"role": "user", "content": "hello"},))
@@ -25,7 +25,7 @@ SAID = Conversation(messages=({"role": "user", "content": "hello"},))
 def executor(tmp_path_factory):
     path = write_tiny_bundle(tmp_path_factory.mktemp("backend") / "tiny.jaxllm")
     options = EngineOptions(context_tokens=128, chunk_tokens=(16,), decode_block=4, buckets_bytes=0)
-    made = Executor(LLMService.open(path, options=options), SchedulerOptions())
+    made = make_executor(LLMService.open(path, options=options), SchedulerOptions())
     made.start()
     yield made
     made.stop(0)

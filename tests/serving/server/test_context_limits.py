@@ -6,8 +6,8 @@ import threading
 
 import httpx
 
-from serving.contexts import store as stores
-from serving.server.limits import AppLimits, Limits
+from jaxllm.serving.contexts import store as stores
+from jaxllm.serving.server.limits import AppLimits, Limits
 from tests.serving.server.talking import FOX, facts, idle, made, said, slowly, streamed
 
 

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from serving.server.keys import add_key
+from jaxllm.serving.server.identity import add_key
 from tests.serving.server.daemons import MAIN, Process
 from tests.tiny import write_tiny_bundle
 
@@ -20,8 +20,8 @@ from tests.tiny import write_tiny_bundle
 SLOWLY = (
     """
 import time
-from serving import batch
-from serving.server import executor
+from jaxllm.serving.engine import step as batch
+from jaxllm.serving.server import executor
 def slow(dispatch):
     def slowly(*arguments):
         time.sleep(0.1)
@@ -35,7 +35,7 @@ batch.decode_together, executor.step = slow(batch.decode_together), slow(executo
 LOADING = (
     """
 import time
-from serving.server import daemon
+from jaxllm.serving.server import daemon
 daemon.open_service = lambda *_, **__: time.sleep(3600)
 """
     + MAIN

@@ -5,7 +5,7 @@ import signal
 import openai
 import pytest
 
-from jaxllm.checkpoints.peft_folder import write_adapter
+from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.client import Client
 from jaxllm.models.lora import LoraConfig
 from tests.models.test_lora import random_adapter
@@ -43,7 +43,7 @@ def test_adapters_and_objectives_by_options(tmp_path):
     try:
         with Client(socket=tmp_path / "s") as client:
             service.until(lambda: "ready:" in service.text())
-            assert [each["id"] for each in client.adapters()] == ["terse"]
+            assert [each["id"] for each in client.http.get("/v1/adapters").json()["data"]] == ["terse"]
             url = service.text().split("listening on http://")[1].split('"')[0].split()[0]
             ours = openai.OpenAI(base_url=f"http://{url}/v1", api_key="none", max_retries=0)
             bias = {str(END_ID): -100}
@@ -62,15 +62,15 @@ def test_adapters_and_objectives_by_options(tmp_path):
             with pytest.raises(openai.NotFoundError, match="no adapter"):
                 asked("tiny:formal")
             ours.delete("/adapters/late", cast_to=object)
-            context = client.with_adapter("terse").new_context()
+            context = client.new_context(adapter="terse")
             first = context.generate("hello there", max_tokens=8).result()
             assert first.facts["adapter"] == "terse"
             # Objectives are the app's, by the options and by itself.
-            assert client.objective()["slo"] is None
+            assert client.http.get("/v1/objective").json()["slo"] is None
             app = f"uid-{tmp_path.stat().st_uid}"
             config.write_text(CONFIG.format(app))
             service.signal(signal.SIGHUP)
-            service.until(lambda: client.objective()["slo"] == "<40,70>")
+            service.until(lambda: client.http.get("/v1/objective").json()["slo"] == "<40,70>")
             told = client.call("hello", max_tokens=2).result().facts
             assert (told["slo"], told["slo_from"]) == ("<40,70>", "app")
             client.bind({"total_ms": 1e6})

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from jaxllm.client import Client
-from serving.contexts.store import ContextStore
+from jaxllm.serving.contexts.store import ContextStore
 from tests.serving.server.daemons import Process
 from tests.tiny import write_tiny_bundle
 
@@ -48,7 +48,7 @@ def test_contexts_outlive_the_service(tmp_path):
         third.signal(signal.SIGHUP)
         third.until(lambda: "contexts may take 2,000,000 bytes" in third.text())
         (there,) = client.contexts()
-        assert (there.name, there.facts.tokens) == (context.name, told["context_tokens"])
+        assert (there.name, there.facts["tokens"]) == (context.name, told["context_tokens"])
         assert there.generate("and?", max_tokens=4).result().facts["reused_tokens"] >= 16
         there.delete()
         assert client.contexts() == []

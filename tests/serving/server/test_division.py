@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jaxllm.errors import ConfigError
-from serving.server.division import Division, GovernorOptions, Observed, Portion, divide
+from jaxllm.serving.server.memory import Division, GovernorOptions, Observed, Portion, divide
 
 OPTIONS = GovernorOptions(limit_bytes=1000, step=0.1, margin=0.05, calm_s=10.0)
 START = Division(limits={}, allowance_bytes=1000, restless_s=0.0)

@@ -4,19 +4,20 @@ import dataclasses
 
 import pytest
 
-from jaxllm import EngineOptions
+from jaxllm import Engine, EngineOptions
 from jaxllm.errors import ConfigError
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.elastic.coarse_profile import measure_coarsely
+from jaxllm.serving.elastic.objectives import Latency
+from jaxllm.serving.server.adapters import Adapters
+from jaxllm.serving.server.calls import Conversation, Piece
+from jaxllm.serving.server.limits import AppLimits
+from jaxllm.serving.server.opening import live_turns
+from jaxllm.serving.server.scheduler import SchedulerOptions
+from jaxllm.serving.server.service import LLMService, planner_of
 from jaxllm.text.prompts import Prompt
-from serving.contexts.options import ContextOptions
-from serving.engine import Engine
-from serving.planning.coarse_profile import measure_coarsely
-from serving.planning.objectives import Latency
-from serving.server.calls import Conversation, Piece
-from serving.server.context_turns import ContextTurns
-from serving.server.executor import Executor
-from serving.server.scheduler import SchedulerOptions
-from serving.service import LLMService, planner_of
 from tests import tiny_encdec
+from tests.serving.server.executors import make_executor
 from tests.serving.server.test_executor import call, together
 
 
@@ -35,7 +36,7 @@ def service(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def executor(service):
-    made = Executor(service, SchedulerOptions())
+    made = make_executor(service, SchedulerOptions())
     made.start()
     yield made
     made.stop(0)
@@ -81,8 +82,9 @@ def test_contexts_go_on_with_what_the_decoder_says(service, tmp_path):
         options=service.engine.options,
         contexts=ContextOptions(folder=folder),
     )
-    contexts = ContextTurns(kept.contexts, kept.profile)
-    executor = Executor(kept, SchedulerOptions(), contexts=contexts)
+    adapters = Adapters(kept.engine.model)
+    contexts = live_turns(kept, adapters, lambda app: AppLimits())
+    executor = make_executor(kept, SchedulerOptions(), adapters=adapters, contexts=contexts)
     executor.start()
 
     def turn(prompt, **more):

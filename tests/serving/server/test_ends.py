@@ -19,8 +19,8 @@ from tests.tiny import write_tiny_bundle
 SLOWLY = (
     """
 import asyncio, os, time
-from serving import batch
-from serving.server import daemon, executor
+from jaxllm.serving.engine import step as batch
+from jaxllm.serving.server import daemon, executor
 watch = daemon.Daemon._watch
 async def watch_once_told(self):
     while not os.path.exists(os.environ["WATCH"]):

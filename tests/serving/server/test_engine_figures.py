@@ -3,12 +3,12 @@
 import dataclasses
 from types import SimpleNamespace
 
-from jaxllm import EngineOptions
-from serving.engine import Engine
-from serving.server.engine_figures import storage_figures
-from serving.weights.experts.counts import ExpertCounts
-from serving.weights.experts.weights import ExpertWeights
-from serving.weights.footprint import fixed_bytes, whole_budget
+from jaxllm import Engine, EngineOptions
+from jaxllm.serving.experts.counts import ExpertCounts
+from jaxllm.serving.experts.weights import ExpertWeights
+from jaxllm.serving.server.holdings import storage_figures
+from jaxllm.serving.weights.footprint import fixed_bytes
+from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests.tiny import TINY, write_tiny_bundle
 
 CFG = dataclasses.replace(TINY, layers=8, attention_windows=())

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from jaxllm.errors import ConfigError
-from serving.server.calls import Refused
-from serving.server.engine_work import EngineWork
+from jaxllm.serving.server.calls import Refused
+from jaxllm.serving.server.executor import EngineWork
 
 
 def failing():

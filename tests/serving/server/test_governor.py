@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from serving.contexts.memory import ChunkMemory
-from serving.host.process_memory import process_memory, resident_bytes
-from serving.server.division import GovernorOptions
-from serving.server.governor import Governor
-from serving.server.holdings import ContextChunks, Drafts, ExpertBuffer, ResidentLayers
+from jaxllm.serving.contexts.memory import ChunkMemory
+from jaxllm.serving.host.process_memory import process_memory, resident_bytes
+from jaxllm.serving.server.holdings import ContextChunks, Drafts, ExpertBuffer, ResidentLayers
+from jaxllm.serving.server.memory import Governor, GovernorOptions
 
 
 @dataclasses.dataclass

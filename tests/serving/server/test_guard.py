@@ -1,17 +1,21 @@
 """The guard: what web pages and strangers are told, and that the app behind it does not see their calls."""
 
 import asyncio
+import contextlib
 import json
 import socket
 from typing import Any
 
+import anthropic
 import httpx
+import ollama
+import openai
 import pytest
 
 from jaxllm.errors import ConfigError
-from serving.server.guard import Guard, GuardOptions
-from serving.server.identity import Identity
-from serving.server.peer import EXTENSION, Credentials, Peer
+from jaxllm.serving.server.guard import Guard, GuardOptions
+from jaxllm.serving.server.identity import Identity
+from jaxllm.serving.server.peer import EXTENSION, Credentials, Peer
 from tests.serving.server.context_service import ContextService
 
 LOOPBACK, SOCKET = Peer(address="127.0.0.1"), Peer(credentials=Credentials(1, 7, 7), app="uid-7")
@@ -71,6 +75,52 @@ def refused(status: int, *args: Any, **more: Any) -> dict[str, str]:
     assert headers["connection"] == "close"
     assert not {name for name in headers if name.startswith("access-control")}
     return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "kind"),
+    [({"peer": STRANGER}, 401, "authentication_error"), ({"host": "evil.example"}, 403, "permission_error"),
+     ({"origin": PAGE}, 403, "permission_error")],
+)  # fmt: skip
+def test_refusals_have_the_form_of_the_paths_format(fields: dict[str, Any], status: int, kind: str) -> None:
+    got, _, body, _ = call(path="/v1/messages", **fields)
+    assert got == status
+    assert (body["type"], body["error"].keys()) == ("error", {"type", "message"})
+    assert body["error"]["type"] == kind
+    got, headers, body, _ = call(path="/api/chat", **fields)
+    assert (got, headers["connection"]) == (status, "close")
+    assert isinstance(body["error"], str)
+
+
+def test_clients_read_why_they_are_refused(context_service: ContextService) -> None:
+    url, said = context_service.url, [{"role": "user", "content": "Hi"}]
+    for headers, key, status in (({}, "no", 401), ({"Host": "evil.example"}, "no", 403)):
+        with (
+            openai.OpenAI(
+                api_key=key, base_url=f"{url}/v1", max_retries=0, default_headers=headers
+            ) as client,
+            pytest.raises(openai.APIStatusError) as refused,
+        ):
+            client.chat.completions.create(model="tiny", messages=said)
+        assert (refused.value.status_code, bool(refused.value.code)) == (status, True)
+        with (
+            anthropic.Anthropic(api_key=key, base_url=url, max_retries=0, default_headers=headers) as client,
+            pytest.raises(anthropic.APIStatusError) as refused,
+        ):
+            client.messages.create(model="tiny", max_tokens=1, messages=said)
+        assert refused.value.status_code == status
+        assert isinstance(refused.value.body, dict)
+        assert refused.value.body["type"] == "error"
+        assert refused.value.type == ("authentication_error" if status == 401 else "permission_error")
+        with (
+            contextlib.closing(
+                ollama.Client(url, headers={"Authorization": f"Bearer {key}", **headers})
+            ) as client,
+            pytest.raises(ollama.ResponseError) as refused,
+        ):
+            client.chat("tiny", said)
+        assert refused.value.status_code == status
+        assert isinstance(refused.value.error, str)
 
 
 def test_callers_are_let_through() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from jaxllm.errors import ConfigError
-from serving.server.identity import Identity, IdentityOptions, Unauthorized
-from serving.server.keys import KeyFile, add_key
-from serving.server.peer import (
+from jaxllm.serving.server.identity import Identity, IdentityOptions, KeyFile, Unauthorized, add_key
+from jaxllm.serving.server.peer import (
     EXTENSION,
     Credentials,
     Peer,

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from jaxllm import EngineOptions
-from jaxllm.client import user_message
-from jaxllm.errors import ConfigError
 from jaxllm.prepare import prepare
-from serving.contexts.options import ContextOptions
-from serving.images import files
-from serving.service import LLMService
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.images import files
+from jaxllm.serving.server.service import LLMService
 from tests.serving.server.context_service import ContextService
 from tests.tiny_images import SIZES, picture, save_smolvlm
 
@@ -140,10 +138,9 @@ def test_bounds(http, monkeypatch):
 def test_a_context_keeps_its_images_over_restarts(service, http):
     client = service.client("mail")
     context = client.new_context()
-    whole = {"max_tokens": 6, "extra": {"logit_bias": {str(each): -100 for each in range(280, 290)}}}
-    first = context.generate([user_message("What?", PHOTO)], **whole).result()
-    assert first.text == client.chat([user_message("What?", PHOTO)], **whole).result().text
-    history = [user_message("What?", PHOTO), {"role": "assistant", "content": first.text}]
+    whole = {"max_tokens": 6, "logit_bias": {str(each): -100 for each in range(280, 290)}}
+    first = context.generate([said("What?", PHOTO)], **whole).result()
+    assert first.text == client.chat([said("What?", PHOTO)], **whole).result().text
     told = chat(http, said("And?"), conversation=context.name).json()["jaxllm"]
     assert told["reused_tokens"] > 40
     service.restart()
@@ -153,11 +150,4 @@ def test_a_context_keeps_its_images_over_restarts(service, http):
     stored = service.service.contexts.store
     (record,) = stored.records("mail")
     assert len(stored.rows(record.name).at) == sum(np.array(record.tokens) >= 320)
-    assert history
     context.delete()
-
-
-def test_a_message_of_the_client():
-    assert user_message("hello") == {"role": "user", "content": "hello"}
-    with pytest.raises(ConfigError, match="the bytes of its file"):
-        user_message("hello", "photo.jpg")

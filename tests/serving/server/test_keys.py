@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.errors import ConfigError
-from serving.server.keys import KeyFile, add_key, digest, read_keys, remove_keys
+from jaxllm.serving.server.identity import KeyFile, add_key, digest, read_keys, remove_keys
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from jaxllm.errors import BudgetExceeded, ConfigError
-from serving.server.calls import Refused
-from serving.server.facts import ContextFacts
-from serving.server.limits import (
+from jaxllm.serving.server.calls import ContextFacts, Refused
+from jaxllm.serving.server.limits import (
     AppLimits,
     Limiter,
     Limits,

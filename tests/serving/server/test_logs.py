@@ -4,24 +4,40 @@ import asyncio
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
+import threading
+import warnings
 
 import pytest
 
 from jaxllm import GenerationConfig
-from serving.server import logs
-from serving.server.calls import Call
-from serving.server.logs import Served
+from jaxllm.serving.server import logs
+from jaxllm.serving.server.calls import Call
+from jaxllm.serving.server.logs import Served
 
 
 def served(request_id, app):
     return Served(request_id, {"jaxllm.app": app})
 
 
+@pytest.fixture(autouse=True)
+def busy_machine(monkeypatch):
+    """Whose threads may run late."""
+    monkeypatch.setattr(logs, "_FLUSH_S", 120.0)
+
+
 @pytest.fixture
 def lines():
     stream = io.StringIO()
     handler = logs.write_logs(stream)
-    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+
+    def written():
+        handler.flush()
+        return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+    yield written
     logs.stop_logs(handler)
 
 
@@ -85,3 +101,66 @@ def test_loggers_are_left_as_they_were():
     logging.getLogger("serving").info("to nobody")
     assert stream.getvalue() == ""
     assert logging.getLogger("serving").propagate
+
+
+def test_nobody_waits_for_a_log_that_is_not_read():
+    """A full pipe, as of a supervisor that has stopped: calls go on, and the reader learns what it missed."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as out, os.fdopen(writing, "w") as stream:
+        handler = logs.write_logs(stream)
+        handler._most_bytes = 64 << 10
+        # Nobody reads yet: one that waited would wait for ever.
+        for number in range(2000):
+            logging.getLogger("serving").info("x" * 200, extra={"number": number})
+        assert 0 < handler.dropped < 2000
+        found = [json.loads(out.readline()) for _ in range(2)]
+        reader = threading.Thread(target=lambda: found.extend(json.loads(line) for line in out))
+        reader.start()
+        logs.stop_logs(handler)
+        stream.close()
+        reader.join(20)
+    missed = [each for each in found if "dropped" in each]
+    written = [each["number"] for each in found if "number" in each]
+    assert written == sorted(written)
+    assert len(written) + sum(each["dropped"] for each in missed) == 2000
+    assert "were dropped" in missed[0]["message"]
+
+
+def test_a_log_that_is_never_read_does_not_stop_the_end():
+    code = """
+import logging, sys
+from jaxllm.serving.server import logs
+handler = logs.write_logs(sys.stderr)
+for _ in range(1000):
+    logging.getLogger("serving").info("x" * 1000)
+logs.stop_logs(handler)
+print("ends", flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.wait(60) == 0
+        assert process.communicate()[0] == "ends\n"
+    finally:
+        process.kill()
+
+
+def test_a_reader_that_leaves_costs_its_lines_alone():
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream:
+        handler = logs.write_logs(stream)
+        os.close(reading)
+        logging.getLogger("serving").info("to nobody")
+        logs.stop_logs(handler)
+    assert handler.dropped == 1
+
+
+def test_warnings_are_lines_too(lines):
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(True)
+        warnings.warn("of a library", stacklevel=1)
+    (line,) = lines()
+    assert (line["logger"], line["level"]) == ("py.warnings", "warning")
+    assert "of a library" in line["message"]

@@ -9,21 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxllm import EngineOptions, GenerationConfig
+from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError
-from serving.contexts.options import ContextOptions
-from serving.engine import Engine
-from serving.host.machine import memory_bytes
-from serving.request import Session
-from serving.server import memory as memories
-from serving.server.calls import Call, Ended
-from serving.server.executor import Executor
-from serving.server.governor import Governor
-from serving.server.memory import MemoryOptions, ServiceMemory, engine_bytes
-from serving.server.prefix_sessions import PrefixSessions
-from serving.server.scheduler import SchedulerOptions
-from serving.service import LLMService
-from serving.weights.footprint import fixed_bytes, whole_budget
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.engine.request import Session
+from jaxllm.serving.host.machine import memory_bytes
+from jaxllm.serving.server import holdings
+from jaxllm.serving.server import memory as memories
+from jaxllm.serving.server.calls import Call, Ended
+from jaxllm.serving.server.holdings import engine_bytes, service_memory
+from jaxllm.serving.server.memory import Governor, MemoryOptions, ServiceMemory
+from jaxllm.serving.server.prefix_sessions import PrefixSessions
+from jaxllm.serving.server.scheduler import SchedulerOptions
+from jaxllm.serving.server.service import LLMService
+from jaxllm.serving.weights.footprint import fixed_bytes
+from jaxllm.serving.weights.prefetch_plan import whole_budget
+from tests.serving.server.executors import make_executor
 from tests.tiny import TINY, write_tiny_bundle
 
 LIMIT = 1 << 30
@@ -84,9 +85,9 @@ def until(there):
 
 
 def test_prefixes_shrink_under_a_small_limit_and_grow_back(service, world):
-    memory = ServiceMemory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
+    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
     world.sessions = sessions = memory.sessions
-    executor = Executor(service, SchedulerOptions(), memory=memory)
+    executor = make_executor(service, SchedulerOptions(), memory=memory)
     executor.start()
     try:
         prompt = tuple(range(1, 33))
@@ -122,7 +123,7 @@ def test_layers_of_a_streamed_model_are_let_go_last_and_come_back_first(tmp_path
     engine = Engine.open(path, options=dataclasses.replace(options, memory_bytes=budget))
     streamed, expected = engine.model.streamed, engine.generate("hello").tokens
     most = streamed.resident_bytes
-    memory = ServiceMemory(
+    memory = service_memory(
         SimpleNamespace(engine=engine, contexts=None),  # pyright: ignore
         MemoryOptions(limit_bytes=4 * most), governed=world.governed,
     )  # fmt: skip
@@ -145,13 +146,13 @@ def test_layers_of_a_streamed_model_are_let_go_last_and_come_back_first(tmp_path
 
 
 def test_figures_with_and_without_a_limit(service, world):
-    free = ServiceMemory(service).figures(7)
+    free = service_memory(service).figures(7)
     assert free["limit_bytes"] == 0
     assert free["process_bytes"] > 1 << 20
     assert set(free["holdings"]) == {"weights", "kv", "prefixes", "contexts"}
     assert free["holdings"]["weights"]["size_bytes"] == service.engine.model.bundle.weight_bytes
     assert free["holdings"]["kv"] == {"size_bytes": 7}
-    memory = ServiceMemory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
+    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
     memory.step()
     figures = memory.figures(7)
     assert (figures["process_bytes"], figures["limit_bytes"]) == (LIMIT // 2, LIMIT)
@@ -164,7 +165,7 @@ def test_figures_with_and_without_a_limit(service, world):
 def test_the_memory_of_contexts_follows_what_is_asked_for(service, world):
     contexts = service.contexts
     asked = contexts.options.budget_bytes
-    memory = ServiceMemory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
+    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
     holding = next(each for each in memory._holdings if each.name == "contexts")
     assert holding.most_bytes == asked
     service.resize(asked // 2)
@@ -190,7 +191,7 @@ def test_pressure_is_followed_without_a_limit_where_the_system_tells(service, mo
 
     monkeypatch.setattr(memories, "memory_pressure", lambda: 0.0)
     options = MemoryOptions(follow_pressure=True)
-    memory = ServiceMemory(service, options, governed=governed)
+    memory = service_memory(service, options, governed=governed)
     assert made[0].limit_bytes == memory_bytes()
     holding = next(each for each in memory._holdings if each.name == "contexts")
     before = holding.limit_bytes
@@ -200,11 +201,11 @@ def test_pressure_is_followed_without_a_limit_where_the_system_tells(service, mo
     service.resize(before)
     monkeypatch.setattr(memories, "memory_pressure", lambda: None)
     with pytest.raises(ConfigError, match="leave out follow_pressure"):
-        ServiceMemory(service, options, governed=governed)
+        service_memory(service, options, governed=governed)
 
 
 def test_running_caches_are_counted(service):
-    executor, seen = Executor(service, SchedulerOptions()), []
+    executor, seen = make_executor(service, SchedulerOptions()), []
     executor.memory.step = lambda: seen.append(executor.cache_bytes)
     executor.start()
     try:
@@ -218,7 +219,7 @@ def test_running_caches_are_counted(service):
 
 def test_where_memory_is_short_answers_run_one_at_a_time(service, monkeypatch):
     monkeypatch.setattr(ServiceMemory, "short", True)
-    executor = Executor(service, SchedulerOptions())
+    executor = make_executor(service, SchedulerOptions())
 
     async def run():
         loop, config = asyncio.get_running_loop(), GenerationConfig(max_tokens=4, ignore_eos=True)
@@ -237,7 +238,7 @@ def test_where_memory_is_short_answers_run_one_at_a_time(service, monkeypatch):
 
 
 def test_a_layer_that_cannot_be_read_again_ends_nothing(service, world, caplog):
-    memory = ServiceMemory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
+    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
 
     def failing(limit_bytes):
         raise CheckpointError("the disk is gone")
@@ -249,7 +250,7 @@ def test_a_layer_that_cannot_be_read_again_ends_nothing(service, world, caplog):
 
 
 def test_the_engines_part_of_the_budget(monkeypatch):
-    monkeypatch.setattr(memories, "resident_bytes", lambda: 300)
+    monkeypatch.setattr(holdings, "resident_bytes", lambda: 300)
     assert engine_bytes(0) == 0
     assert engine_bytes(1000) == 700
     with pytest.raises(BudgetExceeded, match="300 before a model is opened"):

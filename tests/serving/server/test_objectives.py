@@ -4,11 +4,11 @@ import pytest
 
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import BudgetExceeded, ConfigError, ObjectiveMissed
-from serving.planning.objectives import Binding, EndToEnd, EnergyBudget, Latency
-from serving.request import GenerationConfig
-from serving.server import objectives
-from serving.server.calls import Call
-from serving.server.objectives import Bindings, bound, objective_from, written
+from jaxllm.serving.elastic.objectives import Binding, EndToEnd, EnergyBudget, Latency
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.server import objectives
+from jaxllm.serving.server.calls import Call
+from jaxllm.serving.server.objectives import Bindings, bound, objective_from, written
 from tests.serving.server.context_service import WHOLE
 from tests.serving.server.talking import FOX, facts, made
 

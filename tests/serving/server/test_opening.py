@@ -2,11 +2,12 @@
 
 import pytest
 
-from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
-from serving.planning import known_profile
-from serving.server.opening import open_service
-from serving.server.service_options import ServerOptions
+from jaxllm.serving.elastic import known_profile
+from jaxllm.serving.runners.scorer import Scorer
+from jaxllm.serving.server.opening import open_service
+from jaxllm.serving.server.service_options import ServerOptions
 from tests.tiny import write_tiny_bundle
 
 pytestmark = pytest.mark.usefixtures("own_compilations")
@@ -36,7 +37,7 @@ def test_a_second_start_compiles_and_measures_nothing(options, compiles, monkeyp
         # The first answer and the first embedding of each length, too.
         assert again.engine.stream("hello", level=50).result().tokens
         for tokens in (1, 20, 128):
-            embedding = again.engine.runner.scorer().embedding([3] * tokens)
+            embedding = Scorer(again.engine.runner).embedding([3] * tokens)
             while embedding.step():
                 pass
         assert count() == 0

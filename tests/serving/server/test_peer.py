@@ -1,27 +1,39 @@
 """Peers over real connections: who is at the other end, and what happens to slow and endless requests."""
 
+import asyncio
 import contextlib
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 
-from serving.server.peer import EXTENSION, PeerOptions, protocol
+from jaxllm.errors import ConfigError
+from jaxllm.serving.server.peer import EXTENSION, PeerOptions, protocol
 
 OPTIONS = PeerOptions(apps={f"uid:{os.geteuid()}": "tests"}, head_timeout_s=0.4, body_timeout_s=0.4)
+GET, SLOW = (f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode() for path in ("/", "/slow"))
+# A slow request has arrived, and may be answered.
+ARRIVED, ANSWERED = threading.Semaphore(0), threading.Event()
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """Tells the peer, after the request's body."""
     while (await receive()).get("more_body"):
         pass
+    if scope["path"] == "/slow":
+        ARRIVED.release()
+        while not ANSWERED.is_set():
+            await asyncio.sleep(0.01)
     peer = scope["extensions"][EXTENSION]
     facts = {"app": peer.app, "address": peer.address, "pid": peer.credentials and peer.credentials.pid}
     body = json.dumps(facts).encode()
@@ -31,10 +43,10 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextlib.contextmanager
-def serving(**where: Any) -> Iterator[uvicorn.Server]:
+def serving(options: PeerOptions = OPTIONS, **where: Any) -> Iterator[uvicorn.Server]:
     """A server in a thread."""
     config = uvicorn.Config(
-        app, http=protocol(OPTIONS), ws="none", lifespan="off", log_config=None, proxy_headers=False, **where
+        app, http=protocol(options), ws="none", lifespan="off", log_config=None, proxy_headers=False, **where
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -149,3 +161,56 @@ def test_a_connection_is_used_again(path: str) -> None:
             connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
             time.sleep(0.15)
+
+
+def test_idle_connections_give_way_to_new_ones(tmp_path: Path) -> None:
+    options = PeerOptions(head_timeout_s=20, connections=4)
+    path = str(tmp_path / "s")
+    with serving(options, uds=path), contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connected(path)) for _ in range(3)]
+        # One has sent a part of its request.
+        idle[1].sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nab")
+        busy = stack.enter_context(connected(path))
+        ANSWERED.clear()
+        stack.callback(ANSWERED.set)
+        busy.sendall(SLOW)
+        assert ARRIVED.acquire(timeout=60)
+        for number in range(8):
+            later = stack.enter_context(connected(path))
+            later.sendall(GET)
+            assert later.recv(1 << 16).startswith(b"HTTP/1.1 200"), number
+        # Those that have waited longest are gone; one with a request goes on.
+        assert [received(each) for each in idle] == [b""] * 3
+        ANSWERED.set()
+        assert busy.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def test_where_all_have_requests_a_further_connection_is_closed(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with serving(PeerOptions(connections=2), uds=path), contextlib.ExitStack() as stack:
+        busy = [stack.enter_context(connected(path)) for _ in range(2)]
+        ANSWERED.clear()
+        stack.callback(ANSWERED.set)
+        for each in busy:
+            each.sendall(SLOW)
+            assert ARRIVED.acquire(timeout=60)
+        assert received(stack.enter_context(connected(path))) == b""
+        ANSWERED.set()
+        for each in busy:
+            assert each.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def test_files_are_left_for_more_than_connections() -> None:
+    code = """
+import resource
+from jaxllm.serving.host.open_files import most_connections, raise_open_files
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, min(hard, 900) if hard > 0 else 900))
+print(most_connections())
+raise_open_files()
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], most_connections())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["16", "900", "644"]
+    with pytest.raises(ConfigError, match="connections must be"):
+        PeerOptions(connections=-1)

@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from serving.request import Session
-from serving.server.prefix_sessions import PrefixSessions
+from jaxllm.serving.engine.request import Session
+from jaxllm.serving.server.prefix_sessions import PrefixSessions
 
 SIZE = 100
 SYSTEM = tuple(range(40))

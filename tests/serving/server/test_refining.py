@@ -5,23 +5,22 @@ import time
 
 import pytest
 
-from jaxllm import EngineOptions, GenerationConfig
-from jaxllm.bundle.elastic import elastic_parts
+from jaxllm import Engine, EngineOptions, GenerationConfig
+from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import JaxllmError
-from serving.engine import Engine
-from serving.planning.coarse_profile import measure_coarsely
-from serving.planning.engine_profile import profile_path
-from serving.planning.planner import Planner
-from serving.planning.profile import load_profile
-from serving.planning.safety_margin import SafetyMargin
-from serving.server import refining
-from serving.server.calls import Call
-from serving.server.executor import Executor
-from serving.server.refining import ProfileRefinement
-from serving.server.scheduler import SchedulerOptions
-from serving.service import LLMService
+from jaxllm.serving.elastic.coarse_profile import measure_coarsely
+from jaxllm.serving.elastic.engine_profile import profile_path
+from jaxllm.serving.elastic.planner import Planner
+from jaxllm.serving.elastic.profile import load_profile
+from jaxllm.serving.elastic.safety_margin import SafetyMargin
+from jaxllm.serving.server import idle_work
+from jaxllm.serving.server.calls import Call
+from jaxllm.serving.server.idle_work import ProfileRefinement
+from jaxllm.serving.server.scheduler import SchedulerOptions
+from jaxllm.serving.server.service import LLMService
+from tests.serving.server.executors import make_executor
 from tests.tiny import write_tiny_bundle
 
 
@@ -78,7 +77,7 @@ def test_an_error_ends_it_and_answers_go_on(service, monkeypatch, caplog):
     def full(profile, path):
         raise JaxllmError("the device is full")
 
-    monkeypatch.setattr(refining, "save_profile", full)
+    monkeypatch.setattr(idle_work, "save_profile", full)
     work = ProfileRefinement(service, service.use_profile, quiet_s=0)
     while work.step():
         pass
@@ -89,7 +88,7 @@ def test_an_error_ends_it_and_answers_go_on(service, monkeypatch, caplog):
 
 def test_calls_go_first_in_the_engines_thread(service):
     work = ProfileRefinement(service, service.use_profile, quiet_s=0)
-    executor = Executor(service, SchedulerOptions(), idle_work=work)
+    executor = make_executor(service, SchedulerOptions(), idle_work=[work])
     executor.start()
     config = GenerationConfig(max_tokens=6, ignore_eos=True)
     alone = service.engine.stream("hello the", config)

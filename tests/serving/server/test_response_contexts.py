@@ -4,7 +4,7 @@ import concurrent.futures
 
 import pytest
 
-from serving.server import executor as executors
+from jaxllm.serving.server import executor as executors
 
 SHORT = {"temperature": 0, "max_output_tokens": 6}
 

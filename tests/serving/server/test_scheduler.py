@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from jaxllm.errors import ConfigError
-from serving.server.scheduler import (
+from jaxllm.serving.server.scheduler import (
     ROW_SHARE,
     Action,
     Queue,

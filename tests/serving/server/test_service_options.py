@@ -7,9 +7,9 @@ import pytest
 
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
-from serving.planning.objectives import Binding, Latency
-from serving.server.limits import AppLimits, Limits
-from serving.server.service_options import ServerOptions, address_of, read_options
+from jaxllm.serving.elastic.objectives import Binding, Latency
+from jaxllm.serving.server.limits import AppLimits, Limits
+from jaxllm.serving.server.service_options import ServerOptions, address_of, read_options
 
 FILE = """
 model = "bundles/mine.jaxllm"
@@ -31,7 +31,6 @@ context_keys = "~/keys"
 follow_pressure = true
 share_across_apps = true
 attend_coded = true
-idle_work = "never"
 
 adapters = "adapters"
 adapter_rank = 8
@@ -85,7 +84,6 @@ def test_a_file_has_all_options(tmp_path):
     assert contexts is not None
     assert (contexts.folder, contexts.budget_bytes) == (tmp_path / "kept", 1_000_000)
     assert contexts.share_across_apps
-    assert contexts.idle_work == "never"
     assert options.attend_coded
     assert contexts.encryption == Path("~/keys").expanduser()
     assert options.memory_options().follow_pressure
@@ -200,7 +198,6 @@ def test_options_of_contexts_need_a_folder_for_them(tmp_path):
         {"context_budget": 1},
         {"share_across_apps": True},
         {"attend_coded": True},
-        {"idle_work": "always"},
         {"context_keys": tmp_path},
     ):
         with pytest.raises(ConfigError, match=f"{next(iter(given))} needs a folder"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serving.server.keys import add_key
+from jaxllm.serving.server.identity import add_key
 from tests.serving.server.daemons import MAIN, Process
 from tests.serving.server.hard_clients import Clients
 
@@ -129,7 +129,9 @@ def test_soak(tmp_path):
         assert {"answered", "left", "refused 429", "read slowly", "never read", "nonsense", "died"} <= {
             *clients.seen
         }
-        assert {"turn", "storage failed", "context 500", "context 507"} <= {*clients.seen}
+        assert {"turn", "storage failed"} <= {*clients.seen}
+        # A failing device is told by one of these, whatever the turn was at.
+        assert {"context 500", "context 503", "context 507"} & {*clients.seen}
         # Only turns whose storage failed.
         assert found["failed"] <= sum(number for name, number in clients.seen.items() if "context " in name)
         assert found["judged"] > 0

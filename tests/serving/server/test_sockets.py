@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from jaxllm.errors import ConfigError
-from serving.server.identity import Identity
-from serving.server.notifying import Notifier
-from serving.server.service_options import ServerOptions
-from serving.server.sockets import bound, described, passed
+from jaxllm.serving.server.daemon import Notifier
+from jaxllm.serving.server.identity import Identity
+from jaxllm.serving.server.service_options import ServerOptions
+from jaxllm.serving.server.sockets import bound, described, passed
 
 IDENTITY = Identity()
 

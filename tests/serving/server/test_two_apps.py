@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from serving.server import executor as executors
+from jaxllm.serving.server import executor as executors
 from tests.serving.server.context_service import WHOLE
 
 SECRET = "the password is swordfish"

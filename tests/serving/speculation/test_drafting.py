@@ -7,16 +7,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from serving.runners.verdict import Verdict
-from serving.speculation import grower as grower_module
-from serving.speculation.confidence import Confidence
-from serving.speculation.drafter import Growing
-from serving.speculation.grower import Grower
-from serving.speculation.host_tree import grown, matching_tokens, root_alone
-from serving.speculation.lookup_drafter import LookupDrafter
-from serving.speculation.ngram_drafter import NgramDrafter
-from serving.speculation.options import SpeculationOptions, TreeShape
-from serving.speculation.speculation import Speculation
+from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.runners.runner import BatchRow
+from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.speculation import grower as grower_module
+from jaxllm.serving.speculation.confidence import Confidence
+from jaxllm.serving.speculation.drafter import Growing
+from jaxllm.serving.speculation.grower import Grower
+from jaxllm.serving.speculation.host_tree import grown, matching_tokens, root_alone
+from jaxllm.serving.speculation.lookup_drafter import LookupDrafter
+from jaxllm.serving.speculation.ngram_drafter import NgramDrafter
+from jaxllm.serving.speculation.speculation import Speculation
 
 LEARNED = SpeculationOptions(drafter="ngram", fallback="learned", alpha=0.01, lookup=False)
 
@@ -118,13 +119,16 @@ def test_plain_tokens_come_by_the_dispatch_while_drafting_pauses():
     assert paused == 8
     rounds._payoff.plain(took_ms=1e-3, tokens=1)
     held, cache = [7], Cache()
-    rows, count, _, _ = rounds.decode(np.array([0], np.int32), cache, SAMPLER, np.zeros(0), 32, held)
+    row = BatchRow(
+        token=np.array([0], np.int32), cache=cache, sampler=SAMPLER, stop_ids=np.zeros(0), limit=32
+    )
+    found = rounds.decode(row, held)
     # As many as drafting still pauses for, and not one by one.
     assert rounds.runner.asked == [7]
-    assert (count, rows.shape, rounds.counts.plain_tokens) == (7, (1, 7), 7)
+    assert (len(found.tokens), rounds.counts.plain_tokens) == (7, 7)
     assert rounds._payoff.worthwhile
     # A draft that says nothing is followed by one token.
-    rounds.decode(np.array([0], np.int32), cache, SAMPLER, np.zeros(0), 32, held)
+    rounds.decode(row, held)
     assert rounds.runner.asked == [7, 1]
 
 
@@ -190,7 +194,9 @@ def test_the_rest_of_an_answer_bounds_its_drafts():
 
     speculation = Speculation(Target(), Watched(), SpeculationOptions(drafter="ngram", lookup=False))
     stop_ids = np.array([5, 9, -1, -1], np.int32)
-    speculation.decode(np.array([1]), Cache(), SimpleNamespace(temperature=0.0), stop_ids, 7, [1])
+    sampler = SimpleNamespace(temperature=0.0)
+    row = BatchRow(token=np.array([1]), cache=Cache(), sampler=sampler, stop_ids=stop_ids, limit=7)
+    speculation.decode(row, [1])
     assert asked == [(6, (5, 9))]
 
 

@@ -5,15 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxllm import Engine
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.sampling import Sampling
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.request import GenerationConfig
-from serving.speculation.drafter import Growing
-from serving.speculation.ngram_drafter import NgramDrafter
-from serving.speculation.options import SpeculationOptions, TreeShape
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.speculation.drafter import Growing
+from jaxllm.serving.speculation.ngram_drafter import NgramDrafter
 from tests import tiny, tiny_encdec
 from tests.serving.speculation.test_speculative import sharp
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from serving.speculation.drafter import Growing
-from serving.speculation.host_tree import grown, root_alone, united
-from serving.speculation.lookup_drafter import LookupDrafter
-from serving.speculation.options import TreeShape
+from jaxllm.serving.ground.speculation_options import TreeShape
+from jaxllm.serving.speculation.drafter import Growing
+from jaxllm.serving.speculation.host_tree import grown, root_alone, united
+from jaxllm.serving.speculation.lookup_drafter import LookupDrafter
 
 SHAPE = TreeShape(nodes=(4, 8), room=16)
 

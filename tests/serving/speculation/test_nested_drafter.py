@@ -4,21 +4,22 @@ import dataclasses
 
 import pytest
 
-from jaxllm.bundle.elastic import elastic_parts
-from jaxllm.checkpoints.peft_folder import write_adapter
+from jaxllm import Engine
+from jaxllm.bundle.levels import elastic_parts
+from jaxllm.checkpoints.peft import write_adapter
+from jaxllm.cli.answer_facts import draft_facts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kernels import native
 from jaxllm.models.lora import LoraConfig
-from serving import loading
-from serving.commands.answer_facts import draft_facts
-from serving.engine import Engine
-from serving.host.direct_io import Storage
-from serving.speculation import model_drafter
-from serving.speculation.confidence import confidence_temperature
-from serving.speculation.options import SpeculationOptions
-from serving.weights.embedding import EmbeddingRows
-from serving.weights.footprint import drafter_bytes, fixed_bytes, whole_budget
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.host.direct_io import Storage
+from jaxllm.serving.opening import engine as opening
+from jaxllm.serving.speculation import model_drafter
+from jaxllm.serving.speculation.confidence import confidence_temperature
+from jaxllm.serving.weights.embedding import EmbeddingRows
+from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
+from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests.models.test_lora import random_adapter
 from tests.serving.speculation.test_speculative import CFG, DRAWN, GREEDY, OPTIONS, PROMPT, TREES, sharp
 from tests.tiny import tiny_params, write_tiny_bundle
@@ -168,7 +169,7 @@ def test_by_itself_a_model_drafts_where_it_can_and_may_pay(path, plain, tmp_path
     # Streamed it drafts, unless the memory has no room for high planes.
     monkeypatch.setattr("tests.serving.speculation.test_nested_drafter.TREES", own.trees)
     assert (drafter(path, 0.8), drafter(path, 0.3)) == ("nested", None)
-    monkeypatch.setattr(loading, "_LEAST_DRAFTING_BYTES", 0)
+    monkeypatch.setattr(opening, "_LEAST_DRAFTING_BYTES", 0)
     assert drafter(path) == "nested"
     other = write_tiny_bundle(tmp_path / "plain.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG))
     assert drafter(other) is None

@@ -1,6 +1,6 @@
 """Tests when drafting is given up, and tried again."""
 
-from serving.speculation.payoff import Payoff
+from jaxllm.serving.speculation.payoff import Payoff
 
 
 def tried(payoff, *, draft_ms, verify_ms, tokens, plain_ms):

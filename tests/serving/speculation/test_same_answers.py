@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from jaxllm.bundle.elastic import elastic_parts
+from jaxllm import Engine
+from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.kernels import native
 from jaxllm.sampling import Sampling
-from serving.engine import Engine
-from serving.request import GenerationConfig
-from serving.speculation.options import SpeculationOptions
-from serving.weights.footprint import drafter_bytes, fixed_bytes, whole_budget
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
+from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests.serving.speculation.test_speculative import CFG, OPTIONS, TREES, sharp
 from tests.tiny import write_tiny_bundle
 

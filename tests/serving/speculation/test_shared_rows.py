@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.kv.cache import new_cache
-from serving.speculation.shared_rows import has_own_rows, with_rows
+from jaxllm.serving.speculation.shared_rows import has_own_rows, with_rows
 from tests.tiny import TINY
 
 CFG, TOKENS = TINY, 5

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from serving.speculation.size_cost import SizeCost
+from jaxllm.serving.speculation.size_cost import SizeCost
 
 SIZES = (8, 16, 32, 64)
 

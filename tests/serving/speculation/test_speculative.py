@@ -5,19 +5,20 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxllm.bundle.elastic import elastic_parts
+from jaxllm import Engine
+from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.sampling import Sampling
-from serving.bundles import open_model
-from serving.engine import Engine
-from serving.host.direct_io import Storage
-from serving.options import EngineOptions
-from serving.request import GenerationConfig, Session
-from serving.speculation.ngram_drafter import NgramDrafter
-from serving.speculation.options import SpeculationOptions, TreeShape
-from serving.weights import pieces
-from serving.weights.footprint import drafter_bytes, fixed_bytes, whole_budget
+from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.host.direct_io import Storage
+from jaxllm.serving.speculation.ngram_drafter import NgramDrafter
+from jaxllm.serving.weights import pieces
+from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
+from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
 
 CFG = dataclasses.replace(
@@ -243,7 +244,7 @@ def test_a_draft_of_other_tokens_is_refused(folder, plain, tmp_path):
         ({"drafter": "ngram", "trees": {"nodes": (8, 4)}}, "ascending"),
         ({"drafter": "ngram", "trees": {"nodes": (8, 256)}}, "room must be"),
         ({"drafter": "ngram", "trees": {"room": 1000}}, "room must be"),
-        ({"drafter": "ngram", "trees": {"tips": 0}}, "tips and branches"),
+        ({"drafter": "ngram", "trees": {"tips": 0}}, "tips must be"),
         ({"drafter": "ngram", "trees": {"threshold": 0}}, "threshold must be"),
         ({"drafter": "ngram", "trees": {"pacer": "oldest"}}, "pacer must be one of confidence, fair, order"),
     ],

@@ -5,11 +5,12 @@ import functools
 
 import pytest
 
-from jaxllm.bundle.elastic import elastic_parts
+from jaxllm import Engine
+from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.weights.footprint import fixed_bytes, whole_budget
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.weights.footprint import fixed_bytes
+from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 # Two kinds of layers, so that graphs are shared by some and not by all.

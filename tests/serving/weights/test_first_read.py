@@ -5,16 +5,17 @@ import os
 
 import pytest
 
+from jaxllm import Engine
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.elastic import require_level
+from jaxllm.bundle.levels import require_level
 from jaxllm.errors import BundleError, CheckpointError
 from jaxllm.kernels import native
-from serving.engine import Engine
-from serving.host.direct_io import PAGE, PieceReader
-from serving.speculation.options import SpeculationOptions
-from serving.weights.footprint import drafter_bytes, fixed_bytes, whole_budget
-from serving.weights.level_memory import LevelMemory
-from serving.weights.pieces import layer_pieces
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.host.direct_io import PAGE, PieceReader
+from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
+from jaxllm.serving.weights.level_memory import LevelMemory
+from jaxllm.serving.weights.pieces import layer_pieces
+from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests.serving.weights.conftest import CFG, OPTIONS
 from tests.serving.weights.test_streaming import answer, open_streamed
 

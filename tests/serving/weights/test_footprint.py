@@ -9,11 +9,11 @@ import pytest
 from jaxllm.experts.mixture import no_visits, tiles_and_weights
 from jaxllm.experts.routing import Routing
 from jaxllm.sampling import Sampling, sampler_state
-from jaxllm.speculative.tree import new_tree
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import TreeShape
+from jaxllm.serving.weights.footprint import activation_bytes, outputs_bytes
+from jaxllm.speculation.tree import new_tree
 from jaxllm.steps.trees import settle
-from serving.options import EngineOptions
-from serving.speculation.options import TreeShape
-from serving.weights.footprint import activation_bytes, outputs_bytes
 from tests.tiny import TINY
 
 TREES = TreeShape(nodes=(8, 16), room=32, tips=2)

@@ -7,21 +7,20 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm.bundle.elastic import Recovery, elastic_parts
-from jaxllm.elastic.ladder import Ladder, sub_config
-from jaxllm.elastic.submodel import sub_model
+from jaxllm import Engine
+from jaxllm.bundle.levels import Recovery, elastic_parts
+from jaxllm.elastic.ladder import Ladder, sub_config, sub_model
 from jaxllm.elastic.units import reorder
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.kernels import native
 from jaxllm.models.decoder import forward_documents, logits
 from jaxllm.models.lora import LoraConfig, init_adapter, merge
-from serving.buckets.decode import SampleBucket
-from serving.buckets.prefill import PrefillBucket
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.request import GenerationConfig, Session
-from serving.runners.runner import prefill_prompt
-from serving.weights import levels
+from jaxllm.serving.buckets.decode import SampleBucket
+from jaxllm.serving.buckets.prefill import PrefillBucket
+from jaxllm.serving.elastic import levels
+from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.runners.runner import prefill_prompt
 from tests.elastic.models import random_order
 from tests.kernels.switching import needs_native
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
@@ -163,7 +162,7 @@ def test_an_adapter_goes_beside_recoveries_of_other_matrices_in_one_set_of_bucke
     tmp_path, monkeypatch, compiles
 ):
     """As in buckets of each level's own, to the rounding of sums over ranks in another order."""
-    from jaxllm.checkpoints.peft_folder import write_adapter
+    from jaxllm.checkpoints.peft import write_adapter
 
     parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG), parts=parts)
@@ -216,7 +215,7 @@ def test_nothing_is_compiled_for_a_level_that_was_warmed_up_alone(path, compiles
 
 @pytest.mark.slow
 def test_an_adapter_is_cut_to_every_level(path, tmp_path):
-    from jaxllm.checkpoints.peft_folder import write_adapter
+    from jaxllm.checkpoints.peft import write_adapter
 
     lora = LoraConfig(rank=2, targets=("attn.q", "ffn.down"))
     write_adapter(tmp_path / "adapter", CFG, lora, random_adapter(CFG, 5), base="tiny")
@@ -231,7 +230,7 @@ def test_an_adapter_is_cut_to_every_level(path, tmp_path):
 
 @pytest.mark.slow
 def test_an_adapter_follows_the_order_of_units(tmp_path):
-    from jaxllm.checkpoints.peft_folder import write_adapter
+    from jaxllm.checkpoints.peft import write_adapter
 
     lora = LoraConfig(rank=2, targets=("attn.q", "attn.o", "ffn.up", "ffn.down"))
     adapter = init_adapter(CFG, lora, jax.random.key(4))
@@ -260,7 +259,7 @@ def test_levels_that_are_not_there(path, engine, tmp_path):
     plain = write_tiny_bundle(tmp_path / "plain.jaxllm", cfg=CFG, params=tiny_params(CFG))
     with pytest.raises(ConfigError, match="has no levels"):
         Engine.open(plain, options=OPTIONS, warm_up=False)
-    with pytest.raises(ConfigError, match="levels must be ascending percentages"):
+    with pytest.raises(ConfigError, match="levels must be ascending"):
         EngineOptions(levels=(70, 40))
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
-from serving.options import EngineOptions
-from serving.weights.model_level import ModelLevel
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.weights.model_level import ModelLevel
 from tests.tiny import TINY, random_params
 
 CFG = dataclasses.replace(TINY, layers=3, attention_windows=(0, 8, 0))

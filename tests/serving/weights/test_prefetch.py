@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError
-from serving.host.direct_io import PAGE, PieceReader, Storage
-from serving.weights.pieces import LayerPiece, Range
-from serving.weights.prefetch import WeightStream
+from jaxllm.serving.host.direct_io import PAGE, PieceReader, Storage
+from jaxllm.serving.weights.pieces import LayerPiece, Range
+from jaxllm.serving.weights.prefetch import WeightStream
 
 LAYERS, SIZE = 4, 8 * PAGE
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxllm.errors import BudgetExceeded
-from serving.weights.prefetch_plan import MemoryBudget, plan_memory
+from jaxllm.serving.weights.prefetch_plan import MemoryBudget, plan_memory
 
 
 def plan(sizes, budget, fixed=0):

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm import Engine
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.models.layer_stack import STACK
 from jaxllm.models.stacked_layers import StackedLayers
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.request import GenerationConfig
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.options import EngineOptions
 from tests.kernels.switching import fall_back
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
@@ -54,7 +54,7 @@ def test_an_engine_answers_from_stacks(tmp_path, level, monkeypatch):
     path = bundle_of(tmp_path, "int8")
     model, tokens = answers(path, level)
     assert isinstance(model.params[STACK], StackedLayers)
-    monkeypatch.setattr("serving.loading.stacks_layers", lambda *_: False)
+    monkeypatch.setattr("jaxllm.serving.opening.loading.stacks_layers", lambda *_: False)
     flat, expected = answers(path, level)
     assert STACK not in flat.params
     assert tokens == expected

@@ -8,12 +8,12 @@ import threading
 import numpy as np
 import pytest
 
+from jaxllm import Engine
 from jaxllm.errors import BudgetExceeded, BundleError, CheckpointError, ConfigError
-from jaxllm.models.rooms import room_refusal
+from jaxllm.models.features import room_refusal
 from jaxllm.sampling import Sampling
-from serving.engine import Engine
-from serving.request import GenerationConfig, Session
-from serving.weights import pieces
+from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.weights import pieces
 from tests.kernels.switching import fall_back
 from tests.models.configs import CONFIGS
 from tests.serving.weights.conftest import CFG, OPTIONS, budget
@@ -154,7 +154,7 @@ def test_a_budget_for_all_of_it_streams_nothing(bundle_of, resident_of):
 def test_too_small_a_budget_says_how_much_it_takes(bundle_of, resident_of):
     with pytest.raises(BudgetExceeded, match=r"needs at least [\d,]+ .*give more"):
         open_streamed(bundle_of(), resident_of(), 0.05)
-    with pytest.raises(ConfigError, match="memory_bytes must not be negative"):
+    with pytest.raises(ConfigError, match="memory_bytes must be a whole number of at least 0"):
         dataclasses.replace(OPTIONS, memory_bytes=-1)
 
 

@@ -1,5 +1,6 @@
 """Conversations and completions from JSON lines: which answers are learnt, and what a bad line says."""
 
+import dataclasses
 import json
 import sys
 
@@ -8,17 +9,24 @@ from rich.console import Console
 
 from jaxllm.errors import ConfigError
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.training.data.chats import read_chats, source_files
+from jaxllm.training.data.corpus import Corpus
+from jaxllm.training.data.encoders import ModelEncoder, PieceEncoder
+from jaxllm.training.data.sources import Source
+from jaxllm.training.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from tests.tiny import BEGIN_ID, END_ID, tiny_tokenizer
-from training.data.chats import read_chats, source_files
-from training.data.corpus import Corpus
-from training.data.encoders import ModelEncoder
-from training.data.sources import Source
 
 TALK = [("user", "hi"), ("assistant", "hello"), ("user", "bye"), ("assistant", "the end")]
 
 
 def messages(*turns):
     return [{"role": role, "content": content} for role, content in turns]
+
+
+def talk_with(keys, **of_record):
+    """A conversation whose last answer has further keys."""
+    talk = messages(*TALK[:2])
+    return {"messages": [talk[0], {**talk[1], **keys}], **of_record}
 
 
 def written(path, *records):
@@ -32,6 +40,50 @@ def test_a_conversation_is_a_document_for_each_answer(tmp_path):
     assert (second.messages, second.answer) == (tuple(TALK[:3]), "the end")
     assert first.digest() != second.digest()
     assert first.origin_digest() == second.origin_digest()
+
+
+def test_an_answer_of_weight_0_is_a_message_and_not_learnt(tmp_path):
+    talk = messages(*TALK)
+    talk[1]["weight"], talk[3]["weight"] = 0, 1
+    completion = {"prompt": talk[:1], "completion": talk[1:]}
+    first, second = read_chats(written(tmp_path / "a.jsonl", {"messages": talk}, completion))
+    for document in (first, second):
+        assert (document.messages, document.answer) == (tuple(TALK[:3]), "the end")
+
+
+def test_keys_that_say_nothing_are_read(tmp_path, caplog):
+    nothing = {"tool_calls": [], "reasoning_content": None, "name": "", "weight": None}
+    talk = [{**each, **nothing} for each in messages(*TALK)]
+    record = {"messages": talk, "tools": None, "weight": None, "prompt": "hi", "id": 3}
+    path = written(tmp_path / "a.jsonl", record, record)
+    assert len(list(read_chats(path))) == 4
+    assert len(list(read_chats(path))) == 4
+    # What has another meaning is said, once.
+    assert [
+        each.getMessage().split(": ")[1] for each in caplog.records if "tool" not in each.getMessage()
+    ] == [
+        "the key 'id' of its lines is ignored",
+        "the key 'prompt' of its lines is ignored",
+        "the key 'weight' of its lines is ignored",
+    ]
+
+
+def test_tools_are_for_the_template(tmp_path):
+    template = "{{ tools }}{% for m in messages %}{{ m.content }}|{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+    path = written(tmp_path / "a.jsonl", {"messages": messages(*TALK[:2]), "tools": tools})
+    (document,) = read_chats(path)
+    (plain,) = read_chats(written(tmp_path / "b.jsonl", {"messages": messages(*TALK[:2])}))
+    assert document.digest() != plain.digest()
+    tokenizer = Tokenizer(dataclasses.replace(tiny_tokenizer(), chat_template=template))
+    ((ids, prompt),) = ModelEncoder(tokenizer).encode([document])
+    expected = tokenizer.encode_chat([{"role": "user", "content": "hi"}], tools=tools)
+    assert ids[:prompt] == expected
+    assert len(expected) > len(tokenizer.encode_chat([{"role": "user", "content": "hi"}]))
+    with pytest.raises(ConfigError, match="knows no tools"):
+        ModelEncoder(Tokenizer(tiny_tokenizer())).encode([document])
+    with pytest.raises(ConfigError, match="no place for the tools"):
+        PieceEncoder(train_tokenizer(["hi hello"], MIN_VOCAB_SIZE)).encode([document])
 
 
 def test_only_answers_are_learnt(tmp_path):
@@ -77,6 +129,15 @@ def test_only_answers_are_learnt(tmp_path):
         ({"prompt": "a"}, "line 2: a record needs text under 'completion'"),
         ({"prompt": "a", "completion": ""}, "line 2: completion is empty"),
         ({"messages": [{"role": "user", "content": None}]}, "line 2: a record needs text under 'content'"),
+        (talk_with({"reasoning_content": "because"}), "line 2: reasoning_content of a message is not read"),
+        (talk_with({"tool_calls": [{"id": "1"}]}), "line 2: tool_calls of a message is not read"),
+        (talk_with({"anything": 0}), "line 2: anything of a message is not read"),
+        (talk_with({"weight": 0.5}), "line 2: the weight of an assistant's message is 0 or 1, got 0.5"),
+        (talk_with({"weight": 0}), "line 2: a conversation needs .* whose weight is not 0"),
+        (talk_with({}, weight=0), "line 2: weight of an object would change what is learnt"),
+        (talk_with({}, chat_template_kwargs={"a": 1}, system="s"), "line 2: chat_template_kwargs, system of"),
+        (talk_with({}, tools="[]"), "line 2: tools must be a list of objects"),
+        ({"prompt": "a", "completion": "b", "tools": [{}]}, "line 2: tools are of messages"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number_or_left_out(tmp_path, line, message):

@@ -10,12 +10,12 @@ from jinja2 import Template
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
-from training.data import corpus
-from training.data.corpus import Corpus, TokenizedDocuments
-from training.data.documents import chat_document, text_document
-from training.data.encoders import ModelEncoder, PieceEncoder
-from training.data.sources import Source
-from training.data.tokenizer import MIN_VOCAB_SIZE, ROLE_TEMPLATE, train_tokenizer
+from jaxllm.training.data import corpus
+from jaxllm.training.data.corpus import Corpus, TokenizedDocuments
+from jaxllm.training.data.documents import chat_document, text_document
+from jaxllm.training.data.encoders import ModelEncoder, PieceEncoder
+from jaxllm.training.data.sources import Source
+from jaxllm.training.data.tokenizer import MIN_VOCAB_SIZE, ROLE_TEMPLATE, train_tokenizer
 
 TEXTS = [f"Cat {i} sat on mat {i}. Then it ran to house {i * 7}!" for i in range(40)]
 REVIEWS = [{"text": f"film number {i}", "label": ("positive", "negative")[i % 2]} for i in range(30)]

@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxllm.config import RopeConfig
 from jaxllm.quant import quantize
+from jaxllm.training.data.documents import model_digest
 from tests.tiny import TINY
-from training.data.digests import model_digest
 
 UP = np.arange(32, dtype=np.float32).reshape(4, 8)
 PARAMS = {"up": UP, "down": UP + 1}

@@ -4,9 +4,9 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import TaskExample
-from training.data import documents
-from training.data.documents import Special, chat_document, held_out_digests, read_texts, text_document
-from training.data.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, PAD, SPECIAL_TOKENS, train_tokenizer
+from jaxllm.training.data import documents
+from jaxllm.training.data.documents import Special, chat_document, held_out_digests, read_texts, text_document
+from jaxllm.training.data.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, PAD, SPECIAL_TOKENS, train_tokenizer
 
 TEXTS = [f"The {i}th cat saw {i * 37} birds, café №{i}." for i in range(60)]
 

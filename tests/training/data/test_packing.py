@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from training.data.corpus import TokenizedDocuments
-from training.data.packing import PackedBatches, best_fit, cut, draw, evaluation_batches, spread
-from training.data.sources import Source
+from jaxllm.training.data.corpus import TokenizedDocuments
+from jaxllm.training.data.packing import PackedBatches, draw, evaluation_batches, spread
+from jaxllm.training.data.rows import best_fit, cut
+from jaxllm.training.data.sources import Source
 
 
 def documents_of(lengths, sources=None, prompts=None):
@@ -95,6 +96,27 @@ def test_an_epoch_draws_each_source_as_its_repeats_say():
     assert (draw(documents, mixture, np.random.default_rng(1)) != drawn).any()
     with pytest.raises(ConfigError, match="too few"):
         PackedBatches(documents, (Source(text="a", repeats=0),) * 3, 8, 1, 0)
+
+
+def test_rows_of_prompts_alone_are_left_out_and_the_answer_follows_its_prompt():
+    """Chats that are longer than a row: what comes before the answer is cut at its beginning."""
+    documents = documents_of([40, 9, 25, 12], sources=[0, 0, 0, 1], prompts=[37, 4, 5, 8])
+    chats, texts = Source(chat="a"), Source(text="b")
+    batches = PackedBatches(documents, (chats, texts), 8, 1, seed=0)
+    seen = []
+    for step in range(len(batches.epoch(0))):
+        batch = batches.batch_at(step)
+        assert batch.weights.any()
+        seen += batch.targets[batch.weights > 0].tolist()
+        if 139 - 100 in batch.targets:
+            assert batch.tokens[0].tolist() == list(range(31, 39))
+    learnt = [*range(37, 40), *range(104, 109), *range(205, 225), *range(301, 312)]
+    assert sorted(seen) == learnt
+    assert batches.left_out() == "4 rows of prompts alone are left out, of 1 documents"
+    held_out = evaluation_batches(documents, 8, 2, (chats, texts))
+    assert sorted(np.concatenate([each.targets[each.weights > 0] for each in held_out])) == learnt
+    with pytest.raises(ConfigError, match="one of them learnt"):
+        PackedBatches(documents_of([4], prompts=[4]), (chats,), 8, 1, 0)
 
 
 def test_prompts_and_answers_have_their_weights():

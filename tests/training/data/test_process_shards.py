@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
+from jaxllm.training.data import corpus
+from jaxllm.training.data.corpus import Corpus
+from jaxllm.training.data.encoders import PieceEncoder
+from jaxllm.training.data.packing import PackedBatches, evaluation_batches
+from jaxllm.training.data.process_shards import exchanged
+from jaxllm.training.data.sources import Source
+from jaxllm.training.loop.fitting import TOKENIZER_FILE, read_tokenizer_file
+from jaxllm.training.loop.parallel import MeshShape, start_process_group
+from jaxllm.training.pretrain.run import PretrainTexts, pretrain
 from tests.training.data.test_packing import RAGGED
 from tests.training.jobs import SMOKE
 from tests.training.tiny_runs import SILENT
-from training.data import corpus
-from training.data.corpus import Corpus
-from training.data.encoders import PieceEncoder
-from training.data.packing import PackedBatches, evaluation_batches
-from training.data.process_shards import exchanged
-from training.data.sources import Source
-from training.loop.parallel import MeshShape, start_process_group
-from training.loop.run_end import TOKENIZER_FILE, read_tokenizer_file
-from training.pretrain.run import PretrainTexts, pretrain
 
 SOURCES = (Source(text="texts", repeats=1.5), Source(chat="chats.jsonl", answer_weight=2.0, skip_bad=True))
 RECIPE = dataclasses.replace(

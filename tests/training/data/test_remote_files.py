@@ -6,10 +6,10 @@ import sys
 import fsspec
 import pytest
 
+from jaxllm.cli.training_options import _PathOrUrl, given_sources
 from jaxllm.errors import ConfigError
-from training.commands.shared_options import _PathOrUrl, given_sources
-from training.data.corpus import Corpus
-from training.data.sources import Source
+from jaxllm.training.data.corpus import Corpus
+from jaxllm.training.data.sources import Source
 
 
 @pytest.fixture

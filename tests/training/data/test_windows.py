@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
+from jaxllm.training.data.corpus import TokenizedDocuments
+from jaxllm.training.data.packing import WindowBatches
+from jaxllm.training.data.sources import Source
+from jaxllm.training.data.windows import WindowRows
+from jaxllm.training.loop import trainer as loop
+from jaxllm.training.pretrain.job import pretrain_job
 from tests.training.jobs import DOCUMENTS, SMOKE, assert_same_bits, held_out_of, one_device
-from training.data.corpus import TokenizedDocuments
-from training.data.packing import WindowBatches
-from training.data.sources import Source
-from training.data.windows import WindowRows
-from training.loop import trainer as loop
-from training.pretrain.job import pretrain_job
 
 T = 8
 
@@ -61,6 +61,19 @@ def test_rows_stop_at_borders_and_weigh_prompts():
         own = np.searchsorted(TWO.starts, tokens, side="right") - 1
         np.testing.assert_array_equal(starts, np.maximum(TWO.starts[own] - tokens[0], 0))
     assert seen == {0: 120, 1: 40}
+
+
+def test_windows_of_prompts_alone_are_left_out():
+    pytest.importorskip("grain")
+    documents = documents_of([30, 11, 9, 40], [25, 3, 0, 20], [0, 0, 0, 1])
+    rows = WindowRows(documents, (Source(chat="a"), Source(chat="b", answer_weight=0)), T, 0)
+    assert rows.left_out == 3 + 4
+    seen = set()
+    for number in range(rows.count):
+        tokens, _, _, weights, _ = rows.row(number)
+        assert weights.any()
+        seen.add(int(tokens[0]))
+    assert seen == {24, 32, 40}
 
 
 @pytest.mark.slow

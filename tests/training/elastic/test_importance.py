@@ -7,18 +7,18 @@ import pytest
 
 from jaxllm.elastic.units import reorder
 from jaxllm.errors import ConfigError
-from tests.elastic.models import LLAMA, MIXTRAL, MODELS, PLAIN, scaled_params
-from training.data.packing import Batch
-from training.elastic import importance
-from training.elastic.importance import (
+from jaxllm.training.data.packing import Batch
+from jaxllm.training.elastic import importance
+from jaxllm.training.elastic.importance import (
     Importance,
     calibration_batches,
     magnitudes,
     measure,
     random_order,
 )
-from training.elastic.levels import without_layer
-from training.loop.losses import next_token_losses, outputs_of
+from jaxllm.training.elastic.levels import without_layer
+from jaxllm.training.loop.losses import next_token_losses, outputs_of
+from tests.elastic.models import LLAMA, MIXTRAL, MODELS, PLAIN, scaled_params
 
 SMALL = [dataclasses.replace(cfg, layers=2, attention_windows=()) for cfg in (LLAMA, PLAIN)]
 # Every token visits every expert: a choice would make the loss jump.

@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.elastic.ladder import Ladder, sub_config
-from jaxllm.elastic.submodel import sub_model
+from jaxllm.elastic.ladder import Ladder, sub_config, sub_model
 from jaxllm.models.parameters import init_params
+from jaxllm.training.elastic.job import divergence_job, joint_job
+from jaxllm.training.elastic.recovery import within_bound
+from jaxllm.training.loop.losses import distillation_losses, next_token_losses, outputs_of
+from jaxllm.training.loop.trainer import Trainer
 from tests.training.jobs import SMOKE, held_out_of, one_device, train
-from training.elastic.job import divergence_job, joint_job
-from training.elastic.recovery import within_bound
-from training.loop.losses import distillation_losses, next_token_losses, outputs_of
-from training.loop.trainer import Trainer
 
 LADDER = Ladder(levels=(30, 50, 70, 100), anchors=())
 RECIPE = dataclasses.replace(SMOKE, model=dataclasses.replace(SMOKE.model, layers=2, attention_windows=()))

@@ -8,31 +8,31 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from jaxllm import Engine
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.elastic import read_ladder, read_order, read_recovery
+from jaxllm.bundle.levels import read_ladder, read_order, read_recovery
+from jaxllm.cli.main import cli
 from jaxllm.elastic.ladder import sub_config
 from jaxllm.errors import ConfigError
 from jaxllm.models.lora import LoraConfig, adapt
 from jaxllm.models.parameters import param_specs
 from jaxllm.sampling import Sampling
-from serving.cli import cli
-from serving.engine import Engine
-from serving.options import EngineOptions
-from serving.request import GenerationConfig
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.training.calibration import BundleOutput
+from jaxllm.training.data.sources import Source
+from jaxllm.training.elastic import importance
+from jaxllm.training.elastic.importance import Importance, measure, random_order
+from jaxllm.training.elastic.job import ElasticRecipe
+from jaxllm.training.elastic.levels import at_level, level_counts
+from jaxllm.training.elastic.run import elasticize
+from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRun
+from jaxllm.training.lora.run import require_trainable
+from jaxllm.training.seq2seq.batches import PairRows
+from jaxllm.training.seq2seq.job import cross_entropy, init_seq2seq, target_logits
 from tests.tiny import TINY
 from tests.training.seq2seq.tiny import SWITCH, T5, tiny_recipe, write_pairs, write_random_folder
 from tests.training.tiny_runs import ONE, SILENT, TLM_RECIPE
-from training.bundle_output import BundleOutput
-from training.data.sources import Source
-from training.elastic import importance
-from training.elastic.importance import Importance, measure, random_order
-from training.elastic.levels import at_level, level_counts
-from training.elastic.recipe import ElasticRecipe
-from training.elastic.run import elasticize
-from training.lora.run_splits import require_trainable
-from training.seq2seq.batches import PairRows
-from training.seq2seq.job import cross_entropy, init_seq2seq, target_logits
-from training.tiny_lm.recipe import TinyLmRun
 
 PAIRS = [([5, 6, 7, 0], [8, 9, 0]), ([5, 10, 0], [11, 12, 13, 14, 0]), ([5, 15, 16, 17, 18, 0], [19, 0])]
 RECIPE = ElasticRecipe(
@@ -135,7 +135,7 @@ def greedy(params, cfg, source, start, count):
     for _ in range(count):
         tokens = np.array(filled.tokens)
         tokens[0, 1 : 1 + len(said)] = said
-        said.append(int(step(filled.replace(tokens=tokens))[0, len(said)]))
+        said.append(int(step(dataclasses.replace(filled, tokens=tokens))[0, len(said)]))
     return said
 
 
@@ -190,7 +190,6 @@ def test_what_is_refused(folder, data, model, tmp_path):
         run(RECIPE, folder, data, tmp_path, tiny_lm=TinyLmRun(TLM_RECIPE, None))
     for change, message in (
         ({"units": "global"}, "--units equal"),
-        ({"remat": "full"}, "remat to none"),
         ({"sources": (Source(text="one.txt"),)}, "learns from pairs, but one has none: give --pairs"),
         ({"sources": (Source(pairs=("one.txt", "none.txt")),)}, "cannot read .*none.txt"),
     ):

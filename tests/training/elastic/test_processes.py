@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from jaxllm.bundle import Bundle
+from jaxllm.training.calibration import BundleOutput
+from jaxllm.training.elastic import importance
+from jaxllm.training.elastic.run import elasticize
+from jaxllm.training.loop.parallel import MeshShape, start_process_group
+from jaxllm.training.lora.job import LoraRecipe
+from jaxllm.training.lora.run import train_lora
 from tests.training.elastic.test_run import RECIPE
 from tests.training.tiny_runs import SILENT
-from training.bundle_output import BundleOutput
-from training.elastic import importance
-from training.elastic.run import elasticize
-from training.loop.parallel import MeshShape, start_process_group
-from training.lora.recipe import LoraRecipe
-from training.lora.run import train_lora
 
 pytestmark = [pytest.mark.slow]
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-import training.tiny_lm.run
+import jaxllm.training.elastic.tiny_lm.run
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.elastic import read_ladder, read_order, read_recovery
-from jaxllm.bundle.stored import stored_form
-from jaxllm.bundle.tiny_lm import read_tiny_lm
+from jaxllm.bundle.levels import read_ladder, read_order, read_recovery, read_tiny_lm
+from jaxllm.bundle.writer import stored_form
+from jaxllm.cli import train as elasticize_cli
+from jaxllm.cli.main import cli
 from jaxllm.elastic.ladder import layer_parameters, sub_config
 from jaxllm.elastic.slo import marks
 from jaxllm.elastic.units import reorder
@@ -23,17 +24,15 @@ from jaxllm.models.lora import LoraConfig
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.tiny_lm import forward_both
 from jaxllm.quant import dequantize
-from serving.cli import cli
+from jaxllm.training.calibration import BundleOutput
+from jaxllm.training.data.sources import Source
+from jaxllm.training.elastic import importance, recovery
+from jaxllm.training.elastic.job import ElasticRecipe
+from jaxllm.training.elastic.run import elasticize
+from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe, TinyLmRun
+from jaxllm.training.loop import losses
 from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_folder
 from tests.training.tiny_runs import ONE, SILENT, TLM_RECIPE
-from training.bundle_output import BundleOutput
-from training.commands import elasticize as elasticize_cli
-from training.data.sources import Source
-from training.elastic import importance, recovery
-from training.elastic.recipe import ElasticRecipe, elastic_recipe_names, load_elastic_recipe
-from training.elastic.run import elasticize
-from training.loop import losses
-from training.tiny_lm.recipe import TinyLmRun, load_tiny_lm_recipe
 
 TOKENS = np.arange(40, dtype=np.int32).reshape(2, 20) * 6
 
@@ -205,7 +204,7 @@ def test_a_tiny_lm_goes_with_the_adapters_that_it_was_trained_beside(model, data
     written = path.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(recovery, "measure", stop)
-        patch.setattr(training.tiny_lm.run, "answer", stop)
+        patch.setattr(jaxllm.training.elastic.tiny_lm.run, "answer", stop)
         run(shorter, model, data, tmp_path, tlm=TLM_RECIPE)
     assert path.read_bytes() == written
 
@@ -288,10 +287,10 @@ def test_the_command_takes_texts_instead_of_the_recipes_sources(model, tmp_path,
 def test_a_model_of_another_family_becomes_elastic_by_the_packaged_recipes(data_dir, tmp_path):
     """Of a window and a vocabulary that the packaged family does not have."""
     recipe = dataclasses.replace(
-        load_elastic_recipe("family"), recovery="none", levels=(50, 100), calibration_tokens=2048,
+        ElasticRecipe.load("family"), recovery="none", levels=(50, 100), calibration_tokens=2048,
         sources=(Source(task="ui-step"),),
     )  # fmt: skip
-    tlm = load_tiny_lm_recipe("small")
+    tlm = TinyLmRecipe.load("small")
     short = {"steps": 2, "checkpoint_steps": 2}
     tlm = dataclasses.replace(
         tlm, score=dataclasses.replace(tlm.score, **short), decide=dataclasses.replace(tlm.decide, **short),
@@ -336,11 +335,11 @@ def test_damaged_importance_is_named(model, data, tmp_path, plain):
 
 def test_recipes():
     names = "adapters", "equal-time", "family", "large", "quick", "translate"
-    assert elastic_recipe_names() == list(names)
-    recipe, together, family, large, quick, translate = map(load_elastic_recipe, names)
+    assert ElasticRecipe.names() == list(names)
+    recipe, together, family, large, quick, translate = map(ElasticRecipe.load, names)
     assert (large.precision, large.remat, large.whole_kl_nats > 0) == ("bfloat16", "full", True)
     assert [len(source.pairs) for source in translate.sources] == [2, 2]
-    assert quick.levels == load_tiny_lm_recipe("quick").levels
+    assert quick.levels == TinyLmRecipe.load("quick").levels
     # What is compared differs in how levels recover, and in the steps that take as long.
     differing = {name for name, value in recipe.to_json().items() if value != together.to_json()[name]}
     assert differing == {"recovery", "steps", "peak_learning_rate"}
@@ -350,7 +349,7 @@ def test_recipes():
     assert ElasticRecipe.from_json(recipe.to_json()) == recipe
     for change, message in [
         ({"levels": [50]}, "end with 100"),
-        ({"levels": 3}, "levels must be a list of percentages, got 3"),
+        ({"levels": 3}, "levels must be a list, got 3"),
         ({"anchor_share": 2}, "anchor_share"),
         ({"recovery": "magic"}, "recovery must be"),
         ({"order": "alphabet"}, "order must be"),

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
+from jaxllm.training.loop.run_files import keep_checkpoints_at
+from jaxllm.training.pretrain.run import PretrainTexts, pretrain
 from tests.training.jobs import SMOKE
 from tests.training.tiny_runs import ONE, SILENT
-from training.loop.run_files import keep_checkpoints_at
-from training.pretrain.run import PretrainTexts, pretrain
 
 
 def resumed_to_the_same_bits(folder: Path, url: str) -> Path:

@@ -4,10 +4,10 @@ import dataclasses
 import json
 
 from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.training.loop.hardware import known_device, peak_memory_bytes, step_flops_per_token
+from jaxllm.training.loop.trainer import Trainer
+from jaxllm.training.pretrain.job import pretrain_job
 from tests.training.jobs import SMOKE, held_out_of, one_device, train
-from training.loop.hardware import known_device, peak_memory_bytes, step_flops_per_token
-from training.loop.trainer import Trainer
-from training.pretrain.job import pretrain_job
 
 CFG = ModelConfig(
     model_type="llama", vocab_size=10, hidden_size=4, layers=2, heads=2, kv_heads=1, head_dim=2,

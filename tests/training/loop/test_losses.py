@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxllm.models.parameters import init_params
+from jaxllm.training.data.packing import Batch
+from jaxllm.training.loop import losses
+from jaxllm.training.loop.losses import distillation_losses, next_token_losses, outputs_of, vocabulary_blocks
 from tests.training.jobs import SMOKE
-from training.data.packing import Batch
-from training.loop import losses
-from training.loop.losses import distillation_losses, next_token_losses, outputs_of, vocabulary_blocks
 
 CFG = dataclasses.replace(SMOKE.model, vocab_size=203)
 
@@ -28,8 +28,7 @@ def in_blocks(monkeypatch, least):
     monkeypatch.setattr(losses, "_LEAST_BLOCK_TOKENS", least)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-@pytest.mark.parametrize("least", [8, 60])
+@pytest.mark.parametrize(("least", "softcap"), [(8, 3.0), (60, 0.0)])
 def test_blocks_have_the_losses_of_whole_logits(monkeypatch, least, softcap):
     cfg = dataclasses.replace(CFG, logit_softcap=softcap)
     params, other = (init_params(cfg, jax.random.key(seed)) for seed in (0, 1))

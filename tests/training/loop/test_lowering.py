@@ -14,18 +14,22 @@ from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.models.parameters import init_params
 from jaxllm.models.scanned_layers import stacked
-from training.data.packing import Batch
-from training.data.sources import Source
-from training.elastic.importance import MEASURES, unit_step
-from training.elastic.job import joint_job, level_job
-from training.elastic.levels import level_counts
-from training.loop.parallel import ROWS, MeshShape, make_mesh, shardings_of
-from training.loop.trainer import Trainer
-from training.lora.job import lora_job
-from training.lora.recipe import LoraRecipe
-from training.pretrain.job import pretrain_job
-from training.pretrain.recipe import PretrainRecipe
+from jaxllm.training.data.packing import Batch
+from jaxllm.training.data.sources import Source
+from jaxllm.training.elastic.importance import MEASURES, unit_step
+from jaxllm.training.elastic.job import joint_job, level_job
+from jaxllm.training.elastic.levels import level_counts
+from jaxllm.training.loop.parallel import ROWS, MeshShape, make_mesh, shardings_of
+from jaxllm.training.loop.trainer import Trainer
+from jaxllm.training.lora.job import LoraRecipe, lora_job
+from jaxllm.training.pretrain.job import PretrainRecipe, pretrain_job
+from tests.gpu_lowering import lowers_for_gpus  # noqa: F401
 
+# Of JAX 0.12, see `jaxllm.kernels.fused_attention`.
+pytestmark = [
+    pytest.mark.usefixtures("lowers_for_gpus"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 KERNELS = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
 MOST_OPERATIONS, MOST_S = 20_000, 10
 
@@ -45,7 +49,7 @@ def placed_on(mesh, shapes):
     )
 
 
-def lowered(kind, row_tokens, platform):
+def lowered(kind, row_tokens, platform, precision="bfloat16"):
     """The text of a step with 8 rows, and the seconds that tracing and lowering took."""
     cfg, mesh = config(), make_mesh(MeshShape(data=1), 8)
     rows = NamedSharding(mesh, PartitionSpec(None, *ROWS))
@@ -55,7 +59,7 @@ def lowered(kind, row_tokens, platform):
     half = placed_on(mesh, half)
     settings = {
         "steps": 4, "batch": 8, "row_tokens": row_tokens, "peak_learning_rate": 1e-4, "remat": "full",
-        "precision": "bfloat16",
+        "precision": precision,
     }  # fmt: skip
     if kind == "lora":
         recipe = LoraRecipe(**settings, sources=(Source(text="text.txt"),))
@@ -92,9 +96,12 @@ def check(text, row_tokens, platform):
     assert f"8x{row_tokens}x128256x" not in text
 
 
-@pytest.mark.parametrize("platform", KERNELS)
-def test_a_step_of_32_layers_is_little_code(platform):
-    text, _ = lowered("lora", 512, platform)
+@pytest.mark.parametrize(
+    ("platform", "precision"), [("cuda", "bfloat16"), ("tpu", "bfloat16"), ("cuda", "float32")]
+)
+def test_a_step_of_32_layers_is_little_code(platform, precision):
+    """In float32, too, for which this process's CPU has a kernel."""
+    text, _ = lowered("lora", 512, platform, precision)
     check(text, 512, platform)
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax.contrib
 
-from training.loop.muon import Matrix, orthogonal, scale_by_muon
+from jaxllm.training.loop.optimizer import Matrix, orthogonal, scale_by_muon
 
 # A square, a wide and a tall matrix, experts, and heads on two axes.
 SHAPES = {"q": (32, 4, 8), "wide": (16, 48), "tall": (48, 16), "experts": (3, 16, 48), "o": (4, 8, 32)}
@@ -26,8 +26,8 @@ import json
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 from tests.training.loop.test_muon import gradients, views
-from training.loop.muon import orthogonal
-from training.loop.parallel import MeshShape, make_mesh
+from jaxllm.training.loop.optimizer import orthogonal
+from jaxllm.training.loop.parallel import MeshShape, make_mesh
 
 mesh = make_mesh(MeshShape(data=2, fsdp=2), 4)
 with jax.set_mesh(mesh):

@@ -11,8 +11,15 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jaxllm.errors import ConfigError
+from jaxllm.training.loop.parallel import (
+    AXES,
+    MeshShape,
+    make_mesh,
+    require_divisible,
+    spec_of,
+    start_process_group,
+)
 from tests.training.jobs import SMOKE, train
-from training.loop.parallel import AXES, MeshShape, make_mesh, require_divisible, spec_of, start_process_group
 
 RECIPE = dataclasses.replace(SMOKE, batch=8, steps=5, checkpoint_steps=5, log_steps=1)
 
@@ -23,7 +30,7 @@ from pathlib import Path
 import jax
 folder, mesh, devices, port, processes, process, accumulate = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", int(devices))
-from training.loop.parallel import MeshShape, make_mesh, start_process_group
+from jaxllm.training.loop.parallel import MeshShape, make_mesh, start_process_group
 if int(processes) > 1:
     start_process_group(f"127.0.0.1:{port}", int(processes), int(process))
 from tests.training.loop.test_parallel import RECIPE

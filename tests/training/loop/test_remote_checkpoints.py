@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
+from jaxllm.training.pretrain.run import export_best
 from tests.training.loop.resumed_runs import resumed_to_the_same_bits
-from training.pretrain.run import export_best
 
 pytest.importorskip("gcsfs")
 emulator = pytest.importorskip("gcp_storage_emulator.server")

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from jaxllm.cli.train import pretrain_command
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
+from jaxllm.training.loop.checkpoints import Checkpoints, read_best
+from jaxllm.training.loop.run_files import checkpoints_of, claimed, keep_checkpoints_at, read_identity
 from tests.training.jobs import SMOKE
-from training.commands.pretrain import pretrain_command
-from training.loop.checkpoints import Checkpoints, read_best
-from training.loop.run_files import checkpoints_of, claimed, keep_checkpoints_at, read_identity
 
 # Not looked at: the folder is refused first.
 NOTHING: Any = None
@@ -47,6 +48,30 @@ def test_who_goes_on_may_change_how_long_and_nothing_else(tmp_path):
     ):
         ready.append("another run")
     assert not ready
+
+
+def test_a_run_has_the_precision_of_the_devices_that_it_began_on(tmp_path, monkeypatch):
+    with claimed(tmp_path, SMOKE, documents="d1"):
+        pass
+    said = dataclasses.replace(SMOKE, precision="float32")
+    with claimed(tmp_path, said, documents="d1") as resuming:
+        assert resuming
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    with claimed(tmp_path, said, documents="d1") as resuming:
+        assert resuming
+    with pytest.raises(ConfigError, match="differs in precision"), claimed(tmp_path, SMOKE, documents="d1"):
+        pass
+
+
+def test_each_stage_of_a_recipe_has_its_precision(tmp_path):
+    own = TinyLmRecipe.load("quick")
+    with claimed(tmp_path, own, model="m"):
+        pass
+    assert own.score.precision is None
+    assert read_identity(tmp_path)["recipe"]["score"]["precision"] == "float32"
+    said = dataclasses.replace(own, score=dataclasses.replace(own.score, precision="float32"))
+    with claimed(tmp_path, said, model="m") as resuming:
+        assert resuming
 
 
 def test_settings_younger_than_the_run_have_their_defaults(tmp_path):

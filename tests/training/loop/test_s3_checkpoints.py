@@ -13,12 +13,12 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxllm.errors import CheckpointError
+from jaxllm.training.loop import s3_checkpoints
+from jaxllm.training.loop.checkpoints import Checkpoints, TrainState, read_best
+from jaxllm.training.loop.parallel import MeshShape, make_mesh, spec_of, start_process_group
 from tests.training.jobs import one_device
 from tests.training.loop.fake_s3 import running
 from tests.training.loop.resumed_runs import resumed_to_the_same_bits
-from training.loop import s3_checkpoints
-from training.loop.checkpoints import Checkpoints, TrainState, read_best
-from training.loop.parallel import MeshShape, make_mesh, spec_of, start_process_group
 
 SERVICE = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "AWS_REGION": "eu-central-1"}
 URL = "s3://bucket/run/checkpoints"
@@ -60,6 +60,19 @@ def assert_is_step(state, step):
     ):
         assert found.dtype == wanted.dtype
         np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+
+
+def test_what_a_killed_process_left_is_removed_where_the_run_resumes(service):
+    mesh = one_device()
+    with Checkpoints(URL) as checkpoints:
+        checkpoints.save(state_on(mesh, 1), 0.5)
+    whole = set(service.objects)
+    service.objects["bucket/run/checkpoints/7/zeros/c/0"] = b"left"
+    with Checkpoints(URL):
+        assert set(service.objects) > whole
+    with Checkpoints(URL, resumes=True) as checkpoints:
+        assert checkpoints.latest() == 1
+    assert set(service.objects) == whole
 
 
 def test_the_last_two_and_the_best_stay(service, monkeypatch):

@@ -30,10 +30,10 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 from tests.training.loop.test_sharding import MESHES, RECIPE
 from tests.training.jobs import DOCUMENTS, held_out_of
-from training.data.packing import PackedBatches
-from training.loop.parallel import MeshShape, make_mesh
-from training.loop.trainer import Trainer, train
-from training.pretrain.job import pretrain_job
+from jaxllm.training.data.packing import PackedBatches
+from jaxllm.training.loop.parallel import MeshShape, make_mesh
+from jaxllm.training.loop.trainer import Trainer, train
+from jaxllm.training.pretrain.job import pretrain_job
 
 def run(mesh, folder, recipe):
     seen = []
@@ -60,10 +60,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 from jax.sharding import NamedSharding, PartitionSpec
 import jax.numpy as jnp
 from tests.training.loop.test_sharding import RECIPE
-from training.data.packing import Batch
-from training.loop.parallel import ROWS, MeshShape, make_mesh
-from training.loop.trainer import Trainer
-from training.pretrain.job import pretrain_job
+from jaxllm.training.data.packing import Batch
+from jaxllm.training.loop.parallel import ROWS, MeshShape, make_mesh
+from jaxllm.training.loop.trainer import Trainer
+from jaxllm.training.pretrain.job import pretrain_job
 
 recipe = dataclasses.replace(RECIPE, batch=64)
 mesh = make_mesh(MeshShape(data=1, fsdp=8), recipe.batch)
@@ -124,12 +124,12 @@ from pathlib import Path
 import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 8)
 from tests.tiny import write_tiny_folder
-from training.loop import placing
-from training.loop.frozen_model import FrozenModel
-from training.loop.parallel import MeshShape, make_mesh
-from training.elastic.importance import measure
+from jaxllm.training.loop import parallel as placing
+from jaxllm.training.loop.frozen_model import FrozenModel
+from jaxllm.training.loop.parallel import MeshShape, make_mesh
+from jaxllm.training.elastic.importance import measure
 from tests.training.elastic import test_importance
-from training.elastic import importance
+from jaxllm.training.elastic import importance
 importance.LEAST_TOKENS = 16
 
 folder = write_tiny_folder(Path(sys.argv[1]))

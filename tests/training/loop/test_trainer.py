@@ -13,6 +13,14 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
+from jaxllm.training.data.packing import PackedBatches
+from jaxllm.training.loop import trainer as loop
+from jaxllm.training.loop.checkpoints import Checkpoints
+from jaxllm.training.loop.hardware import memory_told, what_to_change
+from jaxllm.training.loop.monitoring import StepTrace
+from jaxllm.training.loop.optimizer import decays, learning_rate, make_optimizer, matrices
+from jaxllm.training.loop.trainer import Trainer
+from jaxllm.training.pretrain.job import pretrain_job
 from tests.training.jobs import (
     DOCUMENTS,
     SMOKE,
@@ -22,13 +30,6 @@ from tests.training.jobs import (
     poisoned,
     train,
 )
-from training.data.packing import PackedBatches
-from training.loop import trainer as loop
-from training.loop.checkpoints import Checkpoints
-from training.loop.monitoring import StepTrace
-from training.loop.optimizer import decays, learning_rate, make_optimizer, matrices
-from training.loop.trainer import Trainer
-from training.pretrain.job import pretrain_job
 
 
 def initial_state(recipe):
@@ -153,7 +154,7 @@ def test_the_best_checkpoint_outlives_later_ones(tmp_path):
         with pytest.raises(CheckpointError, match="train first"):
             checkpoints.best()
         for step, loss in enumerate((3.0, 1.0, 2.0, 2.5, 2.6), start=1):
-            checkpoints.save(state.replace(step=jnp.int32(step)), loss)
+            checkpoints.save(dataclasses.replace(state, step=jnp.int32(step)), loss)
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.best() == (2, 1.0)
         assert checkpoints.latest() == 5
@@ -183,6 +184,26 @@ def test_a_damaged_checkpoint_is_told(tmp_path):
         train(SMOKE, tmp_path)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_without_weight_is_no_step(tmp_path, accumulate):
+    recipe = dataclasses.replace(SMOKE, steps=3, checkpoint_steps=3, log_steps=1, accumulate=accumulate)
+    batches = PackedBatches(*_batches_of(recipe))
+    trainer, seen = Trainer(pretrain_job(recipe), recipe, one_device()), []
+
+    def batch_at(step):
+        batch = batches.batch_at(step)
+        return dataclasses.replace(batch, weights=np.zeros_like(batch.weights)) if step == 1 else batch
+
+    loop.train(trainer, batch_at, held_out_of(recipe), tmp_path, seen.append)
+    assert [each.loss > 0 for each in seen] == [True, False, True]
+    state, _ = trainer.step(trainer.initial(), batches.batch_at(0))
+    before = jax.tree.map(np.array, state)
+    state, measures = trainer.step(state, batch_at(1))
+    assert_same_bits((state.params, state.optimizer), (before.params, before.optimizer))
+    assert int(state.step) == 2
+    assert float(measures[3]) == 0
+
+
 @pytest.mark.slow
 def test_a_step_in_parts_equals_the_whole_step():
     whole = dataclasses.replace(SMOKE, batch=8)
@@ -193,7 +214,7 @@ def test_a_step_in_parts_equals_the_whole_step():
         state = trainer.initial()
         batch = PackedBatches(*_batches_of(recipe)).batch_at(0)
         # Parts of very different weight: a mean of their means would be another loss.
-        batch = batch.replace(weights=batch.weights * np.arange(8, dtype=np.float32)[:, None])
+        batch = dataclasses.replace(batch, weights=batch.weights * np.arange(8, dtype=np.float32)[:, None])
         state, measures = trainer.step(state, batch)
         results.append((state.params, measures, trainer.evaluate(state.params, held_out_of(recipe)())[0]))
     for one, other in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
@@ -203,7 +224,7 @@ def test_a_step_in_parts_equals_the_whole_step():
 @pytest.mark.slow
 def test_remat_changes_no_gradient_and_bfloat16_little():
     losses = {}
-    for name, change in {"plain": {}, "remat": {"remat": True}, "bf16": {"precision": "bfloat16"}}.items():
+    for name, change in {"plain": {}, "remat": {"remat": "full"}, "bf16": {"precision": "bfloat16"}}.items():
         recipe = dataclasses.replace(SMOKE, **change)
         trainer = Trainer(pretrain_job(recipe), recipe, one_device())
         _, measures = trainer.step(trainer.initial(), PackedBatches(*_batches_of(recipe)).batch_at(0))
@@ -305,7 +326,10 @@ def test_held_out_loss_is_told_by_source():
     recipe = dataclasses.replace(SMOKE, batch=1)
     trainer = Trainer(pretrain_job(recipe), recipe, one_device())
     batches = list(held_out_of(recipe)())
-    marked = [batch.replace(sources=np.full_like(batch.sources, 2 * n)) for n, batch in enumerate(batches)]
+    marked = [
+        dataclasses.replace(batch, sources=np.full_like(batch.sources, 2 * n))
+        for n, batch in enumerate(batches)
+    ]
     whole, by_source = trainer.evaluate(trainer.initial().params, marked)
     assert list(by_source) == [2 * n for n in range(len(batches))]
     weights = [batch.weights.sum() for batch in batches]
@@ -358,5 +382,34 @@ def test_too_little_memory_is_told_with_what_to_change(compiles, figure, monkeyp
     else:
         trainer._compiled.clear()
         monkeypatch.setattr(trainer, "_step", SimpleNamespace(lower=full))
-    with pytest.raises(ConfigError, match=f"{figure} does not fit cpu: take more"):
+    with pytest.raises(
+        ConfigError,
+        match=f"{figure} does not fit cpu: take a larger `accumulate` in the recipe, now 1; `remat",
+    ):
         trainer.step(state, batch)
+
+
+def test_a_kernel_that_does_not_fit_is_no_lack_of_memory():
+    shared = "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 262656, available: 232448"
+    message = "a kernel does not fit cpu.*requested 262656.*JAXLLM_KERNELS=xla"
+    with pytest.raises(ConfigError, match=message) as found, memory_told(lambda: None, SMOKE):
+        raise jax.errors.JaxRuntimeError(shared)
+    assert "accumulate" not in str(found.value)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="quota"), memory_told(lambda: None, SMOKE):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: quota of requests used up")
+
+
+def test_advice_leaves_out_what_the_settings_say_already():
+    done = dataclasses.replace(SMOKE, remat="full", accumulate=SMOKE.batch)
+    assert what_to_change(0, 1, done) == (
+        f"shorter `row_tokens`, now {SMOKE.row_tokens}; or more devices along fsdp (--mesh)"
+    )
+
+
+def test_precision_is_by_the_device_where_none_is_said(monkeypatch):
+    assert (SMOKE.precision, SMOKE.computed_in, SMOKE.frozen_in) == (None, "float32", "f32")
+    assert SMOKE.on_accelerator().computed_in == "bfloat16"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert (SMOKE.computed_in, SMOKE.frozen_in) == ("bfloat16", "bf16")
+    said = dataclasses.replace(SMOKE, precision="float32")
+    assert (said.computed_in, said.on_accelerator().computed_in) == ("float32", "float32")

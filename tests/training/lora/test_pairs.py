@@ -4,17 +4,17 @@ import json
 
 import pytest
 
-from jaxllm.checkpoints.peft_folder import read_adapter
+from jaxllm import Engine
+from jaxllm.checkpoints.peft import read_adapter
 from jaxllm.errors import ConfigError
 from jaxllm.models.lora import LoraConfig
 from jaxllm.prepare import prepare
-from serving.engine import Engine
-from serving.options import EngineOptions
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.training.data.sources import Source
+from jaxllm.training.lora.job import LoraRecipe
+from jaxllm.training.lora.run import dry_run_lora, train_lora
 from tests.training.seq2seq.tiny import SWITCH, T5, tiny_recipe, write_pairs, write_random_folder
 from tests.training.tiny_runs import ONE, SILENT
-from training.data.sources import Source
-from training.lora.recipe import LoraRecipe
-from training.lora.run import dry_run_lora, train_lora
 
 RECIPE = LoraRecipe(
     steps=8,

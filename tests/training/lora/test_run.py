@@ -7,18 +7,17 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm.checkpoints.peft_folder import read_adapter
+from jaxllm.checkpoints.peft import read_adapter
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.lora import LoraConfig
+from jaxllm.training.data.sources import Source
+from jaxllm.training.loop.frozen_model import FrozenModel
+from jaxllm.training.loop.parallel import make_mesh
+from jaxllm.training.loop.trainer import Trainer
+from jaxllm.training.lora.job import LoraRecipe, lora_job
+from jaxllm.training.lora.run import train_lora
 from tests.tiny import TINY, write_tiny_bundle
 from tests.training.tiny_runs import ONE, SILENT
-from training.data.sources import Source
-from training.loop.frozen_model import FrozenModel
-from training.loop.parallel import make_mesh
-from training.loop.trainer import Trainer
-from training.lora.job import lora_job
-from training.lora.recipe import LoraRecipe, load_lora_recipe, lora_recipe_names
-from training.lora.run import train_lora
 
 RECIPE = LoraRecipe(
     steps=40,
@@ -104,9 +103,9 @@ def test_rows_are_no_longer_than_the_models_window(model, data, tmp_path):
     assert (fitted["row_tokens"], fitted["batch"]) == (128, 2)
 
 
-@pytest.mark.parametrize("name", lora_recipe_names())
+@pytest.mark.parametrize("name", LoraRecipe.names())
 def test_packaged_recipes_load_and_read_back(name):
-    recipe = load_lora_recipe(name)
+    recipe = LoraRecipe.load(name)
     assert LoraRecipe.from_json(recipe.to_json()) == recipe
 
 
@@ -115,13 +114,13 @@ def test_packaged_recipes_load_and_read_back(name):
     [
         ({"lora": {"ranks": 3}}, "malformed lora"),
         ({"lora": {"targets": ["attn.z"]}}, "no targets attn.z"),
-        ({"sources": []}, "at least one source"),
+        ({"sources": []}, "sources must have 1 or more entries"),
         ({"speed": 3}, "unknown recipe key speed"),
     ],
 )
 def test_a_malformed_recipe_names_the_key(change, message):
-    plain = load_lora_recipe("mood").to_json()
+    plain = LoraRecipe.load("mood").to_json()
     with pytest.raises(ConfigError, match=message):
         LoraRecipe.from_json({**plain, **change})
     with pytest.raises(ConfigError, match="the recipes are large, mood"):
-        load_lora_recipe("none")
+        LoraRecipe.load("none")

@@ -10,15 +10,15 @@ import pytest
 from jaxllm.checkpoints import huggingface
 from jaxllm.errors import ConfigError
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.training.data.corpus import Corpus
+from jaxllm.training.data.encoders import ModelEncoder
+from jaxllm.training.data.packing import Splits
+from jaxllm.training.data.sources import Source
+from jaxllm.training.loop.losses import next_token_losses, outputs_of
+from jaxllm.training.pretrain.continued import train_on
 from tests.tiny import tiny_tokenizer, write_tiny_folder
 from tests.training.jobs import SMOKE
 from tests.training.tiny_runs import ONE, SILENT
-from training.data.corpus import Corpus
-from training.data.encoders import ModelEncoder
-from training.data.packing import Splits
-from training.data.sources import Source
-from training.loop.losses import next_token_losses, outputs_of
-from training.pretrain.continued import train_on
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,17 @@ import os
 import pytest
 
 from jaxllm.errors import ConfigError
-from training.data.sources import Source
-from training.pretrain.recipe import PretrainRecipe, load_pretrain_recipe, pretrain_recipe_names
+from jaxllm.training.data.sources import Source
+from jaxllm.training.pretrain.job import PretrainRecipe
 
-SMOKE = load_pretrain_recipe("smoke")
+SMOKE = PretrainRecipe.load("smoke")
 
 
-@pytest.mark.parametrize("name", pretrain_recipe_names())
+@pytest.mark.parametrize("name", PretrainRecipe.names())
 def test_packaged_recipes_load_and_read_back(name):
-    recipe = load_pretrain_recipe(name)
+    recipe = PretrainRecipe.load(name)
     assert PretrainRecipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
-    assert hash(recipe) == hash(load_pretrain_recipe(name))
+    assert hash(recipe) == hash(PretrainRecipe.load(name))
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,9 @@ def test_packaged_recipes_load_and_read_back(name):
         ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
         ({"batch": 2.5}, "batch"),
         ({"accumulate": 3}, "must be a multiple of accumulate"),
-        ({"optimizer": "sgd"}, "adamw or muon"),
+        ({"optimizer": "sgd"}, "one of adamw, muon"),
         ({"muon_learning_rate_factor": 0}, "muon_learning_rate_factor"),
-        ({"precision": "float16"}, "float32 or bfloat16"),
+        ({"precision": "float16"}, "one of float32, bfloat16"),
         ({"remat": 1}, "remat must be one of none, dots, full"),
         ({"row_tokens": 64}, "at most the model's window"),
         ({"held_out_share": 1}, "held_out_share must be a number above 0 and below 1"),
@@ -55,14 +55,14 @@ def test_sources_have_names():
 
 def test_recipes_are_found_by_name_or_path(tmp_path):
     with pytest.raises(ConfigError, match=r"the recipes are .*smoke, stories"):
-        load_pretrain_recipe("story")
+        PretrainRecipe.load("story")
     path = tmp_path / "mine.toml"
     path.write_text("steps = 3\nsteps = 4\n")
     with pytest.raises(ConfigError, match=r"mine\.toml"):
-        load_pretrain_recipe(str(path))
+        PretrainRecipe.load(str(path))
     path.write_text("steps = 3\n")
     with pytest.raises(ConfigError, match="lacks batch, model, peak_learning_rate"):
-        load_pretrain_recipe(str(path))
+        PretrainRecipe.load(str(path))
 
 
 def test_a_recipe_may_stand_on_another_file(tmp_path):
@@ -73,14 +73,14 @@ def test_a_recipe_may_stand_on_another_file(tmp_path):
         "kv_heads = 1\nhead_dim = 8\nffn_size = 8\nwindow_tokens = 16\n"
     )
     path.write_text(f'base = "base.toml"\nsteps = 3\nrow_tokens = 8\npeak_learning_rate = 0.1\n{model}')
-    recipe = load_pretrain_recipe(str(path))
+    recipe = PretrainRecipe.load(str(path))
     assert (recipe.batch, recipe.steps, [each.name for each in recipe.sources]) == (2, 3, ["news"])
     base.write_text('base = "mine.toml"\n')
     with pytest.raises(ConfigError, match="stands on another itself"):
-        load_pretrain_recipe(str(path))
+        PretrainRecipe.load(str(path))
     base.unlink()
     with pytest.raises(ConfigError, match="cannot read"):
-        load_pretrain_recipe(str(path))
+        PretrainRecipe.load(str(path))
 
 
 def test_a_recipe_that_never_ends_is_not_read(tmp_path):
@@ -88,7 +88,7 @@ def test_a_recipe_that_never_ends_is_not_read(tmp_path):
     (tmp_path / "long.toml").write_text("# and so on\n" * 200_000)
     for name in ("pipe.toml", "long.toml"):
         with pytest.raises(ConfigError, match=f"cannot read the recipe .*{name}"):
-            load_pretrain_recipe(str(tmp_path / name))
+            PretrainRecipe.load(str(tmp_path / name))
     (tmp_path / "mine.toml").write_text('base = "/dev/zero"\n')
     with pytest.raises(ConfigError, match="not a regular file"):
-        load_pretrain_recipe(str(tmp_path / "mine.toml"))
+        PretrainRecipe.load(str(tmp_path / "mine.toml"))

@@ -9,18 +9,17 @@ from click.testing import CliRunner
 
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+from jaxllm.cli.main import cli
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.text.tokenizer import Tokenizer
-from serving.cli import cli
+from jaxllm.training.data.corpus import TokenizedDocuments
+from jaxllm.training.data.sources import Source
+from jaxllm.training.loop.checkpoints import read_best
+from jaxllm.training.loop.trainer import Trainer
+from jaxllm.training.pretrain.job import pretrain_job
+from jaxllm.training.pretrain.run import PretrainTexts, export_best, pretrain
 from tests.training.jobs import SMOKE, assert_same_bits, one_device
 from tests.training.tiny_runs import SILENT
-from training.commands import export_run
-from training.data.corpus import TokenizedDocuments
-from training.data.sources import Source
-from training.loop.checkpoints import read_best
-from training.loop.trainer import Trainer
-from training.pretrain.job import pretrain_job
-from training.pretrain.run import PretrainTexts, export_best, pretrain
 
 
 @pytest.mark.slow
@@ -131,7 +130,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 
 def test_the_command_that_exports_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(export_run, "set_devices", lambda devices: None)
-    result = CliRunner().invoke(cli, ["export-run", str(tmp_path)])
+    monkeypatch.setattr("jaxllm.cli.training_options.set_devices", lambda devices: None)
+    (tmp_path / "recipe.json").write_text("[]")
+    result = CliRunner().invoke(cli, ["export", str(tmp_path), "-o", "hf", "--format", "hf"])
     assert "not the folder of a training run" in str(result.exception)
-    assert CliRunner().invoke(cli, ["export-run", str(tmp_path), "--steps", "3"]).exit_code == 2
+    assert CliRunner().invoke(cli, ["export", str(tmp_path), "-o", "hf"]).exit_code == 2

@@ -1,5 +1,7 @@
 """The forward pass over pairs computes what transformers computes, and what the served model does."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +13,11 @@ from jaxllm.checkpoints import huggingface
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.models.encoder_decoder import encoder_params, read_source
+from jaxllm.models.scanned_layers import REMATS
+from jaxllm.training.seq2seq.batches import PairRows
+from jaxllm.training.seq2seq.forward import dropout
+from jaxllm.training.seq2seq.job import cross_entropy, init_seq2seq, target_logits
 from tests.training.seq2seq.tiny import SWITCH, T5, tiny_recipe
-from training.seq2seq.batches import PairRows
-from training.seq2seq.forward import dropout
-from training.seq2seq.job import cross_entropy, init_seq2seq, target_logits
 
 PAIRS = [([5, 6, 7, 0], [8, 9, 0]), ([5, 10, 0], [11, 12, 13, 14, 0]), ([5, 15, 16, 17, 18, 0], [19, 0])]
 
@@ -63,6 +66,29 @@ def test_rows_are_what_the_served_model_says_of_each(model):
     for row, (source, target) in enumerate(PAIRS):
         told = alone(filled.read[row : row + 1], jnp.int32(len(source)), filled.tokens[row : row + 1])
         np.testing.assert_allclose(logits[row, : len(target)], told[: len(target)], atol=2e-5)
+
+
+@pytest.mark.parametrize("model", [T5, SWITCH])
+def test_recomputed_layers_have_the_same_gradients_and_keep_less(model):
+    cfg = tiny_recipe(model).cfg
+    params = jax.jit(lambda key: init_seq2seq(cfg, key))(jax.random.key(0))
+    filled = batch()
+
+    def loss(params, remat):
+        drop = dropout(jax.random.key(1), 0.1)
+        logits, routings = target_logits(params, filled, cfg=cfg, drop=drop, remat=remat)
+        return cross_entropy(logits, filled.targets).mean() + sum(each.weights.mean() for each in routings)
+
+    gradients, kept = {}, {}
+    for remat in REMATS:
+        own = functools.partial(loss, remat=remat)
+        gradients[remat] = jax.jit(jax.grad(own))(params)
+        pull = jax.eval_shape(lambda params, own=own: jax.vjp(own, params)[1], params)
+        kept[remat] = sum(leaf.size for leaf in jax.tree.leaves(pull))
+    for remat in ("dots", "full"):
+        for name, value in gradients["none"].items():
+            np.testing.assert_allclose(gradients[remat][name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    assert kept["full"] < kept["dots"] < kept["none"]
 
 
 def test_dropout_keeps_the_mean_and_drops_its_share():

@@ -9,17 +9,17 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer as Library
 
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import param_specs
-from serving.cli import cli
+from jaxllm.training.loop.optimizer import matrices
+from jaxllm.training.seq2seq.batches import PairRows
+from jaxllm.training.seq2seq.job import Seq2SeqRecipe
+from jaxllm.training.seq2seq.pairs import held_out_of, read_json_pairs, read_pairs
+from jaxllm.training.seq2seq.run import export_best_seq2seq, train_seq2seq
+from jaxllm.training.seq2seq.translation import Translator, bleu, likeness
 from tests.training.seq2seq.tiny import SWITCH, tiny_recipe, write_pairs
 from tests.training.tiny_runs import ONE, SILENT
-from training.loop.optimizer import matrices
-from training.seq2seq.batches import PairRows
-from training.seq2seq.pairs import held_out_of, read_json_pairs, read_pairs
-from training.seq2seq.recipe import Seq2SeqRecipe, load_seq2seq_recipe, seq2seq_recipe_names
-from training.seq2seq.run import export_best_seq2seq, train_seq2seq
-from training.seq2seq.translation import Translator, bleu, likeness
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +104,9 @@ def test_bleu_is_sacrebleus():
         bleu(["a"], [])
 
 
-@pytest.mark.parametrize("name", seq2seq_recipe_names())
+@pytest.mark.parametrize("name", Seq2SeqRecipe.names())
 def test_packaged_recipes_can_be_read_back(name):
-    recipe = load_seq2seq_recipe(name)
+    recipe = Seq2SeqRecipe.load(name)
     assert Seq2SeqRecipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
 
 
@@ -118,7 +118,7 @@ def test_packaged_recipes_can_be_read_back(name):
         ({"lengths": (16, 24)}, "must be row_tokens"),
         ({"model": {**SWITCH, "expert_capacity": 8}}, "expert_capacity"),
         ({"dropout": 1.0}, "dropout"),
-        ({"sources": ()}, "no sources"),
+        ({"sources": ()}, "sources must have 1 or more entries"),
         ({"sources": [{"name": "a", "prefix": "a:", "source": "a.txt"}]}, "target"),
         ({"sources": [{"name": "a", "prefix": "a:", "source": "a", "fields": ["b"]}]}, "two fields"),
         (
@@ -140,7 +140,7 @@ def test_muon_takes_the_matrices_of_both_sides():
 
 
 def test_two_files_become_bleu(run, data, tmp_path):
-    words = ["seq2seq-eval", run / "hf", "--source", data / "one.txt", "--reference", data / "two.txt"]
+    words = ["eval", "pairs", run / "hf", "--source", data / "one.txt", "--reference", data / "two.txt"]
     options = ["--prefix", "number to word:", "-o", tmp_path / "said.txt"]
     result = CliRunner().invoke(cli, [str(word) for word in [*words, *options]], catch_exceptions=False)
     assert json.loads(result.stdout)["lines"] == 60
@@ -174,7 +174,7 @@ def test_json_lines_are_pairs_with_each_target(tmp_path):
 
 def test_json_lines_are_judged_by_what_is_right(run, tmp_path):
     file = _json_lines(tmp_path / "a.jsonl", [{"text": str(n), "word": ["one", "two"]} for n in range(60)])
-    words = ["seq2seq-eval", run / "hf", "--prefix", "number to word:", "--source", file]
+    words = ["eval", "pairs", run / "hf", "--prefix", "number to word:", "--source", file]
     options = ["--fields", "text", "word", "--held-out", "0.5"]
     result = CliRunner().invoke(cli, [str(each) for each in [*words, *options]], catch_exceptions=False)
     found = json.loads(result.stdout)

@@ -2,10 +2,9 @@
 
 import jax
 
-from training.seq2seq.job import init_seq2seq
-from training.seq2seq.pairs import pair_tokenizer, read_pairs
-from training.seq2seq.recipe import PairSource, Seq2SeqRecipe
-from training.seq2seq.run import write_seq2seq
+from jaxllm.training.seq2seq.job import PairSource, Seq2SeqRecipe, init_seq2seq
+from jaxllm.training.seq2seq.pairs import pair_tokenizer, read_pairs
+from jaxllm.training.seq2seq.run import write_seq2seq
 
 _SHARED = {
     "is_encoder_decoder": True,

@@ -14,8 +14,8 @@ import pytest
 import uvicorn
 
 from jaxllm.errors import JaxllmError
-from serving.server.api.app import make_app
-from serving.server.api.options import ApiOptions
+from jaxllm.serving.server.api.app import make_app
+from jaxllm.serving.server.api.requests import ApiOptions
 from tests.serving.server.api.fake import FakeBackend
 
 OPTIONS = ApiOptions(body_bytes=1 << 16, body_s=2.0, answers_per_request=4, stored_response_bytes=1 << 18)

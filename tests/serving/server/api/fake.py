@@ -6,20 +6,22 @@ from typing import Any, Literal
 
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ContextGone
-from serving.planning.objectives import Binding
-from serving.server.calls import (
+from jaxllm.serving.elastic.objectives import Binding
+from jaxllm.serving.server.calls import (
+    AdapterFacts,
     AdapterGone,
     Call,
     ContextBusy,
+    ContextFacts,
     Conversation,
     Ended,
     Event,
+    ModelFacts,
     Piece,
     Started,
     TokenLogprob,
 )
-from serving.server.facts import AdapterFacts, ContextFacts, ModelFacts
-from serving.server.objectives import Bindings
+from jaxllm.serving.server.objectives import Bindings
 
 
 class FakeTicket:
@@ -56,14 +58,14 @@ class FakeTicket:
             if backend.hangs_at == "decode" and index == 0:
                 await asyncio.Event().wait()
         yield Ended(
-            finish_reason=backend.finish_reason, stop_string=None, tokens=len(backend.pieces),
+            finish_reason=backend.finish_reason, stop_string=backend.stop_string, tokens=len(backend.pieces),
             ttft_ms=5.0, tpot_ms=2.0, engine_ttft_ms=4.0, engine_tpot_ms=2.0, met=True, drafted=0.0,
             seed=self._call.config.sampling.seed or 0, context=self._call.context, context_tokens=9,
         )  # fmt: skip
 
 
 class FakeBackend:
-    """See `serving.server.calls.Backend`."""
+    """See `jaxllm.serving.server.calls.Backend`."""
 
     def __init__(self, *pieces: str, template: str = "") -> None:
         self.pieces = pieces or ("Hel", "lo")
@@ -73,6 +75,8 @@ class FakeBackend:
         self.refusal: Exception | None = None
         self.hangs_at = ""
         self.finish_reason: Literal["stop", "length"] = "stop"
+        self.sampling: dict[str, float] = {}
+        self.stop_string: str | None = None
         self.alive = self.ready = True
         self.tickets: list[FakeTicket] = []
         self.kept: dict[tuple[str, str], ContextFacts] = {}
@@ -87,6 +91,7 @@ class FakeBackend:
         return ModelFacts(
             name="tiny", window_tokens=128, vocab_size=300, levels=(70, 100), has_chat_template=True,
             adapters=tuple(self.named), opened_s=1.0, chat_template=self.template,
+            sampling=self.sampling,
         )  # fmt: skip
 
     def submit(self, call: Call) -> FakeTicket:
@@ -103,6 +108,9 @@ class FakeBackend:
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         return bytes(each for each in ids if each < 256).decode(errors="replace")
+
+    async def token_bytes(self, ids: Sequence[int], *, begins: bool = False) -> Sequence[bytes]:
+        return [bytes([each]) for each in ids]
 
     async def render(self, prompt: Conversation) -> str:
         return "".join(f"{each['role']}: {each['content']}\n" for each in prompt.messages)
@@ -144,6 +152,11 @@ class FakeBackend:
     async def contexts(self, app: str) -> Sequence[ContextFacts]:
         return [facts for (owner, _), facts in self.kept.items() if owner == app]
 
+    async def context(self, app: str, name: str) -> ContextFacts:
+        if (app, name) not in self.kept:
+            raise ContextGone("no such context")
+        return self.kept[app, name]
+
     async def pin_context(self, app: str, name: str, pinned: bool) -> ContextFacts:
         if (app, name) not in self.kept:
             raise ContextGone("no such context")
@@ -155,6 +168,9 @@ class FakeBackend:
         if name == "c9":
             raise ContextBusy("it is answering")
         del self.kept[app, name]
+
+    async def readiness(self) -> Mapping[str, Any]:
+        return self.health()
 
     def health(self) -> Mapping[str, Any]:
         return {"alive": self.alive, "ready": self.ready}

@@ -1,5 +1,7 @@
 """The packages that apps have get whole and streamed answers."""
 
+import contextlib
+import functools
 import json
 
 import anthropic
@@ -25,6 +27,20 @@ def openai_client(served: Served) -> openai.OpenAI:
         max_retries=0,
         http_client=httpx2.Client(transport=transport),
     )
+
+
+def anthropic_client(served: Served) -> anthropic.Anthropic:
+    transport = httpx2.HTTPTransport(uds=served.path)
+    return anthropic.Anthropic(
+        api_key="app",
+        base_url="http://localhost",
+        max_retries=0,
+        http_client=httpx2.Client(transport=transport),
+    )
+
+
+def ollama_client(served: Served) -> ollama.Client:
+    return ollama.Client("http://localhost", transport=httpx.HTTPTransport(uds=served.path))
 
 
 def test_openai_chats(served: Served) -> None:
@@ -77,6 +93,109 @@ def test_openai_calls_of_tools(served: Served, stream: bool) -> None:
     assert served.backend.calls[0].prompt.tools
 
 
+CUT = ('<tool_call>{"name": "find", "arguments": {}}</tool_call>\n', '<tool_call>{"name": "find", "argum')
+
+
+@pytest.mark.parametrize("stop_string", [None, "gum"])
+def test_an_answer_cut_in_its_second_call_says_so_in_all_formats(
+    served: Served, stop_string: str | None
+) -> None:
+    served.backend = FakeBackend(*CUT, template="<tool_call>")
+    served.backend.finish_reason = "length" if stop_string is None else "stop"
+    served.backend.stop_string = stop_string
+    expected = "length" if stop_string is None else "stop"
+    tool = {"name": "find", "input_schema": {"type": "object"}}
+    with openai_client(served) as client:
+        whole = client.chat.completions.create(model="tiny", messages=HI, tools=[TOOL]).choices[0]
+        assert (whole.finish_reason, whole.message.content) == (expected, None)
+        assert [each.function.name for each in whole.message.tool_calls] == ["find"]
+        with client.chat.completions.stream(model="tiny", messages=HI, tools=[TOOL]) as stream:
+            chunks = [each.chunk.choices[0] for each in stream if each.type == "chunk"]
+        assert chunks[-1].finish_reason == expected
+        assert not any(each.delta.content for each in chunks)
+        made = client.responses.create(
+            model="tiny", input="Hi", tools=[{"type": "function", **TOOL["function"]}]
+        )
+        assert made.status == ("incomplete" if stop_string is None else "completed")
+        assert [each.type for each in made.output] == ["function_call"]
+    with anthropic_client(served) as client:
+        reason = "max_tokens" if stop_string is None else "stop_sequence"
+        with client.messages.stream(model="tiny", max_tokens=5, messages=HI, tools=[tool]) as stream:
+            streamed = stream.get_final_message()
+        for message in (
+            streamed, client.messages.create(model="tiny", max_tokens=5, messages=HI, tools=[tool])
+        ):  # fmt: skip
+            assert (message.stop_reason, message.stop_sequence) == (reason, stop_string)
+            assert [each.type for each in message.content] == ["tool_use"]
+    with ollama_client(served) as client:
+        answer = client.chat("tiny", HI, tools=[TOOL])
+        assert (answer.done_reason, answer.message.content) == (expected, "")
+
+
+def test_the_models_own_sampling_is_every_formats_default(served: Served) -> None:
+    served.backend.sampling = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+
+    def sampling() -> tuple[float, int, float, float]:
+        found = served.backend.calls[-1].config.sampling
+        return found.temperature, found.top_k, found.top_p, found.repetition_penalty
+
+    advised = (0.6, 20, 1.0, 1.1)
+    with openai_client(served) as client:
+        client.chat.completions.create(model="tiny", messages=HI)
+        assert sampling() == advised
+        client.chat.completions.create(model="tiny", messages=HI, temperature=0, top_p=0.9)
+        assert sampling() == (0, 20, 0.9, 1.1)
+        client.completions.create(model="tiny", prompt="Hi", extra_body={"top_k": 0})
+        assert sampling() == (0.6, 0, 1.0, 1.1)
+        made = client.responses.create(model="tiny", input="Hi")
+        assert (sampling(), made.temperature, made.top_p) == (advised, 0.6, 1.0)
+    with anthropic_client(served) as client:
+        client.messages.create(model="tiny", max_tokens=5, messages=HI)
+        assert sampling() == advised
+    with contextlib.closing(ollama_client(served)) as client:
+        client.chat("tiny", HI, options={"repeat_penalty": 1.3})
+        assert sampling() == (0.6, 20, 1.0, 1.3)
+        served.backend.sampling = {}
+        client.chat("tiny", HI)
+        assert sampling() == (0.8, 0, 1.0, 1.0)
+
+
+def test_promises_about_calls_are_kept(served: Served) -> None:
+    served.backend = FakeBackend(*CALLING, template="<tool_call>")
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    plain = {"type": "function", "function": {"name": "find", "parameters": schema}}
+    strict = {"type": "function", "function": {"name": "find", "parameters": schema, "strict": True}}
+
+    def grammar() -> str:
+        found = served.backend.calls[-1].grammar
+        return "" if found is None else found.text
+
+    with openai_client(served) as client:
+        ask = functools.partial(client.chat.completions.create, model="tiny", messages=HI)
+        ask(tools=[plain])
+        assert not grammar()
+        ask(tools=[strict])
+        assert ")* TEXT" in grammar()
+        assert '"required": ["n"]' in grammar()
+        ask(tools=[plain], parallel_tool_calls=False)
+        assert ")* TEXT" not in grammar()
+        assert '"required": ["n"]' not in grammar()
+        client.responses.create(model="tiny", input="Hi", tools=[{"type": "function", **strict["function"]}])
+        assert '"required": ["n"]' in grammar()
+    with anthropic_client(served) as client:
+        tool = {"name": "find", "input_schema": schema}
+        ask = functools.partial(client.messages.create, model="tiny", max_tokens=5, messages=HI)
+        ask(tools=[{**tool, "strict": True}])
+        assert '"required": ["n"]' in grammar()
+        ask(tools=[tool], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+        assert grammar()
+        ask(tools=[tool], tool_choice={"type": "auto", "disable_parallel_tool_use": False})
+        assert not grammar()
+        for choice in ({"type": "auto", "parallel": 1}, {"type": "some"}):
+            with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
+                ask(tools=[tool], tool_choice=choice)
+
+
 def test_openai_completions_embeddings_models(served: Served) -> None:
     with openai_client(served) as client:
         many = client.completions.create(model="tiny", prompt=["a", "b"], n=2, logprobs=1)
@@ -91,14 +210,7 @@ def test_openai_completions_embeddings_models(served: Served) -> None:
 
 
 def test_anthropic(served: Served) -> None:
-    transport = httpx2.HTTPTransport(uds=served.path)
-    client = anthropic.Anthropic(
-        api_key="app",
-        base_url="http://localhost",
-        max_retries=0,
-        http_client=httpx2.Client(transport=transport),
-    )
-    with client:
+    with anthropic_client(served) as client:
         whole = client.messages.create(model="tiny", max_tokens=5, system="Be brief.", messages=HI)
         assert (whole.content[0].text, whole.stop_reason, whole.usage.input_tokens) == (
             "Hello",
@@ -131,7 +243,7 @@ def test_anthropic(served: Served) -> None:
 
 
 def test_ollama(served: Served) -> None:
-    client = ollama.Client("http://localhost", transport=httpx.HTTPTransport(uds=served.path))
+    client = ollama_client(served)
     assert client.chat("tiny", HI).message.content == "Hello"
     assert (
         "".join(each.message.content or "" for each in client.chat("tiny:latest", HI, stream=True)) == "Hello"

@@ -7,13 +7,12 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serving.server.api import app as front
-from serving.server.api.anthropic_messages import MessagesBody
-from serving.server.api.chat import NEUTRAL, ChatBody
-from serving.server.api.completions import CompletionBody
-from serving.server.api.ollama import GenerateBody
-from serving.server.api.response_bodies import NEUTRAL as RESPONSE_NEUTRAL
-from serving.server.api.response_bodies import ResponseBody
+from jaxllm.serving.server.api import app as front
+from jaxllm.serving.server.api.anthropic import MessagesBody
+from jaxllm.serving.server.api.ollama import GenerateBody
+from jaxllm.serving.server.api.openai import CHAT_NEUTRAL, ChatBody, CompletionBody
+from jaxllm.serving.server.api.responses import NEUTRAL as RESPONSE_NEUTRAL
+from jaxllm.serving.server.api.responses import ResponseBody
 from tests.serving.server.api.conftest import Served
 from tests.serving.server.api.fake import FakeBackend
 
@@ -27,7 +26,7 @@ PATHS = [path.replace("{name}", STORED if "responses" in path else "c0") for _, 
 ]
 FIELDS = sorted(
     {
-        *NEUTRAL,
+        *CHAT_NEUTRAL,
         *RESPONSE_NEUTRAL,
         "input",
         "content",
@@ -94,7 +93,7 @@ BODIES = st.one_of(
     st.sampled_from(PATHS), st.sampled_from(["POST", "POST", "POST", "GET", "DELETE", "PUT", "HEAD"]), BODIES
 )
 @settings(
-    max_examples=int(os.environ.get("JAXLLM_FUZZ", "300")), deadline=None,
+    max_examples=int(os.environ.get("JAXLLM_FUZZ", "50")), deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 def test_hostile_requests(served: Served, path: str, method: str, body: bytes) -> None:

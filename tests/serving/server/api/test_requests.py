@@ -15,9 +15,9 @@ from jaxllm.errors import (
     ObjectiveMissed,
     TemplateError,
 )
-from serving.planning.objectives import EndToEnd, Latency
-from serving.server.api.asking import objective_of
-from serving.server.calls import ContextBusy, Refused
+from jaxllm.serving.elastic.objectives import EndToEnd, Latency
+from jaxllm.serving.server.api.params import objective_of
+from jaxllm.serving.server.calls import ContextBusy, Refused
 from tests.serving.server.api.conftest import OPTIONS, Served
 from tests.serving.server.api.fake import FakeBackend
 
@@ -188,7 +188,7 @@ def test_forced_calls_have_a_grammar(served: Served) -> None:
     served.backend = FakeBackend('{"name": "find", "arguments": {}}')
     answer = served.post("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}).json()
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
-    assert served.backend.calls[0].grammar.kind == "json_schema"
+    assert served.backend.calls[0].grammar.text.startswith("start: call")
 
 
 def _until(condition: Any) -> None:

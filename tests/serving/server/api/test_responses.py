@@ -10,8 +10,8 @@ import openai
 import pydantic
 import pytest
 
-from serving.server.api.response_items import conversation_of, items_of
-from serving.server.api.response_store import ResponseStore, StoredResponse
+from jaxllm.serving.server.api.requests import ResponseStore, StoredResponse
+from jaxllm.serving.server.api.response_items import conversation_of, items_of
 from tests.serving.server.api.conftest import OPTIONS, Served
 from tests.serving.server.api.fake import FakeBackend
 
@@ -164,7 +164,7 @@ def test_forced_calls_and_formats_have_a_grammar(served: Served, client: Any) ->
     chosen = {"type": "function", "name": "find"}
     made = client.responses.create(model="tiny", input="Who?", tools=[TOOL], tool_choice=chosen)
     assert made.output[0].type == "function_call"
-    assert served.backend.calls[0].grammar.kind == "json_schema"
+    assert served.backend.calls[0].grammar.text.startswith("start: call")
 
 
 def test_a_response_continues_another(served: Served, client: Any) -> None:

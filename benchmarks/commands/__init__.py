@@ -1,1 +1,0 @@
-"""Subcommands of `jaxllm bench`, one module each."""

@@ -1,0 +1,557 @@
+"""Describes ours and the baselines as options of one context manager.
+
+Describes a case on which systems are compared.
+
+Counts how long flushes to storage take, so that times can be given with and without them.
+
+Computes contexts with a history once, for every system to store and keep.
+
+Replays a switching trace on one system, and times each switch.
+
+Defines the sizes of a run, and makes the engines, histories and traces of its cells, each once.
+"""
+
+import dataclasses
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.contexts import PARTS
+from benchmarks.harness.machine import PHONES, REAL, Device, EnergyMeter, named_devices
+from benchmarks.harness.report import OURS
+from benchmarks.traces import ContextCall, Lengths, make_switching
+from jaxllm.bundle import WeightFormat
+from jaxllm.kv.cache import KVCache
+from jaxllm.models.features import require_decoder_alone
+from jaxllm.serving.buckets.bucket import no_chunks
+from jaxllm.serving.contexts.chunk_io import ChunkIO
+from jaxllm.serving.contexts.context import Context
+from jaxllm.serving.contexts.growth import most_bytes
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.options import ContextOptions, Writing
+from jaxllm.serving.engine.request import Session
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.plan import Restoration
+from jaxllm.serving.host.direct_io import Storage
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.opening.engine import Engine
+from jaxllm.serving.runners.runner import prefill_prompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class System:
+    """A system that keeps contexts.
+
+    Attributes:
+      name: as rows have it.
+      codec: of `EngineOptions.kv_codec`.
+      ratio, policy, writing, recompute, overlap_prompt: see `ContextOptions`.
+      attend_coded: see `EngineOptions`.
+    """
+
+    name: str
+    codec: str = "channel"
+    ratio: float = 0.5
+    policy: str = "lctru"
+    writing: Writing = "ahead"
+    recompute: bool = True
+    overlap_prompt: bool = False
+    attend_coded: bool = False
+
+    def options(self, folder: Path, budget_bytes: int, storage: Storage) -> ContextOptions:
+        """Options of the manager in a folder, with a budget, on storage."""
+        return ContextOptions(
+            folder=folder,
+            budget_bytes=budget_bytes,
+            ratio=self.ratio,
+            policy=self.policy,
+            writing=self.writing,
+            recompute=self.recompute,
+            overlap_prompt=self.overlap_prompt,
+            # No baseline shares anything: a ratio shows the switch alone.
+            share_beginnings=False,
+            storage=storage,
+        )
+
+
+_OURS = System(name=OURS, overlap_prompt=True)
+SYSTEMS = (
+    _OURS,
+    System(name="LMK", codec="raw", policy="whole-contexts", writing="never", recompute=False),
+    System(name="Swapping", codec="raw", policy="whole-contexts", writing="at-eviction", recompute=False),
+    System(name="VLLM-S", codec="raw", policy="lru", writing="at-eviction", recompute=False),
+    System(name="VLLM-SQ", ratio=1.0, policy="lru", writing="at-eviction", recompute=False),
+)
+# Without each of the three techniques in turn, without computing prompts while chunks are read, and with
+# chunks that are attended to where they lie.
+ABLATIONS = (
+    dataclasses.replace(_OURS, name=f"{OURS}-no-compression", ratio=1.0),
+    dataclasses.replace(_OURS, name=f"{OURS}-no-pipeline", recompute=False),
+    dataclasses.replace(_OURS, name=f"{OURS}-no-lifecycle", policy="lru", writing="at-eviction"),
+    dataclasses.replace(_OURS, name=f"{OURS}-no-overlap", overlap_prompt=False),
+    dataclasses.replace(_OURS, name=f"{OURS}-attend-coded", attend_coded=True),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A trace on a device, on which systems are compared.
+
+    Attributes:
+      pattern: of the trace.
+      contexts: that are active.
+      device: whose storage chunks are on.
+      budget_bytes: of all chunks in memory.
+      interval_s: mean time from the end of a call to the next one, whose times are in proportion to the
+        trace's; 0 for no wait.
+    """
+
+    pattern: str
+    contexts: int
+    device: Device
+    budget_bytes: int
+    interval_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """As rows have it."""
+        size = f"{self.budget_bytes / 1e6:.0f} MB"
+        return f"{self.pattern}, {self.contexts} contexts in {size}, {self.device.name}"
+
+
+class FlushClock:
+    """The time that `os.fsync` took, in all threads.
+
+    Attributes:
+      ms: since it was made, or reset.
+    """
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+
+    def reset(self) -> float:
+        """The time so far, which begins anew."""
+        taken, self.ms = self.ms, 0.0
+        return taken
+
+    @contextmanager
+    def running(self) -> Iterator["FlushClock"]:
+        """Counts until the end of the block. Nothing else in the process may replace `os.fsync` meanwhile."""
+        flush = os.fsync
+
+        def timed(file: int) -> None:
+            began = time.perf_counter()
+            try:
+                flush(file)
+            finally:
+                self.ms += 1000 * (time.perf_counter() - began)
+
+        os.fsync = timed  # pyright: ignore[reportAttributeAccessIssue]: files of other kinds are not flushed here
+        try:
+            yield self
+        finally:
+            os.fsync = flush
+
+
+# The first ids of every tokenizer are special tokens.
+_FIRST_TOKEN = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Histories:
+    """The tokens of some contexts, and their keys and values.
+
+    Attributes:
+      tokens: of each context.
+      caches: of each context, with all of its tokens.
+    """
+
+    tokens: Sequence[list[int]]
+    caches: Sequence[KVCache]
+
+    @classmethod
+    def compute(
+        cls, engine: Engine, lengths: Sequence[int], seed: int, progress: Progress | None = None
+    ) -> "Histories":
+        """Draws tokens and feeds them.
+
+        Args:
+          engine: keeps contexts; keys and values do not depend on its codec.
+          lengths: tokens of each context.
+          seed: of the draw.
+          progress: called with ("prefill", tokens fed, tokens in all).
+        """
+        draw, runner = np.random.default_rng(seed), engine.runner
+        tokens, caches, done = [], [], 0
+        for length in lengths:
+            ids = random_tokens(engine, length, draw)
+            _, cache = prefill_prompt(runner, runner.start(engine.options.context_tokens), ids, 0)
+            tokens.append(ids)
+            caches.append(jax.block_until_ready(cache))
+            done += length
+            if progress is not None:
+                progress("prefill", done, sum(lengths))
+        return cls(tokens, caches)
+
+    def repeated(self, times: int) -> "Histories":
+        """The same contexts so many times, in the same memory."""
+        return Histories(times * list(self.tokens), times * list(self.caches))
+
+    def first(self, lengths: Sequence[int]) -> "Histories":
+        """The beginnings of the first contexts, each of its length."""
+        kept = zip(self.tokens, self.caches, lengths, strict=False)
+        # Attention never reads behind a context's length.
+        found = [(ids[:length], dataclasses.replace(c, length=np.int32(length))) for ids, c, length in kept]
+        return Histories(*map(list, zip(*found, strict=True)))
+
+    def keep(self, contexts: Contexts) -> list[Context]:
+        """Contexts with these histories, as if a call had just ended in each, in order."""
+        made = []
+        for tokens, cache in zip(self.tokens, self.caches, strict=True):
+            context = Context(contexts, contexts.create("bench"))
+            session, length = Session(), len(tokens)
+            turn = contexts.begin("bench", context.name, session, prompt_tokens=length, most_tokens=length)
+            if contexts.engine.options.attend_coded and cache.coded is None:
+                cache = dataclasses.replace(cache, coded=no_chunks(contexts.engine.options))
+            # A copy: dispatches donate the cache.
+            session.tokens, session.cache = list(tokens), copied(cache)
+            contexts.finish(turn, tokens, 0)
+            made.append(context)
+        return made
+
+
+def random_tokens(engine: Engine, count: int, draw: np.random.Generator) -> list[int]:
+    """Random tokens: neither the speed nor the size of a context depends on its text."""
+    return draw.integers(_FIRST_TOKEN, engine.cfg.vocab_size, count).tolist()
+
+
+# The first calls are not counted: memory is then as the system leaves it, not as it was filled.
+_UNCOUNTED = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Switches:
+    """The switches of a trace on one system.
+
+    Attributes:
+      restorations: of each switch, how the context was restored.
+      ttft_ms: of each switch, the time to the first token: to restore the context, and to compute the new
+        turn and the context's tokens that are in no whole chunk.
+      finish_ms: of each call, the time to keep the context after it (see `ContextAnswer`).
+      flush_ms: of each call, the part of its switch and of `finish_ms` that flushes to storage took.
+      caching: how storage was read; empty where it was not.
+      joules: that a call took, from its switch until it was kept and the next one came; None where this
+        machine has no meter.
+    """
+
+    restorations: Sequence[Restoration]
+    ttft_ms: Sequence[float]
+    finish_ms: Sequence[float]
+    flush_ms: Sequence[float]
+    caching: str
+    joules: float | None = None
+
+    @property
+    def mean_ms(self) -> float:
+        """Of a switch, until its context was there: all of it in a cache, or read while the prompt was
+        computed."""
+        return float(np.mean(self._switch_ms))
+
+    @property
+    def mean_ttft_ms(self) -> float:
+        """Of a switch, until the first token."""
+        return float(np.mean(self.ttft_ms))
+
+    @property
+    def mean_finish_ms(self) -> float:
+        """Of a call."""
+        return float(np.mean(self.finish_ms))
+
+    @property
+    def mean_flush_ms(self) -> float:
+        """Of a call."""
+        return float(np.mean(self.flush_ms))
+
+    @property
+    def note(self) -> str:
+        """The sources of chunks, and the spread of times."""
+        found, times = self.restorations, self._switch_ms
+        parts = [(len(each.read), len(each.computed), each.resident) for each in found]
+        read, computed, resident = np.mean(parts, axis=0)
+        return (
+            f"{len(found)} switches, median {np.median(times):.1f} ms, slowest {max(times):.0f} ms; chunks: "
+            f"{resident:.0f} in memory, {read:.0f} read, {computed:.0f} computed"
+        )
+
+    @property
+    def _switch_ms(self) -> list[float]:
+        return [each.took_ms - each.fed_ms for each in self.restorations]
+
+
+def replay(
+    system: System,
+    engine: Engine,
+    trace: Sequence[ContextCall],
+    histories: Histories,
+    *,
+    cell: Cell,
+    folder: Path,
+    seed: int = 0,
+) -> Switches:
+    """Makes the calls of a trace one after another. Contexts that outgrow the window slide (see
+    `Context.generate`).
+
+    Args:
+      system: keeps the contexts.
+      engine: answers, by the system's codec.
+      trace: of contexts that are numbered like the histories.
+      histories: of the contexts before the trace; a context's calls fit behind its own.
+      cell: memory, storage, and time between calls.
+      folder: a store is made in it, and removed.
+      seed: of the prompts' tokens.
+    """
+    draw = np.random.default_rng(seed)
+    restorations, ttft_ms, finish_ms, flush_ms = [], [], [], []
+    waits = np.diff([call.time_s for call in trace], prepend=trace[0].time_s)
+    waits *= cell.interval_s / max(float(waits.mean()), 1e-9)
+    meter = EnergyMeter.of_machine()
+    with (
+        _kept(system, engine, cell, folder) as contexts,
+        FlushClock().running() as flushes,
+    ):
+        made = histories.keep(contexts)
+        for number, (call, wait_s) in enumerate(zip(trace, waits.tolist(), strict=True)):
+            prompt = random_tokens(engine, call.prompt_tokens, draw)
+            context = made[call.context]
+            if meter is not None and number == _UNCOUNTED:
+                meter.joules()
+            time.sleep(wait_s)
+            flushes.reset()
+            answer = context.generate(
+                prompt, max_tokens=call.answer_tokens, ignore_eos=True, slide=True
+            ).result()
+            if number >= _UNCOUNTED:
+                finish_ms.append(answer.finish_ms)
+                flush_ms.append(flushes.reset())
+                if not answer.restoration.cached:
+                    restorations.append(answer.restoration)
+                    ttft_ms.append(answer.ttft_ms)
+        joules = None if meter is None else meter.joules() / max(1, len(finish_ms))
+        caching = ""
+        for context in made:
+            caching = contexts.store.open(context.name).caching or caching
+    return Switches(restorations, ttft_ms, finish_ms, flush_ms, caching, joules)
+
+
+@contextmanager
+def _kept(system: System, engine: Engine, cell: Cell, folder: Path) -> Iterator[Contexts]:
+    root = Path(tempfile.mkdtemp(prefix="contexts-", dir=folder))
+    try:
+        contexts = Contexts(engine, system.options(root / "store", cell.budget_bytes, cell.device.storage))
+        try:
+            yield contexts
+        finally:
+            contexts.close()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+# Prompts and answers in a window of 2,048 tokens, as short as those of many apps: their tokens have to be
+# written. In a shorter window they are the same share.
+_WINDOW_TOKENS = 2048
+_LENGTHS: tuple[Lengths, ...] = ((32, 4), (64, 6), (96, 8), (128, 12))
+CHUNK_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Sizes of one run.
+
+    Attributes:
+      patterns: of traces.
+      contexts: numbers of active contexts, ascending.
+      fitting: number of contexts of ours that fit into the budget with all of their chunks.
+      calls: of each trace.
+      devices: whose storage chunks are on; the first one runs all patterns, others the first pattern.
+      chunk_tokens: sizes of chunks to compare, besides the paper's.
+      parts: of `PARTS`, those to run.
+      repeats: of each timing of inference.
+      seed: of all draws.
+      budget_shares: budgets to compare, as shares of the one that fits `fitting` contexts.
+      context_tokens: most tokens of contexts to compare, as far as the model's window goes.
+      interval_s: mean seconds between calls to compare.
+    """
+
+    patterns: tuple[str, ...] = ("random", "markov", "gaussian")
+    contexts: tuple[int, ...] = (2, 4, 8, 16)
+    fitting: int = 8
+    calls: int = 30
+    devices: tuple[Device, ...] = named_devices(PHONES)
+    chunk_tokens: tuple[int, ...] = (8, 32, 64)
+    parts: tuple[str, ...] = tuple(PARTS)
+    repeats: int = 5
+    seed: int = 0
+    budget_shares: tuple[float, ...] = (0.5, 1.0, 1.5)
+    context_tokens: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
+    interval_s: tuple[float, ...] = (0.0, 0.25, 1.0)
+
+    @property
+    def timed(self) -> bool:
+        """Whether anything is timed."""
+        return not set(self.parts) <= {"quality", "density", "traffic"}
+
+    @classmethod
+    def quick(cls) -> "Plan":
+        """Fits in a minute for the packaged model."""
+        return cls(
+            patterns=("random",), contexts=(4,), fitting=4, calls=10, devices=(REAL,), chunk_tokens=(32,),
+            repeats=2, budget_shares=(0.5, 1.0), context_tokens=(512,), interval_s=(0.1,),
+        )  # fmt: skip
+
+
+class Bench:
+    """Engines by codec and size of chunks, and contexts with a history, each made once.
+
+    Attributes:
+      plan: sizes of the run.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        weights: WeightFormat | None,
+        plan: Plan,
+        progress: Progress | None,
+        context_tokens: int = 0,
+    ) -> None:
+        self.plan, self._context_tokens = plan, context_tokens
+        self._model, self._progress = model, progress
+        self._weights: WeightFormat | None = weights
+        self._engines: dict[tuple[str, int, bool], Engine] = {}
+        self._histories: Histories | None = None
+        self._traces: dict[tuple[str, int], tuple[list[ContextCall], Histories]] = {}
+
+    def engine(self, codec: str, chunk_tokens: int = CHUNK_TOKENS, *, coded: bool = False) -> Engine:
+        """The engine that stores by a codec, in chunks of a size, and attends to them where they lie if
+        `coded`; an empty codec keeps no contexts."""
+        key = codec, chunk_tokens, coded
+        if key not in self._engines:
+            options = EngineOptions(
+                context_tokens=self._context_tokens, kv_codec=codec, kv_chunk_tokens=chunk_tokens,
+                attend_coded=coded,
+            )  # fmt: skip
+            engine = self._engines[key] = Engine.open(
+                self._model, weights=self._weights, options=options, progress=self._progress
+            )
+            require_decoder_alone(engine.cfg, "bench contexts")
+        return self._engines[key]
+
+    @property
+    def window_tokens(self) -> int:
+        """Most tokens of a context."""
+        return self.engine(SYSTEMS[0].codec).options.context_tokens
+
+    def trace(self, pattern: str, contexts: int) -> tuple[list[ContextCall], Histories]:
+        """Calls, and histories before them that leave room for them in the window, or in half of it where
+        contexts slide."""
+        key = pattern, contexts
+        if key not in self._traces:
+            trace, lengths = traced(self.plan, self.window_tokens, pattern, contexts)
+            self._traces[key] = trace, self._history().first(lengths)
+        return self._traces[key]
+
+    def of_length(self, tokens: int) -> "Bench":
+        """The same with contexts of at most so many tokens."""
+        return Bench(self._model, self._weights, self.plan, self._progress, tokens)
+
+    def switches(self, system: System, cell: Cell, chunk_tokens: int = CHUNK_TOKENS) -> Switches:
+        """A cell's trace on a system."""
+        trace, histories = self.trace(cell.pattern, cell.contexts)
+        with tempfile.TemporaryDirectory(prefix="jaxllm-bench-", dir=_scratch()) as folder:
+            return replay(
+                system,
+                self.engine(system.codec, chunk_tokens, coded=system.attend_coded),
+                trace,
+                histories,
+                cell=cell,
+                folder=Path(folder),
+                seed=self.plan.seed,
+            )
+
+    def budget_bytes(self) -> int:
+        """Bytes of all chunks of ours, of as many contexts as are to fit, at the trace's end."""
+        plan = self.plan
+        trace, histories = self.trace(plan.patterns[0], plan.fitting)
+        chunk_io = ChunkIO(self.engine(SYSTEMS[0].codec).runner)
+        options = SYSTEMS[0].options(Path(), 1, REAL.storage)
+        ends = lengths_after([len(tokens) for tokens in histories.tokens], trace, self.window_tokens)
+        return sum(most_bytes(chunk_io, options, end // chunk_io.chunk_tokens) for end in ends)
+
+    def _history(self) -> Histories:
+        if self._histories is None:
+            engine = self.engine(SYSTEMS[0].codec)
+            lengths = _lengths(self.plan, self.window_tokens)
+            longest = Histories.compute(engine, [max(lengths)], self.plan.seed, self._progress)
+            # All contexts begin alike, which no system makes use of: to compute each would take minutes.
+            self._histories = longest.repeated(len(lengths)).first(lengths)
+        return self._histories
+
+
+def traced(
+    plan: Plan, window_tokens: int, pattern: str, contexts: int
+) -> tuple[list[ContextCall], list[int]]:
+    """Calls, and tokens of each context before them, which leave room for the calls in the window, or half of
+    it where contexts slide.
+
+    Args:
+      plan: sizes.
+      window_tokens: most tokens of a context.
+      pattern: of the calls.
+      contexts: that are active.
+    """
+    share = window_tokens / _WINDOW_TOKENS
+    lengths = [(math.ceil(share * prompt), math.ceil(share * answer)) for prompt, answer in _LENGTHS]
+    trace = make_switching(pattern, lengths, contexts=contexts, calls=plan.calls, seed=plan.seed)
+    room = [window_tokens] * contexts
+    for call in trace:
+        room[call.context] -= call.prompt_tokens + call.answer_tokens
+    room = [each if each >= CHUNK_TOKENS else window_tokens // 2 for each in room]
+    return trace, [min(each) for each in zip(_lengths(plan, window_tokens), room, strict=False)]
+
+
+def lengths_after(lengths: Sequence[int], trace: Sequence[ContextCall], window_tokens: int) -> list[int]:
+    """Tokens of each context when the calls of a trace have ended."""
+    ends = list(lengths)
+    for call in trace:
+        ends[call.context] += call.prompt_tokens + call.answer_tokens
+    return [min(end, window_tokens) for end in ends]
+
+
+def _lengths(plan: Plan, window_tokens: int) -> list[int]:
+    """Tokens of the contexts' histories: from half a window up, evenly, in a fixed shuffled order."""
+    most, count = window_tokens, max(plan.contexts)
+    order = [(7 * each) % count for each in range(count)] if count % 7 else range(count)
+    return [most // 2 + most // 2 * rank // count for rank in order]
+
+
+def _scratch() -> str | None:
+    """The folder for stores: in the cache folder, for the one of temporary files may be in memory."""
+    from jaxllm.serving.host.user_cache import cache_folder
+
+    folder = cache_folder() / "benchmarks"
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)
+
+
+def copied(cache: KVCache) -> KVCache:
+    """A copy of a cache, for a dispatch that donates it."""
+    return jax.tree.map(jnp.copy, cache)

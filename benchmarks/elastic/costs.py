@@ -1,0 +1,218 @@
+"""Times the change to another level: a request's time to the first token beside one that stays at its level.
+
+Choosing another level sets an attribute of a Python object, and costs nothing by itself; the next dispatch
+takes longer, for it has new arguments and reads memory that the last request did not read.
+
+Measures the cost of levels: time to the first token and per token, memory, and copying one.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.harness.memory import peak_resident_bytes
+from benchmarks.harness.report import OURS, Row
+from jaxllm.config import WHOLE
+from jaxllm.elastic.ladder import is_unit_parameter
+from jaxllm.errors import ConfigError, one_line
+from jaxllm.models.parameters import Params, param_specs
+from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.opening.engine import Engine
+
+# Prompt of the requests that are timed.
+PROMPT_TOKENS = 64
+_RESAMPLINGS = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """Time that changing to a level adds to a request's time to the first token.
+
+    Attributes:
+      median_ms: over pairs of a request that changes the level and one that does not.
+      low_ms, high_ms: its 95 % interval.
+      ttft_ms: median of those that do not.
+    """
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    ttft_ms: float
+
+    @classmethod
+    def of(cls, changed_ms: np.ndarray, stayed_ms: np.ndarray, seed: int = 0) -> "Added":
+        """Computes it from times `[pairs]` of either kind."""
+        longer = np.asarray(changed_ms, np.float64) - stayed_ms
+        drawn = np.random.default_rng(seed).integers(0, len(longer), (_RESAMPLINGS, len(longer)))
+        low, high = np.percentile(np.median(longer[drawn], axis=1), (2.5, 97.5))
+        return cls(float(np.median(longer)), float(low), float(high), float(np.median(stayed_ms)))
+
+
+def switch_rows(engine: Engine, *, rounds: int, progress: Progress | None = None) -> list[Row]:
+    """The time that changing the level adds to the next time to the first token, and the time to copy the
+    level's weights, for a system that moves them.
+
+    There is a ratio only where ours differs from zero.
+    """
+    added = added_by_level(engine, rounds=rounds, progress=progress)
+    rows = []
+    for level, each in added.items():
+        moved_ms, moved_bytes = move(engine, level)
+        case, sure = f"to level {level}", each.low_ms > 0
+        note = (
+            f"{own_bytes(engine, level)} bytes of weights moved; longer to the first token than a request "
+            f"that stays, median of {rounds} pairs in turns, 95 % in [{each.low_ms:+.3f}, "
+            f"{each.high_ms:+.3f}] ms; {each.median_ms / each.ttft_ms:+.2%} of its TTFT"
+        )
+        rows += [
+            Row(
+                case=case, system=OURS, metric="switch_ms", value=each.median_ms, unit="ms",
+                baseline="LLM-Pruner", ratio=moved_ms / each.median_ms if sure else None, note=note,
+            ),
+            Row(
+                case=case, system="LLM-Pruner", metric="switch_ms", value=moved_ms, unit="ms",
+                note=f"{moved_bytes} bytes of weights copied, which is all that is counted",
+            ),
+        ]  # fmt: skip
+    return rows
+
+
+def added_by_level(engine: Engine, *, rounds: int, progress: Progress | None = None) -> dict[int, Added]:
+    """Times requests that change the level and requests that stay, in pairs.
+
+    Every timed request follows another one: of a random other level, or of its own. The order in a pair and
+    the prompts are drawn.
+    """
+    levels, config = engine.levels, GenerationConfig(max_tokens=1)
+    draw = np.random.default_rng(0)
+    times = {(level, changes): [] for level in levels for changes in (False, True)}
+
+    def ttft_ms(level: int) -> float:
+        prompt = draw.integers(0, engine.cfg.vocab_size, PROMPT_TOKENS).tolist()
+        return engine.stream(prompt, config, level=level).result().timings.ttft_ms
+
+    for done in range(rounds):
+        for level in draw.permutation(levels).tolist():
+            others = [each for each in levels if each != level] or [level]
+            for changes in draw.permutation([False, True]).tolist():
+                ttft_ms(int(draw.choice(others)) if changes else level)
+                times[level, changes].append(ttft_ms(level))
+        if progress is not None:
+            progress("switch", done + 1, rounds)
+    return {level: Added.of(np.array(times[level, True]), np.array(times[level, False])) for level in levels}
+
+
+# Prompt of the process whose memory is measured.
+_PROMPT_TOKENS = 64
+
+
+def time_rows(profile: DeviceProfile) -> list[Row]:
+    """Rows of every level's times, each against the whole model's."""
+    rows = []
+    for metric, times_of in (("ttft_ms", profile.ttft_ms), ("tpot_ms", profile.tpot_ms)):
+        whole = times_of[profile.levels.index(WHOLE)]
+        for level, times in zip(profile.levels, times_of, strict=True):
+            for tokens, value, of_whole in zip(profile.tokens, times, whole, strict=True):
+                rows.append(
+                    Row(
+                        case=f"level {level}, prompt {tokens}",
+                        system=OURS,
+                        metric=metric,
+                        value=value,
+                        unit="ms",
+                        baseline="whole model",
+                        ratio=of_whole / value,
+                    )
+                )
+    return rows
+
+
+def own_bytes(engine: Engine, level: int) -> int:
+    """Bytes of a level's weights outside of the whole model's memory, without its recovery adapter."""
+    shared = {_address(leaf) for leaf in jax.tree.leaves(engine.runner_at(WHOLE).params)}
+    own = 0
+    for leaf in jax.tree.leaves(_without_adapters(engine.runner_at(level).params)):
+        own += 0 if _address(leaf) in shared else leaf.nbytes
+    return own
+
+
+def memory_rows(model: Path, levels: Sequence[int]) -> list[Row]:
+    """Peak memory of a process that serves all levels, against one that serves the whole model.
+
+    Both read their buckets from disk, as a service does from its second start on: each runs twice.
+    """
+    peaks = {}
+    for name, asked in (("all levels", levels), ("whole model", ())):
+        command = [sys.executable, "-m", "benchmarks.elastic.costs", str(model), *map(str, asked)]
+        for _ in range(2):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise ConfigError(f"memory of {name} could not be measured: {one_line(done.stderr[-300:])}")
+            peaks[name] = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
+    ratio = peaks["whole model"] / peaks["all levels"]
+    return [
+        Row(
+            case="serving all levels", system=OURS, metric="peak_memory_bytes", value=peaks["all levels"],
+            unit="bytes", baseline="whole model", ratio=ratio,
+        ),
+        Row(
+            case="serving all levels", system="whole model", metric="peak_memory_bytes",
+            value=peaks["whole model"], unit="bytes",
+        ),
+    ]  # fmt: skip
+
+
+def move(engine: Engine, level: int) -> tuple[float, int]:
+    """Milliseconds and bytes of copying the units of a level out of the whole model in memory."""
+    whole, part = engine.cfg.whole, engine.runner_at(level).cfg
+    sizes, kept = (
+        {name: math.prod(spec.shape) for name, spec in param_specs(cfg).items()} for cfg in (whole, part)
+    )
+    parts = [
+        # As many bytes as the level has, from anywhere in the buffer.
+        np.asarray(leaf).reshape(-1)[: -(-leaf.size * kept[name] // sizes[name])]
+        for name, weight in engine.runner_at(WHOLE).model.weights.items()
+        if is_unit_parameter(name)
+        for leaf in jax.tree.leaves(getattr(weight, "base", weight))
+    ]
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        copies = [part.copy() for part in parts]
+        times.append(1000 * (time.perf_counter() - began))
+        del copies
+    return statistics.median(times), sum(part.nbytes for part in parts)
+
+
+def _without_adapters(params: Params) -> list[Any]:
+    return [getattr(weight, "base", weight) for weight in params.values()]
+
+
+def _address(leaf: jax.Array) -> int:
+    return leaf.unsafe_buffer_pointer()
+
+
+def _peak(model: str, levels: Sequence[int]) -> int:
+    """Peak memory of this process in bytes, after it answered at every level."""
+    engine = Engine.open(model, options=EngineOptions(levels=tuple(levels)))
+    config = GenerationConfig(max_tokens=4, ignore_eos=True)
+    for level in engine.levels:
+        engine.stream(list(range(_PROMPT_TOKENS)), config, level=level).result()
+    return peak_resident_bytes()
+
+
+if __name__ == "__main__":
+    print(json.dumps({"peak_bytes": _peak(sys.argv[1], [int(each) for each in sys.argv[2:]])}))

@@ -1,0 +1,266 @@
+"""Reads the machine: other processes' load, memory's bandwidth, energy, and the storage that is measured.
+
+Detects other processes that computed during a measurement, and waits until they rest.
+
+Linux counts the processor time of all processes together: what others took is that sum less one's own. Other
+operating systems do not count it; there nothing is detected and nothing is repeated.
+
+Measures memory's read bandwidth: the limit of decoding, which reads all weights per token.
+
+On a shared machine it changes from second to second, so it is measured before and after each sample
+(`peers/process.py`). The native library's read loop is tried, and numpy's reductions over the same large
+buffer, which run without Python's lock, one thread per core; the fastest counts.
+
+Reads how much energy the processors have taken, where this machine has a meter of it (RAPL, on Linux).
+
+Describes the storage that weights and contexts lie on: this machine's, or another one, emulated.
+
+An emulated device reads and writes through the page cache and then waits until a device of the published
+bandwidth and latency would have been ready. Computing stays this machine's.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from jaxllm.kernels import native
+from jaxllm.serving.host.direct_io import Storage
+
+# Other processes may take this share of one core, besides what the kernel's ticks of 10 ms round to.
+_SHARE = 0.08
+_ROUNDING_S = 0.03
+_LOOK_S = 0.02
+
+
+class Disturbance:
+    """Counts the processor time of other processes, from its creation to `ended`."""
+
+    def __init__(self) -> None:
+        self._wall = time.perf_counter()
+        self._own = time.process_time()
+        self._all = _busy_s()
+
+    def ended(self, *, own_s: float) -> bool | None:
+        """Whether other processes took noticeable time; None where that is not known.
+
+        Args:
+          own_s: processor time of the system under test.
+        """
+        busy = _busy_s()
+        if busy is None or self._all is None:
+            return None
+        own_s += time.process_time() - self._own
+        wall = time.perf_counter() - self._wall
+        return busy - self._all - own_s > _SHARE * wall + _ROUNDING_S
+
+
+def wait_for_quiet(limit_s: float = 2.0) -> None:
+    """Returns when other processes have been idle for a moment, or after `limit_s`."""
+    until = time.perf_counter() + limit_s
+    while time.perf_counter() < until:
+        disturbance = Disturbance()
+        time.sleep(0.2)
+        if not disturbance.ended(own_s=0.0):
+            return
+
+
+def wait_until_asleep(pid: int, limit_s: float = 1.0) -> None:
+    """Returns when a process no longer takes processor time, or after `limit_s`."""
+    until = time.perf_counter() + limit_s
+    before = _process_s(pid)
+    if before is None:
+        time.sleep(min(limit_s, 0.25))  # about as long as OpenMP's workers spin
+        return
+    while time.perf_counter() < until:
+        time.sleep(_LOOK_S)
+        now = _process_s(pid)
+        if now is None or now == before:
+            return
+        before = now
+
+
+def _busy_s() -> float | None:
+    """Processor time of all processes, and of the host of a virtual machine, since boot; None if unknown."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        user, nice, system, _, _, irq, softirq, steal = map(int, fields)
+        return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return None
+
+
+def _process_s(pid: int) -> float | None:
+    """Processor time of a process; None where the system does not count it."""
+    try:
+        # Ticks of 10 ms, over all threads: a single spinning one shows between two looks.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+# Many times what the caches hold.
+_BUFFER_BYTES = 1 << 29
+_TRIALS, _ROUNDS, _KEPT = 3, 2, 2
+# The same loop (a running maximum) over words of other widths: which of them numpy reads with the widest
+# loads, and enough of them in flight, differs between its builds. Sums are slower than memory.
+_WORDS = (np.uint8, np.int32, np.float32, np.int64)
+
+
+class MemoryProbe:
+    """Reads a buffer by the loops that are fastest on this machine. A context manager."""
+
+    def __init__(self, threads: int, *, buffer_bytes: int = _BUFFER_BYTES) -> None:
+        """Makes the buffer and finds the fastest loops.
+
+        Args:
+          threads: that read together; at most the cores that this process may use.
+          buffer_bytes: read at a time; less than the caches hold would measure the caches.
+        """
+        self._buffer = np.zeros(buffer_bytes // 8, np.int64)
+        self._buffer += 1  # written, so that it is memory and not the one page of zeros
+        self._threads = threads
+        cores = sorted(os.sched_getaffinity(0))[:threads] if hasattr(os, "sched_getaffinity") else None
+
+        def pin() -> None:
+            if cores is not None:
+                os.sched_setaffinity(0, cores)  # of the calling thread
+
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=pin)
+        loops: list[Callable[[], float]] = [self._by_words(word) for word in _WORDS]
+        if native.kernels().native:
+            loops.append(self._by_kernel)
+        trials = [min(loop() for _ in range(_TRIALS)) for loop in loops]
+        self._loops = [loops[i] for i in np.argsort(trials)[:_KEPT]]
+
+    def __enter__(self) -> "MemoryProbe":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._pool.shutdown()
+
+    def bytes_per_s(self) -> float:
+        """Bytes that the threads read per second, in the fastest of a few rounds."""
+        return self._buffer.nbytes / min(loop() for _ in range(_ROUNDS) for loop in self._loops)
+
+    def _by_words(self, word: type) -> Callable[[], float]:
+        parts = np.array_split(self._buffer.view(word), self._threads)
+
+        def read_s() -> float:
+            began = time.perf_counter()
+            list(self._pool.map(np.max, parts))
+            return time.perf_counter() - began
+
+        return read_s
+
+    def _by_kernel(self) -> float:
+        # Set each time: threads belong to the process.
+        native.set_threads(self._threads)
+        began = time.perf_counter()
+        native.read_all(self._buffer)
+        return time.perf_counter() - began
+
+
+_POWERCAP = Path("/sys/class/powercap")
+# One for each processor package; those of its parts have one colon more.
+_PACKAGES = "intel-rapl:[0-9]*"
+_J = 1e-6
+
+
+class EnergyMeter:
+    """The energy of all processor packages together. They share it with whatever else runs.
+
+    Args:
+      packages: a folder for each, with its counter.
+
+    Raises:
+      OSError, ValueError: a counter cannot be read.
+    """
+
+    def __init__(self, packages: list[Path]) -> None:
+        self._packages = packages
+        # Counters begin anew beyond their range.
+        self._range = {each: _number(each / "max_energy_range_uj") for each in packages}
+        self._last = self._read()
+
+    @classmethod
+    def of_machine(cls, folder: Path = _POWERCAP) -> "EnergyMeter | None":
+        """The meter of this machine; None where there is none, or only the administrator may read it."""
+        packages = sorted(each for each in folder.glob(_PACKAGES) if each.name.count(":") == 1)
+        with contextlib.suppress(OSError, ValueError):
+            packages = [each for each in packages if _text(each / "name").startswith("package")]
+            return cls(packages) if packages else None
+        return None
+
+    def joules(self) -> float:
+        """Taken since it was made, or last asked."""
+        before, self._last = self._last, self._read()
+        return _J * sum((now - before[each]) % (self._range[each] + 1) for each, now in self._last.items())
+
+    def _read(self) -> dict[Path, int]:
+        return {each: _number(each / "energy_uj") for each in self._packages}
+
+
+def _number(path: Path) -> int:
+    return int(_text(path))
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="ascii").strip()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """A storage device.
+
+    Attributes:
+      name: as rows have it.
+      storage: how it is read and written.
+      note: its published speeds, where it is emulated.
+    """
+
+    name: str
+    storage: Storage
+    note: str = ""
+
+
+def emulated(name: str, read_mb_s: float, write_mb_s: float, read_iops: float) -> Device:
+    """A device by its published sequential bandwidths and random reads per second."""
+    storage = Storage(
+        caching="buffered",
+        bytes_per_s=1e6 * read_mb_s,
+        latency_ms=1000 / read_iops,
+        write_bytes_per_s=1e6 * write_mb_s,
+    )
+    note = f"emulated: reads {read_mb_s:,.0f} MB/s and {read_iops:,.0f} IOPS, writes {write_mb_s:,.0f} MB/s"
+    return Device(name=f"emulated {name}", storage=storage, note=note)
+
+
+REAL = Device(name="real storage", storage=Storage())
+# By the names of the command line.
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        "real": REAL,
+        # Samsung's own table of its embedded storage (press release of the 512 GB eUFS 3.1, 17 March 2020).
+        "emmc": emulated("eMMC 5.1", 250, 125, 11_000),
+        "eufs": emulated("eUFS 3.1", 2100, 1200, 100_000),
+        # EdgeMoE's platforms (section 5.1), and a memory card's published speeds (UHS-I, class A1).
+        "tx2-ssd": emulated("Jetson TX2 SSD", 550, 500, 90_000),
+        "hdd": emulated("HDD", 50, 50, 150),
+        "sd": emulated("SD card", 90, 30, 1_500),
+    }
+)
+PHONES = ("real", "emmc", "eufs")
+BOARDS = ("real", "tx2-ssd", "hdd", "sd")
+
+
+def named_devices(names: Iterable[str]) -> tuple[Device, ...]:
+    """The devices of these names in `DEVICES`."""
+    return tuple(DEVICES[name] for name in names)

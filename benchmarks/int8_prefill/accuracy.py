@@ -1,0 +1,424 @@
+"""Measures what quantizing activations costs a trained model, as it is and with outliers put in.
+
+Perplexity of a text that no system was calibrated on, and right answers to tasks' questions, by the whole
+model's pass over the text under each quantizer's products. Small trained models have no outliers; those of
+large ones are put in without changing the function (`jaxllm.int8_prefill.calibration`), and rows say so.
+Where LiteRT and its converter are installed, ours is also exported.
+
+Scores a text by the TFLite programs that `jaxllm export --precision w8a8` makes of a calibrated bundle, in
+the arithmetic of their prefill.
+
+Measures what layers without a shadow cost: with a wide step, clipped, and as calibration chooses.
+
+The most important layers have a shadow, from none of them to all. The others clip what exceeds the step of
+a shadow (`jaxllm-clipped`, the pruning of the paper's section 3.3), take a wide one (`jaxllm-wide`), or the
+one of both that changes the layer's products less (`jaxllm`, what calibration does).
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.harness.report import OURS, Row, compared
+from benchmarks.int8_prefill.activation_quantizers import PER_TENSOR, QUANTIZERS, rotated_steps, rule_of
+from benchmarks.models import Checkpoint
+from benchmarks.peers.process import last_words
+from benchmarks.samples import read_examples, stories_file, story_tokens
+from jaxllm.bundle import write_bundle
+from jaxllm.bundle.calibrations import prefill_parts
+from jaxllm.bundle.layout import contracted_axis
+from jaxllm.checkpoints.huggingface import read_params
+from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.export.programs.model import open_program
+from jaxllm.int8_prefill.calibration import (
+    OutlierRecipe,
+    PrefillCalibration,
+    assembled,
+    channel_tops,
+    clipped_layers,
+    clipping_steps,
+    importances,
+    largest_of,
+    most_important,
+    outlier_counts,
+    product_errors,
+    shadow_counts,
+    whole_steps,
+    with_outliers,
+)
+from jaxllm.int8_prefill.fitting import LEAST_TOKENS, fit_calibration, per_tensor_weights, whole_rows
+from jaxllm.int8_prefill.recipe import ShadowRecipe
+from jaxllm.int8_prefill.reference import integer_rule, observed, plain_rule, scores_by_rule
+from jaxllm.models.parameters import Params, param_specs
+from jaxllm.quant import quantize, to_blocks
+from jaxllm.serving.host.progress import Progress
+from jaxllm.tasks.branching import branching
+from jaxllm.text.prompts import end_of_turn_id
+from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
+
+# One channel in so many is an outlier, as in large models.
+_CHANNELS = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AccuracyPlan:
+    """Sizes.
+
+    Attributes:
+      rows: of text, to score; a quarter as many, at least 2,048 tokens, calibrate, and as many are held out.
+      row_tokens: of each.
+      tasks: whose questions are asked.
+      questions: of each task.
+      factor: of the outliers that are put in.
+      outliers: whether the model is measured as it is (False), with outliers put in (True), or both.
+      quantizers: of `QUANTIZERS`, to compare; `float` and ours are among them.
+    """
+
+    rows: int = 64
+    row_tokens: int = 256
+    tasks: tuple[str, ...] = ("sentiment", "news", "emotion")
+    questions: int = 60
+    factor: int = 64
+    outliers: tuple[bool, ...] = (False, True)
+    quantizers: tuple[str, ...] = QUANTIZERS
+
+    @classmethod
+    def quick(cls, *, tasks: bool = False) -> "AccuracyPlan":
+        """Fits in a minute for a model of a million parameters; `tasks` asks the questions of one, too."""
+        quantizers = tuple(each for each in QUANTIZERS if each != PER_TENSOR)
+        return cls(rows=8, tasks=("sentiment",) if tasks else (), questions=10, quantizers=quantizers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model in floats and at 8 bits, with a scale per output and with one per tensor, as rows name it."""
+
+    case: str
+    files: TokenizerFiles
+    cfg: ModelConfig
+    floats: dict[str, jax.Array]
+    stored: dict[str, Any]
+    per_tensor: dict[str, Any]
+
+
+def accuracy_rows(
+    model: Path, data: Path | None, plan: AccuracyPlan, progress: Progress | None = None
+) -> list[Row]:
+    """Perplexity and accuracy of every quantizer.
+
+    Args:
+      model: a trained model, a bundle or a Hugging Face folder.
+      data: the folder of texts and tasks; None takes packaged samples.
+      plan: how much.
+      progress: called with (stage, done, total).
+
+    Raises:
+      ConfigError: there is too little text.
+    """
+    rows = []
+    for subject in subjects(model, plan, "accuracy", progress):
+        rows += _rows_of(subject, data, plan)
+    return rows
+
+
+def subjects(
+    model: Path, plan: AccuracyPlan, stage: str, progress: Progress | None = None
+) -> Iterator[Subject]:
+    """The model as it is and with outliers put in, as the plan asks; `progress` is told of the stage."""
+    progress = progress or (lambda *_: None)
+    checkpoint = Checkpoint.find(model)
+    folder = checkpoint.folder(progress)
+    cfg, files = checkpoint.cfg, read_tokenizer(folder)
+    plain = {name: np.asarray(value, np.float32) for name, value in read_params(folder, cfg)}
+    recipe = OutlierRecipe(channels=max(1, cfg.hidden_size // _CHANNELS), factor=plan.factor)
+    for done, outliers in enumerate(plan.outliers, start=1):
+        params = with_outliers(cfg, plain, recipe) if outliers else plain
+        case = f"{checkpoint.name}, {'with outliers put in' if outliers else 'as it is'}"
+        yield _subject(case, files, cfg, params)
+        progress(stage, done, len(plan.outliers))
+
+
+def texts_of(subject: Subject, data: Path | None, plan: AccuracyPlan) -> tuple[list[np.ndarray], ...]:
+    """Rows of tokens to calibrate on, to hold out, and to score.
+
+    Raises:
+      ConfigError: there is too little text.
+    """
+    length = min(plan.row_tokens, subject.cfg.window_tokens)
+    rows = whole_rows(story_tokens(Tokenizer(subject.files), data), length)
+    calibrating = max(plan.rows // 4, -(-LEAST_TOKENS // length))
+    if len(rows) < 2 * calibrating + plan.rows:
+        raise ConfigError(
+            f"{stories_file(data)} has {len(rows)} rows of {length} tokens, and this takes "
+            f"{2 * calibrating + plan.rows}; give more text with --data"
+        )
+    return rows[:calibrating], rows[calibrating : 2 * calibrating], rows[2 * calibrating :][: plan.rows]
+
+
+def perplexity_of(score: Callable[[np.ndarray], Any], rows: Sequence[np.ndarray]) -> float:
+    """The perplexity of rows of tokens, by a function that gives the log-probabilities of one."""
+    return math.exp(-sum(float(score(row).sum()) for row in rows) / scored_tokens(rows))
+
+
+def scored_tokens(rows: Sequence[np.ndarray]) -> int:
+    """How many tokens of rows have another before them."""
+    return sum(len(row) - 1 for row in rows)
+
+
+def _subject(case: str, files: TokenizerFiles, cfg: ModelConfig, params: dict[str, np.ndarray]) -> Subject:
+    specs, stored = param_specs(cfg), {}
+    for name, value in params.items():
+        kept = value
+        if specs[name].role != "vector":
+            kept = to_blocks(quantize(value, bits=8, axis=contracted_axis(specs[name])))
+        stored[name] = jax.tree.map(jnp.asarray, kept)
+    # The embeddings are the same for all quantizers.
+    arrays = {name: value for name, value in params.items() if specs[name].role == "embed"}
+    stored |= arrays
+    shared = jax.tree.map(jnp.asarray, per_tensor_weights(cfg, params))  # pyright: ignore[reportArgumentType]
+    floats = {name: jnp.asarray(value) for name, value in params.items()}
+    return Subject(case, files, cfg, floats, stored, {**stored, **shared})
+
+
+def _rows_of(subject: Subject, data: Path | None, plan: AccuracyPlan) -> list[Row]:
+    cfg, case = subject.cfg, subject.case
+    known, held_out, judged = texts_of(subject, data, plan)
+    weights = {OURS: subject.stored}
+    if PER_TENSOR in plan.quantizers:
+        weights[PER_TENSOR] = subject.per_tensor
+    fitted = {
+        name: fit_calibration(cfg, subject.floats, stored, known, held_out).calibration
+        for name, stored in weights.items()
+    }
+    look = jax.jit(lambda params, row: channel_tops(params, row, cfg=cfg))
+    tops = largest_of([jax.device_get(look(subject.floats, row)) for row in known])
+    questions = _questions(Tokenizer(subject.files), data, plan, cfg)
+    perplexity: dict[str, float] = {}
+    right: dict[str, float] = {}
+    for name in plan.quantizers:
+        stored, calibration = weights.get(name, subject.stored), fitted.get(name, fitted[OURS])
+        taken, make = rule_of(name, cfg, subject.floats, stored, tops, calibration)
+        if name == "Hadamard":
+            taken = rotated_steps(taken, _seen_behind(subject, taken, known))
+        params = weights.get(name, subject.floats)
+
+        @jax.jit
+        def scores(params: Any, taken: Any, row: jax.Array, make: Any = make) -> jax.Array:
+            return scores_by_rule(params, row[:-1], row[1:], make(taken), cfg=cfg)
+
+        def score(row: np.ndarray, params: Any = params, taken: Any = taken, scores: Any = scores):
+            return np.asarray(scores(params, taken, row))
+
+        perplexity[name] = perplexity_of(score, judged)
+        if questions:
+            right[name] = _accuracy(score, questions)
+    if missing() is None:
+        floats = {name: np.asarray(value) for name, value in subject.floats.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            by_programs = exported_scores(cfg, floats, subject.files, fitted[OURS], known, Path(folder))
+            perplexity[EXPORTED] = perplexity_of(by_programs, judged)
+    notes: dict[str, str | None] = {
+        name: f"{value / perplexity['float'] - 1:+.2%} against float" for name, value in perplexity.items()
+    }
+    for name, calibration in fitted.items():
+        shadow = f"{sum(calibration.shadowed)} of {cfg.layers} layers with shadow"
+        notes[name] = f"{notes[name]}; {shadow}; {scored_tokens(judged):,} tokens"
+    found = compared(
+        perplexity, ours=OURS, case=case, metric="perplexity", unit="", notes=notes, lower_is_better=True
+    )
+    if right:
+        told: dict[str, str | None] = {
+            name: f"{100 * (value - right['float']):+.1f} points; {len(questions)} questions"
+            for name, value in right.items()
+        }
+        found += compared(right, ours=OURS, case=case, metric="accuracy", unit="share", notes=told)
+    return found
+
+
+def _seen_behind(subject: Subject, arrays: Any, texts: list[np.ndarray]) -> Any:
+    """The largest magnitudes of the products' inputs after the rotation of `Hadamard`."""
+
+    def look(layer: int, product: int, x: jax.Array) -> jax.Array:
+        return jnp.max(jnp.abs(x @ arrays[layer][product][1]), axis=0)
+
+    seen = jax.jit(lambda params, row: observed(params, row, look, cfg=subject.cfg))
+    return largest_of([jax.device_get(seen(subject.floats, row)) for row in texts])
+
+
+def _questions(
+    tokenizer: Tokenizer, data: Path | None, plan: AccuracyPlan, cfg: ModelConfig
+) -> list[tuple[list[tuple[list[int], int]], int]]:
+    """Each question's options as (tokens, where the option begins), and the index of the right one."""
+    if not tokenizer.has_chat_template:
+        # A model without a chat template was not trained on tasks, and answers by chance.
+        return []
+    found = []
+    end = end_of_turn_id(tokenizer)
+    for examples in read_examples(plan.tasks, data, plan.questions).values():
+        for example in examples:
+            asked = branching(tokenizer, example, end)
+            options = [([*asked.trunk, *branch], len(asked.trunk)) for branch in asked.branches]
+            if max(len(each) for each, _ in options) <= min(plan.row_tokens, cfg.window_tokens):
+                found.append((options, example.options.index(example.answer)))
+    return found
+
+
+def _accuracy(score: Any, questions: list[tuple[list[tuple[list[int], int]], int]]) -> float:
+    hits = 0
+    for options, answer in questions:
+        sums = []
+        for tokens, begin in options:
+            # Padded to few lengths, so that little is compiled; a token does not see those behind it.
+            row = np.zeros(-(-len(tokens) // 128) * 128 + 1, np.int32)
+            row[: len(tokens)] = tokens
+            sums.append(float(score(row)[begin - 1 : len(tokens) - 1].sum()))
+        hits += int(np.argmax(sums)) == answer
+    return hits / len(questions)
+
+
+EXPORTED = "jaxllm-tflite-w8a8"
+# Of their formats and of what runs them.
+_PACKAGES = ("litert_converter", "ai_edge_litert")
+
+
+def missing() -> str | None:
+    """A package that is not installed; None if all are."""
+    return next((each for each in _PACKAGES if importlib.util.find_spec(each) is None), None)
+
+
+def exported_scores(
+    cfg: ModelConfig,
+    floats: dict[str, np.ndarray],
+    tokenizer: TokenizerFiles,
+    calibration: PrefillCalibration,
+    known: Sequence[np.ndarray],
+    folder: Path,
+) -> Callable[[np.ndarray], np.ndarray]:
+    """What scores the tokens of a row `[T]` after its first, log-probabilities `[T - 1]`.
+
+    Args:
+      cfg: the model.
+      floats: its parameters.
+      tokenizer: its tokenizer.
+      calibration: of integer prefill.
+      known: rows of the calibration text, of one length, which rows to score have, too.
+      folder: for the bundle, the text and the programs.
+
+    Raises:
+      JaxllmError: exporting failed.
+    """
+    bundle, text, programs = folder / "model.jaxllm", folder / "text.txt", folder / "programs"
+    write_bundle(
+        bundle,
+        cfg=cfg,
+        params=floats.items(),
+        weights="int8",
+        tokenizer=tokenizer,
+        name="calibrated",
+        parts=prefill_parts(calibration),
+    )
+    text.write_text(Tokenizer(tokenizer).decode(np.concatenate(known).tolist()), encoding="utf-8")
+    length = str(len(known[0]))
+    options = [
+        "--format",
+        "tflite",
+        "--precision",
+        "w8a8",
+        "--calibration-text",
+        str(text),
+        "--static-verify",
+    ]
+    sizes = ["--context", length, "--verify-tokens", length, "--chunk-tokens", length, "--cache-tokens", "0"]
+    command = [sys.executable, "-m", "jaxllm.cli.main", "export", str(bundle), "-o", str(programs)]
+    done = subprocess.run([*command, *options, *sizes], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise JaxllmError(f"the w8a8 export failed: {last_words(done.stderr)}")
+    runner = open_program(programs).runner
+    return lambda row: runner.score(row[:-1].tolist(), row[1:].tolist())
+
+
+CLIPPED, WIDE = f"{OURS}-clipped", f"{OURS}-wide"
+
+
+def pruning_rows(
+    model: Path, data: Path | None, plan: AccuracyPlan, progress: Progress | None = None
+) -> list[Row]:
+    """Perplexity by how many layers have a shadow and by what the others do; as `accuracy_rows`."""
+    rows = []
+    for subject in subjects(model, plan, "pruning", progress):
+        rows += _pruning_rows_of(subject, data, plan)
+    return rows
+
+
+def pruned_calibrations(
+    cfg: ModelConfig, floats: Params, texts: Sequence[np.ndarray]
+) -> Iterator[dict[str, tuple[PrefillCalibration, int]]]:
+    """For each number of layers with a shadow, calibrations by system, and how many layers clip."""
+    look, count, errors = (
+        jax.jit(functools.partial(each, cfg=cfg)) for each in (channel_tops, outlier_counts, product_errors)
+    )
+    tops = largest_of([jax.device_get(look(floats, row)) for row in texts])
+    steps = clipping_steps(tops, ShadowRecipe()), whole_steps(tops)
+    each_count = [jax.device_get(count(floats, row, steps[0])) for row in texts]
+    counts = jax.tree.map(lambda *own: np.sum(own, axis=0), *each_count)
+    chosen = clipped_layers([jax.device_get(errors(floats, row, steps)) for row in texts])
+    choices = {OURS: chosen, WIDE: (False,) * cfg.layers, CLIPPED: (True,) * cfg.layers}
+    importance = importances(tops, steps[0])
+    for shadows in shadow_counts(cfg.layers, pruned_share=1.0):
+        shadowed = most_important(importance, shadows)
+        found = {}
+        for name, clips in choices.items():
+            clipped = tuple(clip and not own for clip, own in zip(clips, shadowed, strict=True))
+            calibration = assembled(
+                cfg, floats, counts, levels={WHOLE: steps}, shadowed=shadowed, clipped=clipped
+            )
+            found[name] = calibration, sum(clipped)
+        # Where all layers have a shadow, nothing is left to choose.
+        yield found if shadows < cfg.layers else {OURS: found[OURS]}
+
+
+def _pruning_rows_of(subject: Subject, data: Path | None, plan: AccuracyPlan) -> list[Row]:
+    cfg = subject.cfg
+    texts, _, judged = texts_of(subject, data, plan)
+
+    @jax.jit
+    def scores(params: Params, layers: Any, row: jax.Array) -> jax.Array:
+        rule = plain_rule(params, cfg) if layers is None else integer_rule(params, layers, cfg)
+        return scores_by_rule(params, row[:-1], row[1:], rule, cfg=cfg)
+
+    exact = perplexity_of(lambda row: scores(subject.floats, None, row), judged)
+    rows = []
+    for by_system in pruned_calibrations(cfg, subject.floats, texts):
+        found, notes = {"float": exact}, {}
+        by_steps: dict[bytes, float] = {}
+        for name, (calibration, clipped) in by_system.items():
+            layers, steps = calibration.layers(WHOLE, cfg), calibration.steps.tobytes()
+            # Calibration often chooses the same for all layers.
+            if steps not in by_steps:
+                by_steps[steps] = perplexity_of(
+                    lambda row, layers=layers: scores(subject.stored, layers, row), judged
+                )
+            found[name] = by_steps[steps]
+            notes[name] = (
+                f"{found[name] / exact - 1:+.2%} against float; {clipped} of {cfg.layers} layers clip; "
+                f"{scored_tokens(judged):,} tokens"
+            )
+        shadows = sum(by_system[OURS][0].shadowed)
+        case = f"{subject.case}, shadow in {shadows} of {cfg.layers} layers"
+        rows += compared(
+            found, ours=OURS, case=case, metric="perplexity", unit="", notes=notes, lower_is_better=True
+        )
+    return rows

@@ -1,0 +1,423 @@
+"""Provides the models that benchmarks run on.
+
+Random models of one benchmark (elastic, calibrated) are made in its room.
+
+Provides a model's float checkpoint, from which all peers are made: they compute with the same weights.
+
+A Hugging Face folder is one. A bundle is written as a folder, once, into the user's cache directory: exactly
+if it holds floats; a quantized one is dequantized, so that a peer of the same width quantizes a second time
+(rows then say so).
+
+Makes models of known shapes with random weights, to measure speed alone: the same on every machine.
+
+Weights are drawn once, in bfloat16, into a Hugging Face folder in the user's cache directory; bundles and
+peers' files are made from it as from any other. Their deviations keep activations of order one, so that no
+denormal or infinite number changes the speed of a system.
+
+Makes a tokenizer of byte pairs with as many entries as published models have.
+
+Merges are learned of texts as those of published tokenizers are. Texts of some ten megabytes have about
+128,000 words; where they have fewer, tokens that are joined at random fill the vocabulary: they never occur,
+but are read, checked and stored as the others are.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.bundle import Bundle
+from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.serving.ground.bundles import default_bundle
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.host.user_cache import cache_folder
+from jaxllm.text.tokenizer import TokenizerFiles
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A model and its float weights.
+
+    Attributes:
+      name: of the model, as rows have it.
+      model: opened by our engine: a bundle, or a folder (then at any width).
+      cfg: the model's config.
+      stored: width of a bundle's weights; None for a folder.
+    """
+
+    name: str
+    model: Path
+    cfg: ModelConfig
+    stored: str | None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its weights have been quantized: those of a peer of few bits are then quantized twice."""
+        return self.stored not in (None, "f32", "bf16")
+
+    @classmethod
+    def find(cls, model: Path | None) -> "Checkpoint":
+        """Opens a model: a bundle, a folder, or None for the packaged model.
+
+        Raises:
+          JaxllmError: there is no such model, or its config is not supported.
+        """
+        from jaxllm.checkpoints.huggingface import read_config
+
+        path = default_bundle() if model is None else Path(model)
+        if path.is_dir():
+            return cls(name=path.resolve().name, model=path, cfg=read_config(path), stored=None)
+        if not path.exists():
+            raise CheckpointError(
+                f"{path}: no such file or folder; give a bundle made by `jaxllm prepare` or a Hugging Face "
+                "model folder"
+            )
+        with Bundle.open(path) as bundle:
+            return cls(name=bundle.layout.name, model=path, cfg=bundle.cfg, stored=bundle.layout.weights)
+
+    def widths(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
+        """The widths to measure: those asked for, else the model's own.
+
+        Raises:
+          CheckpointError: a bundle holds another width.
+        """
+        from jaxllm.prepare import weight_format_of
+
+        if self.stored is None:
+            return tuple(dict.fromkeys(wanted)) or (weight_format_of(self.model, self.cfg),)
+        if set(wanted) - {self.stored}:
+            raise CheckpointError(
+                f"{self.model} holds {self.stored} weights, not {' and '.join(wanted)}; give the original "
+                "folder for other widths"
+            )
+        return (self.stored,)
+
+    def folder(self, progress: Progress) -> Path:
+        """The model as a Hugging Face folder of float weights.
+
+        Args:
+          progress: called with ("Writing float weights", parameters written, parameters in all).
+        """
+        if self.stored is None:
+            return self.model
+        with Bundle.open(self.model) as bundle:
+            folder = cache_folder() / "benchmarks" / "floats" / bundle.fingerprint[:24]
+            if not (folder / "config.json").exists():
+                _write(bundle, folder, progress)
+        return folder
+
+
+def _write(bundle: Bundle, folder: Path, progress: Progress) -> None:
+    import jax.numpy as jnp
+
+    from jaxllm.checkpoints.huggingface import write_folder
+    from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
+    from jaxllm.models.parameters import param_specs
+    from jaxllm.quant import dequantize
+
+    loaded, specs = bundle.load(), param_specs(bundle.cfg)
+    params: dict[str, np.ndarray] = {}
+    for name, spec in specs.items():
+        params[name] = np.asarray(dequantize(loaded[name], jnp.dtype(jnp.float32))).reshape(spec.shape)
+        progress("Writing float weights", len(params), len(specs))
+    files = bundle.tokenizer_files()
+    write_tokenizer(folder, files)
+    if files.start_ids:
+        # How an encoder-decoder is asked is in no file of the tokenizer.
+        asked: dict[str, Any] = {
+            "decoder_start_token_id": files.start_ids[0],
+            "eos_token_id": list(files.eos_ids),
+            "prefix": files.source_prefix,
+        }
+        if len(files.start_ids) > 1:
+            asked["forced_bos_token_id"] = files.start_ids[1]
+        (folder / "generation_config.json").write_text(json.dumps(asked) + "\n", encoding="utf-8")
+    # The config comes last and whole: where it is, the folder is.
+    write_folder(folder, bundle.cfg, params)
+
+
+# Deviation of a mixture's embeddings; what layers add is of order one.
+_EMBEDDING_DEVIATION = 10.0
+# Changes whenever the same name would draw other weights.
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a Llama: D, L, N, K, H, F and V as everywhere here. With E experts of F neurons, of which each
+    token visits `choices`, it is a Qwen3-MoE."""
+
+    D: int
+    L: int
+    N: int
+    K: int
+    H: int
+    F: int
+    V: int = 32000
+    E: int = 0
+    choices: int = 0
+    tied: bool = False
+    window_tokens: int = 2048
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """As a model."""
+        return ModelConfig(
+            model_type="qwen3_moe" if self.E else "llama",
+            qk_norm=bool(self.E),
+            experts=self.E,
+            experts_per_token=self.choices,
+            expert_ffn_size=self.F if self.E else 0,
+            vocab_size=self.V,
+            hidden_size=self.D,
+            layers=self.L,
+            heads=self.N,
+            kv_heads=self.K,
+            head_dim=self.H,
+            ffn_size=self.F,
+            window_tokens=self.window_tokens,
+            rope=RopeConfig(dim=self.H, theta=10000.0),
+            tied_head=self.tied,
+        )
+
+
+SHAPES = {
+    # The sizes of Karpathy's stories15M and stories110M.
+    "15m": Shape(D=288, L=6, N=6, K=6, H=48, F=768, tied=True),
+    "110m": Shape(D=768, L=12, N=12, K=12, H=64, F=2048, tied=True),
+    # A small model for a phone: grouped queries, an ffn of 3 D, a head of its own: 258 M parameters.
+    "250m": Shape(D=1024, L=16, N=16, K=4, H=64, F=3072),
+    # The sizes of Qwen2.5 0.5B, whose embedding is the head, too, and has a quarter of the parameters.
+    "0.5b": Shape(D=896, L=24, N=14, K=2, H=64, F=4864, V=151936, tied=True),
+    # TinyLlama 1.1B.
+    "1b": Shape(D=2048, L=22, N=32, K=4, H=64, F=5632),
+    # A mixture of 1.2 billion parameters, of which a token uses 265 million.
+    "moe-1b": Shape(D=1024, L=16, N=16, K=4, H=64, F=1408, E=16, choices=2),
+}
+
+
+def _encoder_decoder(*, D: int, L: int, N: int, F: int, V: int, gated: bool) -> ModelConfig:
+    """Sizes of a T5: of both sides, with heads of 64 dimensions; the later ones are `gated`."""
+    side = ModelConfig(
+        model_type="mt5" if gated else "t5",
+        vocab_size=V,
+        hidden_size=D,
+        layers=L,
+        heads=N,
+        kv_heads=N,
+        head_dim=64,
+        ffn_size=F,
+        window_tokens=512,
+        activation="gelu_tanh" if gated else "relu",
+        gated_ffn=gated,
+        norm_eps=1e-6,
+        attention_scale=1.0,
+        relative_buckets=32,
+        relative_distance=128,
+        tied_head=True,
+    )
+    scale = 1.0 if gated else D**-0.5
+    return dataclasses.replace(side, encoder=side, tied_head=not gated, logit_scale=scale)
+
+
+ENCODER_DECODERS = {
+    # 223 million parameters, half of them in the decoder.
+    "t5-base": _encoder_decoder(D=768, L=12, N=12, F=3072, V=32128, gated=False),
+    # 1.2 billion, of which an embedding and a head of 250,112 words have 512 million.
+    "mt5-large": _encoder_decoder(D=1024, L=24, N=16, F=2816, V=250112, gated=True),
+}
+
+
+def _switch(*, D: int, L: int, N: int, F: int, V: int, E: int, capacity: int) -> ModelConfig:
+    """Sizes of Switch Transformers: E experts of F neurons in every other layer of both sides."""
+    dense = _encoder_decoder(D=D, L=L, N=N, F=F, V=V, gated=False)
+    side = dataclasses.replace(
+        dense,
+        encoder=None,
+        model_type="switch_transformers",
+        experts=E,
+        experts_per_token=1,
+        normalize_expert_weights=False,
+        expert_ffn_size=F,
+        expert_capacity=capacity,
+        sparse_layers=(False, True) * (L // 2),
+    )
+    return dataclasses.replace(side, encoder=side)
+
+
+SWITCHES = {
+    # EdgeMoE's switch-base-64: 3.8 billion parameters, of which 3.6 billion are experts.
+    "switch-base-64": _switch(D=768, L=12, N=12, F=3072, V=32128, E=64, capacity=64),
+}
+MIXTURES = tuple(name for name, shape in SHAPES.items() if shape.E)
+
+
+def shape_folder(name: str, progress: Progress) -> Path:
+    """The Hugging Face folder of a shape, drawn unless it is there.
+
+    Args:
+      name: of `SHAPES` or `ENCODER_DECODERS`.
+      progress: called with ("Drawing weights", parameters drawn, parameters in all).
+
+    Raises:
+      ConfigError: there is no such shape.
+    """
+    cfgs = {name: shape.cfg for name, shape in SHAPES.items()} | ENCODER_DECODERS
+    if name not in cfgs:
+        raise ConfigError(f"there is no shape {name!r}; choose among {', '.join(cfgs)}")
+    folder = cache_folder() / "benchmarks" / "shapes" / f"v{_VERSION}" / name
+    if not (folder / "config.json").exists():
+        write_random(folder, cfgs[name], progress)
+    return folder
+
+
+def write_random(
+    folder: Path, cfg: ModelConfig, progress: Progress, tokenizer: TokenizerFiles | None = None
+) -> None:
+    """Writes a model of random weights and a tokenizer, of as many words if none is given, as a Hugging Face
+    folder."""
+    from jaxllm.checkpoints.huggingface import write_folder
+    from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
+
+    params = dict(drawn_params(cfg, progress))
+    write_tokenizer(folder, tokenizer or _word_tokenizer(cfg.vocab_size))
+    if cfg.encoder is not None:
+        (folder / "generation_config.json").write_text('{"decoder_start_token_id": 0}\n', encoding="utf-8")
+    write_folder(folder, cfg, params)
+
+
+def switch_bundle(name: str, progress: Progress) -> Path:
+    """The bundle of one of `SWITCHES`, drawn unless it is there, a layer's experts in memory at a time. Every
+    other expert has 2 bits, the others 4, for random weights cannot be calibrated; all else has 8.
+
+    Args:
+      name: of `SWITCHES`.
+      progress: called with ("Drawing weights", parameters drawn, parameters in all).
+    """
+    path = cache_folder() / "benchmarks" / "shapes" / f"v{_VERSION}" / f"{name}.jaxllm"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_random_switch(path, SWITCHES[name], progress)
+    return path
+
+
+def write_random_switch(path: Path, cfg: ModelConfig, progress: Progress) -> None:
+    """Writes a bundle of random weights of a mixture with an encoder; see `switch_bundle`."""
+    from jaxllm.bundle import write_bundle
+    from jaxllm.models.parameters import sparse_layers
+
+    layers = len(sparse_layers(cfg))
+    bits = np.where(np.arange(layers * cfg.experts) % 2, 2, 4).reshape(layers, cfg.experts)
+    tokenizer = dataclasses.replace(_word_tokenizer(cfg.vocab_size), start_ids=(0,))
+    params = drawn_params(cfg, progress)
+    write_bundle(
+        path, cfg=cfg, params=params, weights="int8", tokenizer=tokenizer, name=path.stem, expert_bits=bits
+    )
+
+
+def drawn_params(cfg: ModelConfig, progress: Progress) -> Iterator[tuple[str, np.ndarray]]:
+    """Draws a model's parameters in their order, in bfloat16; each name draws the same in any model of its
+    place and size."""
+    import ml_dtypes
+
+    from jaxllm.models.parameters import param_specs
+
+    specs = param_specs(cfg)
+    for number, (name, spec) in enumerate(specs.items()):
+        if spec.role == "vector" and not name.endswith(("router", "relative_positions")):
+            value = np.ones(spec.shape, np.float32)
+        else:
+            inputs = np.prod(spec.shape[:-1]) if spec.role == "from_units" else spec.shape[-1]
+            # A generator for each: the draw of one does not depend on the others' sizes.
+            draw = np.random.default_rng((_VERSION, number))
+            value = draw.standard_normal(spec.shape, np.float32) * np.float32(inputs**-0.5)
+            if cfg.experts and name == "embed.tokens":
+                # Embeddings outweigh what layers add, or all tokens visit the same experts.
+                value *= np.float32(_EMBEDDING_DEVIATION * inputs**0.5)
+        yield name, value.astype(ml_dtypes.bfloat16)
+        progress("Drawing weights", number + 1, len(specs))
+
+
+def _word_tokenizer(size: int) -> TokenizerFiles:
+    """A tokenizer of `size` words: a model needs one, though its text is never read."""
+    import tokenizers
+
+    words = {f"w{i}": i for i in range(size)}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    return TokenizerFiles(tokenizer_json=library.to_str())
+
+
+# Llama 3's rule by which texts are split first, and llama.cpp's name of it.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLIT_NAME = "llama-bpe"
+_TEXTS = (".txt", ".json", ".jsonl", ".csv", ".de", ".en")
+_LONGEST = 16
+
+
+def byte_pairs(size: int, texts: Iterable[Path]) -> tuple[TokenizerFiles, int]:
+    """A tokenizer of `size` entries, and how many of them were learned of the texts.
+
+    Args:
+      size: at least the 256 bytes.
+      texts: UTF-8 files.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE(ignore_merges=True))
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=1,
+        special_tokens=[],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    library.train([str(each) for each in texts], trainer)
+    data = json.loads(library.to_str())
+    learned = len(data["model"]["vocab"])
+    _fill(data["model"], size)
+    return TokenizerFiles(tokenizer_json=json.dumps(data, ensure_ascii=False)), learned
+
+
+def texts_of(data: Path) -> Iterator[Path]:
+    """The texts in a folder of data sets, in order."""
+    return (each for each in sorted(data.rglob("*")) if each.suffix in _TEXTS and each.is_file())
+
+
+def vocabulary_keys(files: TokenizerFiles) -> dict[str, Any]:
+    """The metadata of such a tokenizer in a GGUF file, without the prefix `tokenizer.ggml.`."""
+    model = json.loads(files.tokenizer_json)["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    return {
+        "model": "gpt2",
+        "pre": _SPLIT_NAME,
+        "tokens": tokens,
+        "token_type": [1] * len(tokens),
+        "merges": [" ".join(each) for each in model["merges"]],
+        "add_bos_token": False,
+    }
+
+
+def _fill(model: dict[str, Any], size: int) -> None:
+    """Joins tokens at random until there are `size` of them."""
+    draw, tokens = np.random.default_rng(0), list(model["vocab"])
+    while len(tokens) < size:
+        left, right = (tokens[int(at)] for at in draw.integers(0, len(tokens), 2))
+        token = left + right
+        if len(token) <= _LONGEST and token not in model["vocab"]:
+            model["vocab"][token] = len(tokens)
+            tokens.append(token)
+            model["merges"].append([left, right])

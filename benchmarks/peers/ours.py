@@ -1,0 +1,280 @@
+"""Runs our engine, as the service does and with one dispatch per token.
+
+A decode block runs several tokens on the device before the host sees them; `one token per dispatch` is the
+loop that engines without on-device sampling run.
+
+Runs exported programs in the loop of `jaxllm generate --program`, and the same steps jitted live, whose
+difference is the cost of exporting.
+
+The `model` of their opening is a folder of programs, or for the live steps a bundle.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from benchmarks.peers.peer import Opening, Progress, Session
+from jaxllm.bundle import WeightFormat
+from jaxllm.config import ModelConfig
+from jaxllm.export.programs.model import open_program
+from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.serving.runners.scorer import Scorer
+
+BLOCKS, ONE_TOKEN = "blocks of tokens", "one token per dispatch"
+
+
+class Ours:
+    """The base of our own systems: always installed, and able to run every model."""
+
+    slow = False
+
+    def missing(self) -> str | None:
+        """None: it is this package."""
+        return None
+
+    def refusal(self, cfg: ModelConfig) -> str | None:
+        """None: the model was opened as one of ours."""
+        return None
+
+
+class JaxllmEngine(Ours):
+    """Our engine on a bundle or a folder."""
+
+    name = "jaxllm"
+
+    def systems(self, weights: str) -> Mapping[str, str]:
+        """One system, at the width that is asked for."""
+        return {self.name: weights}
+
+    def open(self, opening: Opening, progress: Progress) -> Session:
+        """Opens the engine and compiles all of its buckets."""
+        return EngineSession(opening, progress)
+
+
+class EngineSession:
+    """An engine whose runner is called directly: prompt in, ids out."""
+
+    settings = (BLOCKS, ONE_TOKEN)
+
+    def __init__(self, opening: Opening, progress: Progress) -> None:
+        from jaxllm.serving.ground.options import EngineOptions
+        from jaxllm.serving.opening.engine import Engine
+
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in opening.options.items()
+        }
+        options = EngineOptions(**given)
+        weights = cast(WeightFormat, opening.format) if opening.model.is_dir() else None
+        self._engine = Engine.open(
+            opening.model, weights=weights, options=options, warm_up=False, progress=progress
+        )
+        self._engine.warm_up(progress=progress)
+        self._cache: Any = None
+        self._sampler: Any = None
+        self._token: Any = None
+
+    def facts(self) -> dict[str, Any]:
+        """Times of opening, and the sizes of the weights."""
+        import jax
+
+        from jaxllm.models.parameters import parameter_count
+
+        engine = self._engine
+        tensors, cfg = engine.model.bundle.layout.tensors, engine.cfg
+        step_bytes = sum(
+            tensor.size_bytes
+            for name, tensor in tensors.items()
+            # One row of an embedding is read; a tied one is the head too, and read whole.
+            if not name.startswith("embed.") or (cfg.tied_head and name == "embed.tokens")
+        )
+        weight_bytes = engine.model.bundle.weight_bytes
+        device = jax.devices()[0]
+        memory = device.memory_stats() if device.platform != "cpu" else None
+        return {
+            "backend": jax.default_backend(),
+            "load_ms": engine.model.load_ms,
+            "build_ms": engine.runner.buckets.build_ms,
+            "buckets": len(engine.runner.buckets.bucket_ms),
+            "buckets_read": len(engine.runner.buckets.loaded),
+            "weight_bytes": weight_bytes,
+            "bits_per_weight": 8 * weight_bytes / parameter_count(cfg),
+            "step_bytes": step_bytes,
+            "device_bytes": (memory or {}).get("peak_bytes_in_use", 0),
+            "context_tokens": engine.options.context_tokens,
+        }
+
+    def kernel_ms(self) -> float:
+        """Time that this process has spent in native kernels."""
+        from jaxllm.kernels import native
+
+        return native.busy_ns() / 1e6
+
+    def prefill(self, prompt: Sequence[int], setting: str) -> int:
+        """See `Session.prefill`."""
+        import numpy as np
+
+        from jaxllm.sampling import Sampling, sampler_state
+
+        runner = self._engine.runner
+        # As the service does for a prompt of this length: the cache grows when decoding needs it to.
+        cache = runner.start(len(prompt))
+        sampler = sampler_state(Sampling(), prompt, self._engine.cfg.vocab_size, 0)
+        logits, self._cache = prefill_prompt(runner, cache, prompt, 0)
+        self._token, self._sampler = runner.sample(logits, sampler)
+        self._length = len(prompt)
+        return int(np.asarray(self._token)[0])
+
+    def decode(self, tokens: int, setting: str) -> list[int]:
+        """See `Session.decode`."""
+        import numpy as np
+
+        from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
+
+        runner = self._engine.runner
+        block = self._engine.options.decode_block if setting == BLOCKS else 1
+        no_stop = np.full(MAX_STOP_IDS, -1, np.int32)
+        ids: list[int] = []
+        while len(ids) < tokens:
+            limit = min(block, tokens - len(ids))
+            cache = runner.make_room(self._cache, self._length + limit)
+            rows, count, self._cache, self._sampler = runner.decode(
+                self._token, cache, self._sampler, no_stop, limit
+            )
+            got = np.asarray(rows)[0, : int(count)]
+            self._token = got[-1:]
+            self._length += len(got)
+            ids += got.tolist()
+        return ids
+
+    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> Sequence[float]:
+        """See `Session.score`."""
+        scorer = Scorer(self._engine.runner)
+        scorer.prepare(len(tokens))
+        return scorer.score(tokens, targets).tolist()
+
+
+PROGRAM_BLOCKS = "blocks of the programs"
+# Settings of programs that are opened as a device opens them.
+GREEDY, DRAWN = "greedy", "drawn"
+# What `DRAWN` draws by: as apps usually do.
+_DRAWN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 1}
+
+
+class Programs(Ours):
+    """Programs of a folder."""
+
+    name = "programs"
+
+    def systems(self, weights: str) -> Mapping[str, str]:
+        """None: `benchmarks.export` names them."""
+        return {}
+
+    def open(self, opening: Opening, progress: Progress) -> Session:
+        """Opens a folder, and gets its programs ready."""
+
+        engine = open_program(opening.model, threads=opening.threads)
+        engine.warm_up(progress=progress)
+        facts = {"load_ms": engine.model.load_ms, "build_ms": engine.model.build_ms}
+        return ProgramSession(engine.runner, facts)
+
+
+class DevicePrograms(Programs):
+    """Programs of a folder, opened as a device opens them: what no program draws, NumPy does."""
+
+    name = "device-programs"
+
+    def open(self, opening: Opening, progress: Progress) -> Session:
+        """Opens a folder, and gets its programs ready."""
+        from jaxllm.export.device.opening import open_device
+
+        engine = open_device(opening.model, threads=opening.threads)
+        facts = {"load_ms": engine.model.load_ms, "build_ms": engine.model.build_ms}
+        return ProgramSession(engine.runner, facts, settings=(GREEDY, DRAWN))
+
+
+class LiveSteps(Programs):
+    """The steps of programs, traced and jitted in this process from a bundle's weights as floats."""
+
+    name = "live-steps"
+
+    def open(self, opening: Opening, progress: Progress) -> Session:
+        """Opens a bundle; `options` has the lengths that an export would be given."""
+        import jax.numpy as jnp
+
+        from jaxllm.bundle import Bundle
+        from jaxllm.config import WHOLE
+        from jaxllm.export.programs.live import LiveExecutor
+        from jaxllm.export.programs.runner import ProgramRunner
+        from jaxllm.kernels.native import without_native_kernels
+        from jaxllm.quant import dequantize
+
+        began = time.perf_counter()
+        with without_native_kernels(), Bundle.open(opening.model) as bundle:
+            params = {name: dequantize(weight, jnp.float32) for name, weight in bundle.load().items()}
+            cfg = bundle.cfg
+        executor = LiveExecutor(
+            "live steps",
+            {WHOLE: params},
+            {WHOLE: cfg},
+            context_tokens=opening.context_tokens,
+            **opening.options,
+        )
+        loaded = time.perf_counter()
+        with without_native_kernels(branches=True):
+            for signature in executor.manifest.signatures:
+                # One after the other: `without_native_kernels` does not apply to other threads.
+                executor.compile(signature)
+        # The copies from short caches into longer ones are left.
+        executor.prepare(executor.manifest.signatures)
+        facts = {"load_ms": 1000 * (loaded - began), "build_ms": 1000 * (time.perf_counter() - loaded)}
+        return ProgramSession(ProgramRunner(executor), facts)
+
+
+class ProgramSession:
+    """A runner of programs, called directly."""
+
+    def __init__(
+        self, runner: Any, facts: dict[str, Any], settings: Sequence[str] = (PROGRAM_BLOCKS,)
+    ) -> None:
+        self._runner, self._facts, self.settings = runner, facts, settings
+        self._cached: list[int] = []
+        self._token: Any = None
+        self._cache: Any = None
+        self._sampler: Any = None
+
+    def facts(self) -> dict[str, Any]:
+        """Times of opening."""
+        return self._facts
+
+    def prefill(self, prompt: Sequence[int], setting: str) -> int:
+        """See `Session.prefill`."""
+        from jaxllm.sampling import Sampling, sampler_state
+
+        runner = self._runner
+        sampling = Sampling(**_DRAWN) if setting == DRAWN else Sampling()
+        sampler = sampler_state(sampling, prompt, runner.cfg.vocab_size, 0)
+        logits, self._cache = prefill_prompt(runner, runner.start(len(prompt)), prompt, 0)
+        self._token, self._sampler = runner.sample(logits, sampler)
+        self._cached = list(prompt)
+        return int(self._token[0])
+
+    def decode(self, tokens: int, setting: str) -> list[int]:
+        """See `Session.decode`."""
+        import numpy as np
+
+        from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
+
+        runner = self._runner
+        no_stop = np.full(MAX_STOP_IDS, -1, np.int32)
+        rows, _, self._cache, self._sampler = runner.decode(
+            self._token, self._cache, self._sampler, no_stop, tokens, self._cached
+        )
+        block = rows[0].tolist()
+        self._cached += [int(self._token[0]), *block[:-1]]
+        self._token = rows[0, -1:]
+        return block
+
+    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> Sequence[float]:
+        """See `Session.score`."""
+        return self._runner.score(tokens, targets).tolist()

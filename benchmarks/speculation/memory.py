@@ -1,0 +1,161 @@
+"""Measures the memory of a process that runs a model larger than its budget, and how fast it reads.
+
+Each budget has a process of its own, which runs twice: from its second start on, a service reads its buckets
+from benchmarks.harness.report import OURS
+from disk. The growth of the process's resident memory above that of Python and JAX, before the model was
+opened, is compared with the budget.
+"""
+
+import concurrent.futures
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness.memory import peak_resident_bytes, reset_peak_memory
+from benchmarks.harness.report import OURS, Row
+from jaxllm.errors import ConfigError, one_line
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.direct_io import PieceReader, aligned
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.opening.engine import Engine
+
+CONTEXT_TOKENS = 512
+_PROMPT_TOKENS, _TOKENS = 64, 9
+# The disk is read for comparison in blocks of so many bytes; the best number of blocks at a time counts.
+_DEPTHS, _BLOCK_BYTES = (1, 2, 4, 8), 4 << 20
+
+
+def memory_rows(
+    model: Path,
+    budgets: Sequence[int],
+    progress: Progress | None = None,
+    *,
+    context_tokens: int = CONTEXT_TOKENS,
+) -> list[Row]:
+    """Memory, bytes read and time per token under several budgets.
+
+    Args:
+      model: a bundle larger than each budget.
+      budgets: in bytes.
+      progress: called with ("Measuring", budgets done, budgets in all).
+      context_tokens: of the context and of the longest source, at most those of the model's window.
+
+    Raises:
+      ConfigError: a run failed.
+    """
+    rows = []
+    for number, budget in enumerate(budgets):
+        words = [str(model), str(budget), str(context_tokens)]
+        command = [sys.executable, "-m", "benchmarks.speculation.memory", *words]
+        found = {}
+        disk = disk_bytes_per_s(model)
+        for _ in range(2):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                said = done.stderr.strip().splitlines()[-1:]
+                raise ConfigError(
+                    f"a budget of {budget:,} bytes could not be tried: {one_line(''.join(said))}"
+                )
+            found = json.loads(done.stdout.splitlines()[-1])
+        # Measured before and after: disks of shared machines change from minute to minute.
+        disk = (disk + disk_bytes_per_s(model)) / 2
+        case = f"{model.stem}, budget {budget / 1e6:,.0f} MB, context of {found['context_tokens']:.0f} tokens"
+        rows += _rows(case, budget, found, disk)
+        if progress is not None:
+            progress("Measuring", number + 1, len(budgets))
+    return rows
+
+
+def disk_bytes_per_s(path: Path) -> float:
+    """Bandwidth of a file read in blocks past the page cache, at the best of a few queue depths."""
+    return max(_read_once(path, depth) for depth in _DEPTHS)
+
+
+def _read_once(path: Path, depth: int) -> float:
+    with PieceReader(path) as reader, concurrent.futures.ThreadPoolExecutor(depth) as pool:
+        memory = [aligned(_BLOCK_BYTES) for _ in range(depth)]
+
+        def read(lane: int) -> None:
+            for offset in range(lane * _BLOCK_BYTES, reader.size_bytes, depth * _BLOCK_BYTES):
+                size = min(_BLOCK_BYTES, reader.size_bytes - offset)
+                reader.read_into(memory[lane], 0, offset, size)
+
+        began = time.perf_counter()
+        list(pool.map(read, range(depth)))
+        return reader.size_bytes / (time.perf_counter() - began)
+
+
+def _rows(case: str, budget: int, found: dict[str, float], disk: float) -> list[Row]:
+    speed = found["read_bytes"] / found["took_s"]
+    kept = (
+        f"{found['resident']:.0f} pieces are resident"
+        if "resident" in found
+        else f"{found['hit_rate']:.0%} of visits to experts found them resident"
+    )
+    plan = f"{kept}; reads {found['read_bytes'] / 1e6:,.0f} MB for {found['passes']:.0f} passes"
+
+    def row(metric: str, value: float, unit: str, **more: object) -> Row:
+        return Row(case=case, system=OURS, metric=metric, value=value, unit=unit, **more)  # pyright: ignore
+
+    return [
+        row(
+            "peak_memory_bytes",
+            found["peak_bytes"],
+            "bytes",
+            baseline="budget",
+            ratio=budget / found["peak_bytes"],
+            note=f"above {found['runtime_bytes'] / 1e6:,.0f} MB of Python and JAX; {plan}",
+        ),
+        row("tpot_ms", found["tpot_ms"], "ms"),
+        row(
+            "bandwidth_share",
+            speed / disk,
+            "share",
+            note=f"{speed / 1e9:.2f} of {disk / 1e9:.2f} GB/s of reads alone",
+        ),
+    ]
+
+
+def _measure(model: str, budget: int, context_tokens: int) -> dict[str, float]:
+    """Answers in this process, with the model's buckets compiled or read, and measures the second answer."""
+    import jax
+    import numpy as np
+
+    # JAX takes memory of its own before there is a model.
+    jax.device_put(np.zeros(4)).block_until_ready()
+    reset_peak_memory()
+    before = peak_resident_bytes()
+    with open_model(model) as bundle:
+        context = min(context_tokens, bundle.cfg.window_tokens)
+    engine = Engine.open(model, options=EngineOptions(context_tokens=context, memory_bytes=budget))
+    if engine.model.streamed is None:
+        raise ConfigError(f"all of the model fits into {budget:,} bytes")
+    config = GenerationConfig(max_tokens=_TOKENS, ignore_eos=True)
+    # Of encoder-decoders the longest source, which takes the most memory.
+    prompt = list(range(engine.options.source_tokens(engine.cfg) or _PROMPT_TOKENS))
+    counts = engine.model.streamed.counts
+    engine.generate(prompt, config)
+    read, began = counts.read_bytes, time.perf_counter()
+    generation = engine.generate(prompt, config)
+    facts = engine.model.streamed.facts()
+    # Of layers, or of experts alone.
+    how = {"hit_rate": facts["hit_rate"]} if "hit_rate" in facts else {"resident": facts["resident_layers"]}
+    return {
+        **how,
+        "context_tokens": context,
+        "peak_bytes": peak_resident_bytes() - before,
+        "runtime_bytes": before,
+        "tpot_ms": generation.timings.tpot_ms(len(generation.tokens)),
+        "read_bytes": counts.read_bytes - read,
+        "took_s": time.perf_counter() - began,
+        "passes": _TOKENS,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure(sys.argv[1], *map(int, sys.argv[2:]))))

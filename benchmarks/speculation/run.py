@@ -1,0 +1,372 @@
+"""Times every system's answers, and compares ours with the target's own.
+
+Makes rows of answers: times with paired intervals, likeness to the target's answers, use of drafts.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Self
+
+from benchmarks.harness.machine import PHONES, Device, named_devices
+from benchmarks.harness.report import OURS, Row, compared
+from benchmarks.models import Checkpoint
+from benchmarks.speculation import PARTS, PRESETS
+from benchmarks.speculation.answers import (
+    ask,
+    draft_rows,
+    notes_of,
+    quality_rows,
+    read_prompts,
+    spent,
+    time_rows,
+    token_ms,
+    tuned,
+)
+from benchmarks.speculation.in_memory import in_memory_rows
+from benchmarks.speculation.shards import narrow_bundles
+from benchmarks.speculation.systems import (
+    BLD,
+    NARROW_BITS,
+    STDPL,
+    STI,
+    Setting,
+    plain,
+    systems,
+    tuned_systems,
+)
+from jaxllm.errors import BudgetExceeded, ConfigError
+from jaxllm.sampling import Sampling
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.host.tokenizer_verdicts import open_tokenizer
+from jaxllm.serving.opening.engine import Engine
+from jaxllm.serving.speculation.speculation import SpeculationCounts
+from jaxllm.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Sizes of one run.
+
+    Attributes:
+      prompts: of each task, timed.
+      tokens: of each answer, at most.
+      tried: prompts of each task that systems are tuned on; 0 does not tune.
+      compared_answers: that are compared with the target's own.
+      context_tokens: of every context.
+      shares: budgets, as shares of the target's weights.
+      devices: that weights are read from.
+      parts: of `PARTS`, those to run.
+      presets: of `PRESETS`, those to run.
+      judged: whether answers that differ from the target's are judged; without, BLD and STI are left out.
+      seed: of the choice of prompts.
+    """
+
+    prompts: int = 10
+    tokens: int = 64
+    tried: int = 2
+    compared_answers: int = 200
+    context_tokens: int = 512
+    shares: tuple[float, ...] = (0.5,)
+    devices: tuple[Device, ...] = named_devices(PHONES)
+    parts: tuple[str, ...] = tuple(PARTS)
+    presets: tuple[str, ...] = tuple(PRESETS)
+    judged: bool = True
+    seed: int = 0
+
+    @classmethod
+    def quick(cls) -> "Plan":
+        """Fits in a minute for the packaged models."""
+        return cls(prompts=1, tokens=24, tried=0, compared_answers=4, devices=named_devices(PHONES[:1]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is measured.
+
+    Attributes:
+      model: the target, a bundle.
+      draft: a small model of its tokenizer; None for the target's own high planes.
+      data: the folder of the tasks' files; None takes packaged samples.
+      prompts: Spec-Bench's file, whose prompts are asked instead of the tasks'; or None.
+    """
+
+    model: Path
+    draft: Path | None
+    data: Path | None = None
+    prompts: Path | None = None
+
+
+def run(
+    subject: Subject,
+    plan: Plan,
+    progress: Progress | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Row]:
+    """Measures everything.
+
+    Args:
+      subject: what is measured.
+      plan: how.
+      progress: called with what is done, its part that is done, and all of it.
+      tell: given a line for every budget that is too small, whose rows are left out.
+
+    Raises:
+      ConfigError: a file of the tasks is missing, or no budget is large enough.
+      CheckpointError: a model cannot be opened.
+    """
+    rows: list[Row] = []
+    target = _Target.read(subject.model)
+    # Small models have small windows.
+    plan = dataclasses.replace(plan, context_tokens=min(plan.context_tokens, target.window_tokens))
+    prompts = Prompts.read(subject, plan, target.tokenizer)
+    if "in-memory" in plan.parts and not target.alone:
+        tell("without in-memory: it is of decoders alone")
+    elif "in-memory" in plan.parts:
+        rows += in_memory_rows(
+            subject.model,
+            prompts.timed,
+            prompts.tried,
+            tokens=plan.tokens - 1,
+            context_tokens=plan.context_tokens,
+            progress=progress or (lambda *_: None),
+            tell=tell,
+            draft=subject.draft,
+        )
+    if {*plan.parts} - {"in-memory"}:
+        rows += _budget_rows(subject, plan, target, prompts, progress, tell)
+    return rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Target:
+    """What a run has to know of the target.
+
+    Attributes:
+      tokenizer: of its prompts.
+      weight_bytes: of all weights.
+      window_tokens: of its window.
+      alone: whether it is a decoder alone.
+    """
+
+    tokenizer: Tokenizer
+    weight_bytes: int
+    window_tokens: int
+    alone: bool
+
+    @classmethod
+    def read(cls, model: Path) -> Self:
+        """Reads them from a bundle."""
+        with open_model(model) as bundle:
+            tokenizer = open_tokenizer(bundle.tokenizer_files())
+            return cls(
+                tokenizer=tokenizer,
+                weight_bytes=bundle.weight_bytes,
+                window_tokens=bundle.cfg.window_tokens,
+                alone=bundle.cfg.encoder is None,
+            )
+
+
+def _budget_rows(
+    subject: Subject,
+    plan: Plan,
+    target: _Target,
+    prompts: "Prompts",
+    progress: Progress | None,
+    tell: Callable[[str], None],
+) -> list[Row]:
+    """Rows of every storage and budget.
+
+    Raises:
+      ConfigError: no budget is large enough.
+    """
+    rows: list[Row] = []
+    narrow: Mapping[float, Path] = {}
+    if "systems" in plan.parts and plan.judged and subject.draft is None:
+        tell("without BLD: its small model answers by itself; name one by --draft")
+    if "systems" in plan.parts and plan.judged and not target.alone:
+        tell("without STI: the shards of encoder-decoders are not judged yet")
+    elif "systems" in plan.parts and plan.judged:
+        texts = [each for all_ in prompts.tried.values() for each in all_]
+        # Without tuning the middle is taken.
+        bits = NARROW_BITS if texts else NARROW_BITS[len(NARROW_BITS) // 2 :][:1]
+        narrow = narrow_bundles(subject.model, bits, texts, progress)
+    for device, share in itertools.product(plan.devices, plan.shares):
+        setting = Setting(
+            model=subject.model,
+            draft=subject.draft,
+            narrow=narrow,
+            weights_bytes=int(share * target.weight_bytes),
+            context_tokens=plan.context_tokens,
+            storage=device.storage,
+        )
+        case = f"{device.name}, {share:.0%} of the model in memory"
+        try:
+            found = _Systems(setting, device, prompts, plan, progress)
+        except BudgetExceeded as error:
+            tell(f"without {case}: {error}")
+            continue
+        rows += found.rows(case, twice=Checkpoint.find(subject.model).quantized)
+        # What answers say depends neither on storage nor on memory.
+        if "same-answers" in plan.parts and not any(row.metric == "agreement" for row in rows):
+            rows += _same_rows(found.engines[OURS], subject, plan, progress)
+        found.close()
+    if not rows:
+        raise ConfigError(
+            "no budget holds a draft and two layers; give a larger --budget, or --enlarge the model"
+        )
+    return rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Token ids of prompts, by task.
+
+    Attributes:
+      tried: that systems are tuned on, and shards judged.
+      timed: that are counted; none of them is in `tried`.
+    """
+
+    tried: dict[str, list[list[int]]]
+    timed: dict[str, list[list[int]]]
+
+    @classmethod
+    def read(cls, subject: Subject, plan: Plan, tokenizer: Tokenizer) -> Self:
+        """Reads as many as a plan asks for.
+
+        Raises:
+          ConfigError: a file is missing or malformed, or no task has more prompts than are tried.
+        """
+        found = _read_prompts(subject, plan, tokenizer, plan.prompts + plan.tried, plan.seed)
+        timed = {task: each[plan.tried :] for task, each in found.items() if each[plan.tried :]}
+        if not timed:
+            raise ConfigError(
+                f"all prompts are taken by the {plan.tried} of each task that systems are tuned on"
+            )
+        return cls(tried={task: each[: plan.tried] for task, each in found.items()}, timed=timed)
+
+
+class _Systems:
+    """The systems on one storage in one budget, and what they answer.
+
+    Attributes:
+      engines: by system.
+    """
+
+    def __init__(
+        self, setting: Setting, device: Device, prompts: Prompts, plan: Plan, progress: Progress | None
+    ) -> None:
+        self._setting, self._device, self._plan, self._progress = setting, device, plan, progress
+        self._asked = {
+            "baselines": "systems" in plan.parts,
+            "ablations": "ablations" in plan.parts,
+            "presets": plan.presets,
+        }
+        self.engines: dict[str, Engine] = {}
+        try:
+            for name, opened in systems(**self._asked).items():
+                self.engines[name] = opened(setting)
+        except BudgetExceeded:
+            self.close()
+            raise
+        self._prompts, self._config = prompts, GenerationConfig(max_tokens=plan.tokens)
+
+    def rows(self, case: str, *, twice: bool) -> list[Row]:
+        """Times per token of every system, what drafts came to, and answers that nobody can guess.
+
+        Args:
+          case: of the rows.
+          twice: whether STI's weights had been quantized before.
+        """
+        rows = []
+        if {*self._plan.parts} & {"systems", "ablations"}:
+            how = self._tune()
+            if STI in how and twice:
+                how[STI] += "; weights quantized twice"
+            label = f"Measuring on {self._device.name}"
+            answers = ask(self.engines, self._prompts.timed, self._config, label, self._progress)
+            notes = notes_of(self.engines, self._device, how)
+            rows += time_rows(case, answers, notes)
+            if "systems" in self._plan.parts:
+                rows += quality_rows(case, answers)
+            rows += draft_rows(self.engines, self._device, case)
+        if "unguessable" in self._plan.parts:
+            rows += self._unguessable_rows(case)
+        return rows
+
+    def close(self) -> None:
+        """Closes all engines."""
+        for each in self.engines.values():
+            each.close()
+
+    def _tune(self) -> dict[str, str]:
+        """Opens the systems that are tuned, and says by what, by system.
+
+        The others answer the prompts that these are tuned on, too: all have learned as much when time counts.
+        """
+        how, tried = {}, self._prompts.tried
+        ask(self.engines, tried, self._config, "Warming up", self._progress)
+        target = self.engines.get(STDPL, self.engines[OURS])
+        for name, candidates in tuned_systems(**self._asked).items():
+            missing = {BLD: self._setting.draft is None, STI: not self._setting.narrow}
+            if missing.get(name, False) or (name in missing and not self._plan.judged):
+                continue
+            self.engines[name], how[name] = tuned(
+                name, candidates, self._setting, target, tried, self._config, self._progress
+            )
+        for each in self.engines.values():
+            if each.speculation is not None:
+                each.speculation.counts = SpeculationCounts()
+        return how
+
+    def _unguessable_rows(self, case: str) -> list[Row]:
+        """Answers that no draft can guess: drawn at a temperature at which any token may come."""
+        config = dataclasses.replace(
+            self._config, sampling=Sampling(temperature=5.0, seed=1), ignore_eos=True
+        )
+        chosen = {OURS: self.engines[OURS], STDPL: self.engines.get(STDPL) or plain(self._setting)}
+        answers = ask(chosen, self._prompts.timed, config, "Measuring unguessable answers", self._progress)
+        if STDPL not in self.engines:
+            chosen[STDPL].close()
+        times = {name: token_ms(spent(found)) for name, found in answers.items()}
+        case = f"{case}: unguessable"
+        return compared(times, ours=OURS, case=case, metric="tpot_ms", unit="ms", lower_is_better=True)
+
+
+def _read_prompts(
+    subject: Subject, plan: Plan, tokenizer: Tokenizer, count: int, seed: int
+) -> dict[str, list[list[int]]]:
+    most = plan.context_tokens - plan.tokens
+    return read_prompts(
+        subject.data, tokenizer, count=count, most_tokens=most, seed=seed, file=subject.prompts
+    )
+
+
+def _same_rows(engine: Engine, subject: Subject, plan: Plan, progress: Progress | None) -> list[Row]:
+    """The share of our answers that equal, token for token, those of the target in memory without a draft."""
+    whole = Engine.open(subject.model, options=EngineOptions(context_tokens=plan.context_tokens))
+    prompts = _read_prompts(subject, plan, whole.tokenizer, plan.compared_answers, plan.seed + 1)
+    count = -(-plan.compared_answers // len(prompts))
+    asked, same = [each for all_ in prompts.values() for each in all_[:count]][: plan.compared_answers], 0
+    for place, prompt in enumerate(asked):
+        # Every other answer is drawn, not greedy.
+        sampling = Sampling() if place % 2 else Sampling(temperature=0.8, top_p=0.95, seed=place)
+        config = GenerationConfig(max_tokens=plan.tokens, sampling=sampling)
+        same += engine.generate(prompt, config).tokens == whole.generate(prompt, config).tokens
+        if progress is not None:
+            progress("Comparing answers", place + 1, len(asked))
+    note = f"{same} of {len(asked)} answers, half of them greedy and half drawn"
+    return [
+        Row(
+            case="same answers",
+            system=OURS,
+            metric="agreement",
+            value=same / len(asked),
+            unit="share",
+            note=note,
+        )
+    ]

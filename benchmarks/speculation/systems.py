@@ -1,0 +1,323 @@
+"""Opens the systems that run a model larger than memory: ours, LLMCad as published, both without each
+technique, and LLMCad's baselines.
+
+All have the same buckets, reader and memory for weights: a draft leaves less room for layers. What a system
+may be tuned by is tried on prompts that are not counted (see `answers.tuned`).
+
+- LLMCad (arXiv 2309.04255): `SpeculationOptions.published`, in our engine.
+- Std: each layer is read when it is needed, then computed, for every token.
+- StdPL: the next layer is read while one is computed.
+- STI (arXiv 2207.05022): the pipeline over shards of fewer bits, the important ones wider (see `shards`); its
+  answers differ.
+- SP (arXiv 2211.17192): a draft of a fixed number of tokens in a line, then one verification.
+- BLD (arXiv 2302.07863): a small model answers until it is unsure, the large one rejects tokens that it finds
+  too unlikely; its answers differ.
+
+Tunes baselines and ablations as they would be in use, on prompts that are not counted.
+
+Every system that depends on numbers which its paper leaves open is treated alike: all candidates answer the
+same prompts, one after the other at each prompt. Of those that are about as accurate as the best, the fastest
+is taken. Systems that give the target's answers are all alike accurate.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness.report import OURS
+from benchmarks.speculation import PRESETS
+from jaxllm.config import WHOLE
+from jaxllm.kv.cache import KVCache
+from jaxllm.sampling import SamplerState
+from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.host.direct_io import Storage
+from jaxllm.serving.opening.engine import Engine
+from jaxllm.serving.opening.loading import LoadedModel
+from jaxllm.serving.runners.layerwise import LayerwiseRunner
+from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.speculation.drafter import Drafter, Growing
+from jaxllm.serving.speculation.drafters import make_drafter
+from jaxllm.serving.speculation.speculation import Speculation
+from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
+from jaxllm.serving.weights.prefetch import Meanwhile
+from jaxllm.serving.weights.prefetch_plan import whole_budget
+from jaxllm.speculation.token_tree import LEAST
+from jaxllm.speculation.tree import TokenTree
+
+PUBLISHED = "LLMCad"
+STDPL, STI, SP, BLD = "StdPL", "STI", "SP", "BLD"
+# What is tried for each system that is tuned; a run without tuning takes the middle one.
+SP_LENGTHS = (2, 4, 7)
+NARROW_BITS = (3.0, 4.0, 6.0)
+_FIXED_NODES = (4, 8, 16)
+# BLD's thresholds, to fall back and to roll back, in and around the middle of what its paper tunes in.
+_BLD_THRESHOLDS = ((0.4, 1.5), (0.4, 5.0), (0.6, 3.0), (0.8, 1.5), (0.8, 5.0))
+_BLD_LENGTH = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The same models, memory and storage for all systems.
+
+    Attributes:
+      model: the target, a bundle.
+      draft: a small model of its tokenizer; None for the target's own high planes.
+      narrow: the target's bundles for STI, by their mean bits; empty where STI is not opened.
+      weights_bytes: memory for weights, the draft's included; caches and activations come on top.
+      context_tokens: of every context.
+      storage: that weights are read from.
+    """
+
+    model: Path
+    draft: Path | None
+    narrow: Mapping[float, Path]
+    weights_bytes: int
+    context_tokens: int
+    storage: Storage
+
+    @property
+    def drafter(self) -> dict[str, Any]:
+        """Options of speculation that name the drafter."""
+        return {"drafter": "nested"} if self.draft is None else {"model": self.draft}
+
+
+Opener = Callable[[Setting], Engine]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """BLD's thresholds.
+
+    Attributes:
+      fallback: the least probability of a token at which the small model goes on alone.
+      rollback: the most nats of a token that the large model accepts.
+    """
+
+    fallback: float
+    rollback: float
+
+
+def plain(setting: Setting, *, read_ahead: bool = True, model: Path | None = None) -> Engine:
+    """An engine without a draft."""
+    model = model or setting.model
+    return Engine.open(model, options=_options(setting, model, read_ahead=read_ahead))
+
+
+def drafted(setting: Setting, *, published: bool = False, **speculation: Any) -> Engine:
+    """An engine with a draft: ours, or as LLMCad has published it; with other options of speculation."""
+    make = SpeculationOptions.published if published else SpeculationOptions
+    options = make(**{**setting.drafter, **speculation})
+    return Engine.open(setting.model, options=_options(setting, setting.model, options), speculation=options)
+
+
+def fixed_lines(setting: Setting, length: int) -> Engine:
+    """SP with drafts of `length` tokens."""
+    trees = TreeShape(nodes=(length + 1,), room=length + 1, tips=1, branches=1)
+    return drafted(
+        setting, trees=trees, alpha=LEAST, fallback="fixed", pipelined=False, pausing=False, lookup=False
+    )
+
+
+def big_little(setting: Setting, thresholds: Thresholds) -> Engine:
+    """BLD."""
+    nodes = _BLD_LENGTH + 1
+    options = SpeculationOptions(
+        **setting.drafter,
+        trees=TreeShape(nodes=(nodes,), room=nodes + 1, tips=1, branches=1),
+        fallback="fixed",
+        pipelined=False,
+        pausing=False,
+        lookup=False,
+    )
+    engine_options = dataclasses.replace(_options(setting, setting.model, options), trees=options.trees)
+    bundle = open_model(setting.model)
+    reserved = drafter_bytes(options, setting.context_tokens, bundle.cfg)
+    model = LoadedModel(bundle, engine_options, reserved_bytes=reserved)
+    drafter = _UntilUnsure(make_drafter(model, options), thresholds.fallback)
+    target: Any = model.runner(WHOLE)
+    engine = Engine(model, WHOLE, BigLittle(target, drafter, options, thresholds.rollback))
+    engine.warm_up()
+    return engine
+
+
+def systems(
+    *, baselines: bool = True, ablations: bool = True, presets: Sequence[str] = tuple(PRESETS)
+) -> dict[str, Opener]:
+    """What opens each system that is not tuned, by name, ours first.
+
+    Args:
+      baselines: whether those of LLMCad are among them.
+      ablations: whether there are systems without each technique in turn.
+      presets: of `PRESETS`. Ours is always there.
+    """
+    found: dict[str, Opener] = {OURS: drafted}
+    if "published" in presets and (baselines or ablations):
+        found[PUBLISHED] = lambda s: drafted(s, published=True)
+    if baselines:
+        found |= {"Std": lambda s: plain(s, read_ahead=False), STDPL: plain}
+    if not ablations:
+        return found
+    tree, as_published = TreeShape(), TreeShape.published()
+    if "ours" in presets:
+        found |= {
+            f"{OURS}-no-tree": lambda s: drafted(s, trees=_line(tree)),
+            f"{OURS}-no-pipeline": lambda s: drafted(s, pipelined=False),
+            f"{OURS}-no-pacer": lambda s: drafted(s, trees=dataclasses.replace(tree, pacer="order")),
+            f"{OURS}-fair-pacer": lambda s: drafted(s, trees=dataclasses.replace(tree, pacer="fair")),
+            f"{OURS}-learned-fallback": lambda s: drafted(s, fallback="learned"),
+            f"{OURS}-fixed-threshold": lambda s: drafted(s, fallback="fixed"),
+            f"{OURS}-no-calibration": lambda s: drafted(s, calibrated=False),
+            f"{OURS}-no-lookup": lambda s: drafted(s, lookup=False),
+            f"{OURS}-ngram": lambda s: drafted(s, drafter="ngram", model=None),
+        }
+    if "published" in presets:
+        found |= {
+            f"{PUBLISHED}-no-tree": lambda s: drafted(s, published=True, trees=_line(as_published)),
+            f"{PUBLISHED}-no-pipeline": lambda s: drafted(s, published=True, pipelined=False),
+        }
+    return found
+
+
+def tuned_systems(
+    *, baselines: bool = True, ablations: bool = True, presets: Sequence[str] = tuple(PRESETS)
+) -> dict[str, dict[str, Opener]]:
+    """What opens each system that is tuned, by name and by what is tried; arguments as of `systems`."""
+    found: dict[str, dict[str, Opener]] = {}
+    if baselines:
+        found[SP] = {f"lines of {each}": partial(fixed_lines, length=each) for each in SP_LENGTHS}
+        found[BLD] = {
+            f"fallback below {fallback}, rollback above {rollback} nats": partial(
+                big_little, thresholds=Thresholds(fallback=fallback, rollback=rollback)
+            )
+            for fallback, rollback in _BLD_THRESHOLDS
+        }
+        found[STI] = {f"{bits:g} bits on average": partial(_narrow, bits=bits) for bits in NARROW_BITS}
+    names = {"ours": OURS, "published": PUBLISHED}
+    for preset in presets if ablations else ():
+        found[f"{names[preset]}-no-fallback"] = {
+            f"{nodes} nodes": partial(_no_fallback, nodes=nodes, published=preset == "published")
+            for nodes in _FIXED_NODES
+        }
+    return found
+
+
+def _narrow(setting: Setting, bits: float) -> Engine:
+    return plain(setting, model=setting.narrow[bits])
+
+
+def _no_fallback(setting: Setting, nodes: int, *, published: bool) -> Engine:
+    """An engine whose drafts end at a number of drafted nodes, however sure they are."""
+    tree = TreeShape.published() if published else TreeShape()
+    sizes = (*(each for each in tree.nodes if each <= nodes), nodes + 1)
+    tree = dataclasses.replace(tree, nodes=sizes)
+    return drafted(setting, published=published, trees=tree, fallback="fixed", alpha=LEAST)
+
+
+def _line(tree: TreeShape) -> TreeShape:
+    """Lines instead of trees; a line has one tip."""
+    return dataclasses.replace(tree, tips=1, branches=1)
+
+
+def _options(
+    setting: Setting, model: Path, speculation: SpeculationOptions | None = None, *, read_ahead: bool = True
+) -> EngineOptions:
+    """An engine's options: memory for the setting's bytes of weights, and for caches and activations."""
+    trees = None if speculation is None else speculation.trees
+    asked = EngineOptions(context_tokens=setting.context_tokens, trees=trees)
+    with open_model(model) as bundle:
+        around = fixed_bytes(bundle.cfg, asked.resolve(bundle.cfg, quantized=True))
+        if speculation is not None:
+            around += drafter_bytes(speculation, setting.context_tokens, bundle.cfg)
+    if speculation is not None and speculation.model is not None:
+        # The draft's weights are among those of the setting.
+        with open_model(speculation.model) as bundle:
+            around -= bundle.weight_bytes
+    return dataclasses.replace(
+        asked,
+        memory_bytes=whole_budget(setting.weights_bytes + around),
+        storage=setting.storage,
+        read_ahead=read_ahead,
+    )
+
+
+class _UntilUnsure:
+    """A drafter that ends its line before the first token that it is unsure of (see `Drafter`)."""
+
+    memory = None
+
+    def __init__(self, drafter: Drafter, fallback: float) -> None:
+        self._drafter, self._fallback = drafter, fallback
+        self.run_s = self.branch_s = self.step_s = 0.0
+        self.steps = 0
+        self.warm_up, self.step, self.follow = drafter.warm_up, drafter.step, drafter.follow
+        self.read = drafter.read
+
+    def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
+        """See `Drafter`; alpha, a bound for whole paths, is not used."""
+        return self._grown(sequence, root, growing.most, cache), cache
+
+    def _grown(self, sequence: Sequence[int], root: int, most: int, cache: Any) -> TokenTree:
+        def longer(alpha: float, most: int) -> TokenTree:
+            return self._drafter.grow(sequence, root, Growing(alpha, most), cache)[0]
+
+        tree = longer(LEAST, 2)
+        while (count := int(tree.count)) <= most:
+            whole = float(tree.confidences[count - 2]) if count > 1 else 1.0
+            if count < 2 or float(tree.confidences[count - 1]) < self._fallback * whole:
+                break
+            if count == most:
+                return tree
+            tree = longer(1e-30, count + 1)
+            if int(tree.count) == count:
+                return tree
+        return dataclasses.replace(tree, count=np.int32(max(1, int(tree.count) - 1)))  # pyright: ignore
+
+
+class BigLittle(Speculation):
+    """Accepts drafted tokens that the large model does not find too unlikely; greedy alone."""
+
+    def __init__(
+        self, target: LayerwiseRunner, drafter: Drafter, options: SpeculationOptions, rollback: float
+    ) -> None:
+        """See the class and `Thresholds`."""
+        super().__init__(_Lenient(target, rollback), drafter, options)  # pyright: ignore[reportArgumentType]
+
+
+class _Lenient:
+    """A target that accepts all drafted tokens that it does not find too unlikely."""
+
+    def __init__(self, target: LayerwiseRunner, rollback: float) -> None:
+        self._target, self._rollback = target, rollback
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._target, name)
+
+    def verify(
+        self,
+        tree: TokenTree,
+        cache: KVCache,
+        sampler: SamplerState,
+        limit: int,
+        meanwhile: Meanwhile | None = None,
+    ) -> tuple[Verdict, KVCache, SamplerState]:
+        """See `LayerwiseRunner.verify`."""
+        logits, cache = self._target.tree_logits(tree, cache, meanwhile)
+        logits = logits - logits.max(axis=1, keepdims=True)
+        likely = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        tokens, count, said, path = np.asarray(tree.tokens), int(tree.count), [], [0]
+        for node in range(1, count):
+            if len(said) + 1 >= limit or -likely[node - 1, tokens[node]] > self._rollback:
+                break
+            said.append(int(tokens[node]))
+            path.append(node)
+        said.append(int(likely[path[-1]].argmax()))
+        nodes = np.full(tree.room, path[-1], np.int32)
+        nodes[: len(path)] = path
+        cache = self._target.keep_path(cache, nodes, len(path))
+        return Verdict.of(np.array(said, np.int32), len(said), path), cache, sampler

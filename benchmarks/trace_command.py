@@ -1,0 +1,286 @@
+"""`jaxllm bench trace`: makes request traces, and replays them on a service."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from jaxllm.cli.console import print_columns, print_json, progress_bars
+from jaxllm.cli.lazy import EngineCommand
+from jaxllm.cli.shared_options import json_option, model_option
+
+if TYPE_CHECKING:
+    from benchmarks.traces import ContextCall, Lengths, Totals
+
+
+ANSWER_TOKENS, HOURS, MAX_CONTEXTS = 32, 72.0, 100_000
+PATTERNS = ("random", "markov", "gaussian")
+_COLUMNS = (
+    "objective", "calls", "right", "in time", "both", "level", "prompt", "TTFT ms", "TPOT ms", "plan ms",
+)  # fmt: skip
+_output_option = click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The trace to write, JSON lines.",
+)
+_seed_option = click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draw.")
+_calls_option = click.option(
+    "-n", "--calls", type=click.IntRange(min=1), default=600, show_default=True, help="Number of calls."
+)
+
+
+@click.group("trace")
+def trace_command() -> None:
+    """Make request traces, and replay them on a service."""
+
+
+@trace_command.command("make-slo", cls=EngineCommand)
+@click.option(
+    "--data",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The folder of tasks/, the tasks' files.",
+)
+@_output_option
+@click.option(
+    "-n", "--requests", type=click.IntRange(min=1), default=600, show_default=True, help="Number of requests."
+)
+@click.option(
+    "--task",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Ask questions of this task. Repeatable.  [default: the five with labels]",
+)
+@click.option(
+    "--skew",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Skew of objectives: with 0 all come alike, above 0 loose ones more often, below 0 tight ones.",
+)
+@click.option(
+    "--rate",
+    "rate_per_s",
+    type=float,
+    default=1.0,
+    show_default=True,
+    metavar="REQUESTS/S",
+    help="Mean rate of arrivals.",
+)
+@_seed_option
+def make_slo_command(
+    data: Path, output: Path, requests: int, names: tuple[str, ...], skew: float, rate_per_s: float, seed: int
+) -> None:
+    """Draw a trace of six apps, one per latency objective.
+
+    Reads the tasks' validation questions from DIR and writes FILE, a request a line, for `jaxllm bench trace
+    replay`.
+
+    \b
+    Example:
+      jaxllm bench trace make-slo --data DIR --output trace.jsonl
+    """
+    from benchmarks.traces import TRACE_TASKS, make_trace, write_trace
+    from jaxllm.serving.evaluation.tasks import read_questions
+
+    questions = read_questions(names or TRACE_TASKS, data)
+    trace = make_trace(questions.examples, requests=requests, skew=skew, rate_per_s=rate_per_s, seed=seed)
+    write_trace(output, trace)
+    click.echo(f"{len(trace)} requests over {trace[-1].time_s:.0f} s in {output}")
+
+
+@trace_command.command("make-switching", cls=EngineCommand)
+@_output_option
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Draw lengths of prompts and answers from the validation questions in DIR/tasks.",
+)
+@click.option(
+    "--azure",
+    type=click.Path(path_type=Path),
+    metavar="CSV",
+    help="Draw lengths from a trace of Azure's LLM inference service.",
+)
+@click.option(
+    "--pattern",
+    type=click.Choice(list(PATTERNS)),
+    default="markov",
+    show_default=True,
+    help="Which context is called next.",
+)
+@click.option(
+    "--contexts",
+    type=click.IntRange(1, MAX_CONTEXTS),
+    default=8,
+    show_default=True,
+    help="Number of active contexts.",
+)
+@_calls_option
+@click.option(
+    "--hours", type=float, default=HOURS, show_default=True, help="Time from the first call to the last."
+)
+@click.option(
+    "-m",
+    "--model",
+    type=click.Path(path_type=Path),
+    metavar="MODEL",
+    help="Count lengths of --data in this model's tokens.  [default: default]",
+)
+@_seed_option
+def make_switching_command(
+    output: Path,
+    data: Path | None,
+    azure: Path | None,
+    pattern: str,
+    contexts: int,
+    calls: int,
+    hours: float,
+    model: Path | None,
+    seed: int,
+) -> None:
+    """Draw a trace of apps that switch between contexts.
+
+    Reads lengths of real calls from DIR or CSV and writes FILE, a call a line.
+
+    \b
+    Example:
+      jaxllm bench trace make-switching --data DIR --contexts 4 --output switching.jsonl
+    """
+    from benchmarks.traces import make_switching, read_azure_lengths
+
+    if (data is None) == (azure is None):
+        raise click.UsageError("say where lengths come from: --data or --azure")
+    lengths = _task_lengths(data, model) if data is not None else read_azure_lengths(azure)  # pyright: ignore
+    trace = make_switching(pattern, lengths, contexts=contexts, calls=calls, hours=hours, seed=seed)
+    _write(output, trace)
+
+
+@trace_command.command("convert-mooncake", cls=EngineCommand)
+@click.argument("mooncake", type=click.Path(path_type=Path))
+@_output_option
+@_calls_option
+@click.option(
+    "--time-scale",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Multiply times by this; above 1 is slower.",
+)
+@click.option("--token-scale", type=float, default=1.0, show_default=True, help="Multiply lengths by this.")
+def convert_mooncake_command(
+    mooncake: Path, output: Path, calls: int, time_scale: float, token_scale: float
+) -> None:
+    """Convert Mooncake's trace to one of contexts.
+
+    Reads MOONCAKE, its JSON lines, and writes the first calls to FILE, with their own contexts and lengths.
+
+    \b
+    Example:
+      jaxllm bench trace convert-mooncake conversation_trace.jsonl --time-scale 100 --output switching.jsonl
+    """
+    from benchmarks.traces import read_mooncake
+
+    _write(output, read_mooncake(mooncake, time_scale=time_scale, token_scale=token_scale)[:calls])
+
+
+@trace_command.command("replay", cls=EngineCommand)
+@click.argument("trace", type=click.Path(path_type=Path))
+@model_option
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Make only the first N requests.")
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=ANSWER_TOKENS,
+    show_default=True,
+    help="Most tokens of an answer.",
+)
+@json_option
+def replay_command(
+    trace: Path, model: Path | None, limit: int | None, max_tokens: int, as_json: bool
+) -> None:
+    """Replay a trace on a service.
+
+    Reads TRACE, made by `jaxllm bench trace make-slo`, makes its calls one after another, and writes a row
+    per objective: how many answers were right and how many in time. The row `limited` sums up the calls whose
+    objective can be missed, that is, all but <100,100>.
+
+    \b
+    Example:
+      jaxllm bench trace replay trace.jsonl --model model.jaxllm --limit 60
+    """
+    from benchmarks.traces import read_trace, replay, totals, totals_by_slo
+    from jaxllm.serving.server.service import LLMService
+
+    requests = read_trace(trace)[:limit]
+    with progress_bars() as progress:
+        service = LLMService.open(model, progress=progress)
+        outcomes = replay(service, requests, answer_tokens=max_tokens, progress=progress)
+    by_slo, whole = totals_by_slo(outcomes), totals(outcomes)
+    limited = [each for each in outcomes if each.request.slo.has_limit]
+    sums = {"limited": totals(limited)} if limited else {}
+    sums["all"] = whole
+    if as_json:
+        print_json(
+            {
+                "model": service.engine.model.bundle.layout.name,
+                **{name: dataclasses.asdict(each) for name, each in sums.items()},
+                "by_slo": {slo: dataclasses.asdict(each) for slo, each in by_slo.items()},
+            }
+        )
+        return
+    _print_totals({**by_slo, **sums})
+    if whole.failed:
+        click.echo(f"{whole.failed} calls failed: {next(each.failure for each in outcomes if each.failure)}")
+
+
+def _write(output: Path, trace: "list[ContextCall]") -> None:
+    from benchmarks.traces import write_switching
+
+    write_switching(output, trace)
+    active = len({each.context for each in trace})
+    click.echo(
+        f"{len(trace)} calls of {active} contexts over {trace[-1].time_s / 3600:.1f} hours in {output}"
+    )
+
+
+def _task_lengths(data: Path, model: Path | None) -> "list[Lengths]":
+    """(prompt, answer) tokens of all tasks' validation questions."""
+    from jaxllm.serving.evaluation.tasks import ALL, read_questions
+    from jaxllm.serving.ground.bundles import open_model
+    from jaxllm.text.prompts import prompt_ids
+    from jaxllm.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(open_model(model).tokenizer_files())
+    questions = read_questions([ALL], data)
+    return [
+        (len(prompt_ids(tokenizer, each)), len(tokenizer.encode(each.answer, add_special_tokens=False)) + 1)
+        for examples in questions.examples.values()
+        for each in examples
+    ]
+
+
+def _print_totals(rows: "dict[str, Totals]") -> None:
+    print_columns(_COLUMNS, [[name, *_cells(each)] for name, each in rows.items()])
+
+
+def _cells(each: "Totals") -> list[str]:
+    return [
+        str(each.requests),
+        f"{each.accuracy:.1%}",
+        f"{each.met:.1%}",
+        f"{each.right_and_met:.1%}",
+        f"{each.level:.0f} %",
+        f"{each.kept_share:.0%}",
+        f"{each.ttft_ms:.2f}",
+        f"{each.tpot_ms:.2f}",
+        f"{each.planning_ms:.2f}",
+    ]

@@ -1,0 +1,575 @@
+"""Makes request traces of apps that ask the tasks' questions, and replays them on a service.
+
+ELMS (arXiv 2409.09071, section 5.1): six apps, one per objective, Poisson arrivals, and a skew of the number
+of requests per app. A trace contains its questions, so that it can be replayed without the data sets.
+
+Makes and reads traces of apps that switch between contexts: the time, context and lengths of each call.
+
+LLMS (arXiv 2403.11805, section 4, equation 5): some active contexts, called over 72 hours in one of three
+patterns. Lengths are drawn from those of real calls. Traces of real services can be read instead; their
+requests come much faster and are much longer, so that they are slowed down and scaled.
+
+Reads and writes traces: one JSON object a line, read with limits and written whole or not at all.
+"""
+
+import csv
+import dataclasses
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from jaxllm.elastic.slo import SLOS, Slo
+from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.files.atomic import atomic_file
+from jaxllm.files.input_files import open_regular
+from jaxllm.serving.elastic.objectives import Cost
+from jaxllm.serving.engine.answer import Answer
+from jaxllm.serving.evaluation.tasks import is_right
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.server.service import LLMService
+from jaxllm.tasks.example import TaskExample
+
+# The multiple-choice tasks of a trace by default.
+TRACE_TASKS = ("sentiment", "news", "emotion", "ui-step", "api-choice")
+ANSWER_TOKENS = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceRequest:
+    """One call of a trace.
+
+    Attributes:
+      time_s: seconds from the trace's beginning.
+      app: that calls.
+      slo: its objective.
+      task: of the question.
+      example: the question.
+    """
+
+    time_s: float
+    app: str
+    slo: Slo
+    task: str
+    example: TaskExample
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict for `from_json`."""
+        return {**dataclasses.asdict(self), "slo": str(self.slo)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "TraceRequest":
+        """Reads a dict that `to_json` made.
+
+        Raises:
+          ConfigError: it is malformed.
+        """
+        try:
+            example: dict[str, Any] = {
+                name: tuple(map(_text, value)) if isinstance(value, list) else _text(value)
+                for name, value in data["example"].items()
+            }
+            time_s = float(data["time_s"])
+            if not 0 <= time_s < float("inf"):
+                raise ConfigError(f"a request at {time_s} s")
+            return cls(
+                time_s=time_s,
+                app=_text(data["app"]),
+                slo=Slo.parse(data["slo"]),
+                task=_text(data["task"]),
+                example=TaskExample(**example),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ConfigError(f"malformed request: {error!s:.200}") from error
+
+
+def _text(value: Any) -> str:
+    """A text of a trace.
+
+    Raises:
+      TypeError: it is not a text.
+      UnicodeEncodeError: it has no UTF-8 form.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.80} is not text")
+    value.encode()
+    return value
+
+
+def make_trace(
+    questions: Mapping[str, Sequence[TaskExample]],
+    *,
+    requests: int,
+    slos: Sequence[Slo] = SLOS,
+    skew: float = 0.0,
+    rate_per_s: float = 1.0,
+    seed: int = 0,
+) -> list[TraceRequest]:
+    """Draws a trace.
+
+    Args:
+      questions: by task; all tasks are equally likely, as are the questions of one.
+      requests: number of requests.
+      slos: of the apps, one app each.
+      skew: app i makes requests in proportion to (i + 1)^-skew: 0 is even, a positive one gives the first
+        apps more, a negative one the last.
+      rate_per_s: mean arrivals per second of the Poisson process.
+      seed: of the draw.
+
+    Raises:
+      ConfigError: there are no questions, or a number is out of its domain.
+    """
+    if not questions or not all(questions.values()):
+        raise ConfigError("a trace needs questions of at least one task")
+    if not 1 <= requests <= MAX_ENTRIES:
+        raise ConfigError(f"a trace has 1 to {MAX_ENTRIES} requests, got {requests}")
+    if not 0 < rate_per_s < float("inf") or not -100 <= skew <= 100:
+        raise ConfigError(f"rate {rate_per_s} must be above 0, and skew {skew} in [-100, 100]")
+    draw = random.Random(seed)
+    weights = [(place + 1) ** -skew for place in range(len(slos))]
+    tasks, time_s, trace = sorted(questions), 0.0, []
+    for _ in range(requests):
+        time_s += draw.expovariate(rate_per_s)
+        (place,) = draw.choices(range(len(slos)), weights)
+        task = draw.choice(tasks)
+        trace.append(
+            TraceRequest(
+                time_s=round(time_s, 6),
+                app=f"app-{place + 1}",
+                slo=slos[place],
+                task=task,
+                example=draw.choice(questions[task]),
+            )
+        )
+    return trace
+
+
+def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
+    """Writes a trace, a JSON line per request, whole or not at all.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    write_lines(path, (each.to_json() for each in trace))
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """Reads a trace that `write_trace` wrote.
+
+    Raises:
+      ConfigError: it cannot be read, is malformed, or too long.
+    """
+    return read_lines(path, TraceRequest.from_json)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The outcome of one request.
+
+    Attributes:
+      request: of the trace.
+      right: whether the answer was the right one.
+      met: whether the answer met its objective.
+      cost: of the answer.
+      level: that answered.
+      kept_share: share of the prompt's tokens that were kept.
+      source: of the plan (see `Plan`); "failed" where there is no answer, whose numbers are then all 0.
+      planning_ms: time to plan.
+      confident: whether the plan should have met the objective with the service's confidence (see `Plan`).
+      failure: why there is no answer; None where there is one.
+    """
+
+    request: TraceRequest
+    right: bool
+    met: bool
+    cost: Cost
+    level: int
+    kept_share: float
+    source: str
+    planning_ms: float
+    confident: bool = False
+    failure: str | None = None
+
+
+def replay(
+    service: LLMService,
+    trace: Sequence[TraceRequest],
+    *,
+    answer_tokens: int = ANSWER_TOKENS,
+    progress: Progress | None = None,
+) -> list[Outcome]:
+    """Makes a trace's calls one after another, each as soon as the one before has ended: this measures the
+    service, not a queue.
+
+    A request that does not fit the context fails: it is neither right nor in time.
+
+    Args:
+      service: that answers.
+      trace: the requests.
+      answer_tokens: most tokens of an answer.
+      progress: called with ("replay", requests done, requests in all).
+    """
+    outcomes = []
+    for done, request in enumerate(trace, start=1):
+        try:
+            answer = service.call(request.example, slo=request.slo, max_tokens=answer_tokens).result()
+            outcomes.append(outcome_of(request, answer))
+        except ContextOverflow as error:
+            outcomes.append(failed(request, str(error)))
+        if progress is not None:
+            progress("replay", done, len(trace))
+    return outcomes
+
+
+def outcome_of(request: TraceRequest, answer: Answer) -> Outcome:
+    """The outcome of a finished answer."""
+    plan, cost = answer.plan, answer.cost
+    return Outcome(
+        request=request,
+        right=is_right(request.example, answer.text),
+        met=bool(answer.met),
+        cost=cost,
+        level=plan.level,
+        kept_share=len(plan.kept) / plan.prompt_tokens,
+        source=plan.source,
+        planning_ms=plan.planning_ms,
+        confident=plan.confident,
+    )
+
+
+def failed(request: TraceRequest, failure: str) -> Outcome:
+    """The outcome of a request without an answer."""
+    return Outcome(
+        request=request, right=False, met=False, cost=Cost(ttft_ms=0.0, tpot_ms=0.0, tokens=0), level=0,
+        kept_share=0.0, source="failed", planning_ms=0.0, failure=failure,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Means over the requests of one objective, or of all.
+
+    Attributes:
+      requests: number of requests.
+      failed: number of requests without an answer.
+      accuracy: share of right answers, in time or not.
+      met: share that met the objective, right or not.
+      right_and_met: share of right answers that met the objective.
+      level, kept_share, ttft_ms, tpot_ms, planning_ms: means over answered requests; 0 if there are none.
+    """
+
+    requests: int
+    failed: int
+    accuracy: float
+    met: float
+    right_and_met: float
+    level: float
+    kept_share: float
+    ttft_ms: float
+    tpot_ms: float
+    planning_ms: float
+
+
+def totals(outcomes: Sequence[Outcome]) -> Totals:
+    """Means over at least one outcome."""
+    answered = [each for each in outcomes if each.failure is None]
+
+    def share(value: Callable[[Outcome], bool]) -> float:
+        return sum(map(value, outcomes)) / len(outcomes)
+
+    def mean(value: Callable[[Outcome], float]) -> float:
+        return sum(map(value, answered)) / max(1, len(answered))
+
+    return Totals(
+        requests=len(outcomes),
+        failed=len(outcomes) - len(answered),
+        accuracy=share(lambda each: each.right),
+        met=share(lambda each: each.met),
+        right_and_met=share(lambda each: each.right and each.met),
+        level=mean(lambda each: each.level),
+        kept_share=mean(lambda each: each.kept_share),
+        ttft_ms=mean(lambda each: each.cost.ttft_ms),
+        tpot_ms=mean(lambda each: each.cost.tpot_ms),
+        planning_ms=mean(lambda each: each.planning_ms),
+    )
+
+
+def totals_by_slo(outcomes: Sequence[Outcome]) -> dict[str, Totals]:
+    """Means by objective, from loose to tight."""
+    groups: dict[Slo, list[Outcome]] = {}
+    for each in outcomes:
+        groups.setdefault(each.request.slo, []).append(each)
+    loose_first = sorted(groups, key=lambda slo: (-slo.ttft, -slo.tpot))
+    return {str(slo): totals(groups[slo]) for slo in loose_first}
+
+
+HOURS = 72.0
+MAX_CONTEXTS = 100_000
+_MAX_TOKENS = 1 << 24
+# Mooncake: number of first blocks that all requests share.
+_SHARED_BLOCKS = 1
+Lengths = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextCall:
+    """One call of a switching trace.
+
+    Attributes:
+      time_s: seconds from the trace's beginning.
+      context: number of the context, from 0.
+      prompt_tokens: that the prompt adds to the context.
+      answer_tokens: that the answer adds.
+    """
+
+    time_s: float
+    context: int
+    prompt_tokens: int
+    answer_tokens: int
+
+    def __post_init__(self) -> None:
+        counts = (self.context, self.prompt_tokens, self.answer_tokens)
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in counts):
+            raise ConfigError(f"a call's context and tokens are whole numbers, got {counts}")
+        if not 0 <= self.context < MAX_CONTEXTS:
+            raise ConfigError(f"contexts are numbered from 0 to {MAX_CONTEXTS - 1}, got {self.context}")
+        if not 1 <= self.prompt_tokens <= _MAX_TOKENS or not 1 <= self.answer_tokens <= _MAX_TOKENS:
+            raise ConfigError(f"a call has 1 to {_MAX_TOKENS} tokens on either side, got {counts[1:]}")
+        if not 0 <= self.time_s < float("inf"):
+            raise ConfigError(f"a call at {self.time_s} s")
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "ContextCall":
+        """Reads the dict of its fields.
+
+        Raises:
+          ConfigError: it is malformed.
+        """
+        try:
+            return cls(**{**data, "time_s": float(data["time_s"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"malformed call: {error!s:.200}") from error
+
+
+def _uniform(contexts: int, draw: random.Random) -> Iterator[int]:
+    while True:
+        yield draw.randrange(contexts)
+
+
+def _markov(contexts: int, draw: random.Random) -> Iterator[int]:
+    """The more recently a context was called, the likelier it is called again: the r-th in the order of last
+    calls in proportion to 1/r. That order is the state of the chain."""
+    recent = draw.sample(range(contexts), contexts)
+    sums = list(itertools.accumulate(1 / (rank + 1) for rank in range(contexts)))
+    while True:
+        (rank,) = draw.choices(range(contexts), cum_weights=sums)
+        recent.insert(0, recent.pop(rank))
+        yield recent[0]
+
+
+def _gaussian(contexts: int, draw: random.Random) -> Iterator[int]:
+    """Contexts of a moderate workload are called most: they are numbered by the lengths of their calls, and
+    two standard deviations reach the first and the last."""
+    middle = (contexts - 1) / 2
+    while True:
+        context = round(draw.gauss(middle, max(middle, 0.5) / 2))
+        if 0 <= context < contexts:
+            yield context
+
+
+# A new pattern is a function and its line here.
+PATTERNS: Mapping[str, Callable[[int, random.Random], Iterator[int]]] = MappingProxyType(
+    {"random": _uniform, "markov": _markov, "gaussian": _gaussian}
+)
+
+
+def make_switching(
+    pattern: str,
+    lengths: Sequence[Lengths],
+    *,
+    contexts: int,
+    calls: int,
+    hours: float = HOURS,
+    seed: int = 0,
+) -> list[ContextCall]:
+    """Draws a trace: calls by a Poisson process, contexts by a pattern.
+
+    Each context has a workload of its own: the lengths of real calls, by their sum, are divided among the
+    contexts in order, and a context draws from its own.
+
+    Args:
+      pattern: one of `PATTERNS`.
+      lengths: (prompt, answer) tokens of real calls.
+      contexts: number of active contexts.
+      calls: number of calls.
+      hours: length of the trace.
+      seed: of the draw.
+
+    Raises:
+      ConfigError: an argument is out of its domain.
+    """
+    if pattern not in PATTERNS:
+        raise ConfigError(f"there is no pattern {pattern!r}; the patterns are {', '.join(PATTERNS)}")
+    if not lengths:
+        raise ConfigError("a trace needs the lengths of at least one real call")
+    if not 1 <= contexts <= MAX_CONTEXTS or not 1 <= calls <= MAX_ENTRIES:
+        raise ConfigError(
+            f"a trace has 1 to {MAX_CONTEXTS} contexts and 1 to {MAX_ENTRIES} calls, got {contexts} and "
+            f"{calls}"
+        )
+    if not 0 < hours < float("inf"):
+        raise ConfigError(f"a trace lasts some hours, got {hours}")
+    draw, ordered = random.Random(seed), sorted(lengths, key=lambda each: (sum(each), each))
+    # Of a Poisson process of so many calls.
+    times = sorted(draw.uniform(0, hours * 3600) for _ in range(calls))
+    called = itertools.islice(PATTERNS[pattern](contexts, draw), calls)
+    trace = []
+    for time_s, context in zip(times, called, strict=True):
+        first, end = ((context + each) * len(ordered) // contexts for each in (0, 1))
+        prompt, answer = draw.choice(ordered[first : max(end, first + 1)])
+        trace.append(
+            ContextCall(time_s=round(time_s, 3), context=context, prompt_tokens=prompt, answer_tokens=answer)
+        )
+    return trace
+
+
+def write_switching(path: Path, trace: Iterable[ContextCall]) -> None:
+    """Writes a trace, a JSON line per call, whole or not at all.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    write_lines(path, map(dataclasses.asdict, trace))
+
+
+def read_switching(path: Path) -> list[ContextCall]:
+    """Reads a trace that `write_switching` wrote.
+
+    Raises:
+      ConfigError: it cannot be read, is malformed, or too long.
+    """
+    return read_lines(path, ContextCall.from_json)
+
+
+def read_azure_lengths(path: Path) -> list[Lengths]:
+    """(prompt, answer) tokens of the requests of a trace (see `read_azure`)."""
+    return [lengths for _, lengths in read_azure(path)]
+
+
+def read_azure(path: Path) -> list[tuple[float, Lengths]]:
+    """The requests of a trace of Azure's LLM inference service (its CSV files: TIMESTAMP, ContextTokens,
+    GeneratedTokens): seconds from the first, and (prompt, answer) tokens.
+
+    Raises:
+      ConfigError: it cannot be read or is malformed.
+    """
+    requests: list[tuple[float, Lengths]] = []
+    first: datetime | None = None
+    for number, row in enumerate(_csv_rows(path), 2):
+        try:
+            at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+            first = first or at
+            lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            requests.append(((at - first).total_seconds(), lengths))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path}, line {number}: {error!s:.200}") from error
+    return [(at, (prompt, answer)) for at, (prompt, answer) in requests if prompt > 0 and answer > 0]
+
+
+def read_mooncake(path: Path, *, time_scale: float = 1.0, token_scale: float = 1.0) -> list[ContextCall]:
+    """The calls of Mooncake's conversation trace (JSON lines: timestamp in ms, input_length, output_length
+    and hash_ids, which name the blocks of the prompt by all that precedes them).
+
+    A request continues a conversation if it shares blocks with it, other than the first block, which all
+    requests share; it adds its prompt less the conversation's tokens so far.
+
+    Args:
+      path: the file.
+      time_scale: times are multiplied by this.
+      token_scale: lengths are multiplied by this.
+
+    Raises:
+      ConfigError: it cannot be read or is malformed, or a number is out of its domain.
+    """
+    for name, value in (("time_scale", time_scale), ("token_scale", token_scale)):
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"{name} must be above 0, got {value}")
+    of_block: dict[int, int] = {}
+    conversation_tokens: list[int] = []
+
+    def call(data: Any) -> ContextCall:
+        try:
+            time_s, blocks = float(data["timestamp"]) / 1000, [int(each) for each in data["hash_ids"]]
+            prompt, answer = int(data["input_length"]), int(data["output_length"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"malformed request: {error!s:.200}") from error
+        own = blocks[_SHARED_BLOCKS:]
+        context = next(
+            (of_block[block] for block in reversed(own) if block in of_block), len(conversation_tokens)
+        )
+        if context == len(conversation_tokens):
+            conversation_tokens.append(0)
+        added = prompt - conversation_tokens[context] if prompt > conversation_tokens[context] else prompt
+        conversation_tokens[context] = prompt + answer
+        of_block.update(dict.fromkeys(own, context))
+        return ContextCall(
+            time_s=time_s * time_scale,
+            context=context,
+            prompt_tokens=max(1, round(added * token_scale)),
+            answer_tokens=max(1, round(answer * token_scale)),
+        )
+
+    return read_lines(path, call)
+
+
+def _csv_rows(path: Path) -> Iterator[dict[str, str]]:
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            yield from itertools.islice(csv.DictReader(file), MAX_ENTRIES)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: the trace cannot be read ({error!s:.200})") from error
+
+
+Entry = TypeVar("Entry")
+MAX_ENTRIES = 1_000_000
+_MAX_LINE_BYTES = 1 << 20
+
+
+def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+    """Writes a trace.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    try:
+        with atomic_file(path) as file:
+            for each in entries:
+                file.write(json.dumps(each, ensure_ascii=False).encode() + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: the trace cannot be written ({error.strerror})") from error
+
+
+def read_lines(path: Path, parse: Callable[[Any], Entry]) -> list[Entry]:
+    """Reads a trace, each line by `parse`, which raises ValueError or ConfigError for a malformed line.
+
+    Raises:
+      ConfigError: it cannot be read, is malformed, empty or too long.
+    """
+    entries: list[Entry] = []
+    try:
+        with open_regular(Path(path)) as file:
+            while line := file.readline(_MAX_LINE_BYTES + 1):
+                if len(line) > _MAX_LINE_BYTES or len(entries) == MAX_ENTRIES:
+                    raise ConfigError("the line is too long, or there are too many")
+                entries.append(parse(json.loads(line)))
+    except OSError as error:
+        raise ConfigError(f"{path}: the trace cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError, ConfigError) as error:
+        raise ConfigError(f"{path}, line {len(entries) + 1}: {error!s:.200}") from error
+    if not entries:
+        raise ConfigError(f"{path}: the trace has no request")
+    return entries

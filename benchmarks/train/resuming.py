@@ -1,0 +1,168 @@
+"""Kills a training run on the device, by SIGTERM and by kill -9, and compares what resumes with one that was
+never stopped.
+
+Measures serving on the device by the service's own commands, in processes of their own.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness.report import Row
+from benchmarks.train.steps import random_batch, row, size_of
+from jaxllm.errors import JaxllmError
+from jaxllm.training.loop.parallel import MeshShape, make_mesh
+from jaxllm.training.loop.trainer import Preempted, Trainer, train
+from jaxllm.training.pretrain.job import PretrainRecipe, pretrain_job
+
+STEPS, CHECKPOINT_STEPS = 12, 4
+_WAIT_S = 240
+
+
+def run(name: str, folder: Path) -> dict[str, np.ndarray]:
+    """Trains in a folder, from its newest checkpoint; the parameters on the host."""
+    size = size_of(name)
+    recipe = PretrainRecipe(
+        model=size.cfg, steps=STEPS, batch=size.batch, row_tokens=size.row_tokens, peak_learning_rate=1e-3,
+        warmup_steps=2, precision="bfloat16", remat="dots", checkpoint_steps=CHECKPOINT_STEPS, log_steps=1,
+    )  # fmt: skip
+    trainer = Trainer(pretrain_job(recipe), recipe, make_mesh(MeshShape(data=1), 1))
+    held_out = random_batch(dataclasses.replace(size, batch=1), seed=99)
+
+    def report(progress: object) -> None:
+        print(progress, flush=True)
+
+    state = train(trainer, lambda step: random_batch(size, step), lambda: [held_out], folder, report)
+    return trainer.whole(state.params)
+
+
+def check_resuming(name: str, folder: Path, cpu: bool) -> list[Row]:
+    """Compares the parameters of killed and resumed runs with those of a whole one; this process itself
+    touches no device, which the runs need whole.
+
+    Args:
+      name: of a size.
+      folder: for the runs.
+      cpu: whether the runs are for CPUs.
+    """
+    _finished(_started(name, folder / "whole", cpu))
+    whole = _kept(folder / "whole")
+    rows = []
+    for kill in (signal.SIGTERM, signal.SIGKILL):
+        own = folder / kill.name
+        process = _started(name, own, cpu)
+        _wait_for_step(process, CHECKPOINT_STEPS + 1)
+        process.send_signal(kill)
+        process.communicate(timeout=_WAIT_S)
+        _finished(_started(name, own, cpu))
+        found = _kept(own)
+        case = f"resume {name} after {kill.name}"
+        pairs = [(found[each], value) for each, value in whole.items()]
+        different = sum(not np.array_equal(*pair) for pair in pairs)
+        most = max(float(np.abs(one - other).max()) for one, other in pairs)
+        # Sums by atomic operations, as of an embedding's gradient, have no fixed order on GPUs.
+        rows.append(row(case, "different_arrays", different))
+        rows.append(row(case, "largest_difference", most))
+    return rows
+
+
+def main(name: str, folder: Path) -> None:
+    """A process that trains and leaves its parameters in the folder."""
+    try:
+        params = run(name, folder / "checkpoints")
+    except Preempted:
+        return
+    np.savez(folder / "params.npz", **{each: np.asarray(value) for each, value in params.items()})  # pyright: ignore
+
+
+def _started(name: str, folder: Path, cpu: bool) -> "subprocess.Popen[str]":
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["-m", "benchmarks.train", "--train", str(folder), "--size", name, *["--cpu"] * cpu]
+    # What one run has compiled and tuned is what the others run.
+    own = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled")}
+    return subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.PIPE, text=True, env={**os.environ, **own}
+    )
+
+
+def _wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
+    until = time.monotonic() + _WAIT_S
+    assert process.stdout is not None
+    for line in process.stdout:
+        if f"step={step}," in line:
+            return
+        if time.monotonic() > until:
+            break
+    process.kill()
+    raise JaxllmError(f"the run to be killed did not reach step {step}")
+
+
+def _finished(process: "subprocess.Popen[str]") -> None:
+    process.communicate(timeout=_WAIT_S)
+    if process.returncode:
+        raise JaxllmError(f"a training run ended with {process.returncode}")
+
+
+def _kept(folder: Path) -> dict[str, np.ndarray]:
+    with np.load(folder / "params.npz") as stored:
+        return dict(stored)
+
+
+# Prefill and decode of 1.1 billion random weights; levels of the packaged model.
+_BENCHES: Mapping[str, Sequence[str]] = {
+    "serve-bf16": ("engine", "--shape", "1b", "--weights", "bf16", "--peer", "none", "--quick"),
+    "serve-int8": ("engine", "--shape", "1b", "--weights", "int8", "--peer", "none", "--quick"),
+    "serve-levels": ("elastic", "--only", "costs", "--quick"),
+}
+_TINY: Mapping[str, Sequence[str]] = {"serve-packaged": ("engine", "--peer", "none", "--quick")}
+_PROMPT = "Once upon a time there was a small dog who lived beside a wide river. One day he met a fox. " * 4
+_LIMIT_S = 280
+
+
+def serving_checks(tiny: bool) -> dict[str, Callable[[], list[Row]]]:
+    """The checks by name; with `tiny` one bench, of the packaged model."""
+    found: dict[str, Callable[[], list[Row]]] = {}
+    for name, words in (_TINY if tiny else _BENCHES).items():
+        found[name] = lambda words=words: bench(words)
+    return found if tiny else {**found, "serve-integer-prefill": compare_integer_prefill}
+
+
+def bench(words: Sequence[str]) -> list[Row]:
+    """The rows of ours that `jaxllm bench` prints."""
+    printed = json.loads(_output_of("bench", *words, "--json"))
+    rows = (row for row in printed["rows"] if row["system"].startswith("jaxllm"))
+    return [_ours(each) for each in rows]
+
+
+def compare_integer_prefill() -> list[Row]:
+    """Answers after integer prefill on two processors: the GPU as the integer one, beside the CPU."""
+    words = ("generate", "--prefill", "int8", "--processors", "2", "--prompt", _PROMPT, "--max-tokens", "20")
+    texts = {device: _output_of(*words, "--integer-device", device) for device in ("cpu", "gpu")}
+    same = float(texts["cpu"] == texts["gpu"])
+    return [row("integer prefill with --integer-device gpu", "same_answer", same, "", texts["gpu"].strip())]
+
+
+def _ours(printed: Mapping[str, Any]) -> Row:
+    case = f"{printed['case']} ({printed['system']})"
+    return row(case, printed["metric"], printed["value"], printed["unit"], printed.get("note"))
+
+
+def _output_of(*words: str) -> str:
+    # Benches start processes of their own: none of them may take the device's whole memory.
+    shared = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    process = subprocess.run(
+        [sys.executable, "-m", "jaxllm.cli.entry", *words],
+        stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, env=shared, check=False,
+    )  # fmt: skip
+    if process.returncode:
+        raise JaxllmError(f"`jaxllm {' '.join(words)[:100]}` ended with {process.returncode}")
+    return process.stdout

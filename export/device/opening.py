@@ -1,0 +1,193 @@
+"""Opens a folder of programs as an engine that samples by NumPy, after checking that this device can run it;
+finds the profile of this device for it.
+
+A profile is kept in the user's cache directory under a key of the programs and of the device (processor,
+cores, runtime), so that a folder that was copied from another device is measured anew, and one whose loop was
+updated is not.
+"""
+
+import importlib.metadata
+import math
+import re
+from pathlib import Path
+
+from jaxllm.config import WHOLE
+from jaxllm.errors import BudgetExceeded, ConfigError, ProgramError
+from jaxllm.export.device.host_sampling import HostChooser
+from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.stages import STAGE_FILES
+from jaxllm.export.programs.model import ProgramModel, open_program_model
+from jaxllm.export.programs.runner import cache_bytes
+from jaxllm.serving.elastic.coarse_profile import measure_coarsely
+from jaxllm.serving.elastic.profile import DeviceProfile, load_profile, save_profile
+from jaxllm.serving.elastic.profiling import measure_together
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.host.machine import cpu_features, usable_cores
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.host.user_cache import device_file
+
+# The package that runs each format; StableHLO takes JAX, which a device may have.
+RUNTIMES = {"tflite": "ai-edge-litert", "stablehlo": "jax"}
+# With LiteRT a step reads one set of caches and writes another.
+_CACHE_SETS = {"tflite": 2, "stablehlo": 1}
+_FLOAT_BYTES = 4
+
+
+def open_device(
+    folder: Path,
+    *,
+    level: int = WHOLE,
+    threads: int = 0,
+    memory_bytes: int = 0,
+    drafts: SpeculationOptions | None = None,
+    processors: int = 1,
+) -> Engine[ProgramModel]:
+    """Opens a folder, and gets its programs and the chat template ready: no request compiles anything.
+
+    Args:
+      folder: that `jaxllm export` wrote, as `device`, `tflite` or `stablehlo`.
+      level: that answers where a request names none, in percent.
+      threads: that compute; 0 for all cores of this process.
+      memory_bytes: most that weights, caches and logits may take; 0 for no limit.
+      drafts: how answers of the level are drafted; None for no drafts.
+      processors: see `open_program_model`.
+
+    Raises:
+      ProgramError: the folder is corrupt, of several exports, or its runtime here is older than it takes.
+      ConfigError: the runtime is missing, or the folder lacks the level or programs that verify drafts.
+      BudgetExceeded: it takes more memory than allowed.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; make one with `jaxllm export --format device`")
+    manifest = Manifest.read(folder)
+    require_runtime(folder, manifest)
+    require_memory(folder, manifest, memory_bytes, staged=processors > 1)
+    model = open_program_model(folder, threads=threads, token_chooser=HostChooser(), processors=processors)
+    speculation = None if drafts is None else model.drafts(level, drafts, threads=threads)
+    engine = Engine(model, level, speculation)
+    engine.warm_up()
+    for each in engine.levels:
+        engine.at(each).warm_up()
+    return engine
+
+
+def require_runtime(folder: Path, manifest: Manifest) -> None:
+    """Checks that the runtime of a folder is here, and no older than the one that its programs were tried
+    with.
+
+    Raises:
+      ConfigError: it is missing.
+      ProgramError: it is older.
+    """
+    package = RUNTIMES[manifest.format]
+    try:
+        there = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            f"{folder} needs {package}, which is not installed; pip install {package}"
+        ) from error
+    wanted = manifest.made_with.get(package, "")
+    # JAX promises to read its older programs, and those of the next months; it tells what it cannot read.
+    if manifest.format != "stablehlo" and _numbers(there) < _numbers(wanted):
+        raise ProgramError(
+            f"{folder} was tried with {package} {wanted}, and {there} here is older; "
+            f"pip install '{package}>={wanted}', or export the model with {there}"
+        )
+
+
+def require_memory(folder: Path, manifest: Manifest, memory_bytes: int, *, staged: bool = False) -> None:
+    """Checks what a folder takes: its weights, with those of its stages if `staged`, the longest caches of
+    the whole model, and its logits.
+
+    Raises:
+      BudgetExceeded: more than `memory_bytes`, unless that is 0.
+    """
+    taken = needed_bytes(manifest, staged=staged)
+    if memory_bytes and taken > memory_bytes:
+        raise BudgetExceeded(
+            f"{folder} takes {taken:,} bytes for weights, caches of {manifest.context_tokens} tokens and "
+            f"logits, and {memory_bytes:,} are allowed; allow more, or export the model with a shorter "
+            "--context or a smaller --precision"
+        )
+
+
+def weights_bytes(manifest: Manifest, *, staged: bool = False) -> int:
+    """Bytes of a folder's weights, programs included where they hold them, with those of its stages if
+    `staged`."""
+    stages = () if staged else STAGE_FILES.values()
+    holding = [name for name in manifest.files if _holds_weights(name) and name not in stages]
+    return sum(manifest.files[name].size_bytes for name in holding)
+
+
+def needed_bytes(manifest: Manifest, *, staged: bool = False) -> int:
+    """Bytes of weights (see `weights_bytes`), of the longest caches of the whole model, and of the
+    logits of all programs."""
+    itemsize = _FLOAT_BYTES if manifest.cache_dtype == "float32" else 2
+    caches = longest_cache_bytes(manifest)
+    caches += itemsize * sum(math.prod(each) for each in manifest.source_shapes(WHOLE).values())
+    without_logits = ("encode", "tiny_lm")
+    kinds = [(each.kind, each.tokens) for each in manifest.signatures if each.kind not in without_logits]
+    # A block takes a bias, the prompt's tokens and their counts in place of giving logits.
+    rows = sum(3 if kind == "block" else tokens for kind, tokens in kinds if kind != "prefill")
+    if (inputs := manifest.adapters) is not None:
+        # None, and each of the folder, at every level.
+        caches += _FLOAT_BYTES * (1 + len(inputs.names)) * sum(map(inputs.size, manifest.levels))
+    return (
+        weights_bytes(manifest, staged=staged)
+        + caches
+        + _FLOAT_BYTES * rows * manifest.levels[WHOLE].cfg.vocab_size
+    )
+
+
+def longest_cache_bytes(manifest: Manifest) -> int:
+    """Bytes of the longest caches of one answer of the whole model, in all sets that the runtime has."""
+    return _CACHE_SETS.get(manifest.format, 1) * cache_bytes(manifest, WHOLE, manifest.context_tokens)
+
+
+def _holds_weights(name: str) -> bool:
+    return name.endswith((".tflite", ".safetensors"))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+_VERSION = 1
+
+
+def device_profile(
+    engine: Engine[ProgramModel], *, threads: int = 0, whole: bool = False, progress: Progress | None = None
+) -> DeviceProfile:
+    """The profile of an engine over programs; measured and kept where there is none yet.
+
+    Args:
+      engine: warmed up.
+      threads: that it computes with; 0 for all cores of this process.
+      whole: every level at every length, which takes minutes; else a coarse one will do.
+      progress: called with ("profile", done, total).
+
+    Raises:
+      ConfigError: the profile cannot be read or written.
+    """
+    path = profile_path(engine, threads=threads)
+    known = load_profile(path)
+    if known is not None and known.levels == engine.levels and not (whole and known.coarse):
+        return known
+    found = measure_together([engine], progress=progress)[0] if whole else measure_coarsely(engine)
+    save_profile(found, path)
+    return found
+
+
+def profile_path(engine: Engine[ProgramModel], *, threads: int = 0) -> Path:
+    """The path of the profile of an engine's programs on this device."""
+    facts = {
+        "version": _VERSION,
+        "programs": engine.model.program_files,
+        "runtime": importlib.metadata.version(RUNTIMES[engine.model.executor.manifest.format]),
+        "device": [*cpu_features(), threads or usable_cores()],
+        "processors": 1 if engine.model.stages is None else 2,
+    }
+    return device_file(facts, ".json")

@@ -1,0 +1,159 @@
+"""Serves the programs of a folder to the apps of a device, as `jaxllm.serving.server.service.LLMService`
+serves a bundle.
+
+service = ProgramService.open(Path("programs"))
+service.bind("mail", Slo.parse("<40,70>"))
+for piece in service.call("Is this a complaint? ...", app="mail"): ...
+"""
+
+import contextlib
+from pathlib import Path
+from typing import Self
+
+from jaxllm.contexts.codecs import RAW
+from jaxllm.errors import ConfigError
+from jaxllm.export.device.context import ProgramContext
+from jaxllm.export.device.contexts import ProgramContexts
+from jaxllm.export.device.opening import device_profile, open_device
+from jaxllm.export.programs.model import ProgramModel
+from jaxllm.export.programs.tiny_lm import TinyLmPrograms
+from jaxllm.serving.elastic.planned_service import PlannedService
+from jaxllm.serving.elastic.planner import Planner
+from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.elastic.safety_margin import CONFIDENCE, SafetyMargin
+from jaxllm.serving.elastic.tiny_proposer import TinyProposer
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.host.progress import Progress
+
+
+class ProgramService(PlannedService):
+    """Answers the calls of all apps over exported programs. Not thread-safe: one call at a time.
+
+    Attributes:
+      contexts: of all apps; None where the service keeps none.
+    """
+
+    def __init__(
+        self,
+        engine: Engine[ProgramModel],
+        profile: DeviceProfile,
+        *,
+        confidence: float = CONFIDENCE,
+        contexts: ProgramContexts | None = None,
+    ) -> None:
+        """See `open`; calls are planned by the profile and by the folder's tiny LM. Without one, prompts
+        stay whole."""
+        proposer = _proposer(engine)
+        planner = Planner(profile, engine.levels, proposer, safety_margin=SafetyMargin(confidence))
+        super().__init__(engine, profile, planner)
+        self.contexts = contexts
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        threads: int = 0,
+        memory_bytes: int = 0,
+        drafts: SpeculationOptions | None = None,
+        contexts: Path | None = None,
+        budget_bytes: int = 256 << 20,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Opens a folder of programs; measures a coarse profile of this device where there is none.
+
+        Args:
+          folder, threads, memory_bytes, drafts: see `open_device`.
+          contexts, budget_bytes, progress: see `over`.
+
+        Raises:
+          JaxllmError: see `open_device`, `ProgramContexts`.
+        """
+        engine = open_device(
+            folder,
+            threads=threads,
+            memory_bytes=memory_bytes,
+            drafts=drafts,
+        )
+        return cls.over(
+            engine, threads=threads, contexts=contexts, budget_bytes=budget_bytes, progress=progress
+        )
+
+    @classmethod
+    def over(
+        cls,
+        engine: Engine[ProgramModel],
+        *,
+        threads: int = 0,
+        contexts: Path | None = None,
+        budget_bytes: int = 256 << 20,
+        context_bits: int = RAW,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Serves an engine of `open_device`; measures a coarse profile of this device where there is none.
+
+        Args:
+          engine: that answers, closed with the service.
+          threads: that it computes with; 0 for all cores of this process.
+          contexts: folder of contexts that outlive calls; None for no contexts.
+          budget_bytes: most bytes of contexts' chunks in memory.
+          context_bits: of their values (see `ProgramContexts`).
+          progress: called with (stage, done, total).
+
+        Raises:
+          JaxllmError: see `ProgramContexts`.
+        """
+        profile = device_profile(engine, threads=threads, progress=progress)
+        with contextlib.ExitStack() as opened:
+            kept = None
+            if contexts is not None:
+                kept = ProgramContexts(engine, contexts, budget_bytes=budget_bytes, bits=context_bits)
+                opened.callback(kept.close)
+            service = cls(engine, profile, contexts=kept)
+            service.rehearse()
+            opened.pop_all()
+        return service
+
+    def close(self) -> None:
+        """Closes the contexts, which releases their store, and the engine."""
+        if self.contexts is not None:
+            self.contexts.close()
+        self.engine.close()
+
+    def set_adapter(self, name: str | None) -> None:
+        """Puts an adapter of the folder on all levels for calls without a context; None for none. Takes no
+        time, and compiles nothing.
+
+        Raises:
+          ConfigError: it was not exported with the model.
+        """
+        self.engine.set_adapter(name)
+
+    def new_context(
+        self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
+    ) -> ProgramContext:
+        """Creates a context of an app (see `ProgramContexts.create`)."""
+        contexts = self._kept()
+        return ProgramContext(contexts, contexts.create(app, level=level, pinned=pinned, adapter=adapter))
+
+    def context(self, app: str, name: str) -> ProgramContext:
+        """Opens a context that an app created before, perhaps in another process (see
+        `ProgramContexts.record`)."""
+        contexts = self._kept()
+        return ProgramContext(contexts, contexts.record(app, name))
+
+    def _kept(self) -> ProgramContexts:
+        if self.contexts is None:
+            raise ConfigError("this service keeps no contexts; open it with a folder for them")
+        return self.contexts
+
+
+def _proposer(engine: Engine[ProgramModel]) -> TinyProposer | None:
+    """Proposes levels and prompt ratios by the folder's tiny LM; None where it has none."""
+    tiny, executor = engine.model.tiny_lm, engine.model.executor
+    if tiny is None:
+        return None
+    # Ready before they are timed.
+    executor.prepare([each for each in executor.manifest.signatures if each.kind == "tiny_lm"])
+    return TinyProposer(tiny, TinyLmPrograms(executor), engine.levels)

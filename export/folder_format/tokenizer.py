@@ -1,0 +1,29 @@
+"""Reads and writes the tokenizer beside exported programs."""
+
+import json
+from pathlib import Path
+
+from jaxllm.errors import CheckpointError, ProgramError
+from jaxllm.export.folder_format.manifest import TOKENIZER, Manifest
+from jaxllm.text.tokenizer import TokenizerFiles
+
+_MAX_TOKENIZER_BYTES = 64 << 20
+
+
+def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
+    """Writes the tokenizer beside the programs."""
+    (folder / TOKENIZER).write_text(json.dumps(files.to_json()), encoding="utf-8")
+
+
+def read_tokenizer(manifest: Manifest, folder: Path) -> TokenizerFiles:
+    """The tokenizer beside the programs.
+
+    Raises:
+      ProgramError: it is malformed.
+    """
+    path = folder / TOKENIZER
+    text = manifest.read_intact(folder, TOKENIZER, most_bytes=_MAX_TOKENIZER_BYTES)
+    try:
+        return TokenizerFiles.from_json(json.loads(text))
+    except (OSError, ValueError, RecursionError, CheckpointError) as error:
+        raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error

@@ -1,0 +1,209 @@
+"""Drafts for exported programs, with another folder of programs or with another level of the same.
+
+Trees have the sizes of the `verify` programs. A drafter that is a program decodes one token at a time, so it
+grows one line of the likeliest tokens; other likely tokens on the way become leaves.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.export.folder_format.tokenizer import read_tokenizer
+from jaxllm.export.programs.executor import open_executor
+from jaxllm.export.programs.runner import ProgramCache, ProgramRunner
+from jaxllm.serving.engine.request import common_prefix
+from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.serving.speculation.drafter import Drafter, Growing, require_same_kind
+from jaxllm.serving.speculation.host_tree import grown, root_alone
+from jaxllm.serving.speculation.ngram_drafter import NgramDrafter
+from jaxllm.serving.speculation.payoff import running_mean
+from jaxllm.serving.speculation.speculation import Speculation
+from jaxllm.speculation.token_tree import TokenTree
+from jaxllm.text.tokenizer import Tokenizer
+
+# At most so many tokens are fed one by one: a chunk takes as long as a few.
+_FEW_TOKENS = 3
+
+
+def make_drafts(
+    target: ProgramRunner, tokenizer: Tokenizer, options: SpeculationOptions, *, threads: int = 0
+) -> Speculation:
+    """Drafts for a target, by the drafter that options name.
+
+    Args:
+      target: whose tokens are decoded.
+      tokenizer: of the target.
+      options: `model` is a folder of programs; the sizes of `trees` are replaced by those that the target
+        verifies.
+      threads: of LiteRT for the drafter; 0 for all cores of this process.
+
+    Raises:
+      ConfigError: the target cannot verify trees, or the drafter does not fit it.
+      ProgramError: the drafter's folder is not one of programs, corrupt, or of other weights.
+    """
+    executor, level = target.executor, target.level
+    sizes = executor.manifest.verify_tokens(level, target.options.context_tokens)
+    if not sizes:
+        raise ConfigError(
+            f"the programs of level {level} verify no drafts; export the model with --verify-tokens 4 "
+            "--verify-tokens 8"
+        )
+    branches = options.trees.branches if executor.moves_rows else 1
+    trees = dataclasses.replace(
+        options.trees, nodes=sizes, room=max(sizes[-1], options.trees.room), tips=1, branches=branches
+    )
+    options = dataclasses.replace(options, trees=trees)
+    return Speculation(target, _drafter(target, tokenizer, options, threads), options)
+
+
+def _drafter(
+    target: ProgramRunner, tokenizer: Tokenizer, options: SpeculationOptions, threads: int
+) -> Drafter:
+    if options.drafter == "ngram":
+        return NgramDrafter(options.trees)
+    if options.drafter == "level":
+        runner = ProgramRunner(target.executor, options.level, target.token_chooser)
+        return ProgramDrafter(runner, options.trees)
+    if options.drafter != "model" or options.model is None:
+        raise ConfigError(
+            f"there is no drafter {options.drafter!r} of programs; there are model, ngram, level"
+        )
+    folder = Path(options.model)
+    executor = open_executor(folder, threads=threads)
+    if not Tokenizer(read_tokenizer(executor.manifest, folder)).same_tokens(tokenizer):
+        raise ConfigError(
+            f"{folder} has another tokenizer than the programs that it is to draft for; export a model that "
+            "was trained on theirs"
+        )
+    # It draws nothing, so that any chooser will do.
+    runner = ProgramRunner(executor, token_chooser=target.token_chooser)
+    require_same_kind(folder, runner.cfg, "the target", target.cfg)
+    return ProgramDrafter(runner, options.trees)
+
+
+class ProgramDrafter:
+    """Grows lines of tokens, with leaves, by a program that decodes (see `Drafter`).
+
+    Attributes:
+      run_s: a running mean.
+      steps: number of the program's runs.
+    """
+
+    memory = None
+
+    def __init__(self, runner: ProgramRunner, shape: TreeShape) -> None:
+        self.run_s = self.branch_s = self.step_s = 0.0
+        self.steps = 0
+        self._runner, self._shape = runner, shape
+        # The tokens in the cache.
+        self._cached: list[int] = []
+        self._cache: ProgramCache | None = None
+        self._version = runner.weights_version
+        self._source: tuple[int, ...] = ()
+
+    def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
+        """See `Drafter`."""
+        wanted = self._runner.signatures
+        if tokens is not None:
+            wanted = self._runner.request_signatures(min(tokens, self._runner.options.context_tokens), 0)
+        self._runner.executor.prepare(
+            [each for each in wanted if each.kind in ("prefill", "decode", "encode")], progress
+        )
+
+    def read(self, source: tuple[int, ...]) -> None:
+        """See `Drafter`; its own programs read the source."""
+        if source != self._source:
+            self._cached, self._cache, self._source = [], None, source
+
+    def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
+        """See `Drafter`; it has a cache of its own."""
+        # Each run extends the one line.
+        alpha = max(growing.alpha, growing.run + growing.branch)
+        growing = dataclasses.replace(growing, alpha=alpha, most=min(growing.most, growing.depth + 1))
+        return self._grown(sequence, root, growing), cache
+
+    def _grown(self, sequence: Sequence[int], root: int, growing: Growing) -> TokenTree:
+        text, tree = [*sequence, root], root_alone(root, self._shape.room)
+        options = self._runner.options
+        most = min(growing.most, options.context_tokens - len(text), self._shape.room)
+        # Or a source that is longer than its encoder reads.
+        if most < 2 or len(self._source) > options.source_tokens(self._runner.cfg):
+            return tree
+        logits = self._behind(text, len(text) + most)
+        line: list[int] = []
+        leaves: list[tuple[int, int, float]] = []
+        confidences = [1.0]
+        while True:
+            tokens, shares = self._likeliest(logits)
+            confidence, node = confidences[-1], len(line)
+            leaves += [
+                (node, token, confidence * share)
+                for token, share in zip(tokens[1:], shares[1:], strict=True)
+                if share > self._shape.threshold
+            ]
+            line.append(tokens[0])
+            confidences.append(confidence * shares[0])
+            if confidences[-1] < growing.alpha or len(line) + 1 >= most or tokens[0] in growing.stop_ids:
+                break
+            logits = self._step(tokens[0])
+        parents = [*range(len(line)), *(parent for parent, _, _ in leaves)]
+        drafted = [*line, *(token for _, token, _ in leaves)]
+        # Leaves come after the line, so that its accepted nodes are at their positions already.
+        return grown(tree, drafted, parents, [*confidences[1:], *(share for _, _, share in leaves)])
+
+    def step(self) -> bool:
+        """Never grows the tree: a target of programs never waits."""
+        return False
+
+    def follow(self, path: Sequence[int], token: int) -> None:
+        """Does nothing: the next sequence has the accepted tokens."""
+        del path, token
+
+    def _behind(self, text: Sequence[int], room: int) -> np.ndarray:
+        """Logits `[V]` after a text, whose last token is always fed, in a cache of `room` positions."""
+        if self._version != self._runner.weights_version:
+            # Rows of another adapter.
+            self._cached, self._version = [], self._runner.weights_version
+        common = min(common_prefix(self._cached, text), len(text) - 1)
+        cache, self._cache = self._cache, None
+        if cache is None:
+            cache, common = self._runner.start(room), 0
+            if self._source:
+                cache = self._runner.read_source(cache, self._source)
+        self._cache = self._runner.make_room(cache, room)
+        self._cached = list(text[:common])
+        rest = text[common:]
+        if len(rest) > _FEW_TOKENS:
+            logits, self._cache = prefill_prompt(self._runner, self._cache, rest, common)
+            self._cached += rest
+            return np.asarray(logits)[0]
+        logits = np.zeros(0)
+        for token in rest:
+            logits = self._step(token)
+        return logits
+
+    def _step(self, token: int) -> np.ndarray:
+        began = time.perf_counter()
+        assert self._cache is not None
+        logits, self._cache = self._runner.step(self._cache, token, len(self._cached))
+        logits = np.asarray(logits)[0]
+        self._cached.append(token)
+        self.run_s = running_mean(self.run_s or None, time.perf_counter() - began)
+        self.steps += 1
+        return logits
+
+    def _likeliest(self, logits: np.ndarray) -> tuple[list[int], list[float]]:
+        """The likeliest tokens, as many as a node may have children, and their probabilities."""
+        count = self._shape.branches
+        most = logits.argpartition(-count)[-count:]
+        most = most[np.argsort(-logits[most], kind="stable")]
+        top = logits[most[0]]
+        shares = np.exp(logits[most] - top) / np.exp(logits - top).sum()
+        return most.tolist(), shares.tolist()

@@ -1,0 +1,212 @@
+"""Opens folders of exported programs as models of an engine, with a runner for each level."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.config import WHOLE
+from jaxllm.export.folder_format.adapters import adapter_file
+from jaxllm.export.folder_format.files import LOOP, MAIN
+from jaxllm.export.folder_format.manifest import TOKENIZER
+from jaxllm.export.folder_format.tiny_lm import TINY_TOKENIZER
+from jaxllm.export.folder_format.tokenizer import read_tokenizer
+from jaxllm.export.programs.drafts import make_drafts
+from jaxllm.export.programs.executor import Executor, kept_buckets, open_executor
+from jaxllm.export.programs.runner import ProgramRunner
+from jaxllm.export.programs.tiny_lm import ProgramTinyLm, read_tiny_lm
+from jaxllm.export.programs.token_chooser import TokenChooser, bucket_chooser
+from jaxllm.serving.engine.decoding import Drafts
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.host.forked import require_not_forked, watch_for_forks
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.speculation.speculation import Speculation
+from jaxllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllm.export.programs.stages import StagePrograms
+
+
+class ProgramModel:
+    """The programs of one folder, with a runner for each level (see `jaxllm.serving.engine.engine.Model`).
+
+    Attributes:
+      executor: runs the programs.
+      tokenizer: the model's.
+      tiny_lm: that plans requests; None for none.
+      stages: that prefill on two processors; None for one.
+      load_ms: time to open the folder and place its weights.
+      build_ms: time spent getting programs ready.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        token_chooser: TokenChooser | None = None,
+        *,
+        tiny_lm: ProgramTinyLm | None = None,
+        stages: "StagePrograms | None" = None,
+    ) -> None:
+        """See `open_program_model`; `token_chooser` draws tokens, None makes one; `stages` prefill the whole
+        model's prompts, None for its prefill programs."""
+        watch_for_forks()
+        self.executor, self.tokenizer, self.tiny_lm = executor, tokenizer, tiny_lm
+        self._token_chooser = token_chooser or bucket_chooser(executor.manifest.levels[WHOLE].cfg.vocab_size)
+        self._runners: dict[int, ProgramRunner] = {}
+        self.stages = stages
+        if stages is not None:
+            from jaxllm.export.programs.staged import StagedRunner
+
+            self._runners[WHOLE] = StagedRunner(executor, stages, self._token_chooser)
+        self.load_ms = self.build_ms = 0.0
+
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+        return self.executor.manifest.name
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Exported levels, in percent, ascending."""
+        return tuple(sorted(self.executor.manifest.levels))
+
+    @property
+    def program_files(self) -> dict[str, str]:
+        """Checksums of the files that compute, by name: all but the loop that runs them, tokenizers and
+        adapters."""
+        manifest = self.executor.manifest
+        names = () if manifest.adapters is None else manifest.adapters.names
+        others = {LOOP, MAIN, TOKENIZER, TINY_TOKENIZER, *map(adapter_file, names)}
+        files = sorted(manifest.files.items())
+        return {name: stored.xxh3_128 for name, stored in files if name not in others}
+
+    @property
+    def images(self) -> None:
+        """Exported programs have no encoder of images."""
+
+    def runner(self, level: int) -> ProgramRunner:
+        """The runner of a level.
+
+        Raises:
+          ConfigError: it was not exported.
+        """
+        if level not in self._runners:
+            self._runners[level] = ProgramRunner(self.executor, level, self._token_chooser)
+        return self._runners[level]
+
+    def drafts(self, level: int, options: SpeculationOptions, *, threads: int = 0) -> Speculation:
+        """Drafts for a level (see `make_drafts`)."""
+        return make_drafts(self.runner(level), self.tokenizer, options, threads=threads)
+
+    def warm_up(
+        self,
+        level: int,
+        speculation: Drafts | None,
+        *,
+        prompt_tokens: int | None,
+        max_tokens: int,
+        progress: Progress | None,
+    ) -> None:
+        """Gets the programs of a level ready: all, or those that one request needs (see
+        `jaxllm.serving.engine.engine.Engine.warm_up`); also the buckets that choose tokens, greedy or drawn.
+        Such a request compiles nothing."""
+        began = time.perf_counter()
+        runner, trees = self.runner(level), () if speculation is None else speculation.options.trees.nodes
+        self._token_chooser.prepare(trees)
+        wanted, tokens = runner.signatures, None
+        if prompt_tokens is not None:
+            answer = max_tokens if speculation is None else speculation.cache_tokens(max_tokens)
+            wanted, tokens = runner.request_signatures(prompt_tokens, answer, trees), prompt_tokens + answer
+        self.executor.prepare(wanted, progress)
+        if self.stages is not None and level == WHOLE:
+            self.stages.warm_up()
+        if speculation is not None:
+            speculation.drafter.warm_up(progress, tokens=tokens)
+        self.build_ms += 1000 * (time.perf_counter() - began)
+
+    def facts(self) -> dict[str, Any]:
+        """Empty: executors count no buckets."""
+        return {}
+
+    def set_adapter(self, folder: str | Path | None) -> None:
+        """Puts an adapter of the folder on all levels, by the name that it was exported under; None for
+        none.
+
+        Raises:
+          ConfigError: it was not exported with the model.
+        """
+        with self.executor.lock:
+            self.executor.adapters.use("" if folder is None else str(folder))
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters in the folder."""
+        return self.executor.adapters.names
+
+    def close(self) -> None:
+        """Ends the threads of two processors, if there are any."""
+        if self.stages is not None:
+            self.stages.close()
+
+
+def open_program_model(
+    folder: Path,
+    *,
+    threads: int = 0,
+    token_chooser: TokenChooser | None = None,
+    processors: int = 1,
+) -> ProgramModel:
+    """Opens a folder that `jaxllm export` wrote.
+
+    Args:
+      folder: the folder.
+      threads: of LiteRT; 0 for all cores of this process.
+      token_chooser: draws tokens that are not the likeliest; None compiles buckets, which are kept on disk.
+      processors: 2 to prefill by the folder's stages on two processors, whose measured times are kept.
+
+    Raises:
+      ProgramError: it is not a program folder, corrupt, or of other weights.
+      ConfigError: its runtime is not installed, or two processors are wanted of programs without stages.
+    """
+    require_not_forked()
+    began = time.perf_counter()
+    executor = open_executor(folder, threads=threads)
+    tokenizer = Tokenizer(read_tokenizer(executor.manifest, folder))
+    if token_chooser is None:
+        # Here, because LiteRT's programs run without JAX.
+        from jaxllm.export.programs.bucket_chooser import BucketChooser
+        from jaxllm.host_settings import require_usable_jax
+
+        require_usable_jax()
+        token_chooser = BucketChooser(executor.manifest.levels[WHOLE].cfg.vocab_size, kept_buckets())
+    tiny_lm, stages = read_tiny_lm(executor.manifest, folder), None
+    if processors > 1:
+        # Here, because few folders have stages.
+        from jaxllm.export.programs.stages import StagePrograms, times_path
+
+        stages = StagePrograms(executor.manifest, folder, times=times_path(executor.manifest))
+    model = ProgramModel(executor, tokenizer, token_chooser, tiny_lm=tiny_lm, stages=stages)
+    model.load_ms = 1000 * (time.perf_counter() - began)
+    return model
+
+
+def open_program(
+    folder: str | Path, *, level: int = WHOLE, threads: int = 0, speculation: SpeculationOptions | None = None
+) -> Engine[ProgramModel]:
+    """Opens an engine over a folder that `jaxllm export` wrote; `warm_up` or their first use compiles
+    programs.
+
+    Args:
+      folder: the folder.
+      level: the sub-model of this engine, in percent.
+      threads: of LiteRT; 0 for all cores of this process.
+      speculation: how its answers are drafted, where `model` is a folder of programs; None for no drafts.
+
+    Raises:
+      ProgramError: it is not a program folder, corrupt, or of other weights.
+      ConfigError: its runtime is not installed, it lacks this level, or cannot verify drafts.
+    """
+    model = open_program_model(Path(folder), threads=threads)
+    drafts = None if speculation is None else model.drafts(level, speculation, threads=threads)
+    return Engine(model, level, drafts)

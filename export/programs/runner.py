@@ -1,0 +1,426 @@
+"""Runs exported programs: prefills by chunks, decodes a token or a tree per step, and draws tokens."""
+
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.errors import ConfigError, ContextOverflow, ProgramError
+from jaxllm.export.folder_format.controls import controls
+from jaxllm.export.folder_format.manifest import Manifest, Signature
+from jaxllm.export.programs.executor import Executor
+from jaxllm.export.programs.token_chooser import TokenChooser, bucket_chooser
+from jaxllm.models.features import require_decoder_alone
+from jaxllm.sampling_state import NO_TOKEN, SamplerState
+from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.host.forked import require_not_forked
+from jaxllm.serving.runners.chunks import padded, plan_chunks
+from jaxllm.serving.runners.runner import PrefillChunk
+from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.speculation.host_tree import accepted_path
+from jaxllm.speculation.token_tree import TokenTree
+from jaxllm.text.tokenizer_files import MAX_START_TOKENS
+
+# A call runs a program for each of its tokens: few enough that text streams and a cancel takes effect soon.
+_MOST_PER_CALL = 16
+# Marks padding in a row of positions (see `jaxllm.export.steps.exported`).
+_PADDING = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramOptions:
+    """Options of programs that answers and profiles need.
+
+    Attributes:
+      context_tokens: most tokens of prompt and answer together (see `jaxllm.serving.runners.runner.Window`).
+      chunk_tokens: prefill chunk lengths over the longest caches, ascending.
+      exact_chunks: False: a program computes its whole chunk, padding included.
+    """
+
+    context_tokens: int
+    chunk_tokens: tuple[int, ...]
+    exact_chunks: bool = False
+
+    def source_tokens(self, cfg: ModelConfig) -> int:
+        """The longest source of an encoder-decoder; 0 of other models."""
+        return 0 if cfg.encoder is None else min(cfg.encoder.window_tokens, self.context_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCache:
+    """An executor's caches of `capacity_tokens` positions, `length` of them in use; any source; and the bytes
+    of one set of them."""
+
+    caches: Any
+    capacity_tokens: int
+    length: int = 0
+    source: Any = None
+    nbytes: int = 0
+
+    def after(self, caches: Any, length: int) -> "ProgramCache":
+        """With what a program made of the caches, and `length` positions in use."""
+        return dataclasses.replace(self, caches=caches, length=length)
+
+
+class ProgramRunner:
+    """A `jaxllm.serving.runners.runner.Runner` over an executor, as one level of its model.
+
+    Prefill programs give no logits, as LiteRT-LM's do not: the last token of a prompt is always decoded.
+
+    Attributes:
+      executor: of the programs.
+      level: in percent.
+      cfg: of the model, or of the level's sub-model.
+      options: see `ProgramOptions`.
+      token_chooser: draws tokens that are not the likeliest.
+      idle_read_s: 0: all weights are in memory.
+      batch: None: programs have one sequence.
+    """
+
+    idle_read_s = 0.0
+    batch = None
+
+    def __init__(
+        self, executor: Executor, level: int = WHOLE, token_chooser: TokenChooser | None = None
+    ) -> None:
+        """Makes the runner of a level; `token_chooser` draws its tokens, None makes one.
+
+        Raises:
+          ConfigError: the level was not exported.
+        """
+        manifest = executor.manifest
+        if level not in manifest.levels:
+            there = ", ".join(map(str, sorted(manifest.levels)))
+            raise ConfigError(
+                f"level {level} was not exported, only {there}; export the model with --level {level}"
+            )
+        self.executor, self.level = executor, level
+        self.cfg: ModelConfig = manifest.levels[level].cfg
+        context = manifest.context_tokens
+        self.options = ProgramOptions(context, manifest.chunk_tokens(level, context))
+        # Cached, because every token needs them.
+        self._lengths = manifest.cache_tokens(level)
+        self.token_chooser = token_chooser or bucket_chooser(self.cfg.vocab_size)
+        self._program = functools.cache(functools.partial(_program, manifest, level))
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The executor's lock, which all levels share."""
+        return self.executor.lock
+
+    @property
+    def weights_version(self) -> tuple[int, int]:
+        """Of the weights and the adapter that compute a cache now."""
+        return self.level, self.executor.adapters.version
+
+    @property
+    def signatures(self) -> list[Signature]:
+        """The programs of this level."""
+        return [each for each in self.executor.manifest.signatures if each.level == self.level]
+
+    def request_signatures(
+        self, prompt_tokens: int, max_tokens: int, trees: Sequence[int] = ()
+    ) -> list[Signature]:
+        """The fewest programs that answer one request: over caches of one length, the chunks of its prompt
+        and `trees` of these sizes. `max_tokens` is 0 where it is not known."""
+        encoding: list[Signature] = []
+        if self.cfg.encoder is not None:
+            # The prompt is the source; of the decoder it is the start tokens.
+            encoding, prompt_tokens = [self._encoding(prompt_tokens)], MAX_START_TOKENS
+        wanted = min(prompt_tokens + max_tokens, self.options.context_tokens)
+        cache = next(each for each in self._lengths if each >= wanted)
+        chunks = dict.fromkeys(self._chunks(prompt_tokens - 1, cache))
+        return [
+            *encoding,
+            *(self._program("prefill", each, cache) for each in chunks),
+            self._program("decode", 1, cache),
+            *(
+                each
+                for each in self.signatures
+                if each.kind == "block" and self.executor.manifest.room(each) == cache
+            ),
+            *(self._program("verify", each, cache) for each in trees if each <= cache),
+        ]
+
+    def require_usable(self) -> None:
+        """See `Runner`."""
+        require_not_forked()
+
+    def start(self, tokens: int) -> ProgramCache:
+        """See `Runner`."""
+        length = self._length_for(tokens)
+        return self._cache(self.executor.start(self.level, length), length)
+
+    def make_room(self, cache: ProgramCache, tokens: int) -> ProgramCache:
+        """See `Runner`.
+
+        Raises:
+          ContextOverflow: there are no programs over caches of so many tokens.
+        """
+        target, caches = self._length_for(tokens), cache.caches
+        for length in self._lengths:
+            if cache.capacity_tokens < length <= target:
+                caches = self.executor.grow(self.level, caches, length)
+        longest = max(target, cache.capacity_tokens)
+        return self._cache(caches, longest, cache.length, cache.source)
+
+    def read_source(self, cache: ProgramCache, tokens: Sequence[int]) -> ProgramCache:
+        """See `Runner`."""
+        signature = self._encoding(len(tokens))
+        row, real = padded(tokens, signature.tokens)
+        return dataclasses.replace(cache, source=self.executor.encode(signature, row, real))
+
+    def _encoding(self, tokens: int) -> Signature:
+        """The program that reads a source of so many tokens."""
+        lengths = self.executor.manifest.encode_tokens(self.level)
+        if not lengths:
+            raise ConfigError(f"{self.cfg.model_type} has no encoder to read a source; give it a prompt")
+        length = next((each for each in lengths if each >= tokens), lengths[-1])
+        return self._program("encode", length, self.options.context_tokens)
+
+    def rows(self, cache: ProgramCache, tokens: int) -> dict[str, np.ndarray]:
+        """Copies of the first `tokens` rows of a cache's arrays, by name, `[1, K, tokens, H]`."""
+        return self.executor.rows(self.level, cache.caches, tokens)
+
+    def restored(self, rows: Mapping[str, np.ndarray], tokens: int) -> ProgramCache:
+        """A cache with room for `tokens` positions that begins with `rows` of an equal one (see `rows`)."""
+        length = self._length_for(tokens)
+        filled = next(iter(rows.values())).shape[2]
+        return self._cache(self.executor.restored(self.level, length, rows), length, filled)
+
+    def fork(self, cache: ProgramCache, tokens: int) -> ProgramCache:
+        """A cache with the first `tokens` positions of another, which stays as it is. Under `lock`."""
+        return self.restored(self.rows(cache, tokens), tokens)
+
+    def scorer(self) -> Any:
+        """Refuses: programs give logits, and no hidden states.
+
+        Raises:
+          ConfigError: always.
+        """
+        raise ConfigError("exported programs embed no texts; use `jaxllm serve` with a bundle")
+
+    def _cache(self, caches: Any, tokens: int, length: int = 0, source: Any = None) -> ProgramCache:
+        return ProgramCache(
+            caches, tokens, length, source, cache_bytes(self.executor.manifest, self.level, tokens)
+        )
+
+    def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
+        """See `Runner`; one chunk, because the programs to run depend on the cache."""
+        return [PrefillChunk(tokens=tokens, last=True)]
+
+    def chunks_in(self, mode: Literal["int8", "float"], tokens: int) -> list[PrefillChunk]:
+        """See `Runner`."""
+        del mode
+        return self.prefill_chunks(tokens)
+
+    def prefill_rows(
+        self, cache: ProgramCache, tokens: Sequence[int], at: int, chunk: PrefillChunk, rows: PromptRows
+    ) -> tuple[Any, ProgramCache]:
+        """See `Runner`."""
+        raise ConfigError("exported programs take no rows in place of tokens; open the bundle")
+
+    def prefill(
+        self, cache: ProgramCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
+    ) -> tuple[Any, ProgramCache]:
+        """See `Runner`."""
+        del chunk
+        room, fed = cache.capacity_tokens, 0
+        for length in self._chunks(len(tokens) - 1, room):
+            row, real = padded(tokens[fed : min(fed + length, len(tokens) - 1)], length)
+            positions = np.full(length, _PADDING, np.int32)
+            positions[:real] = np.arange(at + fed, at + fed + real)
+            program = self._program("prefill", length, room)
+            _, caches = self.executor.run(program, cache.caches, row, positions, None, cache.source)
+            cache, fed = cache.after(caches, at + fed + real), fed + real
+        return self.step(cache, tokens[-1], at + len(tokens) - 1)
+
+    def sample(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
+        """The next token `[1]`, and the sampler. Finds the likeliest without a dispatch."""
+        if _likeliest(sampler):
+            return _most_likely(np.asarray(logits)), sampler
+        token, sampler = self.token_chooser.next_token(logits, sampler)
+        return np.asarray(token), sampler
+
+    def decode_limit(self, pace: int, remaining: int) -> int:
+        """See `Runner`."""
+        return min(pace, _MOST_PER_CALL, remaining)
+
+    def decode(
+        self,
+        token: Any,
+        cache: ProgramCache,
+        sampler: SamplerState,
+        stop_ids: np.ndarray,
+        limit: int,
+        cached: Sequence[int] = (),
+    ) -> tuple[np.ndarray, int, ProgramCache, SamplerState]:
+        """See `Runner`; a dispatch for each block of tokens, or for each token where there is no program of
+        blocks, until a stop token."""
+        stops, decoded = set(stop_ids.tolist()), [int(np.asarray(token)[0])]
+        block = self.executor.manifest.block_tokens(self.level, cache.capacity_tokens)
+        while len(decoded) <= limit and (len(decoded) == 1 or decoded[-1] not in stops):
+            at, left = len(cached) + len(decoded) - 1, limit + 1 - len(decoded)
+            if block > 1 and (self.executor.stops_early or 2 * left > block):
+                found, cache = self._block(
+                    cache, decoded[-1], at, controls(sampler, stop_ids, min(left, block))
+                )
+                sampler = sampler if _likeliest(sampler) else _after(sampler, found)
+                decoded += found.tolist()
+                continue
+            logits, cache = self.step(cache, decoded[-1], at)
+            chosen, sampler = self.sample(logits, sampler)
+            decoded.append(int(chosen[0]))
+        rows = np.array([decoded[1:]], np.int32)
+        return rows, rows.shape[1], cache, sampler
+
+    def step(self, cache: ProgramCache, token: int, at: int) -> tuple[Any, ProgramCache]:
+        """Feeds one token at position `at`; returns the logits `[1, V]` after it, and the cache."""
+        row, position = np.array([[token]], np.int32), np.array([at], np.int32)
+        room = cache.capacity_tokens
+        program = self._program("decode", 1, room)
+        logits, caches = self.executor.run(program, cache.caches, row, position, None, cache.source)
+        # Slicing a device's array would compile a computation.
+        return np.asarray(logits)[0], cache.after(caches, at + 1)
+
+    def _block(
+        self, cache: ProgramCache, token: int, at: int, controls: Mapping[str, np.ndarray]
+    ) -> tuple[np.ndarray, ProgramCache]:
+        """Feeds a token at position `at`, and those that it draws behind it: the tokens drawn, and the
+        cache.
+
+        Raises:
+          ProgramError: the program gives no tokens, more than asked for, or others than the vocabulary's.
+        """
+        room = cache.capacity_tokens
+        program = self._program("block", self.executor.manifest.block_tokens(self.level, room), room)
+        tokens, caches = self.executor.run_block(program, cache.caches, token, at, controls, cache.source)
+        most = int(controls["limit"][0])
+        if not 1 <= len(tokens) <= most or not NO_TOKEN <= tokens.min() <= tokens.max() < self.cfg.vocab_size:
+            raise ProgramError(
+                f"{program.name} gave {tokens.tolist()!s:.80}, not 1 to {most} tokens of "
+                f"{self.cfg.vocab_size}; export the model again"
+            )
+        return tokens, cache.after(caches, at + len(tokens))
+
+    def expect(self, tokens: np.ndarray) -> None:
+        """See `Runner`; does nothing, because all weights are in memory."""
+        del tokens
+
+    def verify(
+        self,
+        tree: TokenTree,
+        cache: ProgramCache,
+        sampler: SamplerState,
+        limit: int,
+        meanwhile: Callable[[float], bool] | None = None,
+    ) -> tuple[Verdict, ProgramCache, SamplerState]:
+        """See `Runner`."""
+        del meanwhile
+        at, room = int(cache.length), cache.capacity_tokens
+        signature = self._program("verify", tree.room, room)
+        positions = at + np.asarray(tree.depths)
+        row, seen = np.asarray(tree.tokens)[None], np.asarray(tree.ancestors)
+        logits, caches = self.executor.run(
+            signature, cache.caches, row, positions.astype(np.int32), seen, cache.source
+        )
+        if _likeliest(sampler):
+            chosen = _most_likely(np.asarray(logits)[0])
+        else:
+            chosen = np.asarray(self.token_chooser.of_tree(tree, np.asarray(logits)[0], sampler))
+        path = accepted_path(tree, chosen)[:limit]
+        tokens = chosen[path]
+        if not _likeliest(sampler):
+            sampler = _after(sampler, tokens)
+        if path[-1] >= len(path):
+            caches = self.executor.keep(signature, caches, at, path)
+        return Verdict(tokens, path), cache.after(caches, at + len(path)), sampler
+
+    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> np.ndarray:
+        """Log-probability (natural) `[tokens]` of each target after its token and all tokens before it.
+
+        Runs the largest `verify` program, or token by token where there is none.
+
+        Raises:
+          ConfigError: the model is an encoder-decoder.
+        """
+        require_decoder_alone(self.cfg, "scoring or embedding text")
+        cache, scores = self.start(len(tokens)), []
+        sizes = self.executor.manifest.verify_tokens(self.level, cache.capacity_tokens)
+        size = sizes[-1] if sizes else 1
+        for at in range(0, len(tokens), size):
+            part, goals = tokens[at : at + size], np.asarray(targets[at : at + size])
+            if sizes:
+                logits, cache = self._read_run(cache, part, at, size)
+            else:
+                logits, cache = self.step(cache, part[0], at)
+            wide = np.asarray(logits, np.float64)
+            wide = wide - wide.max(axis=-1, keepdims=True)
+            chosen = wide[np.arange(len(goals)), goals]
+            scores.append(chosen - np.log(np.exp(wide).sum(axis=-1)))
+        return np.concatenate(scores)
+
+    def _read_run(
+        self, cache: ProgramCache, part: Sequence[int], at: int, size: int
+    ) -> tuple[np.ndarray, ProgramCache]:
+        """Logits `[n, V]` after each of n consecutive tokens, which are verified as a tree without
+        branches."""
+        row, real = padded(part, size)
+        mask = np.tril(np.ones((size, size), np.bool_))
+        mask[real:] = False
+        positions, room = np.arange(at, at + size, dtype=np.int32), cache.capacity_tokens
+        logits, caches = self.executor.run(
+            self._program("verify", size, room), cache.caches, row, positions, mask
+        )
+        return np.asarray(logits)[0, :real], cache.after(caches, at + real)
+
+    def _length_for(self, tokens: int) -> int:
+        """The shortest caches for `tokens`, preferably those that a program is ready for."""
+        fitting = [each for each in self._lengths if each >= tokens]
+        if not fitting:
+            raise ContextOverflow(
+                f"{tokens} tokens do not fit; the programs' caches hold {self.options.context_tokens}: "
+                "export the model with a longer --context"
+            )
+        ready = (each for each in fitting if self.executor.is_ready(self._program("decode", 1, each)))
+        return next(ready, fitting[0])
+
+    def _chunks(self, tokens: int, room: int) -> list[int]:
+        lengths = self.executor.manifest.chunk_tokens(self.level, room)
+        return plan_chunks(tokens, lengths) if tokens > 0 else []
+
+
+def cache_bytes(manifest: Manifest, level: int, tokens: int) -> int:
+    """Bytes of one set of a level's caches of `tokens` positions."""
+    itemsize = 4 if manifest.cache_dtype == "float32" else 2
+    return itemsize * sum(math.prod(shape) for shape in manifest.cache_shapes(level, tokens).values())
+
+
+def _after(sampler: SamplerState, tokens: np.ndarray) -> SamplerState:
+    """The state after some tokens `[n]` were drawn."""
+    counts = np.array(sampler.counts)
+    np.add.at(counts[0], tokens, 1)
+    drawn = np.int32(int(sampler.drawn) + len(tokens))
+    return dataclasses.replace(sampler, counts=counts, drawn=drawn)  # pyright: ignore[reportArgumentType]
+
+
+def _program(manifest: Manifest, level: int, kind: Any, tokens: int, room: int) -> Signature:
+    return manifest.signature(kind, tokens, level, room)
+
+
+def _most_likely(logits: np.ndarray) -> np.ndarray:
+    """`jaxllm.sampling.likeliest` without a dispatch."""
+    token = logits.argmax(axis=-1)
+    chosen = np.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    return np.where(np.isfinite(chosen), token, NO_TOKEN).astype(np.int32)
+
+
+def _likeliest(sampler: SamplerState) -> bool:
+    """Whether the likeliest token is the next one."""
+    # On the host: comparing a device's number would compile a computation.
+    return not bool(sampler.penalized) and float(sampler.temperature) <= 0

@@ -1,0 +1,282 @@
+"""Runs prefill by stage programs on two processors, out of order: each a LiteRT interpreter on threads of
+its own.
+
+On a phone they are an NPU and a CPU or GPU; on a desktop two groups of cores stand in, each with XNNPACK
+threads of its own, and neither is faster. They are interpreters, because these let go of Python's lock while
+they compute, which compiled models do not. A prompt's chunks and order are chosen by times that were measured
+here: of each stage alone, and while the other processor is busy.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import WHOLE
+from jaxllm.errors import ConfigError, ProgramError, one_line
+from jaxllm.export.folder_format.arrays import KEYS, VALUES, lengthened
+from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.stages import EMBED, STAGE_FILES, stage_name
+from jaxllm.export.programs.messages import runtime_messages_kept
+from jaxllm.int8_prefill.schedule import (
+    PROCESSORS,
+    Dispatcher,
+    Order,
+    Processor,
+    Stage,
+    Subgraph,
+    Times,
+    prompt_subgraphs,
+)
+from jaxllm.serving.host.machine import cpu_features, usable_cores
+from jaxllm.serving.host.user_cache import device_file
+from jaxllm.serving.int8_prefill.chunk_plans import ChunkPlanner
+from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair, Trace, halved_cores
+from jaxllm.serving.int8_prefill.subgraph_times import SubgraphTimes, measured_times
+from jaxllm.serving.runners.chunks import padded
+
+# A layer's cache among a stage's arrays, and its name in a folder.
+_CACHE = {"keys": KEYS, "values": VALUES}
+_PADDING = -1
+_TIMED_RUNS = 3
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedStage:
+    """The stages that take equally long: of all layers with a shadow, or of all without."""
+
+    stage: Stage
+    shadowed: bool
+    tokens: int
+
+
+def times_path(manifest: Manifest) -> Path:
+    """Path of the times of a folder's stages on this device."""
+    facts = {
+        "files": {name: manifest.files[name].xxh3_128 for name in sorted(STAGE_FILES.values())},
+        "runtime": importlib.metadata.version("ai-edge-litert"),
+        "device": [*cpu_features(), usable_cores()],
+    }
+    return device_file(facts, ".subgraphs.json")
+
+
+class StagedPrompt:
+    """A prompt between its stages: what is known of each chunk, and the cache of each layer.
+
+    Attributes:
+      chunks: arrays by name, of each chunk.
+      layers: `keys` and `values` `[1, K, S, H]` of each layer.
+      lengths: of chunks, and their positions.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Subgraph, int, Arrays], Arrays],
+        chunks: list[Arrays],
+        layers: list[Arrays],
+        lengths: Sequence[tuple[int, int]],
+    ) -> None:
+        """`call` is (subgraph, tokens of its chunk, known arrays) -> results."""
+        self.chunks, self.layers, self.lengths, self._call = chunks, layers, lengths, call
+
+    def run(self, each: Subgraph) -> None:
+        """Runs one stage; those that it depends on have run."""
+        found = self._call(each, self.lengths[each.chunk][0], self._known(each))
+        for name, array in found.items():
+            (self.layers[each.layer] if name in _CACHE else self.chunks[each.chunk])[name] = array
+
+    def repeated(self, each: Subgraph) -> Callable[[], None]:
+        """A function that runs a stage at each call, and leaves what is known as it was."""
+        known = self._known(each)
+
+        def once() -> None:
+            self._call(each, self.lengths[each.chunk][0], known)
+
+        return once
+
+    def _known(self, each: Subgraph) -> Arrays:
+        return {**self.chunks[each.chunk], **self.layers[each.layer]}
+
+
+class StagePrograms:
+    """The stage programs of a folder on two processors. Not thread-safe: one prompt at a time.
+
+    Attributes:
+      facts: which stages there are.
+      order: of stages.
+      measured: times of stages.
+      pair: the processors.
+    """
+
+    def __init__(
+        self, manifest: Manifest, folder: Path, *, order: Order = "out-of-order", times: Path | None = None
+    ) -> None:
+        """Opens both models, each on cores of its own.
+
+        Args:
+          manifest: of the folder.
+          folder: of programs.
+          order: see `jaxllm.int8_prefill.schedule.Dispatcher`.
+          times: the file that keeps the times of stages; None to keep none.
+
+        Raises:
+          ConfigError: the folder has no stages, LiteRT is not installed, or this process may use one core.
+          ProgramError: a model is corrupt, or LiteRT refuses it.
+        """
+        if manifest.stages is None:
+            raise ConfigError(f"{folder} has no stages for two processors; export the model with --stages")
+        if importlib.util.find_spec("ai_edge_litert") is None:
+            raise ConfigError("ai-edge-litert is not installed; pip install ai-edge-litert")
+        self.facts, self._manifest = manifest.stages, manifest
+        self.order: Order = order
+        self.cfg, self._room = manifest.levels[WHOLE].cfg, manifest.context_tokens
+        self.measured = SubgraphTimes(times, TimedStage)
+        cores = halved_cores()
+        self.pair = ProcessorPair(cores)
+        self._programs: dict[Processor, Callable[[str], Any]] = {}
+        # What each program takes, by its name.
+        self._taken: dict[str, Sequence[str]] = {}
+        for processor in PROCESSORS:
+            path = manifest.require_intact(folder, STAGE_FILES[processor])
+            opened = functools.partial(self._open, processor, path, max(1, len(cores[processor])))
+            # By the processor's thread, so that those that XNNPACK makes are on its cores.
+            self.pair.timed(processor, opened)
+        self._planner = ChunkPlanner(
+            self.facts.chunk_tokens, order, self.measured, self._timed_stage, self.subgraphs
+        )
+
+    def close(self) -> None:
+        """Ends both threads."""
+        self.pair.close()
+
+    def _open(self, processor: Processor, path: Path, threads: int) -> None:
+        from ai_edge_litert.interpreter import Interpreter
+
+        with runtime_messages_kept() as said:
+            try:
+                interpreter = Interpreter(str(path), num_threads=threads)
+            except (RuntimeError, ValueError) as error:
+                raise ProgramError(
+                    f"{path}: LiteRT refuses it ({one_line(error)}; {one_line(said())}); export it again"
+                ) from error
+        self._programs[processor] = functools.cache(interpreter.get_signature_runner)
+        self._taken |= {name: each["inputs"] for name, each in interpreter.get_signature_list().items()}
+
+    def warm_up(self) -> None:
+        """Measures the stages that have no times yet, and keeps their times."""
+        missing = [
+            tokens
+            for tokens in self.facts.chunk_tokens
+            if any(self._key(each, tokens) not in self.measured for each in self.subgraphs(1))
+        ]
+        for tokens in missing:
+            self.measure(tokens)
+        if missing:
+            self.measured.keep()
+
+    def measure(self, tokens: int, runs: int = _TIMED_RUNS) -> None:
+        """Times the stages of chunks of `tokens` tokens, alone and while the other processor is busy."""
+        fed = np.linspace(0, self.cfg.vocab_size - 1, tokens).astype(int).tolist()
+
+        def begin(full: bool) -> StagedPrompt:
+            return self._begin(fed, (self._room - tokens) * full, {}, [tokens])
+
+        found, handover_ms = measured_times(
+            self.pair,
+            begin,
+            lambda prompt: self.subgraphs(len(prompt.chunks)),
+            lambda each: self._key(each, tokens),
+            runs,
+        )
+        self.measured.put(found, handover_ms)
+        self._planner.chosen.clear()
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        at: int,
+        rows: Mapping[str, np.ndarray],
+        lengths: Sequence[int] | None = None,
+    ) -> tuple[Arrays, Trace]:
+        """Runs a prompt through all layers.
+
+        Args:
+          tokens: of the prompt.
+          at: position of the first.
+          rows: of the `at` tokens before, `[1, K, at, H]` by the names of caches; none of an empty cache.
+          lengths: of chunks; None for those that the measured times choose.
+
+        Returns:
+          The caches with the prompt's rows, `[1, K, at + tokens, H]` by name; and the schedule as it ran.
+        """
+        lengths = lengths or self.plan(len(tokens), at)
+        prompt = self._begin(tokens, at, rows, lengths)
+        dispatcher = Dispatcher(self.subgraphs(len(lengths)), self.times_of(prompt.lengths), self.order)
+        trace = self.pair.run(dispatcher, prompt.run)
+        end = at + len(tokens)
+        found = {
+            name.format(layer): each[side][:, :, :end]
+            for layer, each in enumerate(prompt.layers)
+            for side, name in _CACHE.items()
+        }
+        return found, trace
+
+    def plan(self, tokens: int, at: int) -> Sequence[int]:
+        """Lengths of the chunks of a prompt, chosen with the order of their stages by simulation."""
+        return self._planner.plan(tokens, at, self._room)
+
+    def subgraphs(self, chunks: int) -> Sequence[Subgraph]:
+        """The stages of a prompt of so many chunks."""
+        return prompt_subgraphs(chunks, self.facts.shadowed)
+
+    def times_of(self, chunks: Sequence[tuple[int, int]], *, shared: bool = False) -> Times:
+        """A function of measured times, for chunks by their lengths and positions (see
+        `ChunkPlanner.times`)."""
+        return self._planner.times(chunks, self._room, shared=shared)
+
+    def _begin(
+        self, tokens: Sequence[int], at: int, rows: Mapping[str, np.ndarray], lengths: Sequence[int]
+    ) -> StagedPrompt:
+        """A prompt before its first layer."""
+        chunks, places, fed = [], [], 0
+        for length in lengths:
+            row, real = padded(tokens[fed : fed + length], length)
+            positions = np.full(length, _PADDING, np.int32)
+            positions[:real] = np.arange(at + fed, at + fed + real)
+            chunks.append({"tokens": row, "input_pos": positions})
+            places.append((length, at + fed))
+            fed += real
+        shapes = self._manifest.cache_shapes(WHOLE, self._room)
+        layers: list[Arrays] = [{} for _ in range(self.cfg.layers)]
+        for layer, each in enumerate(layers):
+            for side, name in _CACHE.items():
+                shape = shapes[name.format(layer)]
+                each[side] = lengthened(
+                    rows.get(name.format(layer), np.zeros((1, 1, 0, 1), np.float32)), shape
+                )
+        prompt = StagedPrompt(self._call, chunks, layers, places)
+        self.pair.timed("float", lambda: self._embed(prompt))
+        return prompt
+
+    def _embed(self, prompt: StagedPrompt) -> None:
+        for chunk, (length, _) in zip(prompt.chunks, prompt.lengths, strict=True):
+            chunk |= self._run("float", f"{EMBED}_{length}", chunk)
+
+    def _call(self, each: Subgraph, tokens: int, known: Mapping[str, np.ndarray]) -> Arrays:
+        return self._run(each.processor, stage_name(each.stage, each.layer, tokens), known)
+
+    def _run(self, processor: Processor, name: str, known: Mapping[str, np.ndarray]) -> Arrays:
+        return self._programs[processor](name)(**{each: known[each] for each in self._taken[name]})
+
+    def _key(self, each: Subgraph, tokens: int) -> TimedStage:
+        return TimedStage(each.stage, self.facts.shadowed[each.layer], tokens)
+
+    def _timed_stage(self, layer: int, stage: Stage, tokens: int, room: int) -> TimedStage:
+        del room
+        return TimedStage(stage, self.facts.shadowed[layer], tokens)

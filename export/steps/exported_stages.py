@@ -1,0 +1,149 @@
+"""Defines the stages of a layer as steps of exported programs, for two processors (see
+`jaxllm.int8_prefill.schedule`).
+
+A step takes weights and inputs by name, and gives results by name; one chunk of T tokens. `x` `[1, T, D]` is
+what a layer takes and gives, `q`, `k`, `v`, `gate`, `up` are products, and `*_shadow` their shadows. `keys`
+and `values` `[1, K, S, H]` are the layer's cache, and `input_pos` `[T]` int32 is that of `run_step`. How a
+product is computed is left to the parameters: those of the integer processor clip their inputs, and those of
+the float processor's shadows multiply what was clipped off.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.config import ModelConfig
+from jaxllm.export.folder_format.stages import stage_inputs
+from jaxllm.export.steps.exported import Arrays
+from jaxllm.int8_prefill.schedule import Stage
+from jaxllm.int8_prefill.shadow import OUT, PROJECT, WIDEN, matrices_of
+from jaxllm.int8_prefill.subgraphs import block_weights
+from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.models.decoder import embed_tokens
+from jaxllm.models.layer import LayerParams, attend_cache, normed_heads
+from jaxllm.models.layer_stack import layer_of
+from jaxllm.models.parameters import Params
+from jaxllm.nn.layers import activate, gated
+from jaxllm.nn.linear import add_normed, feed_forward, from_units, normed_to_units
+
+Shapes = dict[str, jax.ShapeDtypeStruct]
+_HEADS = ("q", "k", "v")
+SHADOW = "_shadow"
+
+
+def run_embed(params: Params, inputs: Arrays, *, cfg: ModelConfig) -> Arrays:
+    """`tokens` `[1, T]` int32 and `input_pos` -> `x` of the first layer."""
+    return {"x": embed_tokens(params, inputs["tokens"], inputs["input_pos"], cfg=cfg)}
+
+
+def run_stage(
+    params: Params, inputs: Arrays, *, stage: Stage, layer: int, shadowed: bool, cfg: ModelConfig
+) -> Arrays:
+    """A stage of a layer.
+
+    Args:
+      params: the layer's, as the stage's processor multiplies by them.
+      inputs: see `jaxllm.export.folder_format.stages.stage_inputs`.
+      stage, layer: which.
+      shadowed: whether the layer has a shadow.
+      cfg: the model.
+
+    Returns:
+      What the stage adds to what is known of its chunk, by name.
+    """
+    weights = layer_of(params, layer)
+    if stage in ("project", "project_shadow"):
+        return _products(weights, PROJECT, inputs, cfg, shadow=stage == "project_shadow")
+    if stage == "attend":
+        return _attend(weights, inputs, cfg, layer, shadowed=shadowed)
+    if stage == "finish":
+        x = _with_output(weights, inputs, cfg)
+        mixed = feed_forward(
+            x, weights.norm("ffn_norm", cfg), block_weights(weights, cfg), add_input=not cfg.post_norms
+        )
+        return {"x": _after_block(weights, x, mixed, cfg)}
+    if stage == "widen":
+        x = _with_output(weights, inputs, cfg)
+        return {"x": x, **_products(weights, WIDEN, {"x": x}, cfg, shadow=False)}
+    if stage == "widen_shadow":
+        return _products(weights, WIDEN, inputs, cfg, shadow=True)
+    if stage == "narrow":
+        named = ("gate", "up") if cfg.gated_ffn else ("up",)
+        sums = [inputs[each] + inputs[f"{each}{SHADOW}"] for each in named]
+        first = sums[0]
+        hidden = gated(first, sums[1], cfg.activation) if cfg.gated_ffn else activate(first, cfg.activation)
+        residual = None if cfg.post_norms else inputs["x"]
+        bias = weights.vector("ffn.down_bias")
+        return {"hidden": hidden, "mixed": from_units(hidden, weights["ffn.down"], bias, residual)}
+    if stage == "narrow_shadow":
+        mixed = inputs["mixed"] + from_units(inputs["hidden"], weights["ffn.down"])
+        return {"x": _after_block(weights, inputs["x"], mixed, cfg)}
+    raise ValueError(f"{stage} is no stage of two processors")
+
+
+def stage_shapes(
+    stage: Stage, cfg: ModelConfig, *, shadowed: bool, layer: int, tokens: int, cache_tokens: int
+) -> Shapes:
+    """The shapes of a stage's inputs, for a chunk of `tokens` tokens over caches of `cache_tokens`."""
+    units = cfg.units(layer)
+    heads, width, query = units.kv_heads, cfg.head_dim, cfg.heads // cfg.kv_heads * cfg.head_dim
+    row, cache = (1, tokens), (1, heads, cache_tokens, width)
+    known: Mapping[str, tuple[int, ...]] = {
+        **dict.fromkeys(("x", "mixed", "added"), (*row, cfg.hidden_size)),
+        **dict.fromkeys(("q", "out"), (*row, heads, query)),
+        **dict.fromkeys(("k", "v"), (*row, heads, width)),
+        **dict.fromkeys(("gate", "up", "hidden"), (*row, units.neurons)),
+        **dict.fromkeys(("keys", "values"), cache),
+    }
+    found = {}
+    for name in stage_inputs(stage, shadowed=shadowed, gated=cfg.gated_ffn):
+        if name == "input_pos":
+            found[name] = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+        else:
+            found[name] = jax.ShapeDtypeStruct(known[name.removesuffix(SHADOW)], jnp.float32)
+    return found
+
+
+def _products(
+    weights: LayerParams, product: int, inputs: Arrays, cfg: ModelConfig, *, shadow: bool
+) -> dict[str, jax.Array]:
+    """Products of the normalized `x`, or their shadows, which have no biases."""
+    matrices, biases = matrices_of(weights, product, cfg)
+    norm = weights.norm("attn_norm" if product == PROJECT else "ffn_norm", cfg)
+    biases = [None] * len(matrices) if shadow else biases
+    found = normed_to_units(inputs["x"], norm, matrices, biases)
+    names = _HEADS if product == PROJECT else ("gate", "up")[-len(matrices) :]
+    suffix = SHADOW if shadow else ""
+    return {f"{name}{suffix}": each for name, each in zip(names, found, strict=True)}
+
+
+def _attend(
+    weights: LayerParams, inputs: Arrays, cfg: ModelConfig, layer: int, *, shadowed: bool
+) -> dict[str, jax.Array]:
+    q, k, v = (inputs[name] + inputs[f"{name}{SHADOW}"] if shadowed else inputs[name] for name in _HEADS)
+    position = inputs["input_pos"]
+    count = position.shape[0]
+    real = position == position[0] + jnp.arange(count, dtype=jnp.int32)
+    at = TokenPositions.after(position[0], count, jnp.sum(real, dtype=jnp.int32))
+    new, past = normed_heads(weights, q, k, v, cfg), Past(inputs["keys"], inputs["values"])
+    out, (past, _) = attend_cache(new, None, cfg=cfg, layer=layer, at=at, past=past, mass=None)
+    out = out.reshape(*out.shape[:3], -1)
+    found = {"out": out, "keys": past.keys, "values": past.values}
+    if shadowed:
+        ((matrix,), _) = matrices_of(weights, OUT, cfg)
+        found["added"] = from_units(out, matrix)
+    return found
+
+
+def _with_output(weights: LayerParams, inputs: Arrays, cfg: ModelConfig) -> jax.Array:
+    """The layer's input with attention's output product, and its shadow where there is one."""
+    ((matrix,), (bias,)) = matrices_of(weights, OUT, cfg)
+    x, residual = inputs["x"], None if cfg.post_norms else inputs["x"]
+    mixed = from_units(inputs["out"], matrix, bias, residual)
+    mixed = mixed + inputs["added"] if "added" in inputs else mixed
+    return add_normed(x, mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
+
+
+def _after_block(weights: LayerParams, x: jax.Array, mixed: jax.Array, cfg: ModelConfig) -> jax.Array:
+    return add_normed(x, mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed

@@ -1,0 +1,524 @@
+"""Reads and writes PEFT folders: low-rank adapters and their config."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxllm.checkpoints.safetensors_folder import FLOAT_TYPES, some, write_checkpoint
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files.input_files import read_json
+from jaxllm.models.architectures import architecture
+from jaxllm.models.lora import (
+    MAX_RANK,
+    TARGETS,
+    Adapter,
+    LoraConfig,
+    adapter_shapes,
+    parameters_of,
+    target_of,
+)
+from jaxllm.models.parameters import ParamSpec, param_specs
+from jaxllm.models.translate import Tensor, swap_pairs
+from jaxllm.text.expressions import first_matches, match_here
+
+# Reads PEFT's `adapter_config.json` by an allow-list: every key is understood, inert, or refused by name.
+#
+# Keys that select modules, ranks and alphas are regular expressions or suffixes of module names, matched as
+# PEFT matches them.
+
+
+CONFIG_FILE = "adapter_config.json"
+
+# Keys that cannot change the result of a trained adapter.
+INERT_KEYS = frozenset(
+    {
+        # Book-keeping.
+        "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision",
+        "runtime_config", "task_type",
+        # Training alone reads it.
+        "lora_dropout",
+        # Of initial values: what changes the base's weights at the start is known by `init_lora_weights`.
+        "corda_config", "eva_config", "lora_ga_config", "loftq_config",
+        # PEFT sets it by the module, whatever it says. The factors are stored in the same way.
+        "fan_in_fan_out",
+        # Of layers that transformers' models do not have.
+        "megatron_config", "megatron_core",
+        # Of the embedding, whose factors are refused as tensors.
+        "ensure_weight_tying",
+        # Without `use_qalora`.
+        "qalora_group_size",
+    }
+)  # fmt: skip
+# Settings that change the arithmetic -> their values for plain LoRA.
+PLAIN_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "lora_bias": (False, None),
+    "use_qalora": (False, None),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
+    "velora_config": (None,),
+}
+# Initial values that leave the base's weights as they are.
+PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+READ_KEYS = frozenset(
+    {
+        "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights",
+        "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    }
+)  # fmt: skip
+
+_MERGE = (
+    "where PEFT can, merge it into its base (merge_and_unload, save_pretrained) and take the merged model"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """One adapter's config.
+
+    Attributes:
+      lora: rank and scaling where no pattern says otherwise; its targets are not those of the adapter.
+      ranks: pattern -> rank of the modules that it matches; the first match counts.
+      alphas: the same for alpha.
+      targets: adapted modules, as a regular expression or as names and their endings; None for all.
+      excluded: modules that are not adapted, in the same form.
+      layers: numbers of the layers that are adapted; None for all.
+      layer_lists: expressions for the name of the list of layers; none for any.
+    """
+
+    lora: LoraConfig
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    targets: str | tuple[str, ...] | None
+    excluded: str | tuple[str, ...]
+    layers: tuple[int, ...] | None
+    layer_lists: tuple[str, ...]
+
+    def of_modules(self, modules: Sequence[str]) -> dict[str, LoraConfig]:
+        """Rank and scaling of each of some modules of the checkpoint that is adapted.
+
+        Raises:
+          ConfigError: an expression is malformed, or takes too long to match.
+        """
+        adapted = self._adapted(modules)
+        ranks, alphas = _by_pattern(self.ranks, adapted), _by_pattern(self.alphas, adapted)
+        return {
+            module: dataclasses.replace(
+                self.lora, rank=ranks.get(module, self.lora.rank), alpha=alphas.get(module, self.lora.alpha)
+            )
+            for module in adapted
+        }
+
+    def _adapted(self, modules: Sequence[str]) -> list[str]:
+        excluded = set(_selected(self.excluded, modules))
+        modules = [module for module in modules if module not in excluded]
+        if self.targets is None:
+            return modules
+        modules = _selected(self.targets, modules)
+        if self.layers is None or isinstance(self.targets, str):
+            return modules
+        number = r"\.(?P<idx>\d+)\."
+        if self.layer_lists:
+            found = first_matches(self.layer_lists, modules, before=r"(?:^|.*?\.)", after=number)
+        else:
+            found = match_here([rf".*?\.[^.]*{number}"], modules)
+        return [
+            module
+            for module, match in zip(modules, found, strict=True)
+            # The last group is ours.
+            if match is not None and int(match[1][-1] or 0) in self.layers
+        ]
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """The config in a folder.
+
+    Raises:
+      CheckpointError: there is no config, or it is no JSON object.
+      ConfigError: a key is unknown or malformed, or the adapter is not plain LoRA.
+    """
+    path = folder / CONFIG_FILE
+    config = read_json(path, "give a folder that PEFT's save_pretrained wrote")
+    for key, value in config.items():
+        if key in PLAIN_VALUES:
+            # 1 == True in Python.
+            if not any(value == each and type(value) is type(each) for each in PLAIN_VALUES[key]):
+                raise ConfigError(
+                    f"{path} has {key} {value!r:.80}; jaxllm reads plain LoRA ({PLAIN_VALUES[key][0]!r}): "
+                    f"{_MERGE}"
+                )
+        elif key not in READ_KEYS | INERT_KEYS and value is not None and value is not False:
+            raise ConfigError(
+                f"{path} has the unknown key {key!r:.80} (value {value!r:.80}), which may change what the "
+                f"adapter computes: {_MERGE}"
+            )
+    init = config.get("init_lora_weights", True)
+    if not any(init is each or (isinstance(init, str) and init.lower() == each) for each in PLAIN_INITS):
+        raise ConfigError(
+            f"{path} has init_lora_weights {init!r:.80}, which is not known to leave the base model's "
+            "weights as they are: its factors may belong to other weights. Have PEFT convert it "
+            f"(path_initial_model_for_weight_conversion of save_pretrained), or, {_MERGE}"
+        )
+    return AdapterConfig(
+        lora=_read_lora(path, config),
+        ranks=_read_pattern(config, "rank_pattern"),
+        alphas=_read_pattern(config, "alpha_pattern"),
+        targets=_read_targets(config),
+        excluded=_read_names(config, "exclude_modules") or (),
+        layers=_read_layers(config),
+        layer_lists=_as_tuple(_read_names(config, "layers_pattern") or ()),
+    )
+
+
+def _read_lora(path: Path, config: Mapping[str, Any]) -> LoraConfig:
+    stabilized = config.get("use_rslora") or False
+    if not isinstance(stabilized, bool):
+        raise ConfigError(f"use_rslora of an adapter must be true or false, got {stabilized!r:.80}")
+    try:
+        lora = LoraConfig(rank=config["r"], alpha=config["lora_alpha"], rank_stabilized=stabilized)
+    except KeyError as error:
+        raise ConfigError(f"{path} lacks {error}; give a config that PEFT wrote") from error
+    if not lora.rank:
+        raise ConfigError(f"{path} has r 0; an adapter of PEFT has a rank of at least 1")
+    return lora
+
+
+def _read_pattern(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    patterns = config.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise ConfigError(f"{key} of an adapter must be an object, got {patterns!r:.80}")
+    for name, value in patterns.items():
+        # The config of a layer checks the value, whether or not a module has it.
+        made = LoraConfig(rank=value) if key == "rank_pattern" else LoraConfig(alpha=value)
+        if not made.rank:
+            raise ConfigError(
+                f"rank_pattern of an adapter has rank 0 for {name!r:.80}; it must be at least 1"
+            )
+    return patterns
+
+
+def _read_targets(config: Mapping[str, Any]) -> str | tuple[str, ...] | None:
+    targets = _read_names(config, "target_modules")
+    # Every linear map: the tensors say which.
+    return None if isinstance(targets, str) and targets.lower() == "all-linear" else targets
+
+
+def _read_names(config: Mapping[str, Any], key: str) -> str | tuple[str, ...] | None:
+    names = config.get(key)
+    if names is None or isinstance(names, str):
+        return names
+    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+        raise ConfigError(f"{key} of an adapter must be a text or a list of texts, got {names!r:.80}")
+    return tuple(names)
+
+
+def _read_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    layers = config.get("layers_to_transform")
+    layers = [layers] if type(layers) is int else layers
+    if not layers:
+        return None
+    if not isinstance(layers, list) or not all(type(each) is int for each in layers):
+        raise ConfigError(
+            f"layers_to_transform of an adapter must be whole numbers of layers, got {layers!r:.80}"
+        )
+    return tuple(layers)
+
+
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _by_pattern(values: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
+    """Module -> the value of the first pattern that matches it, as PEFT's `get_pattern_key` finds it."""
+    keys = list(values)
+    found = first_matches(keys, modules, before=r"(.*\.)?(", after=")$")
+    return {
+        module: values[keys[match[0]]]
+        for module, match in zip(modules, found, strict=True)
+        if match is not None
+    }
+
+
+def _selected(names: str | tuple[str, ...], modules: Sequence[str]) -> list[str]:
+    """The modules that an expression, or names and their endings, select (`check_target_module_exists`)."""
+    if not isinstance(names, str):
+        endings = tuple(f".{each}" for each in names)
+        return [module for module in modules if module in names or module.endswith(endings)]
+    if not names:
+        return []
+    found = first_matches([names], modules, full=True)
+    return [module for module, match in zip(modules, found, strict=True) if match is not None]
+
+
+# Reads and writes low-rank adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
+#
+# PEFT calls the factor on the input's side of a linear map A `[r, in]`, and the one on the output's side B
+# `[out, r]`. Ours are `left`, on the units' side, and `right`, on the model width's side. If the checkpoint
+# has several of our matrices in one tensor (Phi-3's q, k and v), their adapters are one adapter of PEFT with
+# the sum of their ranks.
+
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_BASE = "base_model.model."
+
+
+@dataclasses.dataclass(frozen=True)
+class _Module:
+    """One linear map of the checkpoint, and our parameters in it."""
+
+    name: str
+    tensor: Tensor
+    # Parameter -> its first and last + 1 row among the tensor's units.
+    rows: Mapping[str, tuple[int, int]]
+    units: int
+    width: int
+    by_units: bool
+
+
+def write_adapter(
+    folder: Path, cfg: ModelConfig, lora: LoraConfig, adapter: Adapter, *, base: str | None = None
+) -> None:
+    """Writes a folder that PEFT's `PeftModel.from_pretrained` loads onto the same model.
+
+    Args:
+      folder: made if missing; each of its two files is replaced whole or not at all.
+      cfg: the model.
+      lora: the adapter's config.
+      adapter: see `jaxllm.models.lora`.
+      base: name or path of the model, for `base_model_name_or_path`.
+
+    Raises:
+      ConfigError: the adapter does not belong to the model.
+    """
+    names = parameters_of(adapter)
+    if not lora.rank:
+        raise ConfigError("an adapter of rank 0 changes nothing, and PEFT cannot express it")
+    written, patterns, tensors = set(), {}, {}
+    for module in _modules(cfg):
+        own = [name for name in module.rows if name in names]
+        if not own:
+            continue
+        written.update(own)
+        left, right = _joined(module, {name: _factors(cfg, module, adapter, name) for name in own})
+        if right.shape[0] != lora.rank:
+            # PEFT divides each module's alpha by its own rank.
+            factor = (right.shape[0] / lora.rank) ** (0.5 if lora.rank_stabilized else 1)
+            # By the full name: the same map of another layer may have another rank.
+            patterns[module.name] = (right.shape[0], lora.alpha * factor)
+        if module.tensor.interleaved:
+            left = swap_pairs(left, cfg.head_dim, cfg.head_dim // 2)
+        a, b = (left.T, right.T) if module.by_units else (right, left)
+        for part, value in (("lora_A", a), ("lora_B", b)):
+            value = np.ascontiguousarray(value, np.float32)
+            key = f"{_BASE}{module.name}.{part}.weight"
+            tensors[key] = (value.dtype, value.shape, lambda value=value: value)
+    if missing := set(names) - written:
+        raise ConfigError(
+            f"the adapter changes {some(missing)}, which a {cfg.model_type} model does not have"
+        )
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if cfg.encoder is None else "SEQ_2_SEQ_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rank_stabilized,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": _conv1d(cfg),
+        "inference_mode": True,
+        "target_modules": sorted(
+            {_relative(key.removeprefix(_BASE)[: -len(".lora_A.weight")]) for key in tensors}
+        ),
+        "rank_pattern": {name: rank for name, (rank, _) in patterns.items()},
+        "alpha_pattern": {name: alpha for name, (_, alpha) in patterns.items()},
+    }
+    folder = Path(folder)
+    write_checkpoint(folder / CONFIG_FILE, config, folder / WEIGHTS_FILE, tensors)
+
+
+def read_adapter(folder: Path, cfg: ModelConfig) -> tuple[LoraConfig, dict[str, np.ndarray]]:
+    """Reads an adapter of a model.
+
+    Returns:
+      Its config, and its arrays (see `jaxllm.models.lora`) in float32. If a module has a rank or alpha of its
+      own, `left` is multiplied by its scaling over the config's.
+
+    Raises:
+      CheckpointError: the files are missing, corrupt, or belong to another model.
+      ConfigError: the adapter is not plain LoRA, or its config cannot be read.
+    """
+    folder = Path(folder)
+    config = read_adapter_config(folder)
+    lora = config.lora
+    if not lora.scaling:
+        # Patterns may have other scalings, which are relative to the config's: 1.
+        lora = dataclasses.replace(lora, alpha=lora.rank, rank_stabilized=False)
+    stored = _read_tensors(folder)
+    parts: dict[str, dict[int | None, tuple[np.ndarray, np.ndarray]]] = {}
+    modules = list(_modules(cfg))
+    adapted = config.of_modules([module.name for module in modules])
+    for module in modules:
+        keys = [f"{_BASE}{module.name}.{part}.weight" for part in ("lora_A", "lora_B")]
+        if not any(key in stored for key in keys):
+            continue
+        if not all(key in stored for key in keys):
+            raise CheckpointError(f"{folder / WEIGHTS_FILE} lacks one of {keys[0]} and {keys[1]}")
+        if module.name not in adapted:
+            raise CheckpointError(
+                f"{folder / WEIGHTS_FILE} holds {keys[0]}, which {CONFIG_FILE} does not select "
+                "(target_modules, exclude_modules, layers_to_transform); take both files of one adapter"
+            )
+        own = adapted[module.name]
+        a, b = (stored.pop(key).astype(np.float32) for key in keys)
+        left, right = (a.T, b.T) if module.by_units else (b, a)
+        if left.shape != (module.units, right.shape[0]) or right.shape[1] != module.width:
+            raise CheckpointError(
+                f"{keys[0]} {list(a.shape)} and {keys[1]} {list(b.shape)} of {folder} do not fit a map of "
+                f"{module.units} units of width {module.width}; the adapter belongs to another model"
+            )
+        if right.shape[0] != own.rank:
+            raise CheckpointError(
+                f"{keys[0]} of {folder} has rank {right.shape[0]}, and {CONFIG_FILE} says {own.rank}; take "
+                "both files of one adapter"
+            )
+        if not (np.isfinite(left).all() and np.isfinite(right).all()):
+            raise CheckpointError(f"{keys[0]} or {keys[1]} of {folder} holds numbers that are not finite")
+        with np.errstate(over="ignore", invalid="ignore"):
+            left = left * np.float32(own.scaling / lora.scaling)
+        if not np.isfinite(left).all():
+            raise CheckpointError(f"{keys[0]} of {folder} is scaled beyond what floats hold")
+        if module.tensor.interleaved:
+            left = swap_pairs(left, cfg.head_dim, 2)
+        for name, (first, last) in module.rows.items():
+            parts.setdefault(name, {})[module.tensor.expert] = (left[first:last], right)
+    if stored:
+        raise CheckpointError(
+            f"{folder / WEIGHTS_FILE} holds {some(stored)}, which a {cfg.model_type} model lacks"
+        )
+    if not parts:
+        raise CheckpointError(f"{folder / WEIGHTS_FILE} holds no change to any matrix of this model")
+    adapter: dict[str, np.ndarray] = {}
+    for name, pieces in parts.items():
+        adapter[f"{name}.left"], adapter[f"{name}.right"] = _stacked(cfg, name, pieces)
+    targets = tuple(each for each in TARGETS if any(target_of(name) == each for name in parts))
+    return dataclasses.replace(lora, targets=targets), adapter
+
+
+def _modules(cfg: ModelConfig) -> Iterator[_Module]:
+    family, specs = architecture(cfg.model_type), param_specs(cfg)
+    for tensor in family.tensors(cfg):
+        if target_of(tensor.params[0]) not in TARGETS or not tensor.name.endswith(".weight"):
+            continue
+        prefix = family.prefixes[0] if tensor.in_body else ""
+        rows, at = {}, tensor.skip_rows
+        for name in tensor.params:
+            count = _units(specs[name], tensor)
+            rows[name] = (at, at + count)
+            at += count
+        spec = specs[tensor.params[0]]
+        name = prefix + tensor.name.removesuffix(".weight")
+        yield _Module(name, tensor, rows, at, spec.shape[-1], spec.role == "from_units")
+
+
+def _units(spec: ParamSpec, tensor: Tensor) -> int:
+    leading = spec.shape[:-1] if tensor.expert is None else spec.shape[1:-1]
+    return int(np.prod(leading))
+
+
+def _factors(cfg: ModelConfig, module: _Module, adapter: Adapter, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """`left` `[units, r]` and `right` `[r, D]` of a parameter's part in a module."""
+    left, right = (np.asarray(adapter[f"{name}.{part}"], np.float32) for part in ("left", "right"))
+    wanted = adapter_shapes(cfg, name, right.shape[-2])
+    if (left.shape, right.shape) != wanted:
+        raise ConfigError(
+            f"the adapter's change to {name} is {list(left.shape)} times {list(right.shape)}, but the model "
+            f"needs {list(wanted[0])} times {list(wanted[1])}"
+        )
+    if module.tensor.expert is not None:
+        left, right = left[module.tensor.expert], right[module.tensor.expert]
+    return left.reshape(-1, left.shape[-1]), right
+
+
+def _joined(
+    module: _Module, factors: Mapping[str, tuple[np.ndarray, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """One pair of factors for all parameters of a module: the sum of their ranks."""
+    rights = [right for _, right in factors.values()]
+    shared = all(np.array_equal(right, rights[0]) for right in rights)
+    right = rights[0] if shared else np.concatenate(rights)
+    left = np.zeros((module.units, right.shape[0]), np.float32)
+    at = 0
+    for name, (own, own_right) in factors.items():
+        first, last = module.rows[name]
+        left[first:last, at : at + own_right.shape[0]] = own
+        at += 0 if shared else own_right.shape[0]
+    return left, right
+
+
+def _stacked(
+    cfg: ModelConfig, name: str, pieces: Mapping[int | None, tuple[np.ndarray, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
+    rank = max(right.shape[0] for _, right in pieces.values())
+    shapes = adapter_shapes(cfg, name, rank)
+    if None in pieces:
+        left, right = pieces[None]
+        return left.reshape(shapes[0]), right.copy()
+    left, right = (np.zeros(shape, np.float32) for shape in shapes)
+    for expert, (own_left, own_right) in pieces.items():
+        left[expert, ..., : own_left.shape[1]] = own_left
+        right[expert, : own_right.shape[0]] = own_right
+    return left, right
+
+
+def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; jaxllm reads adapters as safetensors, never as pickles")
+    try:
+        tensors = {}
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():  # noqa: SIM118
+                described = file.get_slice(name)
+                shape = described.get_shape()
+                if (
+                    described.get_dtype() not in FLOAT_TYPES.values()
+                    or len(shape) != 2
+                    or not 1 <= min(shape) <= MAX_RANK
+                ):
+                    raise CheckpointError(
+                        f"{name} of {path} is no factor of a low-rank change: {list(shape)}"
+                    )
+                tensors[name] = file.get_tensor(name)
+        return tensors
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or corrupt ({error}); write or download it again"
+        ) from error
+
+
+def _relative(module: str) -> str:
+    """A module's name within its layer, which PEFT matches as a suffix."""
+    parts = module.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), -1)
+    return ".".join(parts[number + 1 :])
+
+
+def _conv1d(cfg: ModelConfig) -> bool:
+    """Whether the checkpoint stores maps as `[in, out]` (GPT-2), which PEFT's config must say."""
+    return any(not module.by_units and module.tensor.transposed for module in _modules(cfg))

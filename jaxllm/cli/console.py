@@ -1,0 +1,118 @@
+"""Reads texts, prints JSON and columns, and draws progress bars, for all commands."""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxllm.errors import ConfigError
+from jaxllm.serving.host.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+
+MAX_INPUT_BYTES = 64 << 20
+# Bars appear only after this time: importing the library that draws them takes a large part of a start.
+_PATIENCE_S = 0.5
+_LEAST_CHARACTERS = 100
+
+_STAGES = {
+    "prepare": "Preparing weights",
+    "load": "Loading weights",
+    "compile": "Compiling buckets",
+    "export": "Exporting programs",
+    "score": "Scoring tokens",
+    "profile": "Timing levels",
+    "replay": "Replaying requests",
+}
+
+
+def read_text(path: Path | None) -> str:
+    """The UTF-8 text of a file, or of standard input for None or "-".
+
+    Raises:
+      ConfigError: it cannot be read, is too large, or is not UTF-8.
+    """
+    source = "standard input" if path is None or str(path) == "-" else str(path)
+    try:
+        if source == "standard input":
+            raw = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
+        else:
+            with Path(source).open("rb") as file:
+                raw = file.read(MAX_INPUT_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be read ({error.strerror})") from error
+    if len(raw) > MAX_INPUT_BYTES:
+        raise ConfigError(f"{source}: more than {MAX_INPUT_BYTES >> 20} MiB of text; give less")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{source}: not UTF-8 (byte {raw[error.start]:#04x} at offset {error.start}); convert it first"
+        ) from error
+
+
+def print_json(value: Any) -> None:
+    """Prints one JSON object on standard output."""
+    click.echo(json.dumps(value, ensure_ascii=False))
+
+
+def print_columns(
+    names: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, texts: int = 1
+) -> None:
+    """Prints rows in aligned columns on standard output.
+
+    Args:
+      names: of the columns.
+      rows: a cell per column; shorter rows are filled with empty cells.
+      title: above the columns, in a frame where cells may wrap; None prints neither title nor frame.
+      texts: number of first columns that are left-aligned.
+    """
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    framing: dict[str, Any] = {"title": title} if title else {"box": None, "pad_edge": False}
+    grid = Grid(**framing)
+    for index, name in enumerate(names):
+        grid.add_column(name, justify="left" if index < texts else "right", no_wrap=title is None)
+    for row in rows:
+        grid.add_row(*row)
+    # Whole rows even into a pipe, which has no width.
+    Console(width=max(Console().width, _LEAST_CHARACTERS), highlight=False).print(grid)
+
+
+@contextlib.contextmanager
+def progress_bars() -> Iterator[Progress]:
+    """Yields a callback (stage, done, total) that draws a bar per stage on stderr, which vanish at the end.
+
+    Draws nothing where stderr is not a terminal, and nothing in the first half second.
+    """
+    began = time.monotonic()
+    bars, tasks = None, {}
+    with contextlib.ExitStack() as stack:
+
+        def update(stage: str, done: int, total: int) -> None:
+            nonlocal bars
+            if bars is None:
+                if not sys.stderr.isatty() or time.monotonic() - began < _PATIENCE_S:
+                    return
+                bars = stack.enter_context(_bars())
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(_STAGES.get(stage, stage), total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield update
+
+
+def _bars() -> "Bars":
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Bars(*columns, console=Console(stderr=True), transient=True)

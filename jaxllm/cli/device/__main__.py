@@ -1,0 +1,21 @@
+"""Runs `python -m jaxllm.cli.device`."""
+
+from pathlib import Path
+
+from jaxllm.cli.entry import run_process
+
+
+def main(folder: Path | None = None) -> None:
+    """Entry point of the process; `folder` is that of the programs, None where an argument names it."""
+
+    def command() -> None:
+        # Imported where Ctrl-C is handled already.
+        from jaxllm.cli.device import command
+
+        command.main(folder=folder)
+
+    run_process(command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,398 @@
+"""`python -m jaxllm.cli.device DIR [COMMAND]`: answers, chats and profiles with a folder of programs."""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jaxllm.cli.answer_facts import answer_facts, draft_facts
+from jaxllm.cli.chat import converse
+from jaxllm.cli.console import print_json, progress_bars, read_text
+from jaxllm.cli.errors import run_command
+from jaxllm.cli.model_choice import speculation
+from jaxllm.cli.profile import show_profile
+from jaxllm.cli.shared_options import (
+    answer_options,
+    json_option,
+    model_sampling_option,
+    sampling_options,
+    task_option,
+)
+from jaxllm.config import WHOLE
+from jaxllm.contexts.codecs import RAW, WIDTHS
+from jaxllm.errors import ConfigError
+from jaxllm.export.device.context import ProgramContextAnswer
+from jaxllm.export.device.opening import (
+    device_profile,
+    needed_bytes,
+    open_device,
+    profile_path,
+    weights_bytes,
+)
+from jaxllm.export.device.service import ProgramService
+from jaxllm.export.programs.model import ProgramModel
+from jaxllm.option_types import Level, Size
+from jaxllm.serving.engine.answer import Answer
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.host.machine import process_age_ms
+from jaxllm.serving.host.process_memory import process_memory
+from jaxllm.text.prompts import Prompt
+
+_BUDGET = "256MB"
+# What `serve` takes besides.
+SERVING_PACKAGES = "httptools msgspec prometheus_client starlette uvicorn uvloop"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """What the options before the command say.
+
+    Attributes:
+      folder: of programs.
+      threads, memory_bytes, drafts, processors: see `open_device`.
+      adapter: name of the adapter that answers; None for none.
+      imported_ms: age of the process when everything was imported; None where the system does not tell.
+    """
+
+    folder: Path
+    threads: int
+    memory_bytes: int
+    drafts: SpeculationOptions | None
+    processors: int
+    adapter: str | None
+    imported_ms: float | None
+
+    def open(self, level: int = WHOLE) -> Engine[ProgramModel]:
+        """The engine at a level."""
+        engine = open_device(
+            self.folder,
+            level=level,
+            threads=self.threads,
+            memory_bytes=self.memory_bytes,
+            drafts=self.drafts,
+            processors=self.processors,
+        )
+        engine.set_adapter(self.adapter)
+        return engine
+
+    def serve(self, contexts: Path | None, budget_bytes: int, context_bits: int) -> ProgramService:
+        """The service, with contexts where there is a folder for them."""
+        with progress_bars() as progress:
+            return ProgramService.over(
+                self.open(),
+                threads=self.threads,
+                contexts=contexts,
+                budget_bytes=budget_bytes,
+                context_bits=context_bits,
+                progress=progress,
+            )
+
+
+def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --contexts, --budget and --context-bits, passed to the command as `folder`, `budget_bytes` and
+    `context_bits`."""
+    bits = click.option(
+        "--context-bits",
+        type=click.Choice([RAW, *WIDTHS]),
+        default=RAW,
+        help="Bits of stored values, by programs of the folder (jaxllm export --codec); 0 for the cache as "
+        "it is.  [default: 0]",
+    )
+    budget = click.option(
+        "--budget",
+        "budget_bytes",
+        type=Size(),
+        default=_BUDGET,
+        help=f"Most bytes of contexts' chunks in memory.  [default: {_BUDGET}]",
+    )
+    place = click.option(
+        "--contexts",
+        "folder",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Keep contexts there.",
+    )
+    return place(budget(bits(command)))
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Show the traceback of an error. Goes before everything else.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Threads that compute.  [default: all cores of this process]",
+)
+@click.option(
+    "--memory",
+    "memory_bytes",
+    type=Size(),
+    default=0,
+    help="Most bytes of weights, caches and logits.  [default: no limit]",
+)
+@click.option(
+    "--draft",
+    metavar="DRAFT",
+    default="none",
+    help="Draft tokens for the programs to verify: ngram, level:PERCENT, or another folder of programs.  "
+    "[default: none]",
+)
+@click.option(
+    "--processors",
+    type=click.IntRange(1, 2),
+    default=1,
+    help="2 runs the stages of a w8a8 folder (--stages) on two groups of cores, out of order.  [default: 1]",
+)
+@click.option(
+    "--adapter",
+    metavar="NAME",
+    help="Answer with this adapter, which was exported with the model (--adapter-input); `serve` takes it by "
+    "call instead.  [default: none]",
+)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.pass_context
+def device(
+    context: click.Context,
+    debug: bool,
+    threads: int,
+    memory_bytes: int,
+    draft: str,
+    adapter: str | None,
+    folder: Path,
+    **runs: Any,
+) -> None:
+    """Run the programs in FOLDER, which `jaxllm export --format device` wrote.
+
+    Without a command, talk with the model.
+
+    \b
+    Example:
+      python -m jaxllm.cli.device programs generate --prompt "Once upon a time"
+    """
+    del debug
+    context.obj = _Choice(
+        folder=folder,
+        threads=threads,
+        memory_bytes=memory_bytes,
+        drafts=speculation(draft),
+        adapter=adapter,
+        imported_ms=process_age_ms(),
+        **runs,
+    )
+    if context.invoked_subcommand is None:
+        context.invoke(chat_command)
+
+
+@device.command("chat")
+@click.option("--system", metavar="TEXT", help="What the model is told before the conversation.")
+@click.option("--level", type=Level(), default=WHOLE, help="The sub-model that answers.  [default: 100]")
+@sampling_options
+@click.pass_obj
+def chat_command(choice: _Choice, system: str | None = None, level: int = WHOLE, **options: Any) -> None:
+    """Talk with the model in the terminal, a turn a line."""
+    asked, engine = answer_options(options), choice.open(level)
+    converse(engine, asked.of(engine.tokenizer.files), system)
+
+
+@device.command("generate")
+@click.option(
+    "-p", "--prompt", "prompts", multiple=True, metavar="TEXT",
+    help="The text to continue. Repeatable.  [default: standard input]",
+)  # fmt: skip
+@click.option("--level", type=Level(), default=WHOLE, help="The sub-model that answers.  [default: 100]")
+@task_option
+@sampling_options
+@json_option
+@click.pass_obj
+def generate_command(
+    choice: _Choice, prompts: tuple[str, ...], level: int, as_json: bool, **options: Any
+) -> None:
+    """Continue prompts, streaming the text."""
+    asked, engine = answer_options(options), choice.open(level)
+    config = asked.of(engine.tokenizer.files)
+    answers = [engine.stream(each, config) for each in prompts or (read_text(None),)]
+    facts = [_shown(each, as_json=as_json) for each in answers]
+    if as_json:
+        print_json({"answers": facts, **draft_facts(engine.speculation), **_costs(choice, engine)})
+
+
+@device.command("call")
+@click.option("-p", "--prompt", metavar="TEXT", help="The user's text.  [default: standard input]")
+@click.option("--instruction", default="", metavar="TEXT", help="Stands before the prompt.")
+@click.option("--slo", metavar="<TTFT,TPOT>", help="Shares of the whole model's times, in percent.")
+@click.option("--strict", is_flag=True, help="Refuse what no level answers in time.")
+@click.option("--app", default="device", help="The app that owns the context.  [default: device]")
+@click.option("--context", "name", metavar="NAME", help="Go on in this context; `new` makes one.")
+@_context_options
+@task_option
+@sampling_options
+@json_option
+@click.pass_obj
+def call_command(
+    choice: _Choice,
+    prompt: str | None,
+    instruction: str,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Answer a prompt by a plan, or in a context that outlives calls."""
+    slo, strict, app = (options.pop(each) for each in ("slo", "strict", "app"))
+    folder, name, budget_bytes = (options.pop(each) for each in ("folder", "name", "budget_bytes"))
+    context_bits = options.pop("context_bits")
+    task, asked_options = options["task"], answer_options(options)
+    if task and name is not None:
+        raise click.UsageError("--task goes without --context")
+    if (folder is None) != (name is None):
+        raise click.UsageError("--contexts and --context go together")
+    if name is not None and (slo or strict):
+        raise click.UsageError("a context keeps its level: leave --slo and --strict out, or --context")
+    text = read_text(None) if prompt is None else prompt
+    service = choice.serve(folder, budget_bytes, context_bits)
+    config = asked_options.of(service.engine.tokenizer.files)
+    try:
+        if name is None:
+            asked = Prompt(user=text, system=instruction, task=task) if task else text
+            answer: Answer = service.call(
+                asked, slo=slo, strict=strict, instruction=instruction, max_tokens=config.max_tokens,
+                stop=config.stop, sampling=config.sampling,
+            )  # fmt: skip
+        else:
+            adapter = choice.adapter or ""
+            context = (
+                service.new_context(app, adapter=adapter) if name == "new" else service.context(app, name)
+            )
+            answer, name = context.generate(text, instruction=instruction, config=config), context.name
+        facts = _shown(answer, as_json=as_json)
+    finally:
+        service.close()
+    if as_json:
+        more = {**_moved(answer), **_plan(answer), **_costs(choice, service.engine)}
+        print_json({**facts, "context": name, **more})
+    elif name is not None:
+        click.echo(f"context {name}", err=True)
+
+
+@device.command("profile")
+@json_option
+@click.pass_obj
+def profile_command(choice: _Choice, as_json: bool) -> None:
+    """Measure every level on this device at every prompt length, for plans to come."""
+    engine = choice.open()
+    with progress_bars() as progress:
+        found = device_profile(engine, threads=choice.threads, whole=True, progress=progress)
+    path = profile_path(engine, threads=choice.threads)
+    if as_json:
+        print_json({"model": engine.name, "profile": str(path), **found.to_json()})
+        return
+    show_profile(found)
+    click.echo(f"kept in {path}")
+
+
+@device.command("serve")
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Listen there.  [default: 127.0.0.1]")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="[default: 8000; 0: a free one]")
+@model_sampling_option
+@_context_options
+@click.pass_obj
+def serve_command(
+    choice: _Choice,
+    host: str,
+    port: int,
+    folder: Path | None,
+    budget_bytes: int,
+    context_bits: int,
+    model_sampling: bool,
+) -> None:
+    """Serve the model to the apps of this device over HTTP."""
+    try:
+        # Here, because no other command needs these packages.
+        from jaxllm.export.device.serving import OpenedPrograms
+        from jaxllm.serving.server.daemon import run
+        from jaxllm.serving.server.service_options import ServerOptions
+    except ImportError as error:
+        raise ConfigError(f"{error.name} is not installed; pip install {SERVING_PACKAGES}") from error
+    name = f"[{host}]" if ":" in host else host
+    # Programs have one sequence: no answers are decoded together.
+    options = ServerOptions(
+        http=f"{name}:{port}", model=str(choice.folder), batch_rows=(), model_sampling=model_sampling
+    )
+
+    def opener() -> OpenedPrograms:
+        service = choice.serve(folder, budget_bytes, context_bits)
+        return OpenedPrograms(service, choice.memory_bytes, model_sampling)
+
+    run(options, opener)
+
+
+@device.command("facts")
+@json_option
+@click.pass_obj
+def facts_command(choice: _Choice, as_json: bool) -> None:
+    """Open the folder, and tell what that took: times of the imports and of all, and memory."""
+    engine = choice.open()
+    engine.generate("a", GenerationConfig(max_tokens=2, ignore_eos=True))
+    facts = _costs(choice, engine)
+    if as_json:
+        print_json(facts)
+        return
+    for name, value in facts.items():
+        click.echo(f"{name:24}{value}")
+
+
+def main(argv: Sequence[str] | None = None, *, folder: Path | None = None) -> None:
+    """Entry point; `folder` is that of the programs, None where an argument names it."""
+    if folder is None:
+        run_command(device, "python -m jaxllm.cli.device", argv)
+        return
+    assert device.callback is not None
+    command = copy.copy(device)
+    command.params = [each for each in device.params if each.name != "folder"]
+    command.callback = functools.partial(device.callback, folder=folder)
+    run_command(command, f"python {folder}", argv)
+
+
+def _shown(answer: Answer, *, as_json: bool) -> dict[str, Any]:
+    """Runs an answer, and writes its text unless it goes out as JSON; its facts, with its tokens."""
+    if as_json:
+        answer.result()
+    else:
+        for piece in answer:
+            click.echo(piece, nl=False)
+        click.echo()
+    return {"tokens": list(answer.tokens), **answer_facts(answer)}
+
+
+def _moved(answer: Answer) -> dict[str, Any]:
+    """What of an answer's context was of other programs, if anything was."""
+    moved = answer.restoration.moved if isinstance(answer, ProgramContextAnswer) else ()
+    return {"moved": list(moved)} if moved else {}
+
+
+def _plan(answer: Answer) -> dict[str, Any]:
+    """The plan of an answer that has one."""
+    if answer.plan is None:
+        return {}
+    return {"level": answer.plan.level, "source": answer.plan.source, "met": answer.met}
+
+
+def _costs(choice: _Choice, engine: Engine[ProgramModel]) -> dict[str, Any]:
+    """What the process took so far."""
+    manifest, age_ms = engine.model.executor.manifest, process_age_ms()
+    facts: dict[str, Any] = {
+        "import_ms": None if choice.imported_ms is None else round(choice.imported_ms),
+        "age_ms": None if age_ms is None else round(age_ms),
+        "weights_bytes": weights_bytes(manifest, staged=choice.processors > 1),
+        "planned_bytes": needed_bytes(manifest, staged=choice.processors > 1),
+    }
+    try:
+        memory = process_memory()
+    except ConfigError:
+        # Known on Linux alone.
+        return facts
+    return facts | {"peak_memory_bytes": memory.peak, "anonymous_bytes": memory.anonymous}

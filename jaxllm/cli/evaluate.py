@@ -1,0 +1,386 @@
+"""`jaxllm eval`: measures how good a model is, on texts and on tasks."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxllm.cli.console import print_columns, print_json, progress_bars, read_text
+from jaxllm.cli.lazy import EngineCommand
+from jaxllm.cli.model_choice import ModelChoice
+from jaxllm.cli.shared_options import json_option, model_options, prefill_option
+from jaxllm.errors import ConfigError
+from jaxllm.tasks import TASKS
+
+if TYPE_CHECKING:
+    from jaxllm.serving.engine.engine import Engine
+    from jaxllm.serving.evaluation.tasks import TaskResult
+
+Command = Callable[..., Any]
+
+_COLUMNS = ("task", "score", "%", "chance", "majority", "examples", "skipped", "tokens", "seconds")
+
+
+class _TaskName(click.Choice[str]):
+    """The name of a task, also of one that another distribution adds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.Choice`."""
+        return value if value in TASKS else super().convert(value, param, ctx)
+
+
+_text_argument = click.argument("text", type=click.Path(path_type=Path))
+_separator_option = click.option(
+    "--separator",
+    metavar="TEXT",
+    callback=lambda _context, _parameter, text: _not_empty(text),
+    help="Split the text into documents at this string, scored apart.",
+)
+_window_option = click.option(
+    "--window",
+    "window_tokens",
+    type=int,
+    default=0,
+    metavar="TOKENS",
+    help="Score windows of so many tokens.  [default: the context]",
+)
+
+
+@click.group("eval")
+def eval_command() -> None:
+    """Measure how good a model is, on texts and on tasks."""
+
+
+@eval_command.command("perplexity", cls=EngineCommand)
+@_text_argument
+@_separator_option
+@_window_option
+@click.option(
+    "--high-planes",
+    is_flag=True,
+    help="Predict by the high planes of int8-nested weights alone, the 4-bit model that drafts.",
+)
+@model_options
+@json_option
+def perplexity_command(
+    choice: ModelChoice,
+    text: Path,
+    separator: str | None,
+    window_tokens: int,
+    high_planes: bool,
+    as_json: bool,
+) -> None:
+    """Measure the perplexity of a text.
+
+    Reads TEXT, a UTF-8 file or - for standard input, and writes the perplexity and the bits per byte.
+
+    \b
+    Example:
+      jaxllm eval perplexity text.txt --model model.jaxllm
+    """
+    from jaxllm.serving.evaluation.perplexity import perplexity
+
+    documents = _documents(text, separator)
+    with progress_bars() as progress:
+        engine = choice.open(progress, warm_up=False)
+        found = perplexity(
+            engine, documents, window_tokens=window_tokens, high_planes=high_planes, progress=progress
+        )
+    if as_json:
+        print_json({**_names(engine), **dataclasses.asdict(found)})
+        return
+    click.echo(
+        f"perplexity {found.perplexity:.4f}, {found.bits_per_byte:.4f} bits/byte over {found.tokens} "
+        f"tokens in {found.documents} documents (windows of {found.window_tokens} tokens)"
+    )
+
+
+@eval_command.command("agreement", cls=EngineCommand)
+@_text_argument
+@click.argument("other", type=click.Path(path_type=Path))
+@_separator_option
+@_window_option
+@model_options
+@json_option
+def agreement_command(
+    choice: ModelChoice,
+    text: Path,
+    other: Path,
+    separator: str | None,
+    window_tokens: int,
+    as_json: bool,
+) -> None:
+    """Measure how often two models choose the same next token.
+
+    Reads TEXT, a UTF-8 file or - for standard input. OTHER is a bundle, a Hugging Face folder or a packaged
+    model's name, of the same tokenizer. Writes the share of tokens that both models' greedy choices agree on.
+
+    \b
+    Example:
+      jaxllm eval agreement text.txt draft --model default
+    """
+    from jaxllm.serving.evaluation.agreement import greedy_agreement
+
+    documents = _documents(text, separator)
+    with progress_bars() as progress:
+        engine = choice.open(progress, warm_up=False)
+        other_engine = choice.open_other(other, progress)
+        found = greedy_agreement(
+            engine, other_engine, documents, window_tokens=window_tokens, progress=progress
+        )
+    if as_json:
+        print_json({**_names(engine), **dataclasses.asdict(found)})
+        return
+    click.echo(
+        f"agreement {found.agreement:.1%} over {found.tokens} tokens (right: {found.right:.1%}, the other "
+        f"{found.other_right:.1%})"
+    )
+
+
+@eval_command.command("routing", cls=EngineCommand)
+@_text_argument
+@_separator_option
+@model_options
+@json_option
+def routing_command(choice: ModelChoice, text: Path, separator: str | None, as_json: bool) -> None:
+    """Measure how evenly a mixture spreads tokens over its experts.
+
+    Reads TEXT, a UTF-8 file or - for standard input, and writes how often experts and paths of experts are
+    visited.
+
+    \b
+    Example:
+      jaxllm eval routing text.txt --model moe
+    """
+    from jaxllm.serving.evaluation.routing import expert_use
+
+    documents = _documents(text, separator)
+    with progress_bars() as progress:
+        engine = choice.open(progress, warm_up=False)
+        use = expert_use(engine, documents, progress=progress)
+    if as_json:
+        print_json({**_names(engine), **dataclasses.asdict(use)})
+        return
+    click.echo(
+        f"experts: {use.dead} dead, between {use.least:.2f} and {use.most:.2f} of an even share; "
+        f"{use.paths} of {use.possible_paths} paths seen, the top tenth of them carries "
+        f"{use.top_paths_share:.1%} of {use.tokens} tokens"
+    )
+
+
+@eval_command.command("tasks", cls=EngineCommand)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="The folder of tasks/, the tasks' files.",
+)
+@click.option(
+    "--task",
+    "names",
+    multiple=True,
+    type=_TaskName(list(TASKS)),
+    help="Answer this task's questions. Repeatable.  [default: every task that DIR has files of]",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Ask a fixed sample of N questions a task.  [default: all]",
+)
+@click.option(
+    "--predictions",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write every answer to FILE, a JSON line per question.",
+)
+@prefill_option(
+    "Feed questions in floats, in 8-bit integers (takes a bundle of `jaxllm calibrate prefill`), or in "
+    "whichever is faster for a prompt (takes times of `jaxllm profile --prefill auto`).  [default: float]"
+)
+@model_options
+@json_option
+def tasks_command(
+    choice: ModelChoice,
+    data: Path,
+    names: tuple[str, ...],
+    limit: int | None,
+    predictions: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure how many questions of tasks a model answers right.
+
+    Reads the tasks' validation questions from DIR and writes a row of scores per task.
+
+    \b
+    Example:
+      jaxllm eval tasks --data DIR --task sentiment --task news --limit 200
+    """
+    from jaxllm.serving.evaluation.report import as_json as results_json
+    from jaxllm.serving.evaluation.report import check_predictions, write_predictions
+    from jaxllm.serving.evaluation.tasks import ALL, read_questions, run_task
+    from jaxllm.tasks import find_task
+    from jaxllm.tasks.rouge import require_rouge
+
+    if predictions is not None:
+        check_predictions(predictions)
+    questions = read_questions(names or (ALL,), data, limit or 0)
+    if any(find_task(name).score == "rouge" for name in questions.examples):
+        require_rouge()
+    results, answers = [], []
+    with progress_bars() as progress:
+        engine = choice.open(progress, warm_up=False)
+        for name, examples in questions.examples.items():
+            result, made = run_task(engine, find_task(name), examples, progress)
+            results.append(result)
+            answers += made
+    if predictions is not None:
+        write_predictions(predictions, answers)
+    if as_json:
+        print_json({**_names(engine), "tasks": results_json(results), "missing": list(questions.missing)})
+        return
+    _print_results(results, questions.missing)
+
+
+@eval_command.command("pairs")
+@click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
+@click.option(
+    "--source",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A UTF-8 text file, a source per line.",
+)
+@click.option(
+    "--reference",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A UTF-8 text file with the right target of each line.",
+)
+@click.option(
+    "--fields",
+    nargs=2,
+    metavar="SOURCE TARGET",
+    help="Read the source file as JSON lines, from these fields; each target of a list is right.",
+)
+@click.option(
+    "--held-out",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="SHARE",
+    help="Read only the JSON lines that a recipe with this held_out_share does not train on.",
+)
+@click.option(
+    "--prefix", metavar="TEXT", help="Prefix that names the task to the model.  [default: the model's own]"
+)
+@click.option(
+    "--draft",
+    type=click.Path(path_type=Path),
+    metavar="DRAFT",
+    help="A smaller model of the same tokenizer, whose agreement with MODEL is measured, too.",
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the translations here."
+)
+def pairs_command(
+    model: Path,
+    source: Path,
+    reference: Path | None,
+    fields: tuple[str, str] | None,
+    held_out: float | None,
+    prefix: str | None,
+    draft: Path | None,
+    output: Path | None,
+) -> None:
+    """Measure an encoder-decoder's greedy answers to a file, and print a JSON object.
+
+    MODEL and DRAFT are Hugging Face folders or bundles. Answers to text files are judged by BLEU, those to
+    JSON lines by Rouge and by exact matches. Agreement is the share of tokens in MODEL's answers that DRAFT
+    predicts greedily after the tokens before them.
+
+    \b
+    Example:
+      jaxllm eval pairs runs/translate/hf --source val.de --reference val.en
+      jaxllm eval pairs runs/switch/hf --prefix "emotion:" --source valid.jsonl --fields text label
+    """
+    # Here, so that --help and wrong usage do not wait for JAX.
+    from jaxllm.tasks.rouge import require_rouge
+    from jaxllm.training.loop.run_files import write_text
+    from jaxllm.training.seq2seq.pairs import held_out_of, read_json_pairs, read_pair_files
+    from jaxllm.training.seq2seq.translation import Translator, bleu, likeness
+
+    if (reference is None) == (fields is None):
+        raise click.UsageError("give --reference with text files, or --fields with JSON lines")
+    if held_out is not None and fields is None:
+        raise click.UsageError("--held-out is for JSON lines: give --fields")
+    if reference is not None:
+        pairs = [(text, [right]) for text, right in read_pair_files(source, reference).texts]
+    else:
+        assert fields is not None
+        require_rouge()
+        pairs = read_json_pairs(source, *fields)
+        if held_out is not None:
+            pairs = held_out_of(pairs, held_out)
+    if not pairs:
+        raise ConfigError(f"{source} has no source with a target; give texts, one per line")
+    translator = Translator.read(model)
+    lead = f"{prefix.strip()} " if prefix is not None else translator.tokenizer.files.source_prefix
+    sources = translator.encode([lead + text for text, _ in pairs])
+    answers = translator.translate(sources)
+    said = [translator.tokenizer.decode(answer).strip() for answer in answers]
+    found: dict[str, float] = {"lines": len(pairs)}
+    if reference is not None:
+        found["bleu"] = round(bleu(said, [right[0] for _, right in pairs]), 2)
+    else:
+        found.update(likeness(said, [right for _, right in pairs]))
+    if draft is not None:
+        found["agreement"] = round(Translator.read(draft).agreement(sources, answers), 4)
+    if output is not None:
+        write_text(output, "".join(f"{text}\n" for text in said))
+    print_json(found)
+
+
+def _print_results(results: "Sequence[TaskResult]", missing: Sequence[str]) -> None:
+    """Prints a row per score, in percent, and the questions and tasks that were left out."""
+    rows: list[Sequence[str]] = []
+    for result in results:
+        scores = list(result.scores.items()) or [("nothing fits", None)]
+        for index, (measure, value) in enumerate(scores):
+            facts = (
+                _percent(result.chance),
+                _percent(result.majority),
+                f"{result.examples:,}",
+                f"{result.skipped:,}",
+                f"{result.tokens:,}",
+                f"{result.seconds:.1f}",
+            )
+            first = index == 0
+            rows.append((result.task if first else "", measure, _percent(value), *(facts if first else ())))
+    print_columns(_COLUMNS, rows, texts=2)
+    skipped = sum(result.skipped for result in results)
+    if skipped:
+        click.echo(f"{skipped} questions are longer than the context and were skipped.")
+    if missing:
+        click.echo(f"No files of: {', '.join(missing)}.")
+
+
+def _not_empty(text: str | None) -> str | None:
+    if text == "":
+        raise click.UsageError("--separator must not be empty")
+    return text
+
+
+def _documents(path: Path, separator: str | None) -> list[str]:
+    text = read_text(path)
+    documents = text.split(separator) if separator else [text]
+    return [document for document in documents if document.strip()]
+
+
+def _names(engine: "Engine") -> dict[str, Any]:
+    return {"model": engine.model.bundle.layout.name, "weights": engine.model.bundle.layout.weights}
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"

@@ -1,0 +1,419 @@
+"""`jaxllm export`: writes a bundle as programs, or as a plain model for other engines."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxllm.cli.console import progress_bars, read_text
+from jaxllm.cli.shared_options import context_option
+from jaxllm.export.contents import CONTENTS, require_contents, require_family
+from jaxllm.option_types import Level
+
+if TYPE_CHECKING:
+    from jaxllm.export.folder_format.manifest import Manifest
+    from jaxllm.export.input_adapters import AdapterOptions
+    from jaxllm.export.signatures import ExportPlan
+    from jaxllm.export.static_products import Ranges
+    from jaxllm.export.subject import Subject
+    from jaxllm.serving.host.progress import Progress
+
+PRECISIONS = ("f32", "bf16", "f16", "int8", "w8a8")
+PLATFORMS = ("cpu", "cuda", "tpu")
+CODECS = ("channel", "token", "kivi", "rotated")
+CHUNK_TOKENS = (16, 64, 256)
+# Formats of models for other engines, and the precisions that each takes; the others are of programs.
+PLAIN = {"hf": ("f32", "bf16", "f16"), "gguf": ("f32", "bf16", "f16", "int8")}
+RUN_FILE = "recipe.json"
+# Enough for the largest magnitudes of a text to have been seen.
+_CALIBRATION_TOKENS = 4096
+# What surely holds as many.
+_CALIBRATION_CHARACTERS = 1 << 20
+
+
+@click.command("export")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="The folder to write, or the LiteRT-LM or GGUF file.",
+)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice([*CONTENTS, *PLAIN]),
+    default="stablehlo",
+    show_default=True,
+    help="StableHLO for JAX, a TFLite model for LiteRT, the same with the loop that runs it where there is "
+    "no JAX, or one LiteRT-LM file; or the model itself: a Hugging Face folder for "
+    "transformers, or a GGUF file for llama.cpp.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    default="f32",
+    show_default=True,
+    help="Width of weights and activations: stablehlo takes f32 and bf16; tflite, device and litertlm f32, "
+    "int8 (weights alone) and w8a8 (both); hf f32, bf16 and f16; gguf these and int8 "
+    "(Q8_0).",
+)
+@click.option(
+    "--calibration-text",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="For w8a8, a UTF-8 text to find the activations' scales on; calibrated bundles have the inputs'.",
+)
+@click.option(
+    "--without-shadow",
+    is_flag=True,
+    help="For w8a8 of a bundle that was calibrated for integer prefill, leave out its steps, "
+    "and the float path of its outlier channels.",
+)
+@click.option(
+    "--static-verify",
+    is_flag=True,
+    help="For w8a8, make verify programs multiply as prefill programs do, so that the scores of a text tell "
+    "what prefill loses.",
+)
+@click.option(
+    "--platform",
+    "platforms",
+    multiple=True,
+    type=click.Choice(PLATFORMS),
+    help="For stablehlo, export for this kind of device. Repeatable.  [default: all]",
+)
+@context_option
+@click.option(
+    "--chunk-tokens",
+    multiple=True,
+    type=click.IntRange(min=2),
+    default=CHUNK_TOKENS,
+    show_default=True,
+    metavar="TOKENS",
+    help="Make a prefill program for chunks of this length. Repeatable.",
+)
+@click.option(
+    "--cache-tokens",
+    multiple=True,
+    type=click.IntRange(min=0),
+    metavar="TOKENS",
+    help="Make programs over caches of this length, too, which attend over less than the whole context; 0 "
+    "for the whole context alone. Repeatable.  [default: 512 and four times more each time; for "
+    "litertlm none]",
+)
+@click.option(
+    "--verify-tokens",
+    multiple=True,
+    type=click.IntRange(min=2),
+    metavar="TOKENS",
+    help="Make a program that verifies token trees of this size in one step. Repeatable.  [default: none]",
+)
+@click.option(
+    "--block-tokens",
+    type=click.IntRange(min=0, max=64),
+    metavar="TOKENS",
+    help="Make a program that decodes up to so many tokens in one dispatch, with sampling inside; 0 for "
+    "none.  [default: 16 for stablehlo; else none]",
+)
+@click.option(
+    "--attention-mask",
+    "masked",
+    is_flag=True,
+    help="For litertlm, make prefill and decode programs that take the mask of attention as an input, which "
+    "the runtime fills.",
+)
+@click.option(
+    "--npu",
+    is_flag=True,
+    help="For litertlm, divide the model into an embedder, an auxiliary model and the layers, which LiteRT's "
+    "compiler then takes for an NPU; takes one --chunk-tokens.",
+)
+@click.option(
+    "--stages",
+    is_flag=True,
+    help="For w8a8 as tflite or device, also make the stages of prefill programs of their own, which two "
+    "processors run out of order.",
+)
+@click.option(
+    "--codec",
+    type=click.Choice(CODECS),
+    help="For stablehlo, tflite and device, make programs that encode chunks of contexts at 8, 4 and 2 bits "
+    "by this codec, and that load them.  [default: none]",
+)
+@click.option(
+    "--level",
+    "levels",
+    multiple=True,
+    type=Level(),
+    help="Export this level of an elastic bundle. Repeatable, but for hf, gguf and litertlm, "
+    "whose file has that level alone.  [default: the whole "
+    "model alone]",
+)
+@click.option(
+    "--adapter",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A low-rank adapter in PEFT's layout, to be folded into the weights.",
+)
+@click.option(
+    "--adapter-input",
+    "inputs",
+    multiple=True,
+    metavar="NAME=DIR",
+    help="Put this low-rank adapter beside the programs, which take it as an input: calls name it, or none. "
+    "Repeatable.  [default: none]",
+)
+@click.option(
+    "--adapter-rank",
+    "input_rank",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="RANK",
+    help="The highest rank of adapters that programs take as an input.  [default: that of --adapter-input]",
+)
+def export_command(
+    bundle: Path,
+    output: Path,
+    kind: str,
+    precision: str,
+    calibration_text: Path | None,
+    platforms: tuple[str, ...],
+    adapter: Path | None,
+    **shapes: Any,
+) -> None:
+    """Export a model as programs that run without our model code, or as a model for other engines.
+
+    Reads BUNDLE, a file or the name of a packaged model, and writes a folder of programs with their weights,
+    manifest and tokenizer (`jaxllm generate --program` runs stablehlo and tflite), or one LiteRT-LM file.
+    Each program is tried before it is kept. As hf or gguf a level of an elastic bundle is a plain model,
+    narrowed to the level's units. Of the folder of a training run, the best checkpoint so far is written as
+    hf.
+
+    \b
+    Example:
+      jaxllm export model.jaxllm --output programs
+      jaxllm export model.jaxllm --output model.litertlm --format litertlm --precision int8
+      jaxllm export model.jaxllm --output device --format device --level 50
+      jaxllm export model.jaxllm --output half.gguf --format gguf --precision f16 --level 50
+      jaxllm export runs/mine --output runs/mine/hf --format hf
+    """
+    _check_usage(kind, precision, calibration_text, platforms, without_shadow=shapes["without_shadow"])
+    # Here, so that --help and wrong usage do not wait for them.
+    from jaxllm.serving.ground.bundles import find_model
+
+    if (bundle / RUN_FILE).is_file():
+        _export_run(bundle, output, kind, precision)
+        return
+    bundle = find_model(bundle)
+    if kind in PLAIN:
+        if shapes["inputs"] or shapes["input_rank"]:
+            raise click.UsageError(f"--adapter-input goes with programs; --format {kind} takes --adapter")
+        _export_plain(bundle, output, kind, precision, shapes["levels"], adapter)
+        return
+    from jaxllm.export import extras, quantized
+    from jaxllm.export.stablehlo import DTYPES, export_stablehlo
+    from jaxllm.export.subject import read_subject
+
+    inputs = _adapter_inputs(shapes.pop("inputs"), shapes.pop("input_rank"))
+    plan = _plan(kind, shapes)
+    require_contents(kind, plan, levels=len(plan.levels), adapters=inputs is not None)
+    # Before anything is read, and for what is not imported yet.
+    extras.require_format(kind)
+    subject = read_subject(
+        bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision), inputs=inputs
+    )
+    require_family(kind, precision, subject.cfg, levels=len(subject.levels) > 1)
+    # Before a text is read with it.
+    without = quantized.left_out(subject, precision, without_shadow=plan.without_shadow)  # pyright: ignore
+    with progress_bars() as progress:
+        if kind == "stablehlo":
+            manifest = export_stablehlo(
+                subject,
+                output,
+                plan,
+                precision=precision,
+                platforms=platforms or PLATFORMS,
+                progress=progress,
+            )
+            said = [_facts(output, manifest)]
+        else:
+            said = _export_tflite(subject, output, plan, kind, precision, calibration_text, progress)
+    for line in [*said, *(f"without {each}" for each in without)]:
+        click.echo(line)
+
+
+def _export_plain(
+    path: Path, output: Path, kind: str, precision: str, levels: tuple[int, ...], adapter: Path | None
+) -> None:
+    """Exports as hf or gguf."""
+    context = click.get_current_context()
+    for name in ("context_tokens", "chunk_tokens", "cache_tokens", "verify_tokens", "block_tokens"):
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            raise click.UsageError(f"--{name.split('_')[0]} options shape programs; --format {kind} has none")
+    if len(levels) > 1:
+        raise click.UsageError(f"--format {kind} writes one model; give one --level")
+    from jaxllm.bundle import Bundle
+    from jaxllm.config import WHOLE
+    from jaxllm.export import extras
+    from jaxllm.export.gguf_file import write_plain_gguf
+    from jaxllm.export.plain_model import read_plain, write_plain_folder
+    from jaxllm.models.parameters import parameter_count
+
+    extras.require_format(kind)
+    write = write_plain_folder if kind == "hf" else write_plain_gguf
+    with Bundle.open(path) as bundle:
+        model = read_plain(bundle, level=levels[0] if levels else WHOLE, adapter=adapter)
+        written = parameter_count(write(output, model, precision))
+    files = output.iterdir() if output.is_dir() else [output]
+    size_mb = sum(each.stat().st_size for each in files) / 1e6
+    zeros = 1 - parameter_count(model.cfg) / written
+    padded = f", {zeros:.0%} of it zeros, as all layers have one size there" if zeros else ""
+    click.echo(f"{output}: {model.name}, {written / 1e6:.1f} M parameters, {size_mb:.1f} MB{padded}")
+
+
+def _export_run(run_dir: Path, output: Path, kind: str, precision: str) -> None:
+    """Exports the best checkpoint so far of a training run, which may still be going on."""
+    if (kind, precision) != ("hf", "f32"):
+        raise click.UsageError(
+            f"{run_dir} is a training run: export its best checkpoint by --format hf --precision f32, and "
+            "that folder to other formats"
+        )
+    from jaxllm.cli.training_options import set_devices
+    from jaxllm.training.loop.run_files import read_identity
+    from jaxllm.training.pretrain.run import export_best
+    from jaxllm.training.seq2seq.run import export_best_seq2seq
+
+    set_devices(None)
+    # Runs of encoder-decoders learn from pairs.
+    export = export_best_seq2seq if "pairs" in read_identity(run_dir) else export_best
+    click.echo(export(run_dir, output))
+
+
+def _check_usage(
+    kind: str,
+    precision: str,
+    calibration_text: Path | None,
+    platforms: tuple[str, ...],
+    *,
+    without_shadow: bool,
+) -> None:
+    """Refuses options that do not go together.
+
+    Raises:
+      UsageError: some do not.
+    """
+    if kind != "stablehlo" and platforms:
+        raise click.UsageError("--platform goes with --format stablehlo")
+    if (precision == "w8a8") != (calibration_text is not None):
+        raise click.UsageError("--precision w8a8 and --calibration-text FILE go together")
+    if without_shadow and precision != "w8a8":
+        raise click.UsageError("--without-shadow goes with --precision w8a8")
+    allowed = PLAIN[kind] if kind in PLAIN else CONTENTS[kind].precisions
+    if precision not in allowed:
+        raise click.UsageError(f"--format {kind} takes --precision {', '.join(allowed)}, not {precision}")
+
+
+def _adapter_inputs(given: tuple[str, ...], rank: int) -> "AdapterOptions | None":
+    """The adapters that programs take as an input; None for none."""
+    from jaxllm.export.input_adapters import AdapterOptions
+
+    if not given and not rank:
+        return None
+    named = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise click.UsageError(f"--adapter-input takes NAME=DIR, got {text!r:.80}")
+        if name in named:
+            raise click.UsageError(f"--adapter-input names {name!r:.80} twice")
+        named[name] = Path(folder)
+    return AdapterOptions(given=named, rank=rank)
+
+
+def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
+    """Which programs to make in a format, by the options of their shapes."""
+    from jaxllm.export.signatures import ExportPlan
+
+    def ascending(name: str) -> tuple[int, ...]:
+        return tuple(sorted(set(shapes[name])))
+
+    # 0 stands for no cache length besides the whole context; nothing for the usual ones.
+    caches = tuple(each for each in ascending("cache_tokens") if each)
+    block = shapes["block_tokens"]
+    return ExportPlan(
+        context_tokens=shapes["context_tokens"],
+        block_tokens=CONTENTS[kind].block_tokens if block is None else block,
+        chunk_tokens=ascending("chunk_tokens"),
+        verify_tokens=ascending("verify_tokens"),
+        cache_tokens=caches if shapes["cache_tokens"] else None,
+        levels=ascending("levels"),
+        without_shadow=shapes["without_shadow"],
+        static_verify=shapes["static_verify"],
+        masked=shapes["masked"],
+        npu=shapes["npu"],
+        stages=shapes["stages"],
+        codec=shapes["codec"] or "",
+    )
+
+
+def _export_tflite(
+    subject: "Subject",
+    output: Path,
+    plan: "ExportPlan",
+    kind: str,
+    precision: Any,
+    calibration_text: Path | None,
+    progress: "Progress",
+) -> list[str]:
+    """Exports as tflite, device or litertlm; what there is to say of it."""
+    from jaxllm.export.tflite import export_tflite, require_holdable
+
+    # Before a text is read with it.
+    require_holdable(subject.cfg)
+    ranges = None if calibration_text is None else _ranges(subject, plan, calibration_text)
+    if kind in ("tflite", "device"):
+        from jaxllm.export.device_folder import write_loop
+
+        manifest, sharing = export_tflite(
+            subject,
+            output,
+            plan,
+            precision=precision,
+            ranges=ranges,
+            progress=progress,
+            beside=write_loop if kind == "device" else None,
+        )
+        said = [_facts(output, manifest)]
+        if kind == "device":
+            said.append(f"run it with: python {output}")
+    else:
+        from jaxllm.export.litertlm import export_litertlm
+
+        sharing = export_litertlm(
+            subject, output, plan, precision=precision, ranges=ranges, progress=progress
+        )
+        said = [f"{output}: {subject.name}, {output.stat().st_size / 1e6:.1f} MB"]
+    if len(subject.levels) > 1:
+        said.append(
+            f"weights: {sharing.stored_bytes / 1e6:.1f} MB, which would be "
+            f"{sharing.apart_bytes / 1e6:.1f} MB if levels shared none"
+        )
+    return said
+
+
+def _ranges(subject: "Subject", plan: "ExportPlan", text: Path) -> "dict[int, dict[str, Ranges]]":
+    from jaxllm.export import quantized, static_products
+    from jaxllm.text.tokenizer import Tokenizer
+
+    tokens = Tokenizer(subject.tokenizer).encode(read_text(text)[:_CALIBRATION_CHARACTERS])
+    if plan.without_shadow:
+        subject = subject.without_calibration()
+    return static_products.calibrate(quantized.quantized_subject(subject)[0], tokens[:_CALIBRATION_TOKENS])
+
+
+def _facts(output: Path, manifest: "Manifest") -> str:
+    size_mb = sum(each.size_bytes for each in manifest.files.values()) / 1e6
+    return f"{output}: {len(manifest.signatures)} programs of {manifest.name}, {size_mb:.1f} MB"

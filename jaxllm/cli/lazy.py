@@ -1,0 +1,66 @@
+"""Imports commands when they are used, and JAX when they run: help and usage errors need click alone."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+# Name of a command -> "module:attribute", and its summary: the first sentence of its help.
+CommandList = Mapping[str, tuple[str, str]]
+
+
+class LazyGroup(click.Group):
+    """A group that lists its commands without importing them."""
+
+    def __init__(self, *args: Any, sections: Mapping[str, CommandList], **kwargs: Any) -> None:
+        """Makes the group.
+
+        Args:
+          *args: of `click.Group`.
+          sections: headings of the help text, and the commands below each.
+          **kwargs: of `click.Group`.
+        """
+        super().__init__(*args, **kwargs)
+        self._sections = sections
+        self._targets = {
+            name: target for section in sections.values() for name, (target, _) in section.items()
+        }
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all commands."""
+        return list(self._targets)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, imported here."""
+        if cmd_name not in self._targets:
+            return None
+        module, attribute = self._targets[cmd_name].split(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] != "benchmarks":
+                raise
+            raise click.ClickException(
+                "`jaxllm bench` is part of the repository and not of the installed package; clone the "
+                "repository of this version and run it there (pip install -e '.[bench]')"
+            ) from error
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the commands of each section."""
+        longest = max(map(len, self._targets))
+        for heading, section in self._sections.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(longest), summary) for name, (_, summary) in section.items()])
+
+
+class EngineCommand(click.Command):
+    """A command that computes: its function imports what needs JAX, and its module does not."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command."""
+        # Here, because help and usage errors must not wait for it.
+        from jaxllm.serving.host.jax_import import import_jax
+
+        import_jax()
+        return super().invoke(ctx)

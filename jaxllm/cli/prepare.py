@@ -1,0 +1,75 @@
+"""`jaxllm prepare`: writes a Hugging Face folder, a GGUF file, or a mixture's bundle, as a bundle."""
+
+from pathlib import Path
+
+import click
+
+from jaxllm.cli.console import progress_bars
+from jaxllm.cli.lazy import EngineCommand
+from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS
+
+
+@click.command("prepare", cls=EngineCommand)
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The bundle to write.",
+)
+@click.option(
+    "--weights", type=click.Choice(WEIGHT_FORMATS), help="Width of weights.  [default: the checkpoint's own]"
+)
+@click.option(
+    "--expert-bits",
+    type=click.Choice([str(bits) for bits in EXPERT_BITS]),
+    help="Store each expert of a mixture by itself at this width, to run it in less memory than it takes.",
+)
+@click.option(
+    "--name", default="", metavar="NAME", help="The model's name, for people.  [default: the folder's]"
+)
+@click.option(
+    "--ignore-config-key",
+    "ignore_keys",
+    multiple=True,
+    metavar="KEY",
+    help="Ignore a key of config.json or of a GGUF file that jaxllm does not know. Repeatable.",
+)
+def prepare_command(
+    model: Path,
+    output: Path,
+    weights: str | None,
+    expert_bits: str | None,
+    name: str,
+    ignore_keys: tuple[str, ...],
+) -> None:
+    """Write a Hugging Face folder or a GGUF file as one bundle file.
+
+    Reads the folder MODEL (config, safetensors, tokenizer) or the GGUF file MODEL, and writes FILE, whole or
+    not at all. Of a GGUF file blocks of Q8_0 and Q4_0 stay bit for bit. With
+    --expert-bits MODEL may be a mixture's bundle, or the name of a packaged one: its weights stay as they
+    are, except experts that get narrower.
+
+    \b
+    Example:
+      jaxllm prepare path/to/folder --output model.jaxllm --weights int8
+    """
+    from jaxllm.bundle import Bundle
+    from jaxllm.prepare import prepare
+    from jaxllm.serving.ground.bundles import find_model
+
+    with progress_bars() as progress:
+        prepare(
+            model if model.exists() else find_model(model),
+            output,
+            weights=weights,  # pyright: ignore[reportArgumentType]: one of the choices
+            expert_bits=int(expert_bits or 0),
+            name=name,
+            ignore_keys=ignore_keys,
+            progress=progress,
+        )
+    with Bundle.open(output) as bundle:
+        size_mb = output.stat().st_size / 1e6
+        click.echo(f"{output}: {bundle.layout.name}, {bundle.layout.weights} weights, {size_mb:.1f} MB")

@@ -1,0 +1,145 @@
+"""`jaxllm serve`: runs the service that apps call over HTTP or a Unix socket."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxllm.cli.lazy import EngineCommand
+from jaxllm.errors import ConfigError
+from jaxllm.option_types import Size
+
+if TYPE_CHECKING:
+    from jaxllm.serving.server.service_options import ServerOptions
+
+_PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
+
+
+@click.command("serve", cls=EngineCommand)
+@click.option(
+    "-m",
+    "--model",
+    metavar="MODEL",
+    help="A bundle, a Hugging Face folder, a GGUF file, or a packaged model's name.  [default: default]",
+)
+@click.option(
+    "--http",
+    metavar="HOST:PORT",
+    help="Listen on a TCP address; port 0 takes a free one.  [default: 127.0.0.1:8080 without --socket]",
+)
+@click.option("--socket", type=click.Path(path_type=Path), metavar="PATH", help="Listen on a Unix socket.")
+@click.option(
+    "--contexts",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Keep apps' contexts in a folder, over restarts.  [default: no contexts]",
+)
+@click.option(
+    "--context-budget",
+    type=Size(),
+    help="Most memory for contexts that are not running, such as 500MB.  [default: 256MiB]",
+)
+@click.option(
+    "--context-keys",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Encrypt contexts on storage by keys in this folder, one of each app.  [default: no encryption]",
+)
+@click.option(
+    "--attend-coded",
+    is_flag=True,
+    default=None,
+    help="Attend to chunks of contexts where they lie, without a copy in a cache: faster switches and less "
+    "memory, for models with all weights in memory.",
+)
+@click.option(
+    "--adapter",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="A low-rank adapter that calls may name, a folder in PEFT's layout. Repeatable.",
+)
+@click.option(
+    "--adapters",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of further adapters, which operators may load while the service runs.  [default: none]",
+)
+@click.option("--memory", type=Size(), help="Most memory of the process, such as 2GB.")
+@click.option(
+    "--follow-pressure",
+    is_flag=True,
+    default=None,
+    help="Give memory back while tasks of the machine wait for it, without --memory, too (Linux).",
+)
+@click.option(
+    "--model-sampling/--no-model-sampling",
+    default=None,
+    help="Sample as the model's authors advise (generation_config.json) where a call names no sampling.  "
+    "[default: on]",
+)
+@click.option(
+    "--draft",
+    metavar="DRAFT",
+    help="Draft tokens for the whole model's answers while they are decoded one by one, as `jaxllm generate "
+    "--draft` does; none for no drafts.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Least level of logs; records of requests are info.  [default: info]",
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Options in TOML; the command line goes before them. SIGHUP reads limits, objectives and "
+    "context_budget again.",
+)
+def serve_command(config: Path | None, adapter: tuple[str, ...], **given: Any) -> None:
+    """Serve a model to the apps of this device.
+
+    It speaks OpenAI's, Anthropic's and Ollama's protocols. SIGTERM and Ctrl-C let running answers end; a
+    second one ends at once. Logs are JSON lines on stderr.
+
+    \b
+    Example:
+      jaxllm serve --http 127.0.0.1:8080
+    """
+    _require_packages()
+    from jaxllm.cli.model_choice import speculation
+    from jaxllm.serving.server.daemon import run
+    from jaxllm.serving.server.opening import open_service
+
+    if adapter:
+        given["adapter"] = _named_folders(adapter)
+    options = _options(config, {name: value for name, value in given.items() if value is not None})
+    drafts = speculation(options.draft)
+    run(options, lambda: open_service(options, drafts), config=config)
+
+
+def _options(config: Path | None, given: dict[str, Any]) -> "ServerOptions":
+    from jaxllm.serving.server.service_options import ServerOptions, read_options
+
+    options = ServerOptions() if config is None else read_options(config)
+    return dataclasses.replace(options, **given)
+
+
+def _named_folders(texts: Sequence[str]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for text in texts:
+        name, equals, folder = text.partition("=")
+        if not equals or not folder:
+            raise ConfigError(f"--adapter takes NAME=FOLDER, got {text!r:.80}")
+        if name in found:
+            raise ConfigError(f"the adapter {name!r:.80} is named twice")
+        found[name] = Path(folder)
+    return found
+
+
+def _require_packages() -> None:
+    for name in _PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"the service needs the package {name}; run `pip install 'jaxllm[serve]'`")

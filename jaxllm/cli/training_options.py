@@ -1,0 +1,325 @@
+"""Declares the options that training commands share; importing it imports no JAX."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from jaxllm.formats import WEIGHT_FORMATS
+from jaxllm.options import click_option
+from jaxllm.training.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from jaxllm.training.data.sources import Source
+
+Command = Callable[..., Any]
+Options = TypeVar("Options", bound="DataclassInstance")
+LOOP_SETTINGS = ("steps", "accumulate", "precision", "remat", "evaluation_batches")
+
+
+class _LocalPath(click.Path):
+    """A path of something that is written here, or a folder: of a URL it would make a local folder."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "://" in str(value):
+            of_run = param is not None and param.name == "run_dir"
+            hint = "; --checkpoints takes gs:// and s3://" if of_run else ""
+            self.fail(
+                f"{value} is a URL, and this is a path of this machine or of a mounted file system{hint}"
+            )
+        return super().convert(value, param, ctx)
+
+
+class _PathOrUrl(click.Path):
+    """A path, or a URL as it is: a path would make one slash of two."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if "://" in str(value) else super().convert(value, param, ctx)
+
+
+def _all(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """One decorator for several options, in the order of the help text."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+output_option = click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=_LocalPath(),
+    metavar="FILE",
+    help="The bundle to write.",
+)
+run_option = click.option(
+    "--run",
+    "run_dir",
+    required=True,
+    type=_LocalPath(),
+    metavar="RUN",
+    help="The run's folder, made if missing. The same command on the same folder resumes.",
+)
+checkpoints_option = click.option(
+    "--checkpoints",
+    metavar="URL",
+    help="Keep checkpoints at gs://bucket/path or s3://bucket/path instead of in RUN.",
+)
+data_option = click.option(
+    "--data",
+    type=_LocalPath(),
+    metavar="DIR",
+    help="The folder that the recipe's sources are in.",
+)
+name_option = click.option(
+    "--name", default="", metavar="NAME", help="The model's name, for people.  [default: the folder's own]"
+)
+teacher_option = click.option(
+    "--teacher",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A Hugging Face folder of the same tokenizer to distil, for a recipe with a teacher_share.",
+)
+tensorboard_option = click.option(
+    "--tensorboard", is_flag=True, help="Write TensorBoard's events into RUN/tensorboard, too."
+)
+
+
+profile_option = click.option(
+    "--profile",
+    type=_LocalPath(),
+    metavar="DIR",
+    help="Trace steps 3 to 5 with JAX's profiler into DIR, for xprof or TensorBoard.",
+)
+
+
+def recipe_option(default: str) -> Callable[[Command], Command]:
+    """--recipe: parameter `recipe_name`."""
+    return click.option(
+        "--recipe",
+        "recipe_name",
+        default=default,
+        show_default=True,
+        metavar="RECIPE",
+        help="A recipe's name, or a .toml file.",
+    )
+
+
+def text_option(use: str, default: str) -> Callable[[Command], Command]:
+    """--text: parameter `texts`, files that are for the named use."""
+    return click.option(
+        "--text",
+        "texts",
+        multiple=True,
+        type=_PathOrUrl(),
+        metavar="FILE",
+        help=f"A UTF-8 text file to {use}; also a folder of .txt files, or a pattern. Repeatable.  "
+        f"[default: {default}]",
+    )
+
+
+chat_options = _all(
+    click.option(
+        "--chat",
+        "chats",
+        multiple=True,
+        type=_PathOrUrl(),
+        metavar="FILE",
+        help="JSON lines or parquet with messages, or prompt and completion, to learn the answers of: a "
+        "file, a folder or a pattern. Repeatable.  [default: the recipe's sources]",
+    ),
+    click.option(
+        "--skip-bad",
+        is_flag=True,
+        help="Leave malformed lines of --chat out, instead of stopping there.",
+    ),
+)
+
+
+def given_sources(
+    texts: Sequence[Path | str],
+    chats: Sequence[Path | str],
+    skip_bad: bool,
+    pairs: Sequence[tuple[Path, Path]] = (),
+    prefixes: Sequence[str] = (),
+) -> "tuple[Source, ...]":
+    """The sources that --text, --chat, --skip-bad, --pairs and --prefix name; none keeps the recipe's."""
+    from jaxllm.training.data.remote_files import source_name
+    from jaxllm.training.data.sources import Source
+
+    plain = (Source(text=source_name(path)) for path in texts)
+    talks = (Source(chat=source_name(path), skip_bad=skip_bad) for path in chats)
+    if prefixes and len(prefixes) != len(pairs):
+        raise click.UsageError(
+            f"{len(pairs)} --pairs and {len(prefixes)} --prefix: give one for each, or none"
+        )
+    read = (
+        Source(pairs=(str(source), str(target)), prefix=prefix)
+        for (source, target), prefix in zip(pairs, prefixes or [None] * len(pairs), strict=True)
+    )
+    return (*plain, *talks, *read)
+
+
+tokenizer_option = click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A tokenizer.json of another run, to share its tokens.  [default: train one]",
+)
+
+
+def loop_options(command: Command) -> Command:
+    """Options of the loop, None for the recipe's: parameters of `LOOP_SETTINGS`."""
+    flags = {"evaluation_batches": "--eval-batches"}
+    return recipe_options(TrainSettings, *LOOP_SETTINGS, **flags)(command)
+
+
+def recipe_options(recipe: type, *names: str, **flags: str) -> Callable[[Command], Command]:
+    """Options of a recipe's fields, None for the recipe's.
+
+    Args:
+      recipe: the dataclass that declares them.
+      *names: fields, and parameters of the command.
+      **flags: names on the command line that differ from the fields'.
+    """
+
+    def decorate(command: Command) -> Command:
+        for name in reversed(names):
+            own = (flags[name],) if name in flags else ()
+            command = click_option(recipe, name, *own, default="the recipe's")(command)
+        return command
+
+    return decorate
+
+
+def changed(recipe: Options, options: dict[str, Any], *names: str) -> Options:
+    """The recipe with the values of the named options, which are removed from `options`; None changes
+    nothing."""
+    given = {name: options.pop(name) for name in names}
+    return dataclasses.replace(recipe, **{name: each for name, each in given.items() if each is not None})
+
+
+def weights_option(of: str, default: str = "the checkpoint's own") -> Callable[[Command], Command]:
+    """--weights: parameter `weights`, None for the default."""
+    return click.option(
+        "--weights", type=click.Choice(WEIGHT_FORMATS), help=f"Width of {of}.  [default: {default}]"
+    )
+
+
+def device_options(
+    mesh: str = "all along data", devices: str = "one per core"
+) -> Callable[[Command], Command]:
+    """--mesh and --cpu-devices, parameters `mesh` and `devices`, with their defaults for the help."""
+    return _all(
+        click.option(
+            "--mesh",
+            metavar="AXIS=N,...",
+            help=f"Devices per axis, such as data=2,fsdp=2,tensor=2.  [default: {mesh}]",
+        ),
+        click.option(
+            "--cpu-devices",
+            "devices",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help=f"Make N JAX devices of this machine's CPU.  [default: {devices}]",
+        ),
+    )
+
+
+def one_device_option(reason: str) -> Callable[[Command], Command]:
+    """--mesh of a command that runs on one device only: every other mesh is refused with the reason."""
+
+    def check(context: click.Context, option: click.Parameter, mesh: str | None) -> None:
+        del option
+        if mesh is None:
+            return
+        from jaxllm.errors import ConfigError
+        from jaxllm.training.loop.parallel import MeshShape
+
+        shape = MeshShape.parse(mesh)
+        if max(shape.data, 1) * shape.fsdp * shape.tensor > 1:
+            command = context.command_path.partition(" ")[2]
+            raise ConfigError(f"{command} runs on one device, not on --mesh {mesh}: {reason}; leave it out")
+
+    return click.option(
+        "--mesh",
+        metavar="AXIS=N,...",
+        callback=check,
+        expose_value=False,
+        help=f"One device only (data=1): {reason}.",
+    )
+
+
+process_options = _all(
+    click.option(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="Address of the first of several processes that train together.  [default: that of SLURM, Open "
+        "MPI or a TPU's host; without any this process trains alone]",
+    ),
+    click.option("--processes", type=click.IntRange(min=1), metavar="N", help="Number of these processes."),
+    click.option(
+        "--process",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Number of this process, counted from 0.",
+    ),
+)
+dry_run_option = click.option(
+    "--dry-run",
+    "dry_run",
+    metavar="DEVICE",
+    help="Train nothing: compile the step, or that of each stage, and print memory per device and time per "
+    "step on DEVICE, such as H100, as a JSON object. With --cpu-devices N and --mesh, N CPU devices stand "
+    "for them.",
+)
+
+
+def set_devices(devices: int | None) -> None:
+    """Makes so many CPU devices of this process; possible only before JAX touches one."""
+    import jax
+
+    from jaxllm.kernels import native
+
+    cores = _cores()
+    jax.config.update("jax_num_cpu_devices", devices or cores)
+    # Each CPU device is a stream of its own: together they shall keep every core busy, and no more.
+    native.set_threads(max(1, cores // (devices or cores)))
+
+
+def keep_compilations() -> None:
+    """Keeps compiled steps in the user's cache, where a later run finds them: off CPUs, whose programs are
+    made for one processor, and unless JAX is told otherwise (JAX_COMPILATION_CACHE_DIR). Touches a device.
+
+    Raises:
+      ConfigError: see `require_usable_jax`.
+    """
+    import jax
+    import platformdirs
+
+    from jaxllm.host_settings import require_usable_jax
+
+    require_usable_jax()
+    if jax.default_backend() != "cpu" and jax.config.values["jax_compilation_cache_dir"] is None:
+        folder = os.environ.get("JAXLLM_CACHE") or platformdirs.user_cache_dir("jaxllm")
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder) / "steps"))
+
+
+def _cores() -> int:
+    # In a container or under taskset a process may use fewer cores than the machine has.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

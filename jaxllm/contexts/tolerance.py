@@ -1,0 +1,254 @@
+"""Allocates bits to chunks by density: chunks that later tokens hardly attend to get fewer (LLMS, section
+3.2).
+
+The density of a chunk is the attention that its tokens got, averaged over the queries of all heads and layers
+that could attend to them (equation 1): mass divided by sightings, both summed over calls. For given bytes of
+all chunks of a context, scales included, two density thresholds divide chunks into 8, 4 and 2 bits such that
+the most attended information is kept (equations 2 and 3).
+
+Chooses the codec of a model's chunks by measured errors, and says what each width keeps of its attention.
+
+Quantized keys and values change the output of attention. Its relative error `e = |out' - out|² / |out|²` is
+measured for each layer, keys and values apart, by codec, length of chunks and width. How much such an error
+matters differs between layers: their sensitivity is the divergence of the model's predictions that an error
+of 1 would cause, as measured with 2 bits in one layer. Errors weighted by sensitivities are what a width
+costs; of the codecs the one is chosen that costs least in equal bytes, scales included.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from jaxllm.contexts.codecs import WIDTHS, ChunkFormat, ChunkShape
+from jaxllm.errors import ConfigError
+
+# Bits -> share of a value's variance that quantization keeps: the error of b bits is uniform over a step, so
+# its variance falls with the square of the number of levels. For models without a calibration, which measures
+# it (see `jaxllm.contexts.tolerance`).
+KEPT: Mapping[int, float] = MappingProxyType({bits: 1 - 1 / (2**bits - 1) ** 2 for bits in WIDTHS})
+# What is quantized, in the order of arrays.
+PARTS = ("keys", "values")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Candidate:
+    """How chunks may be stored.
+
+    Attributes:
+      codec: its name.
+      chunk_tokens: tokens of a chunk (C), which share the scale of a channel.
+    """
+
+    codec: str
+    chunk_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ContextCalibration:
+    """What was measured of a model, and the choice.
+
+    Attributes:
+      chosen: how its chunks are best stored.
+      errors: by candidate, relative errors of attention outputs `[L, 3, 2]` float32, per layer, width of
+        `WIDTHS` and part of `PARTS`.
+      sensitivity: `[L, 2]` float32, divergence (nats per token) of predictions per error, per layer and part.
+    """
+
+    chosen: Candidate
+    errors: Mapping[Candidate, np.ndarray]
+    sensitivity: np.ndarray
+
+    def kept(self, codec: str, chunk_tokens: int) -> Mapping[int, float] | None:
+        """Bits -> share of what attention gives that chunks keep, for `tolerance.allocate`; None if this
+        codec and length of chunks were not measured."""
+        errors = self.errors.get(Candidate(codec, chunk_tokens))
+        return None if errors is None else kept_shares(errors, self.sensitivity)
+
+
+def chunk_mass(mass: np.ndarray, count: int, chunk_tokens: int) -> np.ndarray:
+    """The attention mass of the first `count` chunks, `[N]` float64, from that of positions (`KVCache.mass`,
+    `[>= N·C]`)."""
+    whole = np.asarray(mass[: count * chunk_tokens], np.float64)
+    return whole.reshape(count, chunk_tokens).sum(1)
+
+
+def sightings(
+    first: int,
+    length: int,
+    count: int,
+    chunk_tokens: int,
+    *,
+    heads: Sequence[int],
+    windows: Sequence[int],
+) -> np.ndarray:
+    """How many (query, token) pairs each chunk has, over heads and layers: the greatest mass that it can get.
+
+    Args:
+      first: position of the first query.
+      length: position of the last query, plus one.
+      count: number of chunks, from position 0 on (N).
+      chunk_tokens: tokens of a chunk (C).
+      heads: per layer, query heads.
+      windows: per layer, how many positions a query attends to at most, its own included; 0 for all.
+
+    Returns:
+      `[N]` float64.
+    """
+    token = np.arange(count * chunk_tokens)
+    begin = np.maximum(first, token)
+    seen = np.zeros(len(token))
+    for number, window in zip(heads, windows, strict=True):
+        end = np.minimum(length, token + window) if window else length
+        seen += number * np.maximum(0, end - begin)
+    return seen.reshape(count, chunk_tokens).sum(1)
+
+
+def allocate(
+    density: np.ndarray,
+    budget_bytes: int,
+    *,
+    sizes: Mapping[int, int],
+    newest: int = 1,
+    kept: Mapping[int, float] = KEPT,
+    most: np.ndarray | None = None,
+) -> np.ndarray:
+    """Bits of each chunk that keep the most information in a budget.
+
+    Maximises `sum(density·kept[bits])` subject to `sum(sizes[bits]) <= budget_bytes`, over all pairs of
+    thresholds. The result is exact, and takes the time of a sort.
+
+    Args:
+      density: `[N]` of the chunks, oldest first.
+      budget_bytes: of all chunks together.
+      sizes: bits -> bytes of a chunk, scales included.
+      newest: this many of the last chunks count as the densest: too few queries have attended to them to
+        estimate their density. None is wider than they are, unless they may not be.
+      kept: bits -> share of information kept, more for more bits.
+      most: `[N]`, the most bits that each chunk may have; bytes that this saves go to the other chunks, the
+        densest first.
+
+    Returns:
+      `[N]` int, each 8, 4 or 2.
+
+    Raises:
+      ConfigError: the budget is too small for 2 bits, or a density is not a finite number.
+    """
+    density = np.asarray(density, np.float64)
+    if density.ndim != 1 or not np.all(np.isfinite(density)):
+        raise ConfigError("densities must be a one-dimensional array of finite numbers")
+    count = len(density)
+    if budget_bytes < count * sizes[2]:
+        raise ConfigError(
+            f"{count} chunks take {count * sizes[2]:,} bytes at 2 bits, scales included, and may take "
+            f"{budget_bytes:,}; raise the ratio"
+        )
+    newest = min(newest, count)
+    age = np.arange(count)[::-1]
+    # The newest chunks first, then by density, of equals the newer one.
+    order = np.lexsort((age, -density, age >= newest))
+    worth = np.concatenate([[0.0], np.cumsum(density[order])])
+    wide = np.arange(count + 1)
+    left = budget_bytes - sizes[8] * wide - sizes[2] * (count - wide)
+    wide, left = wide[left >= 0], left[left >= 0]
+    middle = np.minimum(count - wide, left // (sizes[4] - sizes[2]))
+    information = (
+        kept[8] * worth[wide]
+        + kept[4] * (worth[wide + middle] - worth[wide])
+        + kept[2] * (worth[count] - worth[wide + middle])
+    )
+    chosen = int(np.argmax(information))
+    bits = np.full(count, 2)
+    bits[order[: wide[chosen] + middle[chosen]]] = 4
+    bits[order[: wide[chosen]]] = 8
+    return bits if most is None else _under(bits, np.asarray(most), order, sizes, budget_bytes)
+
+
+def kept_shares(errors: np.ndarray, sensitivity: np.ndarray) -> Mapping[int, float]:
+    """Bits -> 1 less the cost of a width, relative to that of losing all: errors of 1.
+
+    Args:
+      errors: `[L, 3, 2]` (see `ContextCalibration`).
+      sensitivity: `[L, 2]`.
+    """
+    weights = _weights(sensitivity)
+    lost = np.minimum(1.0, np.einsum("lbp,lp->b", errors.astype(np.float64), weights))
+    # Noise of the measurement must not make fewer bits look better.
+    lost = np.maximum.accumulate(lost)
+    return MappingProxyType({bits: float(1 - each) for bits, each in zip(WIDTHS, lost, strict=True)})
+
+
+def choose(
+    errors: Mapping[Candidate, np.ndarray],
+    sensitivity: np.ndarray,
+    shapes: Sequence[ChunkShape],
+    ratio: float,
+) -> tuple[Candidate, dict[Candidate, float]]:
+    """The candidate that costs least in given bytes.
+
+    Args:
+      errors, sensitivity: see `ContextCalibration`.
+      shapes: of a chunk of any length, of each layer.
+      ratio: bytes, scales included (see `ChunkShape.reference_bytes`).
+
+    Returns:
+      The candidate, and by candidate the share that is lost at these bytes, with the best mix of widths;
+      infinite where even 2 bits take more.
+
+    Raises:
+      ConfigError: all candidates take more.
+    """
+    lost = {each: _lost_at(own, each, sensitivity, shapes, ratio) for each, own in errors.items()}
+    best = min(lost, key=lambda each: lost[each])
+    if not np.isfinite(lost[best]):
+        raise ConfigError(
+            f"a ratio of {ratio} is less than all measured codecs take at {min(WIDTHS)} bits with their "
+            "scales; raise it, or measure longer chunks, whose scales are shared by more tokens"
+        )
+    return best, lost
+
+
+def _under(
+    bits: np.ndarray, most: np.ndarray, order: np.ndarray, sizes: Mapping[int, int], budget_bytes: int
+) -> np.ndarray:
+    """Limits bits to `most`, and spends the saved bytes on the other chunks in `order`."""
+    bits = np.minimum(bits, most)
+    left = budget_bytes - sum(sizes[int(each)] for each in bits)
+    for chunk in order:
+        for wider in sorted(sizes, reverse=True):
+            costs = sizes[wider] - sizes[int(bits[chunk])]
+            if 0 < costs <= left and wider <= most[chunk]:
+                bits[chunk], left = wider, left - costs
+                break
+    return bits
+
+
+def _lost_at(
+    errors: np.ndarray,
+    candidate: Candidate,
+    sensitivity: np.ndarray,
+    shapes: Sequence[ChunkShape],
+    ratio: float,
+) -> float:
+    """The least share lost by two widths, each of a share of the chunks, at most at the ratio."""
+    own = [dataclasses.replace(shape, tokens=candidate.chunk_tokens) for shape in shapes]
+    form = ChunkFormat.named(candidate.codec, candidate.chunk_tokens)
+    reference = sum(shape.reference_bytes for shape in own)
+    bytes_of = {bits: sum(form.sizes(shape)[bits] for shape in own) / reference for bits in WIDTHS}
+    lost = {bits: 1 - share for bits, share in kept_shares(errors, sensitivity).items()}
+    found = [lost[bits] for bits in WIDTHS if bytes_of[bits] <= ratio]
+    for wide in WIDTHS:
+        for narrow in WIDTHS:
+            if bytes_of[narrow] < ratio < bytes_of[wide]:
+                share = (ratio - bytes_of[narrow]) / (bytes_of[wide] - bytes_of[narrow])
+                found.append(share * lost[wide] + (1 - share) * lost[narrow])
+    return min(found, default=float("inf"))
+
+
+def _weights(sensitivity: np.ndarray) -> np.ndarray:
+    """Shares of sensitivities, even if nothing matters."""
+    total = float(sensitivity.sum(dtype=np.float64))
+    if total <= 0:
+        return np.full(sensitivity.shape, 1 / sensitivity.size)
+    return sensitivity.astype(np.float64) / total

@@ -1,0 +1,163 @@
+"""Says what each room can do for a model: the one place where what a room lacks for an architecture is named.
+
+Rooms ask `require_room`; `jaxllm info` and the documents list them all.
+"""
+
+from typing import Literal, get_args
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+
+# Resident weights take every model.
+Room = Literal[
+    "streamed weights",
+    "levels",
+    "integer prefill",
+    "experts apart",
+    "drafter",
+    "contexts",
+    "adapters",
+    "tasks",
+    "programs",
+    "tflite",
+]
+ROOMS: tuple[Room, ...] = get_args(Room)
+
+# Rooms that take decoders alone, with what to do instead.
+_ENCODER_DECODER_REFUSALS: dict[Room, str] = {
+    "integer prefill": "prefill in floats",
+    "tasks": "judge its answers: jaxllm eval pairs (of T5, mT5 and Switch), or those of jaxllm generate",
+}
+# Why models with state layers cannot have a room, and what to do.
+_STATE_REFUSALS: dict[Room, tuple[str, str]] = {
+    "streamed weights": (
+        "whose layers run together",
+        "give --memory that holds all weights, or narrower weights (jaxllm prepare --weights int4)",
+    ),
+    "levels": ("whose states have no units to leave out", "use the whole model"),
+    "integer prefill": ("whose states are computed in floats", "prefill in floats"),
+    "experts apart": ("whose layers run together", "prepare the model without --expert-bits"),
+    "drafter": ("whose states cannot go back over rejected tokens", "draft with another model, or ngram"),
+    "adapters": ("of which some layers have no attention to adapt", "merge the adapter into the folder"),
+    "tasks": (
+        "whose states follow one line of tokens",
+        "judge the model by a text (jaxllm eval perplexity)",
+    ),
+    "programs": ("whose caches hold states", "run the model by jaxllm itself"),
+    "tflite": ("whose caches hold states", "run the model by jaxllm itself"),
+}
+
+
+# Why models with mixed layers cannot have a room, and what to do.
+_MIXED_REFUSALS: dict[Room, tuple[str, str]] = {
+    "streamed weights": ("which run together", _STATE_REFUSALS["streamed weights"][1]),
+    "levels": ("which have no units to leave out", "use the whole model"),
+    "integer prefill": ("which are computed in floats", "prefill in floats"),
+    "contexts": ("whose chunks have no one shape", "send the conversation with each call"),
+    "adapters": ("some of which have nothing to adapt", "merge the adapter into the folder"),
+    "tasks": (
+        "which read documents without branches",
+        "judge the model by a text (jaxllm eval perplexity)",
+    ),
+    "programs": ("whose caches have no one shape", "run the model by jaxllm itself"),
+    "tflite": ("whose caches have no one shape", "run the model by jaxllm itself"),
+}
+
+
+def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
+    """Why a room cannot take a model; None if it can."""
+    if cfg.encoder is not None and room in _ENCODER_DECODER_REFUSALS:
+        return decoder_alone_refusal(cfg, room, _ENCODER_DECODER_REFUSALS[room])
+    if cfg.states is not None and room in _STATE_REFUSALS:
+        why, instead = _STATE_REFUSALS[room]
+        return f"{room}: not for models with state layers, as {cfg.model_type} is, {why}; {instead}"
+    if cfg.mixed is not None and room in _MIXED_REFUSALS:
+        why, instead = _MIXED_REFUSALS[room]
+        return (
+            f"{room}: not for models with layers of two sizes that share keys and values, as "
+            f"{cfg.model_type} is, {why}; {instead}"
+        )
+    asks = {
+        "levels": _levels,
+        "integer prefill": _integer_prefill,
+        "experts apart": _experts_apart,
+        "tflite": _tflite,
+    }
+    return asks[room](cfg) if room in asks else None
+
+
+def require_room(cfg: ModelConfig, room: Room) -> None:
+    """Raises ConfigError if a room cannot take a model."""
+    reason = room_refusal(cfg, room)
+    if reason is not None:
+        raise ConfigError(reason)
+
+
+def decoder_alone_refusal(cfg: ModelConfig, what: str, instead: str = "take a decoder alone") -> str:
+    """Why `what`, such as "plain models", does not take an encoder-decoder, and what to do `instead`."""
+    return f"{what}: not for encoder-decoders yet, and {cfg.model_type} is one; {instead}"
+
+
+def require_decoder_alone(cfg: ModelConfig, what: str, instead: str = "take a decoder alone") -> None:
+    """Refuses an encoder-decoder where `what`, such as "plain models", takes decoders alone.
+
+    Raises:
+      ConfigError: the model has an encoder.
+    """
+    if cfg.encoder is not None:
+        raise ConfigError(decoder_alone_refusal(cfg, what, instead))
+
+
+def _levels(cfg: ModelConfig) -> str | None:
+    if cfg.expert_bias or cfg.sink_logits:
+        return (
+            f"sub-models of experts with biases and of heads with sink logits ({cfg.model_type}) are not "
+            "implemented; take the whole model"
+        )
+    if cfg.encoder is not None and (cfg.experts or cfg.encoder.experts):
+        return (
+            f"levels of an encoder-decoder with experts: not yet, and {cfg.model_type} is one; take the "
+            "whole model"
+        )
+    if not cfg.joint_qk_norm:
+        return None
+    return (
+        f"one norm goes over the queries or keys of all heads ({cfg.model_type}): such a model has no "
+        "sub-models with fewer kv heads"
+    )
+
+
+def _integer_prefill(cfg: ModelConfig) -> str | None:
+    if cfg.experts:
+        return (
+            "a mixture of experts has no integer prefill: which products a token needs depends on the token"
+        )
+    for lacking, feature in (
+        (not cfg.pre_norms, "blocks that read their input without a norm"),
+        (cfg.parallel_blocks, "attention and feed-forward blocks side by side"),
+        (cfg.head_bias, "a bias of the head"),
+    ):
+        if lacking:
+            return f"integer prefill of {feature} ({cfg.model_type}) is not implemented; prefill in floats"
+    return None
+
+
+def _experts_apart(cfg: ModelConfig) -> str | None:
+    if not cfg.experts:
+        return "the model is no mixture of experts: there are none to store apart"
+    if cfg.encoder is not None and cfg.encoder.experts != cfg.experts:
+        return "experts of an encoder-decoder are stored apart where both sides have as many of them"
+    if cfg.post_norms:
+        return "experts of a model with norms behind its blocks cannot be stored apart"
+    if cfg.shared_expert_size:
+        return "experts beside one that all tokens visit cannot be stored apart"
+    return None
+
+
+def _tflite(cfg: ModelConfig) -> str | None:
+    if not cfg.experts and not (cfg.encoder and cfg.encoder.experts):
+        return None
+    return (
+        "a tflite model has no mixture of experts (its tokens would have to be sorted by expert); export it "
+        "as stablehlo"
+    )

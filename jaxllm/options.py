@@ -1,0 +1,253 @@
+"""Declares options once, as fields of a frozen dataclass with help, bounds and choices.
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class LoopSettings:
+        steps: int = option(help="Optimizer steps.", low=1)
+        optimizer: Literal["adamw", "muon"] = option("adamw", "Optimizer of matrices.")
+
+        def __post_init__(self) -> None:
+            check_options(self)
+
+The annotation says what values are allowed: int, float, bool, str, Path, a Literal, a tuple of one of these,
+or one of these and None. Checks (`check_options`), options of command lines (`click_option`), keys of TOML
+files (`check_keys`) and tables of the documentation (`option_table`) come from the same declaration. This
+module imports no JAX.
+"""
+
+import dataclasses
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+from jaxllm.layer_configs import require, require_float, require_int
+
+_DECLARATION = "option"
+Command = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+    """Help and bounds of one option; None is no bound.
+
+    Attributes:
+      help: one or more sentences, for command lines and tables.
+      low: least value.
+      high: greatest value.
+      above: bound that the value exceeds.
+      below: bound that the value stays under.
+      entries: least number of entries of a tuple.
+      ascending: whether the entries of a tuple ascend.
+    """
+
+    help: str = ""
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+    entries: int = 0
+    ascending: bool = False
+
+
+_PLAIN = Declaration()
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    help: str = "",  # noqa: A002
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    entries: int = 0,
+    ascending: bool = False,
+) -> Any:
+    """A field of a dataclass; see `Declaration`. Without a default the field is required; a function that is
+    given as the default makes it."""
+    metadata = {_DECLARATION: Declaration(help, low, high, above, below, entries, ascending)}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def declaration(cls: type, name: str) -> tuple[Any, Declaration]:
+    """Type (without None) and declaration of a class's option."""
+    field = cls.__dataclass_fields__[name]
+    return _without_none(field.type)[0], field.metadata[_DECLARATION]
+
+
+def check_options(config: Any) -> None:
+    """Checks the fields of a config by annotations and declarations; makes tuples of lists, and paths of
+    texts. Fields of other types are left to the config.
+
+    Raises:
+      ConfigError: a value has another type, is out of bounds or is none of the choices.
+    """
+    for field in dataclasses.fields(config):
+        declared = field.metadata.get(_DECLARATION, _PLAIN)
+        value = _checked(field.name, field.type, declared, getattr(config, field.name))
+        object.__setattr__(config, field.name, value)
+
+
+def check_keys(cls: type, data: Mapping[str, Any], what: str) -> None:
+    """Checks that data names fields of a dataclass, and all that have no default.
+
+    Args:
+      cls: the dataclass.
+      data: from a file, by key.
+      what: the file describes, for messages.
+
+    Raises:
+      ConfigError: a key is unknown or missing.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown, known = ", ".join(sorted(set(data) - set(fields))), ", ".join(sorted(fields))
+    require(not unknown, f"unknown {what} key {unknown}; the keys are {known}")
+    missing = ", ".join(sorted(required_options(cls) - set(data)))
+    require(not missing, f"the {what} lacks {missing}")
+
+
+def required_options(cls: type) -> set[str]:
+    """Names of a dataclass's fields that have no default."""
+    fields, none = dataclasses.fields(cls), dataclasses.MISSING
+    return {each.name for each in fields if each.default is none and each.default_factory is none}
+
+
+def click_option(
+    cls: type, name: str, *flags: str, default: str | None = None, **more: Any
+) -> Callable[[Command], Command]:
+    """An option of a command line; its value is None where it is not given.
+
+    Args:
+      cls: the dataclass that declares it.
+      name: of the field, and of the command's parameter.
+      *flags: names on the command line; `--name` by default.
+      default: text for the help in place of the field's default.
+      **more: arguments of `click.option` that differ, such as `type` and `metavar`.
+    """
+    # Imported here: a process that only checks options has no command line.
+    import click
+
+    kind, declared = declaration(cls, name)
+    if default is None:
+        value = cls.__dataclass_fields__[name].default
+        default = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    more = {"help": f"{declared.help}  [default: {default}]", **more}
+    if get_origin(kind) is tuple:
+        more.setdefault("multiple", True)
+        kind = get_args(kind)[0]
+    more.setdefault("type", _click_type(kind, declared))
+    return click.option(*(flags or (f"--{name.replace('_', '-')}",)), name, **more)
+
+
+def option_table(cls: type) -> str:
+    """A table in Markdown of a class's options: name, default, allowed values, and the help of its
+    declaration, or else what the class's docstring says below `Attributes:`."""
+    described = _attributes(inspect.getdoc(cls) or "")
+    lines = ["| option | default | allowed | |", "|---|---|---|---|"]
+    for field in dataclasses.fields(cls):
+        declared = field.metadata.get(_DECLARATION, _PLAIN)
+        default = "" if field.default in (None, "", (), dataclasses.MISSING) else f"`{field.default}`"
+        meaning = declared.help or described.get(field.name, "")
+        cells = (f"`{field.name}`", default, _allowed(field.type, declared), meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _attributes(doc: str) -> dict[str, str]:
+    """Name of an attribute -> what a docstring of Google's style says of it, in one line."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in doc.partition("\nAttributes:\n")[2].splitlines():
+        if line and not line.startswith(" "):
+            break
+        begins = re.fullmatch(r"  (\w+): (.*)", line)
+        if begins:
+            name, found[begins[1]] = begins[1], begins[2]
+        elif name:
+            found[name] = f"{found[name]} {line.strip()}".strip()
+    return found
+
+
+def _allowed(kind: Any, declared: Declaration) -> str:
+    """Choices, or the type and its bounds."""
+    kind, optional = _without_none(kind)
+    several = get_origin(kind) is tuple
+    if several:
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        text = ", ".join(f"`{each}`" for each in get_args(kind) if each != "")
+    else:
+        text = getattr(kind, "__name__", str(kind).rpartition(".")[2])
+    bounds = (
+        ("from", declared.low),
+        ("above", declared.above),
+        ("to", declared.high),
+        ("below", declared.below),
+    )
+    text += "".join(f" {word} {bound:g}" for word, bound in bounds if bound is not None)
+    ascending = ", ascending" if declared.ascending else ""
+    return f"{'a list of ' if several else ''}{text}{ascending}{' or none' if optional else ''}"
+
+
+def _click_type(kind: Any, declared: Declaration) -> Any:
+    import click
+
+    if get_origin(kind) is Literal:
+        return click.Choice([str(each) for each in get_args(kind) if each])
+    if kind in (int, float):
+        low = declared.low if declared.above is None else declared.above
+        high = declared.high if declared.below is None else declared.below
+        bounds = {"min_open": declared.above is not None, "max_open": declared.below is not None}
+        if kind is int:
+            return click.IntRange(low, high)  # pyright: ignore[reportArgumentType]: whole in declarations
+        return click.FloatRange(low, high, **bounds)
+    return click.Path(path_type=kind) if _is_path(kind) else kind
+
+
+def _is_path(kind: Any) -> bool:
+    return isinstance(kind, type) and hasattr(kind, "__fspath__")
+
+
+def _without_none(kind: Any) -> tuple[Any, bool]:
+    """A type without None, and whether it allows None."""
+    if get_origin(kind) in (Union, types.UnionType):
+        rest = [each for each in get_args(kind) if each is not types.NoneType]
+        if len(rest) == 1:
+            return rest[0], True
+    return kind, False
+
+
+def _checked(name: str, kind: Any, declared: Declaration, value: Any) -> Any:
+    kind, optional = _without_none(kind)
+    if optional and value is None:
+        return None
+    origin = get_origin(kind)
+    if origin is Literal:
+        choices = get_args(kind)
+        listed = ", ".join(str(each) for each in choices if each != "")
+        require(value in choices, f"{name} must be one of {listed}, got {value!r:.80}")
+    elif origin is tuple:
+        require(isinstance(value, list | tuple), f"{name} must be a list, got {value!r:.80}")
+        value = tuple(_checked(f"each of {name}", get_args(kind)[0], declared, each) for each in value)
+        enough = len(value) >= declared.entries
+        require(enough, f"{name} must have {declared.entries} or more entries, got {value}")
+        ascends = not declared.ascending or list(value) == sorted(set(value))
+        require(ascends, f"{name} must be ascending, got {value!r:.80}")
+    elif kind is int:
+        require_int(name, value, declared.low, declared.high)
+    elif kind is float:
+        require_float(
+            name, value, least=declared.low, above=declared.above, most=declared.high, below=declared.below
+        )
+    elif kind is bool:
+        require(isinstance(value, bool), f"{name} must be true or false, got {value!r:.80}")
+    elif kind is str:
+        require(isinstance(value, str), f"{name} must be text, got {value!r:.80}")
+    elif _is_path(kind):
+        valid = isinstance(value, str | kind) and str(value) != ""
+        require(valid, f"{name} must be a path, got {value!r:.80}")
+        value = kind(value)
+    return value

@@ -1,0 +1,238 @@
+"""The token tree and its size (LLMCad, arXiv 2309.04255, sections 3.2 and 3.3); imports no JAX."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from jaxllm.axes import Axes
+from jaxllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jax
+
+
+# The token tree: drafted continuations of a sequence in arrays of static size (LLMCad, arXiv 2309.04255,
+# section 3.2).
+#
+# A node is a token that follows its parent's token. The root is the last token of the sequence, which is in
+# no cache yet. Children come after their parents in the order of nodes. In a cache node i is at row `length
+# + i`, after the sequence, and attends to the sequence, its ancestors and itself: branches share rows, and
+# nothing is copied until a path is accepted. This module imports no JAX: `tree.py` registers the structure
+# with it.
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenTree:
+    """A tree with room for M nodes.
+
+    Invariants: the first `count` nodes are in use, node 0 is the root; `parents[i]` is less than i (-1 for
+    the root); `depths` count from 0 at the root; `confidences` are products along the path from the root,
+    whose own is 1, so that none is larger than its parent's.
+
+    Attributes:
+      tokens: `[M]` int32.
+      parents: `[M]` int32.
+      depths: `[M]` int32.
+      confidences: `[M]` float32, cumulative.
+      probabilities: `[M]` float32, what the drafter gave each token after its parent, before calibration (see
+        `calibration`); 1 for the root.
+      ancestors: `[M, M]` bool, `[i, j]`: whether node j is on the path from the root to node i, both ends
+        included; false for nodes that are not in use.
+      count: int32 scalar, number of nodes in use, at least 1.
+    """
+
+    tokens: "jax.Array"
+    parents: "jax.Array"
+    depths: "jax.Array"
+    confidences: "jax.Array"
+    probabilities: "jax.Array"
+    ancestors: "jax.Array"
+    count: "jax.Array"
+
+    @property
+    def room(self) -> int:
+        """Nodes that fit (M)."""
+        return self.tokens.shape[0]
+
+    @property
+    def used(self) -> "jax.Array":
+        """Which nodes are in use, `[M]` bool."""
+        return self.count > np.arange(self.room, dtype=np.int32)
+
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes the tree is traced."""
+        axes.check(np.int32, "M", tokens=self.tokens, parents=self.parents, depths=self.depths)
+        axes.check(np.float32, "M", confidences=self.confidences, probabilities=self.probabilities)
+        axes.check(np.bool_, "M M", ancestors=self.ancestors)
+        axes.check(np.int32, "", count=self.count)
+
+
+# Says how a draft grows token trees; imports no JAX (see `pacer`, which grows them).
+
+
+# A token at least this likely opens a branch of its own (section 3.2).
+BRANCH_CONFIDENCE = 0.3
+
+# The order in which branches grow: the most confident first; the one that lacks most tokens of its fair share
+# first, as published; or in the order of the nodes.
+Pacer = Literal["confidence", "fair", "order"]
+PACERS: tuple[Pacer, ...] = ("confidence", "fair", "order")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Growth:
+    """How a draft grows trees.
+
+    Attributes:
+      tips: branches that the draft runs on at a time.
+      branches: most children of a node.
+      threshold: see `jaxllm.speculation.tree.grow`.
+      pacer: see `jaxllm.speculation.tree.next_tips`.
+    """
+
+    tips: int
+    branches: int
+    threshold: float = BRANCH_CONFIDENCE
+    pacer: Pacer = "confidence"
+
+
+# Decides by measured times how far a tree grows, and how many of its nodes are verified.
+#
+# A pass drafts and verifies; it takes time, and brings tokens. Over many passes the most tokens per second
+# come from spending time on whatever brings more tokens than passes bring on average in that time: at `rate`
+# tokens per second, a second costs `rate` tokens. The rate follows from the passes that are chosen by it,
+# and settles at the highest one that can be reached.
+
+
+# Before anything is measured, a run of the drafter has to bring so many tokens.
+_FIRST_RUN_TOKENS = 0.25
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassTimes:
+    """Times of the parts of a pass, in seconds.
+
+    Attributes:
+      run_s: of a run of the drafter, without its branches.
+      branch_s: of each branch that a run extends.
+      verify_s: of a verification, by the size of its tree.
+      free_s: drafting for so long delays nothing, because storage reads meanwhile.
+    """
+
+    run_s: float
+    branch_s: float
+    verify_s: Mapping[int, float]
+    free_s: float = 0.0
+
+    @property
+    def node_s(self) -> float:
+        """Time that a further node takes to verify."""
+        least, most = min(self.verify_s), max(self.verify_s)
+        return max(0.0, self.verify_s[most] - self.verify_s[least]) / max(1, most - least)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Worth:
+    """What a drafter's work has to bring, in expected tokens.
+
+    Attributes:
+      run: by all branches that a run extends, beyond what each has to bring.
+      branch: by each of them, as its confidence.
+      node: by a node that is drafted at no cost, as its confidence.
+      free_runs: so many runs may bring less.
+    """
+
+    run: float
+    branch: float
+    node: float
+    free_runs: int
+
+
+def worth(times: PassTimes, rate: float, *, tips: int, yields: float) -> Worth:
+    """What a drafter's work has to bring.
+
+    Args:
+      times: of the parts of a pass.
+      rate: tokens per second that passes bring; 0 before the first.
+      tips: most branches that a run extends.
+      yields: sum of the confidences of a branch's new nodes, as a share of its own.
+    """
+    if rate <= 0:
+        return Worth(run=_FIRST_RUN_TOKENS, branch=0.0, node=0.0, free_runs=0)
+    node = rate * times.node_s
+    # Each branch brings a node at least, which is verified.
+    branch = (rate * times.branch_s + node) / yields
+    whole_s = times.run_s + tips * times.branch_s
+    free = int(times.free_s / whole_s) if whole_s > 0 else 0
+    return Worth(run=rate * times.run_s / yields, branch=branch, node=node, free_runs=free)
+
+
+def verified_nodes(confidences: Sequence[float] | np.ndarray, times: PassTimes, rate: float) -> int:
+    """The size of the tree to verify that brings most beyond what its time costs.
+
+    Args:
+      confidences: of the nodes, falling; their sum is the expected number of tokens, of which the root's
+        stands for the target's own.
+      times: of the parts of a pass.
+      rate: tokens per second that passes bring; 0 before the first: the least size that has room for all.
+
+    Returns:
+      A size of `times.verify_s`, at most the least that has room for all nodes.
+    """
+    promised, count = np.cumsum(confidences), len(confidences)
+    sizes = sorted(times.verify_s)
+    room = next((size for size in sizes if size >= count), sizes[-1])
+    return (
+        max(
+            (size for size in sizes if size <= room),
+            key=lambda size: promised[min(count, size) - 1] - rate * times.verify_s[size],
+        )
+        if rate > 0
+        else room
+    )
+
+
+# Decides when to stop drafting and verify, by a self-adaptive threshold (LLMCad, section 3.3).
+
+
+START = 0.01
+# Bounds of alpha: below `LEAST` no tree would be verified early, above `MOST` nothing would be drafted.
+LEAST, MOST = 1e-6, 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Fallback:
+    """The fallback threshold: verify once no branch has a confidence above alpha.
+
+    Attributes:
+      alpha: in [LEAST, MOST].
+    """
+
+    alpha: float = START
+
+    def __post_init__(self) -> None:
+        if not LEAST <= self.alpha <= MOST:
+            raise ConfigError(f"alpha must be in [{LEAST}, {MOST}], got {self.alpha}")
+
+    def after(self, *, drafted: int, correct: int, confidence: float) -> "Fallback":
+        """The threshold for the next tree (equation 3).
+
+        Args:
+          drafted: tokens on the branch that matches the target best, without the root (N_all).
+          correct: how many of them were accepted (N_correct).
+          confidence: Tc when the tree was verified.
+
+        Raises:
+          ConfigError: a number is out of its domain.
+        """
+        if not 0 <= correct <= drafted or not 0 <= confidence <= 1:
+            raise ConfigError(f"{correct} of {drafted} tokens right at a confidence of {confidence}")
+        if correct == drafted:
+            return Fallback(max(LEAST, 0.5 * self.alpha))
+        # In logarithms, because a confidence may be as small as the smallest float.
+        share = (drafted - correct) / drafted
+        power = math.log(self.alpha) - share * math.log(max(confidence, LEAST))
+        return Fallback(min(MOST, math.exp(min(power, 0.0))))

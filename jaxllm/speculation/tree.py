@@ -1,0 +1,435 @@
+"""Token trees in compiled steps: growth, acceptance, calibrated probabilities (LLMCad, arXiv 2309.04255,
+section 3.2)."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.axes import Axes
+from jaxllm.errors import ConfigError
+from jaxllm.sampling import SamplerState, likeliest, sample
+from jaxllm.speculation.token_tree import BRANCH_CONFIDENCE, Pacer, TokenTree
+
+# Functions of token trees in compiled steps: a new one, further nodes, the accepted path.
+
+
+# Steps take it as a tree of arrays.
+jax.tree_util.register_dataclass(TokenTree)
+
+
+def new_tree(root: jax.Array, room: int) -> TokenTree:
+    """A tree with a root alone.
+
+    Args:
+      root: int32 scalar, the root's token.
+      room: the most nodes of the tree (M).
+
+    Raises:
+      ConfigError: `room` is below 1.
+    """
+    if room < 1:
+        raise ConfigError(f"a token tree has room for its root at least, got {room}")
+    root = jnp.asarray(root, jnp.int32)
+    # A root of rank 1 would become the token of every node.
+    Axes("new_tree").check(jnp.int32, "", root=root)
+    first = jnp.arange(room, dtype=jnp.int32) == 0
+    return TokenTree(
+        tokens=jnp.where(first, root, 0),
+        parents=jnp.full(room, -1, jnp.int32),
+        depths=jnp.zeros(room, jnp.int32),
+        confidences=first.astype(jnp.float32),
+        probabilities=first.astype(jnp.float32),
+        ancestors=first[:, None] & first,
+        count=jnp.ones((), jnp.int32),
+    )
+
+
+def line_tree(tokens: Sequence[int]) -> TokenTree:
+    """A tree of one branch, whose nodes stand as decoded tokens would."""
+    count = len(tokens)
+    return TokenTree(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        parents=jnp.arange(-1, count - 1, dtype=jnp.int32),
+        depths=jnp.arange(count, dtype=jnp.int32),
+        confidences=jnp.ones(count),
+        probabilities=jnp.ones(count),
+        ancestors=jnp.tril(jnp.ones((count, count), bool)),
+        count=jnp.asarray(count, jnp.int32),
+    )
+
+
+def add_nodes(
+    tree: TokenTree,
+    parents: jax.Array,
+    tokens: jax.Array,
+    confidences: jax.Array,
+    wanted: jax.Array,
+    probabilities: jax.Array | None = None,
+) -> tuple[TokenTree, jax.Array]:
+    """Adds nodes after the existing ones, as many as fit.
+
+    Args:
+      tree: the tree.
+      parents: `[T]` int32, nodes in use.
+      tokens: `[T]` int32.
+      confidences: `[T]` float32, of each token given its parent.
+      wanted: `[T]` bool; the others are left out.
+      probabilities: `[T]` float32 (see `TokenTree`); None for `confidences`.
+
+    Returns:
+      The tree, and the index of each new node `[T]` int32: -1 if it was left out or did not fit.
+    """
+    axes = Axes("add_nodes")
+    tree.check(axes)
+    axes.check(jnp.int32, "T", parents=parents, tokens=tokens)
+    probabilities = confidences if probabilities is None else probabilities
+    axes.check(jnp.float32, "T", confidences=confidences, probabilities=probabilities)
+    axes.check(jnp.bool_, "T", wanted=wanted)
+    place = tree.count + jnp.cumsum(wanted.astype(jnp.int32)) - 1
+    fits = wanted & (place < tree.room)
+    # Node M does not exist: `mode="drop"` drops what does not fit.
+    at = jnp.where(fits, place, tree.room)
+    behind = jnp.maximum(parents, 0)
+    index = jnp.arange(tree.room, dtype=jnp.int32)
+
+    def put(values: jax.Array, new: jax.Array) -> jax.Array:
+        return values.at[at].set(new.astype(values.dtype), mode="drop")
+
+    grown = TokenTree(
+        tokens=put(tree.tokens, tokens),
+        parents=put(tree.parents, parents),
+        depths=put(tree.depths, tree.depths[behind] + 1),
+        confidences=put(tree.confidences, tree.confidences[behind] * confidences),
+        probabilities=put(tree.probabilities, probabilities),
+        ancestors=put(tree.ancestors, tree.ancestors[behind] | (at[:, None] == index)),
+        count=tree.count + jnp.sum(fits, dtype=jnp.int32),
+    )
+    return grown, jnp.where(fits, place, -1)
+
+
+def accepted_nodes(tree: TokenTree, chosen: jax.Array) -> jax.Array:
+    """The accepted nodes, `[M]` bool: the root, and each node that with all of its ancestors is the target's
+    token after its parent.
+
+    Args:
+      tree: the tree.
+      chosen: `[M]` int32, the target's token after each node.
+    """
+    axes = Axes("accepted_nodes")
+    tree.check(axes)
+    axes.check(jnp.int32, "M", chosen=chosen)
+    as_chosen = (tree.tokens == chosen[jnp.maximum(tree.parents, 0)]) | (tree.parents < 0)
+    wrong = tree.ancestors & ~as_chosen
+    return tree.used & ~jnp.any(wrong, axis=1)
+
+
+def deepest(tree: TokenTree, accepted: jax.Array) -> jax.Array:
+    """The deepest of the nodes that are `accepted` (`[M]` bool), the first of equals: int32 scalar."""
+    axes = Axes("deepest")
+    tree.check(axes)
+    axes.check(jnp.bool_, "M", accepted=accepted)
+    return jnp.argmax(jnp.where(accepted, tree.depths, -1)).astype(jnp.int32)
+
+
+def path_to(tree: TokenTree, node: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The nodes from the root to `node` (int32 scalar), in order.
+
+    Returns:
+      `[M]` int32, and how many of them are on the path; the others repeat the last one.
+    """
+    axes = Axes("path_to")
+    tree.check(axes)
+    axes.check(jnp.int32, "", node=node)
+    on_path = tree.ancestors[node]
+    nodes = jnp.nonzero(on_path, size=tree.room, fill_value=np.iinfo(np.int32).max)[0].astype(jnp.int32)
+    return jnp.minimum(nodes, node), jnp.sum(on_path, dtype=jnp.int32)
+
+
+# Calibrates a drafter's probabilities by what the target has accepted, while it answers.
+#
+# What a token's probability means depends on who drafts and who draws: a target at fewer bits is surer than
+# its probabilities say, a small model less, and under a sampler both differ again. So outcomes are counted
+# by the rank of a token among the drafter's choices and by its probability. Each cell of the counts shifts
+# log-odds by what was accepted beside what was promised; between the centres of two cells shifts are
+# interpolated, so that the order of branches is kept. Without counts nothing is shifted.
+
+
+# Ranks with counts of their own, the last for all further ones; centres of cells, in log-odds.
+RANKS = 3
+_FIRST, _APART, CELLS = -8.0, 2.0, 9
+_CENTRES = _FIRST + _APART * np.arange(CELLS)
+# Outcomes that the drafter's own word counts for, and the most that are remembered: texts change.
+_PRIOR, _MEMORY = 8.0, 200.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Outcomes by rank and probability, older ones fading.
+
+    Attributes:
+      seen: `[RANKS, CELLS]` float64, drafted tokens whose parent was accepted.
+      promised: `[RANKS, CELLS]` float64, the sum of their probabilities.
+      accepted: `[RANKS, CELLS]` float64, those that the target took.
+    """
+
+    seen: np.ndarray
+    promised: np.ndarray
+    accepted: np.ndarray
+
+    @classmethod
+    def fresh(cls) -> Self:
+        """No outcomes."""
+        return cls(*(np.zeros((RANKS, CELLS)) for _ in range(3)))
+
+    def after(self, ranks: np.ndarray, probabilities: np.ndarray, accepted: np.ndarray) -> "Calibration":
+        """The counts after further outcomes.
+
+        Args:
+          ranks: `[n]` int, from 0 on.
+          probabilities: `[n]`, of the drafter.
+          accepted: `[n]` bool.
+        """
+        place = (_log_odds(probabilities) - _FIRST) / _APART
+        cells = np.minimum(ranks, RANKS - 1), np.clip(np.rint(place), 0, CELLS - 1).astype(np.int64)
+        counts = [self.seen.copy(), self.promised.copy(), self.accepted.copy()]
+        for count, new in zip(counts, (1.0, probabilities, accepted), strict=True):
+            np.add.at(count, cells, new)
+        kept = _MEMORY / np.maximum(counts[0], _MEMORY)
+        return Calibration(*(count * kept for count in counts))
+
+    def shifts(self) -> np.ndarray:
+        """What is added to log-odds, `[RANKS, CELLS]` float32 (see `calibrated`)."""
+        centres = 1 / (1 + np.exp(-_CENTRES))
+        weight = self.seen + _PRIOR
+        promised = (self.promised + _PRIOR * centres) / weight
+        accepted = (self.accepted + _PRIOR * promised) / weight
+        return (_log_odds(accepted) - _log_odds(promised)).astype(np.float32)
+
+
+def calibrated(probabilities: jax.Array, shifts: jax.Array) -> jax.Array:
+    """The chances that the target takes the likeliest tokens, given that it took their parent.
+
+    Args:
+      probabilities: `[T, *]` float32, of the drafter for the likeliest tokens after T nodes, falling.
+      shifts: `[RANKS, CELLS]` float32 (see `Calibration.shifts`).
+
+    Returns:
+      `[T, *]` float32, below 1.
+    """
+    axes = Axes("calibrated")
+    axes.check(jnp.float32, "T *", probabilities=probabilities)
+    axes.check(jnp.float32, f"{RANKS} {CELLS}", shifts=shifts)
+    least = np.float32(1 / (1 + np.exp(-_FIRST)))
+    bounded = jnp.clip(probabilities, least, 1 - least)
+    odds = jnp.log(bounded) - jnp.log1p(-bounded)
+    place = (odds - np.float32(_FIRST)) / np.float32(_APART)
+    before = jnp.clip(place.astype(jnp.int32), 0, CELLS - 2)
+    share = place - before.astype(jnp.float32)
+    ranks = jnp.minimum(jnp.arange(probabilities.shape[1], dtype=jnp.int32), RANKS - 1)[None]
+    shift = (1 - share) * shifts[ranks, before] + share * shifts[ranks, before + 1]
+    # What is out of bounds keeps its distance to them: unlikely tokens stay in their order.
+    return jax.nn.sigmoid(odds + shift) * jnp.minimum(probabilities / bounded, np.float32(1))
+
+
+def outcomes(tree: TokenTree, path: Sequence[int], token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What a verification says of a drafted tree: the arguments of `Calibration.after`.
+
+    Args:
+      tree: on the host.
+      path: the accepted nodes, from the root on.
+      token: the target's token after them.
+
+    Returns:
+      Ranks `[n]` int64, probabilities `[n]` and acceptance `[n]` bool of all children of accepted nodes.
+    """
+    count = int(tree.count)
+    parents, tokens = np.asarray(tree.parents)[:count], np.asarray(tree.tokens)[:count]
+    probabilities = np.asarray(tree.probabilities)[:count].astype(np.float64)
+    taken = dict(zip(path, [*(int(tokens[node]) for node in path[1:]), token], strict=True))
+    children = np.flatnonzero(np.isin(parents, path))
+    family, own = parents[children], probabilities[children]
+    # Siblings lie in the order of nodes, so that of equally likely ones the first ranks higher.
+    surer = (own[None] > own[:, None]) | ((own[None] == own[:, None]) & (children[None] < children[:, None]))
+    ranks = ((family[None] == family[:, None]) & surer).sum(axis=1)
+    right = np.array([tokens[node] == taken[int(parents[node])] for node in children], bool)
+    return ranks, own, right
+
+
+def _log_odds(probabilities: np.ndarray) -> np.ndarray:
+    least = 1 / (1 + np.exp(-_FIRST))
+    bounded = np.clip(probabilities, least, 1 - least)
+    return np.log(bounded) - np.log1p(-bounded)
+
+
+# Chooses the branch of a token tree that grows next, and its new nodes (LLMCad, section 3.2).
+#
+# The cumulative confidence of a branch is the draft's probability that all of its tokens are right. Ours
+# grows the branch with the highest confidence first: what verification is expected to accept is the sum of
+# the nodes' confidences, and growing can only lower them. As published, tokens are divided among branches in
+# proportion to their confidences (max-min fairness, equations 1 and 2; see `missing_tokens`). If the draft
+# gives several tokens a high probability, the branch divides.
+
+
+def next_tips(
+    tree: TokenTree,
+    fed: jax.Array,
+    count: int,
+    *,
+    pacer: Pacer = "confidence",
+    least: jax.Array | float = 0.0,
+) -> tuple[jax.Array, jax.Array]:
+    """The nodes that the draft runs on next.
+
+    Args:
+      tree: the tree.
+      fed: `[M]` bool, nodes that the draft has run on.
+      count: number of nodes to choose.
+      pacer: the order of choice.
+      least: float32 scalar; branches are left out unless they are more confident.
+
+    Returns:
+      `[count]` int32, ascending, and how many of them are valid (the others repeat the last node).
+    """
+    axes = Axes("next_tips")
+    tree.check(axes)
+    axes.check(jnp.bool_, "M", fed=fed)
+    if pacer == "confidence":
+        rank = tree.confidences
+    elif pacer == "fair":
+        rank = missing_tokens(tree, fed)
+    else:
+        rank = -jnp.arange(tree.room, dtype=jnp.float32)
+    able = tree.used & ~fed & (tree.confidences > least)
+    most, nodes = jax.lax.top_k(jnp.where(able, rank, -jnp.inf), count)
+    there = most > -jnp.inf
+    chosen = jnp.sort(jnp.where(there, nodes, tree.room - 1).astype(jnp.int32))
+    return chosen, jnp.sum(there, dtype=jnp.int32)
+
+
+def missing_tokens(tree: TokenTree, fed: jax.Array) -> jax.Array:
+    """The tokens that each branch lacks of its share of all drafted ones: f of equation 1.
+
+    f(x) = N · C_x / Σ C_i - T_x, where N is the number of drafted tokens (the paper's M), C_i the cumulative
+    confidence of branch i and T_x the number of tokens of branch x. Equation 2 takes the least f as the
+    objective of max-min fairness: a token to branch x takes one from its f, so the branch with the largest f
+    gets the next one.
+
+    Args:
+      tree: the tree.
+      fed: `[M]` bool, as in `next_tips`; the branches end in the other nodes.
+
+    Returns:
+      `[M]` float32 of the nodes in which branches end, undefined elsewhere.
+    """
+    axes = Axes("missing_tokens")
+    tree.check(axes)
+    axes.check(jnp.bool_, "M", fed=fed)
+    whole = jnp.sum(jnp.where(tree.used & ~fed, tree.confidences, 0.0))
+    # Confidences may be as small as the smallest float, and their sum 0.
+    shares = tree.confidences / jnp.maximum(whole, np.finfo(np.float32).tiny)
+    return (tree.count - 1).astype(jnp.float32) * shares - tree.depths.astype(jnp.float32)
+
+
+def grow(
+    tree: TokenTree,
+    tips: jax.Array,
+    valid: jax.Array,
+    probabilities: jax.Array,
+    shifts: jax.Array | np.ndarray,
+    *,
+    branches: int,
+    threshold: float = BRANCH_CONFIDENCE,
+) -> TokenTree:
+    """Adds the draft's tokens after nodes that it has just run on: the likeliest token, and every other one
+    with a confidence above `threshold`.
+
+    Args:
+      tree: the tree.
+      tips: `[T]` int32, the nodes.
+      valid: int32 scalar, how many of them are valid.
+      probabilities: `[T, V]` float32, the draft's probabilities after each.
+      shifts: of their calibration (see `calibration.calibrated`).
+      branches: most children of a node.
+      threshold: see above.
+    """
+    axes = Axes("grow")
+    tree.check(axes)
+    axes.check(jnp.int32, "T", tips=tips)
+    axes.check(jnp.int32, "", valid=valid)
+    axes.check(jnp.float32, "T V", probabilities=probabilities)
+    own, tokens = jax.lax.top_k(probabilities, branches)
+    confidences = calibrated(own, jnp.asarray(shifts))
+    real = jnp.arange(tips.shape[0], dtype=jnp.int32) < valid
+    first = jnp.arange(branches, dtype=jnp.int32) == 0
+    wanted = real[:, None] & (first | (confidences > np.float32(threshold)))
+    # By falling confidence: if the tree is full, the least likely tokens are left out.
+    paths = tree.confidences[tips][:, None] * confidences
+    order = jnp.argsort(-jnp.where(wanted, paths, -1.0).reshape(-1), stable=True)
+    parents = jnp.broadcast_to(tips[:, None], tokens.shape)
+    new = parents, tokens.astype(jnp.int32), confidences, wanted, own
+    flat = (each.reshape(-1)[order] for each in new)
+    return add_nodes(tree, *flat)[0]
+
+
+def best_confidence(tree: TokenTree, fed: jax.Array) -> jax.Array:
+    """Tc, the highest cumulative confidence of a branch that can still grow: float32 scalar, 0 if none can;
+    `fed` is `[M]` bool, as in `next_tips`."""
+    axes = Axes("best_confidence")
+    tree.check(axes)
+    axes.check(jnp.bool_, "M", fed=fed)
+    return jnp.max(jnp.where(tree.used & ~fed, tree.confidences, 0.0))
+
+
+# Chooses the target's token after every node of a token tree, without changing the target's answer.
+#
+# After each node the target's token is chosen as in plain decoding: by the same sampler, with the same draw,
+# after the same tokens. So the answer is that of the target alone, greedy or sampled, whatever the tree
+# contains.
+
+
+def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Array:
+    """The target's token after each node, `[M]` int32, or `NO_TOKEN` (see `sample`).
+
+    Args:
+      tree: the tree; the root's token is already counted in `sampler`.
+      logits: `[M, V]` float32, the target's logits after each node.
+      sampler: state of the sequence up to the root, batch 1.
+    """
+
+    axes = Axes("choices", B=1)
+    tree.check(axes)
+    axes.check(jnp.float32, "M V", logits=logits)
+    sampler.check(axes)
+
+    def by_sampler(logits: jax.Array) -> jax.Array:
+        counts = jax.lax.cond(sampler.penalized, _counted, _as_before, tree, logits, sampler.counts)
+
+        def at_node(node: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            row, counts, depth = node
+            state = dataclasses.replace(sampler, counts=counts[None], drawn=sampler.drawn + depth)
+            return sample(row[None], state)[0][0]
+
+        # A loop, not `vmap`: the sampler branches on a request's options, and `vmap` would compute all
+        # branches.
+        return jax.lax.map(at_node, (logits, counts, tree.depths))
+
+    plain = (sampler.temperature <= 0) & ~sampler.penalized
+    return jax.lax.cond(plain, likeliest, by_sampler, logits)
+
+
+def _counted(tree: TokenTree, logits: jax.Array, counts: jax.Array) -> jax.Array:
+    """How often each token occurs in the answer after each node, `[M, V]` int32."""
+    said = tree.ancestors.at[:, 0].set(False).astype(jnp.float32)
+    of_token = jax.nn.one_hot(tree.tokens, logits.shape[-1], dtype=jnp.float32)
+    return counts + (said @ of_token).astype(jnp.int32)
+
+
+def _as_before(tree: TokenTree, logits: jax.Array, counts: jax.Array) -> jax.Array:
+    """The root's counts for every node, `[M, V]` int32, for samplings without penalties, which do not read
+    them."""
+    del tree
+    return jnp.broadcast_to(counts, logits.shape)

@@ -1,1 +1,0 @@
-"""Speculative decoding with a token tree (LLMCad): tree, branch pacer, fallback, acceptance."""

@@ -1,0 +1,188 @@
+"""Runs jobs of contexts one after the other in a thread: those that write chunks, or encode them; keeps their
+errors until they can be raised; closes contexts at exit.
+
+Nobody holds a lock: an interrupt that comes where one is released would leave it locked, and the thread that
+runs the jobs would wait forever. Jobs lie in a deque, whose operations are atomic, and waiting polls.
+"""
+
+import atexit
+import collections
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from jaxllm.errors import JaxllmError, one_line
+
+_LOG = logging.getLogger("jaxllm")
+_LOOK_S = 0.0005
+Coming = TypeVar("Coming")
+
+
+class WriteQueue(Generic[Coming]):
+    """Jobs by the context that they are of, with what the context will be. A forked child has none: they are
+    its parent's.
+
+    Args:
+      most: jobs that may wait; who brings more waits until one has ended.
+      thread: its name.
+    """
+
+    def __init__(self, most: int = 8, *, thread: str = "jaxllm-contexts") -> None:
+        self._most, self._thread_name, self._process = most, thread, os.getpid()
+        # Those that have not ended; the first one runs.
+        self._jobs: collections.deque[tuple[str, Callable[[], None], Coming]] = collections.deque()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._ending = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def inside(self) -> bool:
+        """Whether this is the thread that runs the jobs."""
+        return threading.current_thread() is self._thread
+
+    def start(self) -> None:
+        """Starts the thread. It never keeps the interpreter from exiting: `close` waits for its jobs."""
+        self._thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
+        self._thread.start()
+
+    def put(self, name: str, job: Callable[[], None], coming: Coming) -> None:
+        """Takes a job, as soon as there is room for it.
+
+        Args:
+          name: of the context that it is of.
+          job: called once.
+          coming: what the context will be.
+        """
+        while len(self._jobs) > self._most:
+            self._wake.put(None)
+            time.sleep(_LOOK_S)
+        self._jobs.append((name, job, coming))
+        self._wake.put(None)
+
+    def coming(self) -> dict[str, Coming]:
+        """What contexts will be whose jobs have not ended, by name."""
+        return {name: coming for name, _, coming in tuple(self._jobs)}
+
+    def busy(self, name: str = "") -> bool:
+        """Whether a job of a context waits or runs, or any at all."""
+        return any(each == name or not name for each, _, _ in tuple(self._jobs))
+
+    def wait(self, name: str = "") -> None:
+        """Waits until no job of a context waits or runs, or none at all. A job waits for none."""
+        if self._thread is None or self.inside or self._process != os.getpid():
+            return
+        while self.busy(name):
+            # Again: an interrupt may have come between a job and its signal.
+            self._wake.put(None)
+            time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """Waits for all jobs, and ends the thread."""
+        self.wait()
+        if self._thread is None or self._process != os.getpid():
+            return
+        self._ending = True
+        self._wake.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.get()
+            while self._jobs:
+                name, job, coming = self._jobs[0]
+                try:
+                    job()
+                except Exception as error:
+                    _LOG.error("a job of the context %s failed: %s", name, one_line(error))
+                finally:
+                    # Else what it wrote would stay in memory until the next one.
+                    del job, coming
+                    self._jobs.popleft()
+            if self._ending:
+                return
+
+
+class PendingErrors:
+    """Errors of storing dropped answers, and of writing in the background, by context. From any thread.
+
+    They are logged at once, and raised by the context's next call, or when all contexts are closed.
+    """
+
+    def __init__(self) -> None:
+        # With what could not be done.
+        self._errors: dict[str, tuple[str, JaxllmError]] = {}
+
+    def note(self, name: str, error: JaxllmError) -> None:
+        """Keeps and logs the error of a dropped answer in a context."""
+        self._note(name, "the last answer in the context {} could not be kept when it was dropped", error)
+
+    def note_unwritten(self, name: str, error: JaxllmError) -> None:
+        """Keeps and logs the error of writing a context's chunks."""
+        what = (
+            "chunks of the last answer in the context {} could not be written; its tokens are kept, and the "
+            "next call computes its chunks"
+        )
+        self._note(name, what, error)
+
+    def has(self, name: str) -> bool:
+        """Whether a context has an error."""
+        return name in self._errors
+
+    def forget(self, name: str) -> None:
+        """Removes a context's error."""
+        self._errors.pop(name, None)
+
+    def raise_for(self, name: str) -> None:
+        """Raises a context's error, once."""
+        what, error = self._errors.pop(name, ("", None))
+        if error is not None:
+            raise type(error)(f"{what}: {error}") from error
+
+    def raise_first(self) -> None:
+        """Raises the first error; the others stay."""
+        for name in list(self._errors):
+            self.raise_for(name)
+
+    def _note(self, name: str, what: str, error: JaxllmError) -> None:
+        what = what.format(name)
+        self._errors[name] = (what, error)
+        _LOG.warning("%s: %s", what, error)
+
+
+class Closing(Protocol):
+    """Something that is closed at exit."""
+
+    def close(self) -> None:
+        """Keeps what is unsaved."""
+        ...
+
+
+_OPEN: "weakref.WeakKeyDictionary[Closing, int]" = weakref.WeakKeyDictionary()
+
+
+def close_at_exit(what: Closing) -> None:
+    """Registers an object to be closed when this process exits, before all that was registered earlier."""
+    _OPEN[what] = os.getpid()
+    # Registered again, after the engine's exit function: the last one runs first.
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+
+
+def forget_at_exit(what: Closing) -> None:
+    """Unregisters an object that was closed."""
+    _OPEN.pop(what, None)
+
+
+def _close_all() -> None:
+    for each, process in list(_OPEN.items()):
+        # A forked child must not close its parent's contexts.
+        if process == os.getpid():
+            try:
+                each.close()
+            except Exception as error:
+                _LOG.warning("the last answer could not be kept at exit: %s", one_line(error))

@@ -1,0 +1,219 @@
+"""Objectives of an answer's time or energy, expected costs, and whether a cost meets an objective.
+
+Ratios are relative to the whole model with the whole prompt on this device (ELMS, arXiv 2409.09071, section
+3.1); 100 % asks for nothing. Milliseconds, end-to-end times and joules are absolute.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import WHOLE
+from jaxllm.elastic.slo import Slo
+from jaxllm.errors import ConfigError
+from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.ground.plan import Cost
+
+# Largest overrun that still meets an objective: 1, and the rounding error of floats.
+_MOST_OVERRUN = 1 + 1e-9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latency:
+    """Limits of both times in milliseconds.
+
+    Attributes:
+      ttft_ms: most until the first token.
+      tpot_ms: most per further token.
+    """
+
+    ttft_ms: float
+    tpot_ms: float
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "ttft_ms", "tpot_ms")
+
+    def __str__(self) -> str:
+        return f"{self.ttft_ms:.6g} ms to the first token, {self.tpot_ms:.6g} ms per token"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EndToEnd:
+    """A limit of the time until an answer has ended.
+
+    Attributes:
+      total_ms: most milliseconds from the request to the last token.
+    """
+
+    total_ms: float
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "total_ms")
+
+    def __str__(self) -> str:
+        return f"{self.total_ms:.6g} ms in all"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnergyBudget:
+    """A limit of an answer's energy, for devices whose profile has energy.
+
+    Attributes:
+      joules: most for prompt and answer.
+    """
+
+    joules: float
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "joules")
+
+    def __str__(self) -> str:
+        return f"{self.joules:.6g} J"
+
+
+Objective = Slo | Latency | EndToEnd | EnergyBudget
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """The objective of an app's calls.
+
+    Attributes:
+      objective: of calls that name none.
+      strict: refuse calls that no sub-model can answer in time.
+      shorten: plans may drop words of prompts.
+    """
+
+    objective: Objective
+    strict: bool = False
+    shorten: bool = False
+
+
+def expected_cost(
+    profile: DeviceProfile,
+    level: int,
+    prompt_tokens: int,
+    answer_tokens: int,
+    *,
+    planning_ms: float = 0.0,
+    reused: int = 0,
+) -> Cost:
+    """The expected cost of an answer of `answer_tokens` at a level, after a prompt of so many tokens."""
+    costs = expected_costs(
+        profile, (level,), (prompt_tokens,), answer_tokens, planning_ms=planning_ms, reused=(reused,)
+    )
+    return Cost(
+        ttft_ms=float(costs.ttft_ms[0, 0]),
+        tpot_ms=float(costs.tpot_ms[0, 0]),
+        tokens=answer_tokens,
+        joules=None if costs.joules is None else float(costs.joules[0, 0]),
+    )
+
+
+def expected_costs(
+    profile: DeviceProfile,
+    levels: Sequence[int],
+    prompt_tokens: Sequence[int],
+    answer_tokens: int,
+    *,
+    planning_ms: float = 0.0,
+    reused: Sequence[int] = (),
+) -> Cost:
+    """`expected_cost` of levels and prompt lengths: arrays `[levels, lengths]`.
+
+    Args:
+      profile: of the device.
+      levels: of the profile.
+      prompt_tokens: lengths of prompts.
+      answer_tokens: of the answer.
+      planning_ms: time before anything is computed.
+      reused: of each level, the tokens at a prompt's beginning that a cache has already; empty for none.
+    """
+    ttft_ms = profile.ttfts(levels, prompt_tokens)
+    joules = None
+    if profile.energy is not None:
+        joules = profile.all_joules(levels, prompt_tokens, answer_tokens)
+    for row, tokens in enumerate(reused):
+        if tokens:
+            level, left = levels[row : row + 1], [max(1, each - tokens) for each in prompt_tokens]
+            # At least what so many tokens take alone; attention reads the tokens before them as well, which
+            # is part of what a whole prompt takes more than its beginning.
+            more_ms = ttft_ms[row] - profile.ttfts(level, (tokens,))[0]
+            ttft_ms[row] = np.maximum(profile.ttfts(level, left)[0], more_ms)
+            if joules is not None:
+                joules[row] = profile.all_joules(level, left, answer_tokens)[0]
+    return Cost(
+        ttft_ms=planning_ms + ttft_ms,
+        tpot_ms=profile.tpots(levels, prompt_tokens),
+        tokens=answer_tokens,
+        joules=joules,
+    )
+
+
+def whole_cost(
+    profile: DeviceProfile, prompt_tokens: int, answer_tokens: int, *, tokenize_ms: float = 0.0
+) -> Cost:
+    """The cost that ratios are relative to: the whole model with the whole prompt, without planning.
+    `tokenize_ms` is the time to tokenize the request, which is the same at any level."""
+    return expected_cost(profile, WHOLE, prompt_tokens, answer_tokens, planning_ms=tokenize_ms)
+
+
+def meets(objective: Objective, cost: Cost, whole: Cost) -> bool:
+    """Whether a cost is within an objective.
+
+    Raises:
+      ConfigError: the objective limits energy, and the cost has none.
+    """
+    return bool(overrun(objective, cost, whole) <= _MOST_OVERRUN)
+
+
+def overrun(objective: Objective, cost: Cost, whole: Cost) -> Any:
+    """The share of its objective that a cost takes, the largest of the objective's limits; above 1 the
+    objective is missed. An array for a cost of arrays.
+
+    Raises:
+      ConfigError: see `meets`.
+    """
+    if isinstance(objective, EndToEnd):
+        return cost.total_ms / objective.total_ms
+    if isinstance(objective, EnergyBudget):
+        if cost.joules is None:
+            raise ConfigError(
+                "this device's profile has no energy, so no energy budget can be met; add it with "
+                "`jaxllm profile --energy FILE`"
+            )
+        return cost.joules / objective.joules
+    if isinstance(objective, Slo):
+        most_ttft, most_tpot = objective.limits(whole.ttft_ms, whole.tpot_ms)
+    else:
+        most_ttft, most_tpot = objective.ttft_ms, objective.tpot_ms
+    first = cost.ttft_ms / most_ttft
+    # An answer of one token has no time per further token.
+    return np.maximum(first, cost.tpot_ms / most_tpot) if cost.tokens > 1 else first
+
+
+def as_ratios(objective: Objective, whole: Cost) -> Slo:
+    """An objective as shares of the whole model's times, as the tiny LM takes it."""
+
+    def ratio(value: float) -> float:
+        return min(1.0, max(1e-3, value))
+
+    if isinstance(objective, Slo):
+        return objective
+    if isinstance(objective, Latency):
+        return Slo(
+            ttft=ratio(objective.ttft_ms / whole.ttft_ms), tpot=ratio(objective.tpot_ms / whole.tpot_ms)
+        )
+    share = ratio(1 / overrun(objective, whole, whole))
+    return Slo(ttft=share, tpot=share)
+
+
+def _require_positive(objective: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(objective, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value <= 0:
+            raise ConfigError(f"{name} of an objective must be a number above 0, got {value!r:.80}")

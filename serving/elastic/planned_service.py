@@ -1,0 +1,241 @@
+"""Plans and answers calls of apps with objectives, by an engine of any kind.
+
+`jaxllm.serving.server.service` adds what the live engine has: contexts of coded chunks, integer prefill.
+`jaxllm.cli.device` adds contexts over exported programs. This module imports no JAX.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from jaxllm.elastic.slo import SLOS, Slo
+from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.sampling_state import Sampling
+from jaxllm.serving.elastic.objectives import Binding, Objective, meets
+from jaxllm.serving.elastic.planner import Planner
+from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.elastic.reach import described, unmet
+from jaxllm.serving.elastic.safety_margin import SafetyMargin
+from jaxllm.serving.engine.answer import Answer
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.engine.request import DEFAULT_MAX_TOKENS, GenerationConfig
+from jaxllm.serving.engine.run import Lifecycle, Run
+from jaxllm.serving.ground.plan import Cost, Plan
+from jaxllm.text.droppable import PromptTokens, prompt_tokens
+from jaxllm.text.prompts import Prompt
+
+ANYTHING = Slo(ttft=1.0, tpot=1.0)
+_log = logging.getLogger(__name__)
+
+
+class PlannedCall(Lifecycle):
+    """Compares an answer's cost with its plan, and updates the safety margin.
+
+    Attributes:
+      plan: the sub-model, the prompt's kept tokens and the expected cost.
+      objective: of the answer's time or energy.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        objective: Objective,
+        profile: DeviceProfile,
+        *,
+        tokenize_ms: float = 0.0,
+        margin: SafetyMargin | None = None,
+    ) -> None:
+        """See the class.
+
+        Args:
+          plan, objective: see the class.
+          profile: of this device.
+          tokenize_ms: time to render and encode the prompt.
+          margin: learns from the answer's cost; None for no learning.
+        """
+        self.plan = self._plan = plan
+        self.objective = objective
+        self._profile, self._tokenize_ms, self._margin = profile, tokenize_ms, margin
+        self._saw_first = self._saw_further = False
+
+    def cost(self, run: Run) -> Cost:
+        """The cost of an answer so far, from the request on; its energy comes from the profile."""
+        timings, tokens, plan = run.timings, len(run.tokens), self._plan
+        known, computed = self._profile.energy is not None, max(1, len(plan.kept) - plan.reused_tokens)
+        return Cost(
+            ttft_ms=self._tokenize_ms + plan.planning_ms + timings.ttft_ms,
+            tpot_ms=timings.tpot_ms(tokens),
+            tokens=tokens,
+            joules=self._profile.joules(plan.level, computed, tokens) if known else None,
+        )
+
+    def met(self, run: Run) -> bool:
+        """Whether an answer so far met its objective."""
+        return meets(self.objective, self.cost(run), self._plan.whole)
+
+    def stepped(self, run: Run) -> None:
+        """Learns from the time to the first token."""
+        if not self._saw_first and self._margin is not None:
+            self._margin.saw_first(self._plan.expected, self.cost(run))
+        self._saw_first = True
+
+    def finish(self, run: Run) -> None:
+        """Learns from the time per further token."""
+        # A caller that iterates may pause between pieces: then the time per token is not the model's.
+        whole = run.taken_whole and run.finish_reason is not None
+        if whole and not self._saw_further and self._margin is not None:
+            self._saw_further = True
+            self._margin.saw_further(self._plan.expected, self.cost(run))
+
+
+class PlannedService:
+    """Answers calls by plans. Not thread-safe: one call at a time.
+
+    Attributes:
+      engine: serves all levels.
+      profile: of this device.
+      planner: plans every call.
+    """
+
+    def __init__(self, engine: Engine[Any], profile: DeviceProfile, planner: Planner) -> None:
+        self.engine, self.profile, self.planner = engine, profile, planner
+        self._apps: dict[str, Binding] = {}
+
+    def rehearse(self) -> None:
+        """Runs one call, so that the first real one does not wait for the first use of the template, the
+        tokenizer and the buckets; the safety margin does not learn from it."""
+        try:
+            prompt = self.tokenize("Is it so?", "Say yes or no.")
+        except JaxllmError as error:
+            # A template that is broken, or too long for the window: plain prompts can be answered without it.
+            _log.warning("conversations cannot be answered: %s", error)
+            return
+        self.planner.plan(prompt, ANYTHING, answer_tokens=1)
+        config = GenerationConfig(max_tokens=2)
+        # The smallest level, because native kernels share buckets between all levels.
+        ids = prompt.ids[: self.engine.options.context_tokens - config.max_tokens].tolist()
+        self.engine.stream(ids, config, level=self.engine.levels[0]).result()
+
+    def unmet(self, *objectives: Objective | str) -> dict[Objective, tuple[int, ...]]:
+        """The objectives that this device cannot meet with any choice, with the profiled prompt lengths at
+        which it cannot.
+
+        Args:
+          objectives: to check, or ratios as text; by default ELMS's six and those of bound apps.
+
+        Raises:
+          ConfigError: an objective limits energy and the profile has none.
+        """
+        asked = [Slo.parse(each) if isinstance(each, str) else each for each in objectives]
+        bound = [each.objective for each in self._apps.values()]
+        return unmet(self.planner, asked or dict.fromkeys([*SLOS, *bound]))
+
+    def bind(self, app: str, objective: Objective, *, strict: bool = False) -> None:
+        """Sets the objective of an app's calls that name none.
+
+        Where this device cannot meet it at some prompt lengths (see `unmet`), a warning is logged.
+
+        Raises:
+          ConfigError: the app has no name, or the objective limits energy and the profile has none.
+        """
+        if not isinstance(app, str) or not app:
+            raise ConfigError(f"an app needs a name, got {app!r:.80}")
+        missed = described(unmet(self.planner, [objective]), self.profile.tokens)
+        if missed:
+            _log.warning("the app %s asks for what no choice meets on this device: %s", app, missed)
+        self._apps[app] = Binding(objective, strict)
+
+    def call(
+        self,
+        prompt: str | Prompt,
+        *,
+        app: str = "",
+        slo: Objective | str | None = None,
+        strict: bool | None = None,
+        instruction: str = "",
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        stop: Sequence[str] = (),
+        sampling: Sampling | None = None,
+    ) -> Answer:
+        """Answers a prompt in time.
+
+        Args:
+          prompt: the user's text; or a `Prompt`, which has its own instruction.
+          app: that calls, bound before; empty for none.
+          slo: the objective, or ratios as text such as "<40,70>"; None for the app's, or for the whole
+            model's time.
+          strict: refuse the call if no sub-model is fast enough; None for the app's choice.
+          instruction: stands before the prompt and is never shortened.
+          max_tokens: most tokens of the answer.
+          stop: strings that end it.
+          sampling: how tokens are chosen; greedy by default.
+
+        Raises:
+          ConfigError: the app was not bound, or the prompt is empty.
+          ObjectiveMissed: `strict`, and no sub-model is fast enough.
+          ContextOverflow: the prompt is too long.
+        """
+        if app and app not in self._apps:
+            raise ConfigError(f"the app {app!r:.80} has no objective; bind it first (service.bind)")
+        bound = self._apps.get(app, Binding(ANYTHING))
+        objective = Slo.parse(slo) if isinstance(slo, str) else slo or bound.objective
+        # Planning runs buckets, too.
+        self.engine.runner.require_usable()
+        began = time.perf_counter()
+        tokens = self.tokenize(prompt, instruction)
+        tokenize_ms = 1000 * (time.perf_counter() - began)
+        plan = self.planner.plan(
+            tokens,
+            objective,
+            answer_tokens=max_tokens,
+            strict=bound.strict if strict is None else strict,
+            tokenize_ms=tokenize_ms,
+        )
+        return self.run(
+            tokens, plan, objective, tokenize_ms=tokenize_ms,
+            max_tokens=max_tokens, stop=stop, sampling=sampling,
+        )  # fmt: skip
+
+    def tokenize(self, prompt: str | Prompt, instruction: str = "") -> PromptTokens:
+        """Renders and encodes a prompt, and marks the words that a plan may drop.
+
+        Raises:
+          ConfigError: the prompt is empty.
+          ContextOverflow: it is too long for the window at every prompt ratio.
+        """
+        # The longest prompt that fits the window at the smallest ratio.
+        most = int(self.engine.options.context_tokens / self.planner.least_ratio)
+        tokenizer = self.engine.tokenizer.limited(most)
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise ConfigError("the prompt is empty; give it at least one word")
+            # Without a template an instruction and a prompt are plain lines; a prompt alone is continued.
+            chat = bool(instruction) or tokenizer.has_chat_template
+            prompt = Prompt(user=prompt, system=instruction, form="chat" if chat else "text")
+        return prompt_tokens(tokenizer, prompt, now=datetime.now())
+
+    def run(
+        self,
+        prompt: PromptTokens,
+        plan: Plan,
+        objective: Objective,
+        *,
+        tokenize_ms: float = 0.0,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        stop: Sequence[str] = (),
+        sampling: Sampling | None = None,
+    ) -> Answer:
+        """Answers a prompt by a plan; `tokenize_ms` is the time of `tokenize`."""
+        engine, config = (
+            self.engine,
+            GenerationConfig(max_tokens=max_tokens, stop=tuple(stop), sampling=sampling or Sampling()),
+        )
+        ids = np.asarray(prompt.ids)[plan.kept].tolist()
+        request = engine.request(ids, config, level=plan.level, tpot_ms=plan.expected.tpot_ms)
+        margin = self.planner.safety_margin
+        call = PlannedCall(plan, objective, self.profile, tokenize_ms=tokenize_ms, margin=margin)
+        return Answer(engine.decoding(request), engine.tokenizer, request, lifecycle=call)

@@ -1,0 +1,201 @@
+"""Decodes further tokens: plain blocks, with drafts (`jaxllm.serving.speculation`), or under a grammar."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.sampling_state import NO_TOKEN, SamplerState
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.guided.logprobs import TokenLogprob, token_logprob
+from jaxllm.serving.guided.matcher import Matcher
+from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner, prefill_prompt
+
+# A dispatch decodes as many tokens as fit this time, so that text streams, a cancel takes effect soon, and
+# few tokens are discarded after a stop string; a small model still gets whole blocks.
+_DISPATCH_MS = 50.0
+# Longer runs of forced tokens are fed in several dispatches, so that text streams.
+_MOST_FORCED = 64
+
+
+class Decoding:
+    """Decodes plain blocks after a prefill. Its variants give the same tokens in another way, unless a
+    grammar allows others.
+
+    Attributes:
+      runner: of the model.
+      matcher: follows the answer's grammar; None without one. A step waits until it is ready.
+      logprobs: of the tokens so far; None if they were not asked for.
+    """
+
+    matcher: Matcher | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def cache_tokens(self, tokens: int) -> int:
+        """Positions that a cache needs for a sequence of so many tokens."""
+        return tokens
+
+    def limit(self, pace: int, remaining: int) -> int:
+        """The `limit` of the next `decode` (see `Runner.decode_limit`)."""
+        return self.runner.decode_limit(pace, remaining)
+
+    def first(self, logits: Any, sampler: SamplerState) -> tuple[Any, SamplerState]:
+        """Samples the first token `[1]` from the logits after the prompt (see `Runner.sample`)."""
+        return self.runner.sample(logits, sampler)
+
+    def decode(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
+        """Runs one dispatch (see `Runner.decode`); `cached` are the tokens in the row's cache."""
+        rows, count, cache, sampler = self.runner.decode(
+            row.token, row.cache, row.sampler, row.stop_ids, row.limit, cached
+        )
+        return DecodedRow(np.asarray(rows)[0, : int(count)].tolist(), cache, sampler)
+
+
+class Drafts(Decoding):
+    """Decodes the answers of one level with drafts, where that pays (`jaxllm.serving.speculation`).
+
+    Attributes:
+      options: of speculation.
+      counts: drafts and verifications so far.
+      drafter: proposes the drafts; its memory can be reclaimed while it does not draft.
+    """
+
+    options: SpeculationOptions
+    counts: Any
+    drafter: Any
+
+    @property
+    def payoff(self) -> Any:
+        """Times per token with drafts and without."""
+        raise NotImplementedError
+
+    def of(self, source: tuple[int, ...]) -> Decoding:
+        """Decodes the answer to one source of an encoder-decoder."""
+        raise NotImplementedError
+
+    def draft(self, on: bool) -> None:
+        """Turns drafting on or off, from the next dispatch on."""
+        raise NotImplementedError
+
+
+class GuidedDecoding(Decoding):
+    """Decodes one answer under a grammar, with log-probabilities, or both.
+
+    A grammar's mask goes into the sampler's bias, one token a dispatch, so that every runner and its buckets
+    serve as they are. Tokens that the grammar forces are fed together, as a prefill chunk. Log-probabilities
+    need the logits after each token, which a prefill of one token gives. Drafts are off: a tree's nodes have
+    one bias.
+    """
+
+    def __init__(self, runner: Runner, matcher: Matcher | None, top_logprobs: int | None) -> None:
+        """See the class; `matcher` follows the grammar, None for any text.
+
+        Raises:
+          ConfigError: log-probabilities are asked of a level that prefills in integers alone.
+        """
+        super().__init__(runner)
+        self.matcher, self._top = matcher, top_logprobs or 0
+        self.logprobs = None if top_logprobs is None else []
+        if self.logprobs is not None and not self._feeds_floats(1):
+            raise ConfigError(
+                "log-probabilities need prefill in floats, and this engine prefills in integers alone; open "
+                "it with --prefill auto or float"
+            )
+
+    def limit(self, pace: int, remaining: int) -> int:
+        """See `Decoding`: the forced tokens and one more, whatever the pace."""
+        del pace
+        if self.matcher is None or self.logprobs is not None:
+            return 1
+        limit = min(remaining, len(self.matcher.forced(_MOST_FORCED)) + 1)
+        return limit if limit > 1 and self._feeds_floats(limit) else 1
+
+    def first(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
+        """See `Decoding`: draws a token `[1]` from logits, and takes it."""
+        row = None if self.logprobs is None else np.asarray(logits)[0]
+        drawn, after = self.runner.sample(logits, self._masked(sampler))
+        chosen = np.asarray(drawn)
+        token = int(chosen[0])
+        if self.logprobs is not None and row is not None and token != NO_TOKEN:
+            self.logprobs.append(token_logprob(row, token, self._top))
+        self._take(token)
+        return chosen, _unmasked(after, sampler)
+
+    def decode(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
+        """See `Decoding`."""
+        cache, sampler = row.cache, row.sampler
+        forced = self._forced(row.limit - 1, sampler)
+        if forced or self.logprobs is not None:
+            fed = [int(np.asarray(row.token)[0]), *forced]
+            logits, cache = prefill_prompt(self.runner, cache, fed, len(cached))
+            if forced and self.matcher is not None:
+                self.matcher.take(forced)
+                sampler = _counted(sampler, forced)
+                if self.matcher.complete:
+                    # The cache is one token ahead, as after a stop string.
+                    return DecodedRow(forced, cache, sampler)
+            chosen, sampler = self.first(logits, sampler)
+            return DecodedRow([*forced, *chosen.tolist()], cache, sampler)
+        masked = self._masked(sampler)
+        rows, _, cache, drawn = self.runner.decode(row.token, cache, masked, row.stop_ids, 1, cached)
+        chosen = int(np.asarray(rows)[0, 0])
+        self._take(chosen)
+        return DecodedRow([chosen], cache, _unmasked(drawn, sampler))
+
+    def _take(self, token: int) -> None:
+        if self.matcher is not None and token != NO_TOKEN:
+            self.matcher.take([token])
+
+    def _forced(self, most: int, sampler: SamplerState) -> list[int]:
+        """The next forced tokens, up to one that the bias forbids."""
+        if self.matcher is None or most < 1 or self.logprobs is not None:
+            return []
+        forced = self.matcher.forced(most)
+        forbidden = np.isneginf(np.asarray(sampler.bias)[forced])
+        return forced[: int(forbidden.argmax())] if forbidden.any() else forced
+
+    def _masked(self, sampler: SamplerState) -> SamplerState:
+        """The sampler with the tokens forbidden that the grammar does not allow.
+
+        Raises:
+          ConfigError: the bias forbids all the others.
+        """
+        if self.matcher is None:
+            return sampler
+        allowed = self.matcher.allowed()
+        bias = np.where(allowed, np.asarray(sampler.bias), np.float32(-np.inf))
+        if np.isneginf(bias).all():
+            some = np.flatnonzero(allowed)
+            raise ConfigError(
+                f"logit_bias forbids every token that the grammar allows here ({len(some)}, such as "
+                f"{some[:4].tolist()}); allow one of them, or change the grammar"
+            )
+        masked: Any = {"bias": bias, "penalized": np.bool_(True)}
+        return dataclasses.replace(sampler, **masked)
+
+    def _feeds_floats(self, tokens: int) -> bool:
+        """Whether so many tokens are prefilled in floats, as tokens are decoded."""
+        return self.runner.prefill_chunks(tokens)[0].mode == "float"
+
+
+def pace(tpot_ms: float) -> int:
+    """The number of tokens of a dispatch, given the time per token."""
+    return max(1, int(_DISPATCH_MS / max(tpot_ms, 1e-3)))
+
+
+def _unmasked(sampler: SamplerState, before: SamplerState) -> SamplerState:
+    return dataclasses.replace(sampler, bias=before.bias, penalized=before.penalized)
+
+
+def _counted(sampler: SamplerState, tokens: Sequence[int]) -> SamplerState:
+    """The sampler after tokens that were not drawn, as if they had been."""
+    counts = np.array(sampler.counts)
+    np.add.at(counts[0], list(tokens), 1)
+    drawn = np.int32(int(sampler.drawn) + len(tokens))
+    progress: Any = (counts, drawn)
+    return sampler.after(progress)

@@ -1,0 +1,340 @@
+"""The engine: an open model that answers requests, at one of its levels."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.serving.engine.answer import Answer
+from jaxllm.serving.engine.decoding import Decoding, Drafts, GuidedDecoding
+from jaxllm.serving.engine.request import GenerationConfig, Request, Session, start_ids
+from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.ground.sliding import Sliding
+from jaxllm.serving.guided.compiler import GrammarCompiler
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.images.messages import taken_apart
+from jaxllm.serving.images.prompt import require_encoder, with_images
+from jaxllm.serving.runners.runner import Runner
+from jaxllm.text.droppable import PromptTokens
+from jaxllm.text.prompts import prompt_ids, source_prompt
+from jaxllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllm.serving.images.encoder import ImageEncoder
+
+
+class Model(Protocol):
+    """An open model, with a runner for each of its levels."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...  # noqa: D102
+
+    @property
+    def levels(self) -> tuple[int, ...]: ...  # noqa: D102
+
+    @property
+    def images(self) -> "ImageEncoder | None": ...  # noqa: D102
+
+    def runner(self, level: int, /) -> Runner: ...  # noqa: D102
+
+    def warm_up(  # noqa: D102
+        self,
+        level: int,
+        speculation: Drafts | None,
+        *,
+        prompt_tokens: int | None,
+        max_tokens: int,
+        progress: Progress | None,
+    ) -> None: ...
+
+    def facts(self) -> dict[str, Any]: ...  # noqa: D102
+
+    def set_adapter(self, folder: str | Path | None, /) -> None: ...  # noqa: D102
+
+    def close(self) -> None: ...  # noqa: D102
+
+
+AnyModel = TypeVar("AnyModel", bound=Model)
+ImagePrompt = tuple[list[int], PromptRows | None]
+
+
+class Engine(Generic[AnyModel]):
+    """Answers prompts and conversations with one level of an open model (`jaxllm.serving.opening` opens one).
+
+    All engines of a model share one lock, for each step of an answer, for warm-up, for a change of weights
+    and for closing. Threads may share an engine: their answers are those of one thread, and take turns,
+    because a device computes no faster for two. A session is used by one thread at a time.
+
+    Attributes:
+      model: open; its weights, runners and tokenizer are shared by all engines of it.
+      level: that answers where a request names none, in percent.
+      speculation: drafts the answers of this level; None for no drafts.
+      grammars: compiles the grammars of answers.
+    """
+
+    def __init__(
+        self,
+        model: AnyModel,
+        level: int = WHOLE,
+        speculation: Drafts | None = None,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """See the class; `grammars` of another engine of the model, None for new ones.
+
+        Raises:
+          ConfigError: the model does not serve the level.
+        """
+        self.model, self.level, self.speculation = model, level, speculation
+        self.runner: Any = model.runner(level)
+        self.grammars = grammars or GrammarCompiler(model.tokenizer, self.runner.cfg.vocab_size)
+
+    # -- what it is -------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+        return self.model.name
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """The model's config, or the sub-model's."""
+        return self.runner.cfg
+
+    @property
+    def options(self) -> Any:
+        """Resolved options."""
+        return self.runner.options
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.model.tokenizer
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Levels that a request may name, in percent, ascending."""
+        return self.model.levels
+
+    def at(self, level: int) -> "Engine[AnyModel]":
+        """The same model at another level, without drafts: weights, buckets and adapters stay shared.
+
+        Raises:
+          ConfigError: the model was not opened for this level.
+        """
+        return Engine(self.model, level, grammars=self.grammars)
+
+    def runner_at(self, level: int | None = None) -> Any:
+        """The runner of a level; None for this engine's own.
+
+        Raises:
+          ConfigError: see `at`.
+        """
+        return self.runner if level is None or level == self.level else self.model.runner(level)
+
+    def prefill_mode(self, tokens: int, level: int | None = None) -> str:
+        """The prefill mode of a prompt of so many tokens at a level: "int8" or "float"."""
+        return self.runner_at(level).prefill_chunks(tokens)[0].mode
+
+    def warm_up(
+        self,
+        *,
+        prompt_tokens: int | None = None,
+        max_tokens: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        """Compiles and rehearses all buckets and the chat template, or only compiles the buckets that one
+        request needs.
+
+        The whole model's engine does this for all levels, an engine at a level for that one. Buckets that an
+        earlier process compiled are read from disk (see `EngineOptions.buckets_bytes`).
+
+        Args:
+          prompt_tokens: of that one request; None for all requests. Waits only for the buckets of its first
+            token; the others are compiled in the background.
+          max_tokens: of that one request; 0 where it is not known.
+          progress: called with ("compile", buckets done, buckets in all).
+        """
+        with self.runner.lock:
+            self.model.warm_up(
+                self.level,
+                self.speculation,
+                prompt_tokens=prompt_tokens,
+                max_tokens=max_tokens,
+                progress=progress,
+            )
+        if prompt_tokens is None:
+            self.tokenizer.compile_chat_template()
+
+    def set_adapter(self, folder: str | Path | None) -> None:
+        """Puts a low-rank adapter on all levels, in place of the one before, without compiling.
+
+        Sessions that continue afterwards are prefilled again: their cache is of other weights.
+
+        Args:
+          folder: in PEFT's layout; None for no adapter.
+
+        Raises:
+          ConfigError: the model was opened without `adapter_rank`, or for a lower one or other targets.
+          CheckpointError: the folder is missing, corrupt or of another model.
+        """
+        self.model.set_adapter(folder)
+
+    def close(self) -> None:
+        """Closes the model: ends the threads that stream weights and the processors of prefill. It answers no
+        more requests."""
+        with self.runner.lock:
+            self.model.close()
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        config: GenerationConfig | None = None,
+        *,
+        level: int | None = None,
+        session: Session | None = None,
+        sliding: Sliding | None = None,
+        tpot_ms: float | None = None,
+        rows: PromptRows | None = None,
+    ) -> Answer:
+        """Answers a prompt: text (special tokens are added) or token ids.
+
+        Args:
+          prompt: what the model continues.
+          config: length, stops and sampling of the answer.
+          level: the sub-model that answers, in percent, one of `levels`; None for this engine's.
+          session: a conversation whose cache is used and extended.
+          sliding: how an answer that outgrows the context continues; None to end it there.
+          tpot_ms: expected time per further token, if known; otherwise the second token is decoded alone to
+            measure it.
+          rows: that stand in place of some tokens of a prompt of ids, such as those of an image; the answer
+            has no drafts. It takes `EngineOptions.prompt_rows`.
+
+        Raises:
+          ConfigError, ContextOverflow: the prompt is empty, malformed or too long, or the level is not
+            served.
+        """
+        request = self.request(prompt, config, level=level, sliding=sliding, tpot_ms=tpot_ms, rows=rows)
+        return self.submit(request, session=session)
+
+    def generate(self, prompt: str | Sequence[int], config: GenerationConfig | None = None) -> Answer:
+        """`stream`, run to the end."""
+        return self.stream(prompt, config).result()
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        config: GenerationConfig | None = None,
+        *,
+        session: Session | None = None,
+    ) -> Answer:
+        """Answers a conversation of {"role", "content"} messages through the model's chat template; an
+        encoder-decoder one message (see `jaxllm.text.prompts.source_prompt`). Contents may be lists of texts
+        and images (see `jaxllm.serving.images.messages.taken_apart`)."""
+        tokenizer, rows = self.tokenizer.limited(self.options.context_tokens), None
+        if self.cfg.encoder is not None:
+            task = "" if config is None else config.task
+            prompt = prompt_ids(tokenizer, source_prompt(messages, task=task))
+        else:
+            plain, files = taken_apart(messages)
+            prompt, rows = self.image_rows(tokenizer.encode_chat(plain, now=datetime.now()), files)
+        return self.stream(prompt, config, session=session, rows=rows)
+
+    def image_rows(self, prompt: Sequence[int], files: Sequence[bytes]) -> ImagePrompt:
+        """For `stream`: a prompt's ids, of which one `<image>` stands for each image's file, and their rows.
+
+        Raises:
+          ConfigError, ContextOverflow: the model reads no images, or these cannot be read, or do not fit.
+        """
+        if not files:
+            return list(prompt), None
+        encoder, window = require_encoder(self.model.images, self.name), self.options.context_tokens
+        tiles = encoder.cut_all(files, window)
+        with self.runner.lock:
+            images = encoder.encode(tiles)
+        whole, rows = with_images(self.tokenizer, PromptTokens.of_ids(prompt), images)
+        return whole.ids.tolist(), rows
+
+    def request(
+        self,
+        prompt: str | Sequence[int],
+        config: GenerationConfig | None = None,
+        *,
+        level: int | None = None,
+        sliding: Sliding | None = None,
+        tpot_ms: float | None = None,
+        rows: PromptRows | None = None,
+        source: Sequence[int] | None = None,
+    ) -> Request:
+        """Makes a request of this engine (see `stream`): encodes text, and draws a seed where none is given.
+        With the `source` of an encoder-decoder the prompt is the ids that its decoder has so far.
+
+        Raises:
+          ConfigError: the prompt is empty, or the level is not served.
+        """
+        runner = self.runner_at(level)
+        runner.require_usable()
+        config, begun = config or GenerationConfig(), source is not None
+        if rows is not None:
+            if isinstance(prompt, str):
+                raise ConfigError("rows stand at places of token ids; encode the prompt first")
+            prompt = rows.placed(prompt, runner.cfg)
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ConfigError("the prompt is empty; give it at least one character")
+            text = self.tokenizer.files.source_text(prompt, config.task)
+            prompt = self.tokenizer.limited(runner.options.context_tokens).encode(text)
+        if runner.cfg.encoder is not None and source is None:
+            prompt, source = start_ids(self.tokenizer, self.name), prompt
+        seed = config.sampling.seed
+        return Request(
+            prompt=tuple(prompt),
+            config=config,
+            seed=secrets.randbits(64) if seed is None else seed,
+            level=runner.level,
+            drafted=self.speculation is not None
+            and runner is self.runner
+            and not config.guided
+            and rows is None,
+            sliding=sliding,
+            tpot_ms=tpot_ms,
+            source=None if source is None else tuple(source),
+            begun=begun,
+            rows=rows,
+        )
+
+    def decoding(self, request: Request) -> Decoding:
+        """The way to decode one answer's tokens.
+
+        Raises:
+          ConfigError: the request's grammar cannot be used, or log-probabilities not be told.
+        """
+        config = request.config
+        if config.guided:
+            matcher = None
+            if config.grammar is not None:
+                stop_ids = config.stop_ids(self.tokenizer.eos_ids)
+                matcher = self.grammars.matcher(config.grammar, stop_ids)
+            return GuidedDecoding(self.runner_at(request.level), matcher, config.top_logprobs)
+        if (drafts := self.speculation) is not None and request.drafted:
+            return drafts if request.source is None else drafts.of(request.source)
+        return Decoding(self.runner_at(request.level))
+
+    def submit(self, request: Request, *, session: Session | None = None) -> Answer:
+        """Makes the answer of a request, which waits for its first step.
+
+        Args:
+          request: to answer.
+          session: a conversation whose cache is used and extended.
+
+        Raises:
+          ConfigError, ContextOverflow: see `Request.require_served_by`.
+        """
+        return Answer(self.decoding(request), self.tokenizer, request, session=session)

@@ -1,0 +1,274 @@
+"""Requests: a prompt's tokens with length, stops and sampling, and the session that a request continues."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.models.features import require_decoder_alone
+from jaxllm.sampling_state import Sampling
+from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.ground.sliding import Sliding, kept_tokens
+from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
+from jaxllm.serving.guided.grammar import Grammar
+from jaxllm.serving.guided.logprobs import require_top_logprobs
+from jaxllm.serving.runners.runner import PrefillChunk, Runner
+from jaxllm.text.tokenizer import MAX_TOKEN_ID, Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllm.kernels.native import ChunkTable
+    from jaxllm.kv.cache import KVCache
+
+DEFAULT_MAX_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """Length, stops and sampling of one answer.
+
+    Attributes:
+      max_tokens: most tokens of the answer.
+      stop: strings that end it; they are not part of the text.
+      stop_token_ids: tokens that end it besides the model's own end tokens.
+      ignore_eos: go on past the model's end tokens.
+      sampling: how tokens are chosen.
+      task: of an encoder-decoder, whose prefix stands before a source that is text, one of
+        `TokenizerFiles.tasks`; empty for the model's own, or none.
+      grammar: what the text must match; None for any text. The answer then has no drafts.
+      top_logprobs: tell log-probabilities: at each token its own, and of so many of the likeliest; None for
+        none. The answer then has no drafts, and one token a dispatch.
+    """
+
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    task: str = ""
+    grammar: Grammar | None = None
+    top_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        require_top_logprobs(self.top_logprobs)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ConfigError(f"grammar must be a Grammar, got {type(self.grammar).__name__}")
+        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
+        for token in self.stop_token_ids:
+            if not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
+                raise ConfigError(f"stop_token_ids must be in [0, {MAX_TOKEN_ID}], got {token!r}")
+
+    @property
+    def guided(self) -> bool:
+        """Whether `jaxllm.serving.guided` decodes it."""
+        return self.grammar is not None or self.top_logprobs is not None
+
+    def stop_ids(self, eos_ids: Sequence[int]) -> np.ndarray:
+        """The stop tokens as buckets take them, padded with -1."""
+        ids = sorted({*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)})
+        if len(ids) > MAX_STOP_IDS:
+            raise ConfigError(f"{len(ids)} stop tokens; at most {MAX_STOP_IDS} are supported")
+        return np.array(ids + [-1] * (MAX_STOP_IDS - len(ids)), np.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fed:
+    """The first chunk of a prompt, computed while the session was restored.
+
+    Attributes:
+      first: position of its first token.
+      chunk: that was fed.
+      rest: the prompt's other chunks.
+      logits: after it, where there are no others.
+    """
+
+    first: int
+    chunk: PrefillChunk
+    rest: Sequence[PrefillChunk]
+    logits: Any
+
+
+@dataclasses.dataclass
+class Session:
+    """A conversation's cache, in memory between answers.
+
+    A running bucket owns the cache (it is donated), so the session is empty meanwhile, and stays empty if the
+    bucket fails.
+
+    Attributes:
+      tokens: whose keys and values are in `cache`.
+      cache: None for an empty session.
+      weights_version: `Runner.weights_version` of the weights that computed the cache.
+      chunks: chunk table of those that the cache attends to where they lie; open as long as a session has it.
+      fed: the first chunk of the next request, if the cache has it already.
+      state_tokens: how many tokens the states in the cache have gone through; None where there are none.
+      source: whose keys and values are in the cache, in an encoder-decoder; None where there are none.
+    """
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    cache: "KVCache | None" = None
+    weights_version: tuple[int, int] | None = None
+    chunks: "ChunkTable | None" = None
+    fed: Fed | None = None
+    state_tokens: int | None = None
+    source: tuple[int, ...] | None = None
+
+    def reusable(self, prompt: Sequence[int], tokens: Sequence[int] | None = None) -> int:
+        """How many first tokens of a prompt the cache has of `tokens`, its own unless given. States cannot go
+        back: a cache with them has the tokens that they have gone through, or none."""
+        common = common_prefix(self.tokens if tokens is None else tokens, prompt)
+        return common if self.state_tokens in (None, common) else 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of its cache, with the room for tokens to come."""
+        cache: Any = self.cache
+        if cache is None or hasattr(cache, "nbytes"):
+            return 0 if cache is None else cache.nbytes
+        # A live cache; devices that run programs alone have no JAX.
+        import jax
+
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+
+    def take(self) -> "tuple[list[int], KVCache | None]":
+        """Empties the session, and returns its tokens and cache."""
+        taken = self.tokens, self.cache
+        self.tokens, self.cache = [], None
+        return taken
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request to an engine.
+
+    Attributes:
+      prompt: token ids; of an encoder-decoder those that its decoder begins with.
+      source: token ids that an encoder reads; None for models without one.
+      begun: whether the prompt of an encoder-decoder has tokens behind those that its decoder begins with.
+      rows: that stand in place of some of the prompt's tokens, where `prompt` has ids of theirs; None for
+        none.
+      config: length, stops and sampling.
+      seed: of the draw.
+      level: the sub-model that answers, in percent.
+      drafted: whether the answer may be drafted.
+      sliding: how an answer that outgrows the context continues; None to end it there.
+      tpot_ms: expected time per further token, if known; otherwise the second token is decoded alone to
+        measure it.
+    """
+
+    prompt: tuple[int, ...]
+    config: GenerationConfig
+    seed: int
+    level: int
+    drafted: bool = False
+    sliding: Sliding | None = None
+    tpot_ms: float | None = None
+    source: tuple[int, ...] | None = None
+    begun: bool = False
+    rows: PromptRows | None = None
+
+    @property
+    def asked_tokens(self) -> int:
+        """Number of tokens that were asked for an answer to: of the source, of the prompt, or of both where
+        an encoder-decoder's answer has begun."""
+        if self.source is None:
+            return len(self.prompt)
+        return len(self.source) + (len(self.prompt) if self.begun else 0)
+
+    def require_served_by(self, runner: Runner) -> None:
+        """Checks that a runner can answer it.
+
+        Raises:
+          ConfigError: the prompt is empty, a token is outside the vocabulary, or `sliding` keeps too many
+            tokens.
+          ContextOverflow: the prompt is longer than the context.
+        """
+        window, vocab = runner.options.context_tokens, runner.cfg.vocab_size
+        self._require_source(runner)
+        if not self.prompt:
+            raise ConfigError("the prompt is empty; give it at least one token of text")
+        if len(self.prompt) > window:
+            raise ContextOverflow(
+                f"the prompt has {len(self.prompt)} tokens, the context holds {window} (the model's window "
+                f"is {runner.cfg.window_tokens}); shorten it"
+                + (" or ask for a longer --context" if window < runner.cfg.window_tokens else "")
+            )
+        ids = self.prompt
+        if self.rows is not None:
+            self._require_rows(runner)
+            ids = [0, *np.delete(self.prompt, self.rows.at).tolist()]
+        worst = max(ids) if min(ids) >= 0 else min(ids)
+        if not 0 <= worst < vocab:
+            raise ConfigError(f"token {worst} is outside the model's vocabulary of {vocab}")
+        # Besides the sinks one token must be fed again, and one is decoded from.
+        most = kept_tokens(window) - 2
+        if self.sliding is not None and not 0 <= self.sliding.sink_tokens <= most:
+            raise ConfigError(
+                f"{self.sliding.sink_tokens} tokens cannot stay where a context of {window} slides: at most "
+                f"{max(0, most)} may; ask for fewer, or for a longer --context"
+            )
+
+    def _require_rows(self, runner: Runner) -> None:
+        """Checks that a runner takes rows in place of tokens."""
+        if not getattr(runner.options, "prompt_rows", False):
+            raise ConfigError(
+                "rows in place of tokens need buckets of their own: open the engine with "
+                "EngineOptions(prompt_rows=True)"
+            )
+        if self.sliding is not None:
+            raise ConfigError(
+                "an answer to rows in place of tokens cannot outgrow the context: its tokens are fed again "
+                "where they come to stand, and rows are never made of tokens; ask without `sliding`"
+            )
+
+    def _require_source(self, runner: Runner) -> None:
+        """Checks that there is a source that fits where the model has an encoder, and none elsewhere."""
+        encoder = runner.cfg.encoder
+        if encoder is None:
+            if self.source is not None:
+                raise ConfigError(
+                    f"{runner.cfg.model_type} has no encoder to read a source; give it a prompt"
+                )
+            return
+        if not self.source:
+            raise ConfigError(f"{runner.cfg.model_type} reads a source; give it at least one token of text")
+        if self.sliding is not None:
+            require_decoder_alone(runner.cfg, "answers that outgrow the context")
+        longest = min(encoder.window_tokens, runner.options.context_tokens)
+        if len(self.source) > longest:
+            raise ContextOverflow(
+                f"the source has {len(self.source)} tokens, and the encoder reads at most {longest} (its "
+                f"window is {encoder.window_tokens}); shorten it"
+                + (" or ask for a longer --context" if longest < encoder.window_tokens else "")
+            )
+        if not all(0 <= each < runner.cfg.vocab_size for each in self.source):
+            raise ConfigError(
+                f"the source has tokens outside the model's vocabulary of {runner.cfg.vocab_size}"
+            )
+
+
+def start_ids(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
+    """The tokens that the decoder of an encoder-decoder named `name` begins with.
+
+    Raises:
+      ConfigError: its folder named none.
+    """
+    found = tokenizer.files.start_ids
+    if not found:
+        raise ConfigError(
+            f"{name} does not say which token its decoder begins with: set decoder_start_token_id in the "
+            "folder's generation_config.json (for mBART a language's token, as forced_bos_token_id, too), "
+            "and prepare the folder again"
+        )
+    return found
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """The length of the common prefix of two sequences."""
+    most = min(len(a), len(b))
+    # Mostly one is the beginning of the other, which needs no Python for each token.
+    if list(a[:most]) == list(b[:most]):
+        return most
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

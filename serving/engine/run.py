@@ -1,0 +1,282 @@
+"""The state of one request that runs, from its first step to its last."""
+
+import collections
+import dataclasses
+import time
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxllm.errors import JaxllmError
+from jaxllm.models.features import require_decoder_alone
+from jaxllm.sampling_state import sampler_state
+from jaxllm.serving.engine.decoding import Decoding, pace
+from jaxllm.serving.engine.request import Request, Session
+from jaxllm.serving.ground.plan import Cost, Plan, Restoration
+from jaxllm.serving.ground.text_stream import TextStream
+from jaxllm.serving.guided.logprobs import TokenLogprob
+from jaxllm.serving.runners.runner import PrefillChunk, Runner
+from jaxllm.text.tokenizer import Tokenizer
+
+Stage = Literal["begin", "prefill", "decode", "finish", "ended"]
+DispatchKind = Literal["prefill", "decode", "verify", "finish"]
+
+
+@dataclasses.dataclass
+class Timings:
+    """Times of one answer in milliseconds from its first step on, without the restore of a context and
+    what of the prompt was computed meanwhile, and without pauses between its steps (see `Run.resume`)."""
+
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+
+    def tpot_ms(self, tokens: int) -> float:
+        """Time per output token after the first."""
+        return (self.total_ms - self.ttft_ms) / (tokens - 1) if tokens > 1 else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """What a run's last step did.
+
+    Attributes:
+      kind: "prefill" fed a chunk of the prompt, "decode" decoded a block, "verify" verified drafts, "finish"
+        ended the answer and stored its context.
+      chunk: that was fed; None but for "prefill".
+    """
+
+    kind: DispatchKind
+    chunk: PrefillChunk | None = None
+
+
+class Lifecycle:
+    """Hooks around an answer, for the caller that requested it; this class does nothing. Called without the
+    runner's lock, except `sliding`. The last three may be called again, and then do nothing: an interrupt may
+    come anywhere.
+
+    Attributes:
+      plan: of a call with an objective; None without one.
+      objective: of the answer's time or energy; None for none.
+      restoration: how the call's context was restored; the default without a context.
+      finish_ms: time to make room for a context's new chunks, and to compress and store them.
+    """
+
+    plan: Plan | None = None
+    objective: Any = None
+    restoration: Restoration = Restoration()
+    finish_ms: float = 0.0
+
+    def cost(self, run: "Run") -> Cost | None:
+        """The cost of the answer so far; None without an objective."""
+        return None
+
+    def met(self, run: "Run") -> bool | None:
+        """Whether the answer so far met its objective; None without one."""
+        return None
+
+    def begin(self, run: "Run") -> None:
+        """Called before anything is fed: restores the session."""
+
+    def stepped(self, run: "Run") -> None:
+        """Called after each dispatch that gave tokens."""
+
+    def sliding(self, run: "Run") -> None:
+        """Called before the middle of the sequence is dropped, while the session still has it."""
+
+    def finish(self, run: "Run") -> None:
+        """Called when the answer has ended or was closed; a second call does nothing."""
+
+    def failed(self, run: "Run") -> None:
+        """Called instead of `finish` where an error or an interrupt ended the answer; raises no other
+        error."""
+
+    def dropped(self, run: "Run") -> None:
+        """Called instead of `finish` where the answer's last reference is gone."""
+
+
+class Run:
+    """The state of a request that runs (see `jaxllm.serving.engine.step`).
+
+    Attributes:
+      request: that runs.
+      prompt_tokens: number of tokens of the prompt.
+      reused_tokens: number of them that were in the session's cache already.
+      prefill_mode: how the others were computed, "int8" or "float".
+      tokens: ids of the answer so far, a stop token included.
+      drafted_tokens: number of them that were drafted and accepted.
+      sequence: prompt and answer, without tokens that slid out of the window; the next turn continues it.
+      text: the pieces of the answer that were taken so far.
+      finish_reason: "stop" (end token, stop string, or a grammar that allows nothing more), "length"
+        (max_tokens or the window), or None while running or when closed before its last token.
+      stop_string: the stop string that ended it, if one did.
+      seed: of the draw; give it in `Sampling` to get the same answer again.
+      logprobs: log-probabilities of `tokens`, None if they were not asked for.
+      timings: see `Timings`.
+      stage: what its next step does.
+      dispatched: what its last step did; None before the first has ended.
+      taken_whole: whether `result` ran it from its first step to its last, without pauses of the caller.
+    """
+
+    # Class attributes, because `__del__` needs them even where `__init__` failed.
+    lifecycle: Lifecycle = Lifecycle()
+    stage: Stage = "ended"
+
+    def __init__(
+        self,
+        decoding: Decoding,
+        tokenizer: Tokenizer,
+        request: Request,
+        *,
+        session: Session | None = None,
+        lifecycle: Lifecycle | None = None,
+    ) -> None:
+        """Makes a run that waits for its first step.
+
+        Raises:
+          ConfigError, ContextOverflow: see `Request.require_served_by`.
+        """
+        runner, config = decoding.runner, request.config
+        request.require_served_by(runner)
+        if session is not None and request.source is not None:
+            # Its keys and values follow another source.
+            require_decoder_alone(runner.cfg, "conversations that go on")
+        self.request, self.prompt_tokens, self.reused_tokens = request, request.asked_tokens, 0
+        self.prefill_mode: Literal["int8", "float"] = "float"
+        self.tokens: list[int] = []
+        self.drafted_tokens = 0
+        self.dispatched: Dispatched | None = None
+        self.sequence = list(request.prompt)
+        self.text = ""
+        self.finish_reason: Literal["stop", "length"] | None = None
+        self.stop_string: str | None = None
+        self.seed, self.timings = request.seed, Timings()
+        self.taken_whole = False
+        self.session = Session() if session is None else session
+        self.decoding = decoding
+        self.stops = TextStream(tokenizer, config.stop)
+        self.stop_ids = config.stop_ids(tokenizer.eos_ids)
+        vocab = runner.cfg.vocab_size
+        told = [token for token in request.prompt if token < vocab]  # without rows in place of tokens
+        self.sampler = sampler_state(config.sampling, told, vocab, request.seed)
+        # Tokens that a dispatch should decode.
+        self.pace = 1 if request.tpot_ms is None else pace(request.tpot_ms)
+        self.began_s = self.stepped_s = 0.0
+        self.chunks: collections.deque[PrefillChunk] = collections.deque()
+        # While the sequence slides: what it will be.
+        self.slid: list[int] | None = None
+        # The last token, as buckets take it.
+        self.last_token: Any = None
+        self.closed_because: JaxllmError | None = None
+        # Time between its dispatches in which others ran, where `resume` was called.
+        self._paused_s = 0.0
+        # Pieces of text that were not taken yet.
+        self.pieces: collections.deque[str] = collections.deque()
+        if lifecycle is not None:
+            self.lifecycle = lifecycle
+        self.stage = "begin"
+
+    @property
+    def runner(self) -> Runner:
+        """The runner that computes it."""
+        return self.decoding.runner
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """Of `tokens`; None if they were not asked for."""
+        found = self.decoding.logprobs
+        return None if found is None else found[: len(self.tokens)]
+
+    @property
+    def plan(self) -> Any:
+        """The `Plan`: sub-model, the prompt's kept tokens and expected cost; None without an objective."""
+        return self.lifecycle.plan
+
+    @property
+    def objective(self) -> Any:
+        """The objective of the answer's time or energy; None for none."""
+        return self.lifecycle.objective
+
+    @property
+    def cost(self) -> Any:
+        """The `Cost` of the answer so far, from the request on; None without an objective."""
+        return self.lifecycle.cost(self)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the answer so far met its objective; None without one."""
+        return self.lifecycle.met(self)
+
+    @property
+    def restoration(self) -> Restoration:
+        """How the answer's context was restored; the default before the first step, and without a context."""
+        return self.lifecycle.restoration
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time from the first step to the first token: to restore the context, if there is one, and to
+        compute the prompt."""
+        return self.restoration.took_ms + self.timings.ttft_ms
+
+    @property
+    def finish_ms(self) -> float:
+        """Time to store the answer's context (see `Lifecycle`)."""
+        return self.lifecycle.finish_ms
+
+    @property
+    def wanted_tokens(self) -> int:
+        """Tokens that the request still asks for."""
+        return self.request.config.max_tokens - len(self.tokens)
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens that may still be decoded in the window: the last one need not fit."""
+        return self.runner.options.context_tokens - len(self.sequence) + 1
+
+    @property
+    def elapsed_ms(self) -> float:
+        """Time since the first step, without pauses (see `resume`)."""
+        return 1000 * (time.perf_counter() - self.began_s - self._paused_s)
+
+    def resume(self) -> None:
+        """Called before a step: what has passed since the last one is not this run's time, because others
+        had the engine."""
+        if self.stage != "begin":
+            self._paused_s += time.perf_counter() - self.stepped_s
+
+    def new_text(self) -> str:
+        """The text that has come since the last call, where nobody iterates; `text` has it from here on."""
+        with self.runner.lock:
+            piece = "".join(self.pieces)
+            self.pieces.clear()
+            self.text += piece
+        return piece
+
+    def take(self, block: list[int]) -> None:
+        """Adds decoded tokens, up to where the answer stops."""
+        stops = set(self.stop_ids.tolist())
+        visible = next((i for i, token in enumerate(block) if token in stops), len(block))
+        piece = self.stops.push(block[:visible])
+        if self.stops.stopped:
+            self.finish_reason = "stop"
+            block = block[: self.stops.consumed_tokens - len(self.tokens)]
+        elif visible < len(block):
+            self.finish_reason = "stop"
+            block = block[: visible + 1]
+        self.tokens += block
+        self.sequence += block
+        # Tokens decoded after the stop are not part of the conversation.
+        del self.session.tokens[len(self.sequence) :]
+        self.last_token = np.array(block[-1:], np.int32)
+        self.timings.total_ms = self.elapsed_ms
+        self._push(piece)
+
+    def flush(self) -> None:
+        """Releases the withheld text, when the answer has ended."""
+        piece = self.stops.flush()
+        self.stop_string = self.stops.matched
+        self.timings.total_ms = self.elapsed_ms
+        self._push(piece)
+
+    def _push(self, piece: str) -> None:
+        if piece:
+            self.pieces.append(piece)

@@ -1,0 +1,405 @@
+"""Moves requests from stage to stage; this module alone has the order of the stages.
+
+  begin     the request's context is restored into its session, perhaps with the prompt's first chunk
+            (`jaxllm.serving.contexts`)
+  prefill   the prompt's tokens that the session lacks are fed, chunk by chunk
+  decode    further tokens: a block, or a tree of drafts and its verification (`jaxllm.serving.speculation`)
+  finish    the context is stored (`jaxllm.serving.contexts`)
+
+Steps of other requests may come between any two of a request; where weights are resident, several requests
+decode in one dispatch, which reads the weights once for all of them (`decode_together`). Requests with an
+objective are planned first (`jaxllm.serving.elastic.planner`).
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxllm.errors import ContextGone, JaxllmError, NotFinite
+from jaxllm.sampling_state import NO_TOKEN
+from jaxllm.serving.engine.decoding import pace
+from jaxllm.serving.engine.request import Fed
+from jaxllm.serving.engine.run import Dispatched, Run
+from jaxllm.serving.ground.sliding import Sliding, kept_tokens, slid
+from jaxllm.serving.guided.matcher import Matcher
+from jaxllm.serving.host.forked import require_not_forked
+from jaxllm.serving.runners.runner import BatchRow, DecodedRow
+
+if TYPE_CHECKING:
+    from jaxllm.kv.cache import KVCache
+
+
+def step(*running: Run) -> Run:
+    """Takes one step of the run that has waited longest: restores its context and feeds the first chunk,
+    feeds a chunk, decodes a block or verifies a tree, or stores its context.
+
+    Args:
+      running: runs whose stage is not "ended".
+
+    Returns:
+      The run that took the step.
+    """
+    run = min(running, key=lambda each: each.stepped_s)
+    try:
+        if run.decoding.matcher is not None:
+            _follow(run, run.decoding.matcher)
+        match run.stage:
+            case "begin":
+                run.lifecycle.begin(run)
+                _dispatch(run, _begin)
+            case "prefill":
+                _dispatch(run, _prefill)
+            case "decode":
+                _dispatch(run, _decode)
+            case "finish":
+                _finish(run)
+    except BaseException:
+        fail(run)
+        raise
+    finally:
+        run.stepped_s = time.perf_counter()
+    return run
+
+
+def batchable(run: Run) -> bool:
+    """Whether the next step of a run may be one with others' (see `decode_together`).
+
+    Drafts are off while answers are decoded together; a drafter catches up when its answer is alone again. A
+    sequence that is about to slide takes that step by itself, and so do guided answers, whose next token may
+    depend on their last one in ways that the host alone knows.
+    """
+    plain = run.stage == "decode" and run.room_tokens > 0 and not run.request.config.guided
+    return plain and run.runner.batch is not None
+
+
+def decode_together(runs: Sequence[Run], most_tokens: int | None = None) -> None:
+    """Decodes a block of each run, in one dispatch, or in several where no bucket has as many rows. Levels of
+    a model share a dispatch, unless a level has adapters of its own: then each has one. An answer gets to
+    the bit the tokens that it gets alone.
+
+    A JaxllmError ends the runs that it concerns, of which each raises it to whoever iterates, and no other.
+    Any other error ends all runs of the dispatch, and is raised.
+
+    Args:
+      runs: different ones, each `batchable`. Those that another thread closes meanwhile are left out.
+      most_tokens: of each run; None for as many as take the time that a user should wait for the next words.
+    """
+    require_not_forked()
+    families: dict[int, list[Run]] = {}
+    for run in runs:
+        assert run.runner.batch is not None, "a run is not batchable"
+        families.setdefault(id(run.runner.batch.family), []).append(run)
+    for each in families.values():
+        try:
+            _decode_family(each, most_tokens)
+        except BaseException:
+            for run in each:
+                fail(run)
+            raise
+        finally:
+            for run in each:
+                run.stepped_s = time.perf_counter()
+
+
+def close(run: Run, because: JaxllmError | None = None) -> None:
+    """Ends a run between two dispatches; the tokens so far stay in its session.
+
+    Args:
+      run: to end.
+      because: raised to whoever iterates further; None to end the iteration.
+    """
+    require_not_forked()
+    with run.runner.lock:
+        run.pieces.clear()
+        run.closed_because = because or run.closed_because
+        _end(run)
+    run.lifecycle.finish(run)
+
+
+def fail(run: Run) -> None:
+    """Ends a run after an error or an interrupt, which may come again in here."""
+    _end(run)
+    run.lifecycle.failed(run)
+
+
+def _dispatch(run: Run, work: Callable[[Run], None]) -> None:
+    """Does the work of a stage under the model's lock."""
+    tokens = len(run.tokens)
+    with run.runner.lock:
+        if run.stage != "ended":
+            work(run)
+    _after_dispatch(run, tokens)
+
+
+def _after_dispatch(run: Run, tokens: int) -> None:
+    """Calls the run's lifecycle, without the model's lock, after a dispatch before which the answer had
+    `tokens` tokens."""
+    if run.stage == "ended":
+        # Another thread closed the run, perhaps before its context was restored.
+        run.lifecycle.finish(run)
+    elif len(run.tokens) > tokens:
+        run.lifecycle.stepped(run)
+
+
+def _follow(run: Run, matcher: Matcher) -> None:
+    """Waits until a run's grammar has followed its tokens, and checks whether they end the answer."""
+    # Here, where nobody waits for the model's lock.
+    matcher.wait()
+    with run.runner.lock:
+        if run.stage == "decode":
+            _check_end(run)
+
+
+def _begin(run: Run) -> None:
+    """Cuts the tokens that the session lacks into chunks, and feeds the first, unless that was done while the
+    session was restored."""
+    run.began_s = time.perf_counter()
+    session, runner, prompt = run.session, run.runner, run.sequence
+    cached, cache = session.take()
+    fed, session.fed = session.fed, None
+    if session.weights_version != runner.weights_version:
+        # Keys and values of other weights are of no use, and those of another level have other shapes.
+        cached, cache, fed, session.weights_version = [], None, None, runner.weights_version
+    if fed is not None and cache is not None:
+        _go_on(run, fed, cached, cache)
+        return
+    source = run.request.source
+    reads = source is not None and (cache is None or session.source != source)
+    if reads:
+        # What a decoder computed after one source is of no use after another.
+        cached = []
+    # The last token is always fed: the answer begins with its logits.
+    run.reused_tokens = session.reusable(prompt[:-1], cached)
+    room = run.decoding.cache_tokens(len(prompt))
+    cache = runner.start(room) if cache is None else cache
+    cache = runner.make_room(cache, room)
+    session.cache = runner.read_source(cache, source) if source is not None and reads else cache
+    session.source = source
+    session.tokens = prompt[: run.reused_tokens]
+    missing = len(prompt) - run.reused_tokens
+    # Rows in place of tokens are prefilled in floats.
+    by_rows = run.request.rows is not None
+    run.chunks = collections.deque(
+        runner.chunks_in("float", missing) if by_rows else runner.prefill_chunks(missing)
+    )
+    run.prefill_mode = run.chunks[0].mode
+    run.stage = "prefill"
+    _prefill(run)
+
+
+def _go_on(run: Run, fed: Fed, cached: list[int], cache: "KVCache") -> None:
+    """Begins a run whose first chunk is in the cache."""
+    room = run.decoding.cache_tokens(len(run.sequence))
+    run.session.cache, run.session.tokens = run.runner.make_room(cache, room), cached
+    run.reused_tokens, run.chunks = fed.first, collections.deque(fed.rest)
+    run.prefill_mode, run.dispatched = fed.chunk.mode, Dispatched("prefill", fed.chunk)
+    run.stage = "prefill"
+    if not fed.rest:
+        _draw_first(run, fed.logits)
+
+
+def _prefill(run: Run) -> None:
+    """Feeds the next chunk; after the last one, draws the first token."""
+    _require_same_weights(run)
+    session, at = run.session, len(run.session.tokens)
+    # The last token of a sequence that slides is decoded from, not fed.
+    sequence = run.sequence if run.slid is None else run.slid[:-1]
+    chunk = run.chunks.popleft()
+    cached, cache = session.take()
+    tokens = sequence[at : at + chunk.tokens]
+    if run.request.rows is None:
+        logits, session.cache = run.runner.prefill(cache, tokens, at, chunk)
+    else:
+        logits, session.cache = run.runner.prefill_rows(cache, tokens, at, chunk, run.request.rows)
+    session.tokens, run.dispatched = cached + tokens, Dispatched("prefill", chunk)
+    _count_states(run)
+    if run.chunks:
+        return
+    if run.slid is not None:
+        run.sequence, run.slid, run.stage = run.slid, None, "decode"
+        return
+    _draw_first(run, logits)
+
+
+def _draw_first(run: Run, logits: Any) -> None:
+    """Draws the first token, from the logits after the prompt."""
+    token, run.sampler = run.decoding.first(logits, run.sampler)
+    # The transfer waits for the device: only now could a user see the token.
+    first = _finite(run, [int(np.asarray(token)[0])])
+    run.timings.ttft_ms = run.elapsed_ms
+    run.stage = "decode"
+    _take(run, first)
+
+
+def _decode(run: Run) -> None:
+    """Decodes a block, or drafts and verifies; makes room first where the window is full."""
+    if run.room_tokens <= 0 and run.request.sliding is not None:
+        _require_same_weights(run)
+        _slide(run, run.request.sliding)
+        return
+    began = time.perf_counter()
+    limit = run.decoding.limit(run.pace, min(run.wanted_tokens, run.room_tokens))
+    cached, row = _decode_from(run, limit)
+    found = run.decoding.decode(row, cached)
+    run.pace = pace(1000 * (time.perf_counter() - began) / len(found.tokens))
+    _decoded(run, cached, found)
+
+
+def _decode_from(run: Run, limit: int) -> tuple[list[int], BatchRow]:
+    """What the next block of a run is decoded from, of at most `limit` tokens: the tokens in its cache, and
+    the arguments of the dispatch. Its session has no cache until `_decoded`.
+
+    Raises:
+      ContextGone: the cache was computed by other weights.
+    """
+    _require_same_weights(run)
+    cached, cache = run.session.take()
+    cache = run.runner.make_room(cache, run.decoding.cache_tokens(len(cached) + limit))
+    return cached, BatchRow(
+        token=run.last_token, cache=cache, sampler=run.sampler, stop_ids=run.stop_ids, limit=limit
+    )
+
+
+def _decoded(run: Run, cached: list[int], found: DecodedRow) -> None:
+    """Adds a block to a run, and checks whether it has ended.
+
+    Raises:
+      NotFinite: the block has `NO_TOKEN`.
+      JaxllmError: see `Runner.require_usable`.
+    """
+    session, run.sampler = run.session, found.sampler
+    session.cache, session.tokens = found.cache, [*cached, run.tokens[-1], *found.tokens[:-1]]
+    _count_states(run)
+    run.dispatched, before = Dispatched("decode" if found.accepted is None else "verify"), len(run.tokens)
+    _take(run, _finite(run, found.tokens))
+    # The answer may stop in the middle of a block.
+    run.drafted_tokens += min(found.accepted or 0, len(run.tokens) - before)
+
+
+def _take(run: Run, block: list[int]) -> None:
+    """Adds tokens to the run, and checks whether it has ended; where a grammar must be asked, the next step
+    does."""
+    # Streamed weights may have failed while the block was computed.
+    run.runner.require_usable()
+    run.take(block)
+    if run.decoding.matcher is None or run.finish_reason is not None:
+        _check_end(run)
+
+
+def _check_end(run: Run) -> None:
+    """Checks whether a run has ended."""
+    matcher = run.decoding.matcher
+    if run.finish_reason is None and matcher is not None and matcher.complete:
+        run.finish_reason = "stop"
+    full = run.room_tokens <= 0 and run.request.sliding is None
+    if run.finish_reason is None and (run.wanted_tokens <= 0 or full):
+        run.finish_reason = "length"
+    if run.finish_reason is not None:
+        run.flush()
+        run.stage = "finish"
+
+
+def _finish(run: Run) -> None:
+    """Ends the run; its lifecycle stores the context."""
+    _end(run)
+    run.dispatched = Dispatched("finish")
+    run.lifecycle.finish(run)
+
+
+def _end(run: Run) -> None:
+    run.stage = "ended"
+    if run.slid is not None:
+        # The cache has a part of what the sequence was about to be.
+        run.slid = None
+        run.session.take()
+
+
+def _slide(run: Run, sliding: Sliding) -> None:
+    """Drops the middle of the sequence, and begins to feed its newest tokens at their new positions."""
+    session, runner, sinks = run.session, run.runner, sliding.sink_tokens
+    run.lifecycle.sliding(run)
+    run.slid = slid(run.sequence, sink_tokens=sinks, most=kept_tokens(runner.options.context_tokens))
+    # States cannot go back to the end of the sinks: they begin anew.
+    kept = sinks if runner.cfg.states is None else 0
+    session.tokens = run.slid[:kept]
+    run.chunks = collections.deque(runner.prefill_chunks(len(run.slid) - 1 - kept))
+    run.stage = "prefill"
+    _prefill(run)
+
+
+def _count_states(run: Run) -> None:
+    """Notes how many tokens the states in the session's cache have gone through, before any are dropped."""
+    run.session.state_tokens = None if run.runner.cfg.states is None else len(run.session.tokens)
+
+
+def _require_same_weights(run: Run) -> None:
+    if run.session.weights_version != run.runner.weights_version:
+        raise ContextGone("the model's adapter was changed in the middle of an answer; ask again")
+
+
+def _finite(run: Run, block: list[int]) -> list[int]:
+    """Checks that a block has no `NO_TOKEN`, and returns it.
+
+    Raises:
+      NotFinite: it has one.
+    """
+    if NO_TOKEN in block:
+        # Keys and values may not be finite, either: drop them.
+        run.session.take()
+        raise NotFinite(
+            "the model's logits are not finite numbers, or every token is forbidden: check logit_bias; "
+            "else the weights are damaged or overflow, so prepare the model again, or with wider weights"
+        )
+    return block
+
+
+def _decode_family(runs: Sequence[Run], most_tokens: int | None) -> None:
+    """`decode_together` of runs that share a dispatch."""
+    before = [len(run.tokens) for run in runs]
+    with runs[0].runner.lock:
+        errors = _dispatch_batch([run for run in runs if batchable(run)], most_tokens)
+    for run, tokens in zip(runs, before, strict=True):
+        try:
+            if run in errors:
+                raise errors[run]
+            _after_dispatch(run, tokens)
+        except JaxllmError as error:
+            run.closed_because = error
+            fail(run)
+
+
+def _dispatch_batch(runs: Sequence[Run], most_tokens: int | None) -> dict[Run, JaxllmError]:
+    """Decodes a block of each run, under the model's lock: the errors of those that must end."""
+    errors: dict[Run, JaxllmError] = {}
+    if not runs:
+        return errors
+    began, batch = time.perf_counter(), runs[0].runner.batch
+    assert batch is not None
+    # A run that has just joined does not know yet how long a token takes.
+    block = max(run.pace for run in runs) if most_tokens is None else most_tokens
+    begun: list[tuple[Run, list[int], BatchRow]] = []
+    for run in runs:
+        try:
+            limit = run.runner.decode_limit(block, min(run.wanted_tokens, run.room_tokens))
+            cached, row = _decode_from(run, limit)
+            own = run.runner.batch
+            begun.append((run, cached, dataclasses.replace(row, units=None if own is None else own.units)))
+        except JaxllmError as error:
+            errors[run] = error
+    try:
+        found = batch.decode_batch([row for _, _, row in begun])
+    except JaxllmError as error:
+        return errors | {run: error for run, *_ in begun}
+    steps = max((len(each.tokens) for each in found), default=1)
+    took = pace(1000 * (time.perf_counter() - began) / steps)
+    for (run, cached, _), each in zip(begun, found, strict=True):
+        run.pace = took
+        try:
+            _decoded(run, cached, each)
+        except JaxllmError as error:
+            errors[run] = error
+    return errors

@@ -1,0 +1,222 @@
+"""Buckets of mixtures whose experts are loaded one by one: a sparse layer up to its experts, the tiles of
+experts that are in memory, or one tile of one expert, and the sum of the experts' outputs."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.kernels.native_products import StoredExperts, begun_shape
+from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ModelShapes, mass_by_node, position_shapes
+from jaxllm.serving.buckets.context import layer_chunk_shapes
+from jaxllm.serving.buckets.parts import any_expert, expert_norm, expert_parts, layer_params, router_params
+from jaxllm.steps.layers import (
+    SparseLayer,
+    attend_layer,
+    attend_restored,
+    combine_experts,
+    expert_tile,
+    stored_tiles,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendBucket(Bucket):
+    """Runs a sparse layer over a chunk, up to its experts (see `steps.layers.attend_layer`).
+
+    Attributes:
+      tokens: length of the chunk, padding included.
+      cache_tokens: length of the cache.
+      layer: the first of the layers that share the bucket.
+      loss: see `ExpertOptions`.
+      ahead: number of layers whose routers run ahead.
+    """
+
+    tokens: int
+    cache_tokens: int
+    layer: int
+    loss: float = 0.0
+    ahead: int = 1
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(layer's params, next routers, x, positions, keys and values, mass) -> tokens at experts, a
+        buffer for their outputs, keys and values, mass."""
+        past, mass = model.past(self.layer, self.cache_tokens), model.cache(self.cache_tokens).mass
+        return _lower_attend(model, self, position_shapes(self.tokens), past, mass)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendTreeBucket(Bucket):
+    """`AttendBucket` over a token tree.
+
+    Attributes:
+      nodes: capacity of the tree (M).
+      cache_tokens: length of the cache.
+      layer: the first of the layers that share the bucket.
+      loss: see `ExpertOptions`.
+      ahead: number of layers whose routers run ahead.
+    """
+
+    nodes: int
+    cache_tokens: int
+    layer: int
+    loss: float = 0.0
+    ahead: int = 1
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """See `AttendBucket`; the mass is by node."""
+        past, at = model.past(self.layer, self.cache_tokens), position_shapes(self.nodes, tree=True)
+        mass = mass_by_node(model.cache(self.cache_tokens), self.nodes)
+        return _lower_attend(model, self, at, past, mass)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendRestoredBucket(Bucket):
+    """Restores a sparse layer of a context, up to its experts (see `steps.layers.attend_restored`).
+
+    Attributes:
+      tokens: of recomputed chunks.
+      cache_tokens: length of the cache.
+      layer: the first of the layers that share the bucket.
+      loss: see `ExpertOptions`.
+      ahead: number of layers whose routers run ahead.
+    """
+
+    tokens: int
+    cache_tokens: int
+    layer: int
+    loss: float = 0.0
+    ahead: int = 1
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(layer's params, next routers, x, positions, keys and values, chunks) -> tokens at experts,
+        a buffer for their outputs, keys and values."""
+        layer = self.layer
+        attend = functools.partial(attend_restored, of=SparseLayer(model.cfg, layer, self.loss))
+        at, past = (
+            position_shapes(self.tokens, consecutive=False),
+            model.past(layer, self.cache_tokens),
+        )
+        return jax.jit(attend, donate_argnums=(2, 4)).lower(
+            layer_params(model.params, layer, layer),
+            [router_params(model.weights, layer)] * self.ahead,
+            model.hidden(self.tokens),
+            at,
+            past,
+            layer_chunk_shapes(model, layer, self.cache_tokens),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertBucket(Bucket):
+    """Runs one tile of tokens through one expert (see `steps.layers.expert_tile`), where no native kernel
+    finds experts by address. All layers share it.
+
+    Attributes:
+      tokens: of the tile's chunk.
+      form: of the expert.
+      loss, ahead: see `AttendBucket`.
+    """
+
+    tokens: int
+    form: str
+    loss: float = 0.0
+    ahead: int = 1
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(expert, norm, tokens at experts, number of the tile, out) -> out."""
+        weights, (before, out) = model.weights, _at_experts(model, self.tokens, self.loss, self.ahead)
+        expert = {name: weights[f"{any_expert(self.form)}.{name}"] for name in expert_parts(model.cfg)}
+        norm = expert_norm(weights, _first_sparse(model))
+        step = jax.jit(functools.partial(expert_tile, cfg=model.cfg), donate_argnums=(4,))
+        return step.lower(expert, norm, before, SCALAR, out)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredExpertsBucket(Bucket):
+    """Runs tiles of tokens through the experts that are in memory, in one call of a native kernel (see
+    `steps.layers.stored_tiles`). All layers share it.
+
+    Attributes:
+      tokens: of the tiles' chunk.
+      early: whether tiles can be begun with the high plane of their expert.
+      loss, ahead: see `AttendBucket`.
+    """
+
+    tokens: int
+    early: bool
+    loss: float = 0.0
+    ahead: int = 1
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(experts, norm, tokens at experts, actions, out, what was begun) -> out, what was begun."""
+        cfg, (before, out) = model.cfg, _at_experts(model, self.tokens, self.loss, self.ahead)
+        shape: Any = jax.ShapeDtypeStruct
+        handle = shape((2,), jnp.uint32)
+        weights = StoredExperts(handle, shape((), jnp.int32), cfg.experts, cfg.expert_ffn_size)
+        norm = expert_norm(model.weights, _first_sparse(model))
+        (tiles,) = before.tiles.expert.shape
+        kept = begun_shape(tiles, cfg.expert_ffn_size, cfg.hidden_size) if self.early else (0,)
+        step = jax.jit(functools.partial(stored_tiles, cfg=cfg), donate_argnums=(4, 5))
+        actions, begun = shape((tiles,), jnp.int32), shape(kept, jnp.int32)
+        return step.lower(weights, norm, before, actions, out, begun)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CombineBucket(Bucket):
+    """Sums the outputs of experts (see `steps.layers.combine_experts`). All layers share it.
+
+    Attributes:
+      tokens: of the chunk.
+      loss, ahead: see `AttendBucket`.
+    """
+
+    tokens: int
+    loss: float = 0.0
+    ahead: int = 1
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(tokens at experts, out) -> x."""
+        # Nothing is donated: no result has the shape of the outputs of all tiles.
+        return jax.jit(combine_experts).lower(*_at_experts(model, self.tokens, self.loss, self.ahead))
+
+
+def _lower_attend(
+    model: ModelShapes, bucket: AttendBucket | AttendTreeBucket, at: TokenPositions, past: Past, mass: Any
+) -> jax.stages.Lowered:
+    layer = bucket.layer
+    attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, layer, bucket.loss))
+    x = model.hidden(at.positions.shape[0])
+    return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(
+        layer_params(model.params, layer, layer),
+        [router_params(model.weights, layer)] * bucket.ahead,
+        x,
+        at,
+        past,
+        mass,
+    )
+
+
+def _at_experts(model: ModelShapes, tokens: int, loss: float, ahead: int) -> tuple[Any, Any]:
+    """Shapes of tokens at experts, and of the experts' outputs."""
+    layer = _first_sparse(model)
+    # Any cache length gives the same shapes.
+    capacity = model.options.cache_tokens[0]
+    attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, layer, loss))
+    before, out, *_ = jax.eval_shape(
+        attend,
+        layer_params(model.params, layer, layer),
+        [router_params(model.weights, layer)] * ahead,
+        model.hidden(tokens),
+        position_shapes(tokens),
+        model.past(layer, capacity),
+        model.cache(capacity).mass,
+    )
+    return before, out
+
+
+def _first_sparse(model: ModelShapes) -> int:
+    return next(layer for layer in range(model.cfg.layers) if model.cfg.is_sparse(layer))

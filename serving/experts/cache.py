@@ -1,0 +1,399 @@
+"""Keeps planes of experts in a memory budget, the expert buffer; threads read missing planes.
+
+A plane is the unit of loading and of eviction: of a nested expert the high and the low one, else the whole
+expert. The planes that a layer asked for are read first, one after another. Predicted ones are read when no
+requested one is missing, block by block, so that a wrong prediction delays a request by at most the blocks in
+flight (EdgeMoE, section 3.3). All decisions are made under one lock, which is free during reads.
+"""
+
+import collections
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import xxhash
+
+from jaxllm.errors import BudgetExceeded, BundleError
+from jaxllm.experts.prediction import Policy
+from jaxllm.serving.experts.counts import ExpertCounts
+from jaxllm.serving.experts.eviction import Usage, victim
+from jaxllm.serving.experts.slot import Regions, Slot
+from jaxllm.serving.experts.store import ExpertStore, PlaneKey
+from jaxllm.serving.host.direct_io import PAGE, PieceReader
+
+_THREADS = 4
+_LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 256 << 10, 4 << 20
+# Reads of a plane with a wrong checksum: the error may be one of the transfer.
+_ATTEMPTS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrived:
+    """Experts of a layer that can be computed with now.
+
+    Attributes:
+      ready: experts with all planes that are needed.
+      begun: experts with their high plane alone, whose low one is coming.
+    """
+
+    ready: list[int]
+    begun: list[int]
+
+
+class ExpertCache:
+    """The resident planes of one model. One layer at a time visits its experts.
+
+    Attributes:
+      counts: see `ExpertCounts`.
+      regions: the memory of all planes.
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        reader: PieceReader,
+        *,
+        budget_bytes: int,
+        policy: Policy,
+        frequency: np.ndarray,
+    ) -> None:
+        """Allocates no memory yet.
+
+        Args:
+          store: locates planes in the file.
+          reader: of the bundle's file.
+          budget_bytes: for planes, at least `ExpertStore.least_bytes`.
+          policy: of eviction.
+          frequency: `[L_sparse, E]`, visits in a text of calibration.
+        """
+        self.counts, self.regions = ExpertCounts(), Regions(store)
+        self._store, self._reader, self._budget, self._policy = store, reader, budget_bytes, policy
+        self._usage = Usage(frequency, store.planes, store.of_encoder)
+        self._slots: dict[PlaneKey, Slot] = {}
+        self._taken_bytes = 0
+        # Planes in the order in which they are read.
+        self._wanted, self._guesses = list[PlaneKey](), list[PlaneKey]()
+        self._lock = threading.RLock()
+        # Notified when there is something to read; when a read ended or memory was freed.
+        self._work, self._came = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+
+    def visit(
+        self,
+        layer: int,
+        needs: Mapping[int, int],
+        guesses: Sequence[PlaneKey] = (),
+        *,
+        together: bool = False,
+    ) -> Iterator[Arrived]:
+        """Yields the experts of a layer once they can be computed with: first all that are resident, then
+        those that came, at each wait some of them or all together.
+
+        Their planes are valid until the next are asked for: dispatches that take them must have ended.
+
+        Args:
+          layer: index among the sparse layers.
+          needs: by expert, of how many planes it is computed, the high one first.
+          guesses: planes that later layers are predicted to need, in the order in which they are read;
+            they replace former guesses.
+          together: whether late experts are yielded all at once, and as begun with the resident ones if their
+            high plane is resident. They must fit into the budget together: a token's at one layer do.
+
+        Raises:
+          CheckpointError: a plane cannot be read, or is corrupt.
+        """
+        waiting = self._ask(layer, needs, guesses, together=together)
+        ready = [expert for expert in needs if expert not in waiting]
+        begun = self._to_begin(waiting) if together else []
+        try:
+            while True:
+                if ready or begun:
+                    yield Arrived(ready, begun)
+                    used = [plane for expert in ready for plane in self._needed(layer, expert, needs)]
+                    self._release([*used, *((layer, expert, 0) for expert in begun)])
+                if not waiting:
+                    return
+                ready, begun = self._await(waiting, together=together), []
+        finally:
+            with self._lock:
+                self._wanted = []
+                for key in [plane for expert in needs for plane in self._needed(layer, expert, needs)]:
+                    slot = self._slots.get(key)
+                    if slot is None:
+                        continue
+                    slot.pinned = False
+                    if slot.error is not None and not slot.in_flight:
+                        # One of several errors was raised: the next visit reads all again.
+                        self._drop(key)
+                self._wake()
+
+    def expect(self, guesses: Sequence[PlaneKey]) -> None:
+        """Replaces the guesses: predicted planes, in the order in which they are read."""
+        with self._lock:
+            self._guesses = list(guesses)
+            self._wake()
+
+    @property
+    def budget_bytes(self) -> int:
+        """Most bytes of planes that are resident or being read."""
+        return self._budget
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of planes that are resident or being read."""
+        return self._taken_bytes
+
+    def resize(self, budget_bytes: int) -> None:
+        """Sets the budget, and evicts planes beyond it. Those that are being read or computed stay until
+        they are replaced.
+
+        Raises:
+          BudgetExceeded: it is less than the experts of one layer need.
+        """
+        least = self._store.least_bytes()
+        if budget_bytes < least:
+            raise BudgetExceeded(
+                f"experts cannot do with {budget_bytes:,} bytes of memory: those that a token visits at one "
+                f"layer take {least:,}; give more"
+            )
+        with self._lock:
+            self._budget = budget_bytes
+            while self._taken_bytes > budget_bytes:
+                evicted = self._victim(None, demanded=True)
+                if evicted is None:
+                    return
+                self._drop(evicted)
+            # There may be room for predicted ones that had none.
+            self._wake()
+
+    def close(self) -> None:
+        """Stops the threads and closes the file."""
+        with self._lock:
+            self._closed = True
+            self._work.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._reader.close()
+
+    # -- layers ----------------------------------------------------------------------------------
+
+    def _needed(self, layer: int, expert: int, needs: Mapping[int, int]) -> list[PlaneKey]:
+        return self._store.planes_of((layer, expert), needs[expert])
+
+    def _ask(
+        self, layer: int, needs: Mapping[int, int], guesses: Sequence[PlaneKey], *, together: bool
+    ) -> dict[int, list[PlaneKey]]:
+        """Requests experts and pins resident ones: those of which planes are missing, with all planes that
+        they need."""
+        with self._lock:
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._run, name="experts", daemon=True) for _ in range(_THREADS)
+                ]
+                for thread in self._threads:
+                    thread.start()
+            coming: dict[int, list[PlaneKey]] = {}
+            planes = {expert: self._needed(layer, expert, needs) for expert in needs}
+            self._usage.visited(layer, planes.values())
+            for expert, own in planes.items():
+                slots = [self._slots.get(key) for key in own]
+                if all(slot is not None and slot.there for slot in slots):
+                    self.counts.foreseen += any(slot is not None and slot.guessed for slot in slots)
+                    for slot in filter(None, slots):
+                        slot.pinned = True
+                else:
+                    coming[expert] = own
+                    self.counts.late += any(slot is not None for slot in slots)
+                for slot in filter(None, slots):
+                    slot.guessed = False
+                self.counts.high_alone += len(own) < len(self._store[layer, expert].planes)
+            self.counts.visited(layer, len(planes), len(planes) - len(coming))
+            # Those whose read has begun will be ready first.
+            order = sorted(coming, key=lambda expert: -sum(key in self._slots for key in coming[expert]))
+            wanted = [key for expert in order for key in coming[expert]]
+            self._wanted = sorted(wanted, key=lambda key: key[2]) if together else wanted
+            self._guesses = list(guesses)
+            self._wake()
+        return {expert: coming[expert] for expert in order}
+
+    def _wake(self) -> None:
+        """Wakes threads if there may be something to read."""
+        if any(key not in self._slots or self._slots[key].unread for key in (*self._wanted, *self._guesses)):
+            self._work.notify(_THREADS)
+
+    def _to_begin(self, waiting: Mapping[int, list[PlaneKey]]) -> list[int]:
+        """Pins the high planes of experts that wait for their low one alone."""
+        found = []
+        with self._lock:
+            for expert, planes in waiting.items():
+                high = self._slots.get(planes[0])
+                if len(planes) > 1 and high is not None and high.there:
+                    high.pinned = True
+                    found.append(expert)
+        return found
+
+    def _await(self, waiting: dict[int, list[PlaneKey]], *, together: bool) -> list[int]:
+        """Waits for some experts, any or all; takes those that are complete from `waiting` and pins them."""
+        began = time.perf_counter()
+
+        def failed() -> Iterator[PlaneKey]:
+            for key in itertools.chain(*waiting.values()):
+                slot = self._slots.get(key)
+                if slot is not None and slot.error is not None and not slot.in_flight:
+                    yield key
+
+        def complete(planes: list[PlaneKey]) -> bool:
+            slots = [self._slots.get(key) for key in planes]
+            return all(slot is not None and slot.there and not slot.in_flight for slot in slots)
+
+        def came() -> bool:
+            return any(failed()) or (all if together else any)(map(complete, waiting.values()))
+
+        with self._lock:
+            self._came.wait_for(came)
+            self.counts.waited_s += time.perf_counter() - began
+            for key in failed():
+                error = self._slots[key].error
+                assert error is not None
+                # The next visit reads it again.
+                self._drop(key)
+                raise error
+            ready = [expert for expert, planes in waiting.items() if complete(planes)]
+            for key in [key for expert in ready for key in waiting.pop(expert)]:
+                self._slots[key].pinned = True
+                self._wanted.remove(key)
+        return ready
+
+    def _release(self, keys: Sequence[PlaneKey]) -> None:
+        with self._lock:
+            for key in keys:
+                if key in self._slots:
+                    self._slots[key].pinned = False
+            self._wake()
+
+    # -- threads ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                block = None
+                while not self._closed and (block := self._next_block()) is None:
+                    self._work.wait()
+                if block is None:
+                    return
+            key, slot, at, size = block
+            error = None
+            try:
+                offset = self._store.plane(key).segment.offset
+                self._reader.read_into(slot.memory, at, offset + at, size)
+            except Exception as caught:  # Raised by the layer that waits.
+                error = caught
+            self._finish_block(key, slot, size, error)
+
+    def _next_block(self) -> tuple[PlaneKey, Slot, int, int] | None:
+        """The next block to read, or None; the caller has the lock."""
+        if any(key not in self._slots or not self._slots[key].ready for key in self._wanted):
+            # A layer waits: no prefetch.
+            return self._block_of(self._wanted, demanded=True)
+        return self._block_of(self._guesses, demanded=False)
+
+    def _block_of(
+        self, keys: Sequence[PlaneKey], *, demanded: bool
+    ) -> tuple[PlaneKey, Slot, int, int] | None:
+        """The first block of some planes, in their order, that no thread has begun."""
+        for key in keys:
+            slot = self._slots.get(key) or self._make_slot(key, demanded=demanded)
+            if slot is None:
+                # There is no room, so later ones wait, too.
+                return None
+            if slot.unread:
+                at, size = slot.unread.popleft()
+                slot.in_flight += 1
+                return key, slot, at, size
+        return None
+
+    def _finish_block(self, key: PlaneKey, slot: Slot, size: int, error: Exception | None) -> None:
+        with self._lock:
+            slot.in_flight -= 1
+            self.counts.read_bytes += size
+            self.counts.low_bytes += size if key[2] else 0
+            if error is not None:
+                slot.error = slot.error or error
+                slot.unread.clear()
+            if slot.unread or slot.in_flight:
+                return
+            # Not idle until its checksum is compared.
+            slot.in_flight = 1
+        wrong = None if slot.error is not None else self._wrong_checksum(key, slot)
+        with self._lock:
+            slot.in_flight = 0
+            if wrong is not None:
+                slot.attempts += 1
+                if slot.attempts < _ATTEMPTS:
+                    slot.unread.extend(_blocks(self._store.plane(key).segment.size_bytes))
+                else:
+                    slot.error = BundleError(wrong)
+            elif slot.error is None:
+                slot.ready = True
+                self._usage.loaded(key)
+                self.counts.loads[key] += 1
+            if slot.error is not None and key not in self._wanted:
+                # No layer asked for it, so no error is raised; it is not prefetched again.
+                self._drop(key)
+                self._guesses = [other for other in self._guesses if other != key]
+            self._came.notify_all()
+            self._wake()
+
+    def _wrong_checksum(self, key: PlaneKey, slot: Slot) -> str | None:
+        """A message if the checksum of a plane is wrong, else None."""
+        stored = self._store.plane(key).segment
+        digest = xxhash.xxh3_128_hexdigest(slot.memory[: stored.size_bytes].data)
+        if digest == stored.xxh3_128:
+            return None
+        return (
+            f"{self._store.bundle.path}: {self._store.named(key)} is corrupt "
+            f"(checksum {digest}, expected {stored.xxh3_128}), also when it is read again; copy the file "
+            "again or make it again"
+        )
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def _make_slot(self, key: PlaneKey, *, demanded: bool) -> Slot | None:
+        """Allocates memory for a plane, evicting others; None if there is no room."""
+        stored = self._store.plane(key)
+        while self._taken_bytes + stored.memory_bytes > self._budget:
+            evicted = self._victim(key, demanded=demanded)
+            if evicted is None:
+                return None
+            self._drop(evicted)
+        self._taken_bytes += stored.memory_bytes
+        blocks = collections.deque(_blocks(stored.segment.size_bytes))
+        slot = self._slots[key] = Slot(self.regions.memory(key), blocks, guessed=not demanded)
+        self.counts.guesses += not demanded
+        return slot
+
+    def _victim(self, wanted: PlaneKey | None, *, demanded: bool) -> PlaneKey | None:
+        """The plane to evict next for another; None if none may be evicted."""
+        # Predicted ones stay for others that are predicted.
+        guesses = () if demanded else self._guesses
+        before = self._wanted if wanted not in self._wanted else self._wanted[: self._wanted.index(wanted)]
+        own = () if wanted is None else self._store.planes_of(wanted[:2], 2)
+        spared = {*guesses, *self._wanted}, {*guesses, *before, *own}
+        how = {"spared": spared, "predicted": self._guesses, "demanded": demanded}
+        return victim(self._slots, self._usage, self._policy, **how)
+
+    def _drop(self, key: PlaneKey) -> None:
+        del self._slots[key]
+        self._taken_bytes -= self._store.plane(key).memory_bytes
+        self.regions.free(key)
+
+
+def _blocks(size: int) -> list[tuple[int, int]]:
+    """(start, size) of the blocks of a plane, each read by one call."""
+    step = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, -(-size // _THREADS)))
+    step = -(-step // PAGE) * PAGE
+    return [(at, min(step, size - at)) for at in range(0, size, step)]

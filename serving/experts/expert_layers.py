@@ -1,0 +1,240 @@
+"""Runs tokens through the layers of a mixture whose experts are loaded one by one.
+
+A sparse layer is three buckets: attention and router; tiles of tokens through their experts, as experts
+become resident (`expert_visits.py`); and the sum of the outputs. All chunks of a prompt run the first bucket
+before any expert, so that each expert is read once for all of them.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
+from jaxllm.kv.chunks import LayerChunks
+from jaxllm.kv.states import SourceKV
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.buckets.context import RestoreBucket
+from jaxllm.serving.buckets.layer import EmbedBucket, LayerBucket, LayerTreeBucket
+from jaxllm.serving.buckets.parts import embedding_params, expert_norm, layer_params, router_params
+from jaxllm.serving.experts.bucket import (
+    AttendBucket,
+    AttendRestoredBucket,
+    AttendTreeBucket,
+    CombineBucket,
+)
+from jaxllm.serving.experts.expert_sources import ResidentSources, SparseEncoderLayers
+from jaxllm.serving.experts.expert_visits import Visit, Visits, make_visits, valid_ids
+from jaxllm.serving.experts.weights import ExpertWeights
+from jaxllm.serving.runners.layerwise import Chunk
+from jaxllm.serving.runners.source_layers import SourceLayers
+from jaxllm.serving.weights.model_level import ModelLevel
+from jaxllm.serving.weights.prefetch import Meanwhile
+from jaxllm.steps.layers import AtExperts
+
+# The predictor learns from the last tokens of a pass.
+_LEARNT_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """The parameters by layer.
+
+    Attributes:
+      layers: per layer, all parameters but experts, under the names of the layer whose buckets it shares.
+      routers: per sparse layer, the router and the norm before it.
+      norms: per layer, the norm before its experts, and their biases.
+    """
+
+    layers: list[Any]
+    routers: list[dict[str, Any]]
+    norms: list[dict[str, Any]]
+
+
+class ExpertLayers:
+    """The layers of a mixture whose experts alone are loaded from storage (see `LayerSource`).
+
+    Attributes:
+      head: provides the head.
+      experts: provides the experts.
+      visits: runs tokens through experts that are resident.
+      idle_read_s: 0: only experts are read, and most before they are needed.
+    """
+
+    idle_read_s = 0.0
+
+    def __init__(self, model: ModelLevel, buckets: BucketTable, weights: ExpertWeights) -> None:
+        """`model` is the whole model or a level; its parameters are all but the experts."""
+        self.head = self.experts = weights
+        self._model, self._buckets, self._how = model, buckets, weights.bucket_options
+        self.visits: Visits = make_visits(model, buckets, weights)
+        self._embedding = embedding_params(model.params)
+        self._sources: SourceLayers | None = None
+        if model.encoder is not None:
+            sparse = SparseEncoderLayers(model, buckets, weights, self.visits)
+            self._sources = SourceLayers(model, buckets, ResidentSources(), by_rows=False, sparse=sparse)
+        self._known: tuple[tuple[int, int], _Parts] | None = None
+        # The experts that a context visited in the sparse layers that are restored so far.
+        self._restoring: list[np.ndarray] = []
+
+    # -- which buckets it needs -------------------------------------------------------------------
+
+    def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
+        """See `LayerSource`."""
+        found = [self._bucket(tokens, cache, layer, tree=tree) for layer in self._model.layer_kinds]
+        return [*found, *self.visits.buckets(tokens), self._combine_bucket(tokens)]
+
+    def source_buckets(self, tokens: int) -> list[Bucket]:
+        """See `LayerSource`."""
+        return [] if self._sources is None else self._sources.buckets(tokens)
+
+    def embed_bucket(self, tokens: int) -> Bucket:
+        """See `LayerSource`: the embedding is resident. All levels share the bucket."""
+        return EmbedBucket(tokens=tokens)
+
+    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
+        """See `LayerSource`."""
+        where = {"layer": self._model.alike[layer], "level": self._model.bucket_level}
+        if self._model.cfg.is_sparse(layer):
+            return AttendRestoredBucket(tokens=tokens, cache_tokens=cache, **self._how, **where)
+        return RestoreBucket(tokens=tokens, cache_tokens=cache, **where)
+
+    def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
+        """The bucket of a layer; of a sparse layer up to its experts."""
+        where = {"layer": self._model.alike[layer], "level": self._model.bucket_level, "cache_tokens": cache}
+        if not self._model.cfg.is_sparse(layer):
+            return LayerTreeBucket(nodes=tokens, **where) if tree else LayerBucket(tokens=tokens, **where)
+        if tree:
+            return AttendTreeBucket(nodes=tokens, **self._how, **where)
+        return AttendBucket(tokens=tokens, **self._how, **where)
+
+    def _combine_bucket(self, tokens: int) -> Bucket:
+        return CombineBucket(tokens=tokens, level=self._model.bucket_level, **self._how)
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def expect(self, tokens: np.ndarray) -> None:
+        """See `LayerSource`."""
+        self.experts.expect(tokens)
+
+    def embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
+        """See `LayerSource`."""
+        compiled = self._buckets.get(self.embed_bucket(len(tokens)))
+        return compiled(self._embedding, tokens[None], np.asarray(at.positions))
+
+    def run(
+        self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
+    ) -> tuple[list[jax.Array], KVCache]:
+        """See `LayerSource`; `meanwhile` is never called: waits for experts are too short."""
+        del meanwhile
+        self.expect(np.concatenate([tokens[: int(at.valid)] for tokens, at in chunks]))
+        outputs = [self.embed(tokens, at) for tokens, at in chunks]
+        mass = cache.mass
+        visited: list[np.ndarray] = []
+        for layer in range(self._model.cfg.layers):
+            past = cache.past(layer)
+            if self._model.cfg.is_sparse(layer):
+                outputs, past, mass = self._sparse_layer(layer, chunks, outputs, past, mass, visited)
+            else:
+                weights = self._parts.layers[layer]
+                for number, (tokens, at) in enumerate(chunks):
+                    tree = at.tree is not None
+                    bucket = self._bucket(len(tokens), past.capacity_tokens, layer, tree=tree)
+                    compiled = self._buckets.get(bucket)
+                    outputs[number], past, mass = compiled(weights, outputs[number], at, past, mass)
+            cache = cache.with_past(layer, past)
+        self.experts.predictor.learn([each[-_LEARNT_TOKENS:] for each in visited])
+        return outputs, dataclasses.replace(cache, mass=mass)
+
+    def read_source(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
+        """See `LayerSource`."""
+        assert self._sources is not None
+        return self._sources.read(tokens, source)
+
+    def restore(
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
+    ) -> tuple[jax.Array, Past]:
+        """See `LayerSource`."""
+        compiled = self._buckets.get(self.restore_bucket(len(at.positions), past.capacity_tokens, layer))
+        weights = self._parts.layers[layer]
+        if not self._model.cfg.is_sparse(layer):
+            return compiled(weights, x, at, past, chunks)
+        index = self.experts.store.sparse.index(layer)
+        before, out, past = compiled(weights, self._next_routers(index), x, at, past, chunks)
+        if index == 0:
+            self._restoring = []
+        outs = [out]
+        self._visit_experts(layer, [before], [int(at.valid)], outs, self._restoring)
+        return self._combined(before, outs[0]), past
+
+    def _sparse_layer(
+        self,
+        layer: int,
+        chunks: Sequence[Chunk],
+        inputs: Sequence[jax.Array],
+        past: Past,
+        mass: jax.Array | None,
+        visited: list[np.ndarray],
+    ) -> tuple[list[jax.Array], Past, jax.Array | None]:
+        """Runs a sparse layer over all chunks, and appends the experts that they visit to `visited`."""
+        before: list[AtExperts] = []
+        outs: list[jax.Array] = []
+        weights, routers = self._parts.layers[layer], self._next_routers(len(visited))
+        for (tokens, at), x in zip(chunks, inputs, strict=True):
+            bucket = self._bucket(len(tokens), past.capacity_tokens, layer, tree=at.tree is not None)
+            each, out, past, mass = self._buckets.get(bucket)(weights, routers, x, at, past, mass)
+            before.append(each)
+            outs.append(out)
+        self._visit_experts(layer, before, [int(at.valid) for _, at in chunks], outs, visited)
+        return [self._combined(each, out) for each, out in zip(before, outs, strict=True)], past, mass
+
+    def _next_routers(self, index: int) -> list[dict[str, Any]]:
+        """The routers of the sparse layers after one, from which their experts are predicted; behind the last
+        come the first."""
+        routers = self._parts.routers
+        return [routers[(index + 1 + step) % len(routers)] for step in range(self._how["ahead"])]
+
+    def _visit_experts(
+        self,
+        layer: int,
+        before: list[AtExperts],
+        valid: Sequence[int],
+        outs: list[jax.Array],
+        visited: list[np.ndarray],
+    ) -> None:
+        """Runs the experts of a layer over all chunks, of which `valid` tokens are real.
+
+        Appends the experts that they visit to `visited`, and changes `outs`.
+        """
+        index = self.experts.store.of_encoder + len(visited)
+        visit = Visit.of(index, self._parts.norms[layer], before)
+        visited.append(valid_ids(before, valid))
+        needs = visit.needs(self._model.cfg.experts)
+        # After the last layer come the first layers of the next token.
+        seen = visited
+        if len(visited) == len(self.experts.store.sparse):
+            seen = []
+            self.experts.predictor.begin()
+        guesses = self.experts.likely(seen, np.asarray(before[-1].ahead), len(needs))
+        together = self.visits.together(visit)
+        for arrived in self.experts.cache.visit(visit.layer, needs, guesses, together=together):
+            self.visits.run(visit, arrived, outs)
+
+    def _combined(self, before: AtExperts, out: jax.Array) -> jax.Array:
+        return self._buckets.get(self._combine_bucket(before.x.shape[1]))(before, out)
+
+    @property
+    def _parts(self) -> _Parts:
+        """The parameters by layer, sorted once per version of the weights."""
+        model = self._model
+        if self._known is None or self._known[0] != model.weights_version:
+            params = model.weights
+            layers = [layer_params(model.params, layer, like) for layer, like in enumerate(model.alike)]
+            routers = [router_params(params, layer) for layer in range(model.cfg.layers)]
+            norms = [expert_norm(params, layer) for layer in range(model.cfg.layers)]
+            sparse = [routers[layer] for layer in self.experts.store.sparse]
+            self._known = model.weights_version, _Parts(layers, sparse, norms)
+        return self._known[1]

@@ -1,0 +1,183 @@
+"""Locates the experts of a bundle in its file, and makes weights of their bytes."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from jaxllm.bundle import Bundle, Segment
+from jaxllm.bundle.layout import PAGE
+from jaxllm.errors import ConfigError
+from jaxllm.models.parameters import sparse_layers
+from jaxllm.quant import Weight
+from jaxllm.serving.buckets.parts import HIGH, NESTED, expert_parts
+
+# Index among the sparse layers, expert.
+Key = tuple[int, int]
+# The same and the plane: 0 for the high one, and of experts of one plane; 1 for the low one.
+PlaneKey = tuple[int, int, int]
+_FLOAT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredPlane:
+    """The unit of loading: a plane of a nested expert, or another expert as a whole.
+
+    Attributes:
+      segment: of the file.
+      memory_bytes: its size in whole pages.
+    """
+
+    segment: Segment
+    memory_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredExpert:
+    """One expert in the file.
+
+    Attributes:
+      planes: the high and the low one of a nested expert; else one.
+      bits: its bitwidth, of all planes; 16 and 32 for floats.
+    """
+
+    planes: tuple[StoredPlane, ...]
+    bits: int
+
+    @property
+    def nested(self) -> bool:
+        """Whether it has two planes."""
+        return len(self.planes) == 2
+
+    @property
+    def form(self) -> str:
+        """What experts of the same arrays have in common."""
+        return NESTED if self.nested else str(self.bits)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Its size in whole pages."""
+        return sum(plane.memory_bytes for plane in self.planes)
+
+
+def hot_bytes(bundle: Bundle) -> int:
+    """Bytes of the parameters that every token needs: all but experts."""
+    return sum(each.size_bytes for name, each in bundle.layout.tensors.items() if ".experts." not in name)
+
+
+class ExpertStore:
+    """The experts of a bundle that stores each by itself.
+
+    Attributes:
+      bundle: an open one.
+      layers: the prefixes of all sparse layers (see `sparse_layers`); keys have the index among them.
+      sparse: the sparse layers of the decoder, ascending.
+      of_encoder: number of sparse layers of the encoder, which come first.
+      experts: number per layer (E).
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        """Reads nothing.
+
+        Raises:
+          ConfigError: the experts of a layer are stored together.
+        """
+        if not bundle.layout.experts_apart:
+            raise ConfigError(
+                f"{bundle.path} stores its experts together; lay them apart by `jaxllm prepare "
+                "--expert-bits` or `jaxllm calibrate experts`"
+            )
+        self.bundle, cfg = bundle, bundle.cfg
+        self.sparse = [layer for layer in range(cfg.layers) if cfg.is_sparse(layer)]
+        self.layers, self.experts = sparse_layers(cfg), cfg.experts
+        self.of_encoder = len(self.layers) - len(self.sparse)
+        self._stored = {
+            (at, expert): self._of(layer, expert)
+            for at, layer in enumerate(self.layers)
+            for expert in range(cfg.experts)
+        }
+
+    def __getitem__(self, key: Key) -> StoredExpert:
+        return self._stored[key]
+
+    @functools.cached_property
+    def widths(self) -> tuple[int, ...]:
+        """The bitwidths of all experts, ascending."""
+        return tuple(sorted({each.bits for each in self._stored.values()}))
+
+    @functools.cached_property
+    def forms(self) -> tuple[str, ...]:
+        """The forms of all experts."""
+        return tuple(sorted({each.form for each in self._stored.values()}))
+
+    @functools.cached_property
+    def planes(self) -> int:
+        """Planes of the experts that have the most."""
+        return max(len(each.planes) for each in self._stored.values())
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether native kernels read all experts where they lie."""
+        return self.bundle.read_in_place and not {each.bits for each in self._stored.values()} & {16, 32}
+
+    @functools.cached_property
+    def total_bytes(self) -> int:
+        """Memory of all experts."""
+        return sum(each.memory_bytes for each in self._stored.values())
+
+    @property
+    def largest_bytes(self) -> int:
+        """Memory of the largest expert."""
+        return max(each.memory_bytes for each in self._stored.values())
+
+    def least_bytes(self) -> int:
+        """Memory of the experts that a token visits at one layer, at most."""
+        count = self.bundle.cfg.experts_per_token
+        by_layer = [
+            sorted(self[at, expert].memory_bytes for expert in range(self.experts))
+            for at in range(len(self.layers))
+        ]
+        return max(sum(sizes[-count:]) for sizes in by_layer)
+
+    def plane(self, key: PlaneKey) -> StoredPlane:
+        """A plane in the file."""
+        return self._stored[key[:2]].planes[key[2]]
+
+    def planes_of(self, key: Key, needed: int) -> list[PlaneKey]:
+        """The first `needed` planes of an expert, or all if it has fewer."""
+        return [(*key, plane) for plane in range(min(needed, len(self[key].planes)))]
+
+    def named(self, key: PlaneKey) -> str:
+        """A plane as messages name it."""
+        side, _, layer = self.layers[key[0]].rstrip(".").rpartition("layers.")
+        expert = f"expert {key[1]} of {'encoder ' * bool(side)}layer {layer}"
+        return f"the {('high', 'low')[key[2]]} plane of {expert}" if self[key[:2]].nested else expert
+
+    def weights(self, key: Key, *memory: np.ndarray) -> dict[str, Weight]:
+        """An expert's "gate", "up" and "down" `[F, D]` from the bytes of its planes in other memory, or of
+        the high one alone (see `Bundle.segment_weights`)."""
+        found = self.bundle.segment_weights(self[key].planes[0].segment.name, *memory)
+        return {name.rsplit(".", 1)[1]: each for name, each in found.items()}
+
+    def any_expert(self, form: str) -> dict[str, Weight]:
+        """Shapes of an expert of a form, or of the high plane alone of one."""
+        key = next(
+            key for key, each in self._stored.items() if each.form == (NESTED if form == HIGH else form)
+        )
+        planes = self[key].planes[: 1 if form == HIGH else None]
+        weights = self.weights(key, *(np.zeros(each.memory_bytes, np.uint8) for each in planes))
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
+
+    def _of(self, layer: str, expert: int) -> StoredExpert:
+        layout = self.bundle.layout
+        name = f"{layer}experts.{expert}"
+        tensors = layout.by_segment[name].values()
+        widths = {(each.width or _FLOAT_BITS[each.data.dtype], each.low is not None) for each in tensors}
+        planes = [layout.segments[each] for each in {each.segments: 0 for each in tensors}.popitem()[0]]
+        odd = any(each.offset % PAGE for each in planes)
+        if len(widths) > 1 or len(tensors) != len(expert_parts(self.bundle.cfg)) or odd:
+            raise ConfigError(f"{self.bundle.path}: {name} is stored in an odd way")
+        return StoredExpert(
+            tuple(StoredPlane(each, -(-each.size_bytes // PAGE) * PAGE) for each in planes), widths.pop()[0]
+        )

@@ -1,0 +1,200 @@
+"""Provides the weights of a mixture that is larger than memory."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.calibrations import read_path_counts, read_token_experts
+from jaxllm.errors import BudgetExceeded, BundleError
+from jaxllm.experts.prediction import eviction_policy
+from jaxllm.experts.routing import high_alone
+from jaxllm.models.parameters import head_name
+from jaxllm.quant import Weight
+from jaxllm.serving.buckets.parts import HIGH, any_expert
+from jaxllm.serving.experts.cache import ExpertCache
+from jaxllm.serving.experts.counts import ExpertCounts
+from jaxllm.serving.experts.predictors import Predictor, make_predictor
+from jaxllm.serving.experts.store import ExpertStore, PlaneKey, hot_bytes
+from jaxllm.serving.ground.expert_options import ExpertOptions
+from jaxllm.serving.host.direct_io import PieceReader, Storage
+from jaxllm.serving.host.progress import Progress, loading
+from jaxllm.serving.weights.pieces import HeadPiece, head_pieces
+from jaxllm.serving.weights.prefetch import Meanwhile
+from jaxllm.serving.weights.prefetch_plan import MemoryBudget, least_budget
+
+# Weight of the bundle's statistics beside visits at run time, in tokens.
+_PRIOR_TOKENS = 64.0
+# The last tokens of a chunk, from which experts are predicted.
+_TELLING_TOKENS = 16
+
+
+class ExpertWeights:
+    """A bundle's weights: experts in an expert buffer, all others resident.
+
+    Attributes:
+      store: locates the experts.
+      cache: the expert buffer.
+      predictor: of the next experts.
+      options: of eviction and prediction.
+      head: the head as one piece.
+      budget_bytes: for experts.
+      planned_bytes: used bytes of the whole budget.
+      staying_bytes: of all weights but experts.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        budget: MemoryBudget,
+        *,
+        storage: Storage | None = None,
+        options: ExpertOptions | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Reads all weights but experts.
+
+        Args:
+          bundle: an open one that stores each expert by itself.
+          budget: of which the fixed part is taken first.
+          storage: options of reads.
+          options: see `ExpertOptions`.
+          progress: called with ("load", bytes done, bytes in all).
+
+        Raises:
+          BudgetExceeded: the budget is too small.
+          CheckpointError: the file is damaged or cannot be read.
+        """
+        budget_bytes, fixed_bytes = budget.total_bytes, budget.fixed_bytes
+        self._bundle, self._memory_bytes, self.options = bundle, budget_bytes, options or ExpertOptions()
+        self.store = ExpertStore(bundle)
+        self.staying_bytes = hot = hot_bytes(bundle)
+        self.budget_bytes = min(budget_bytes - fixed_bytes - hot, self.store.total_bytes)
+        least = self.store.least_bytes()
+        if self.budget_bytes < least:
+            whole = least_budget(budget_bytes, least - self.budget_bytes)
+            raise BudgetExceeded(
+                f"a memory budget of {budget_bytes:,} bytes is too small: this model needs at least "
+                f"{whole:,} ({whole - hot - least:,} for {budget.fixed_parts}, {hot:,} for what every token "
+                f"needs, {least:,} for the {bundle.cfg.experts_per_token} experts that a token visits at one "
+                "layer); give more, or ask for a shorter context"
+            )
+        self.planned_bytes = fixed_bytes + hot + self.budget_bytes
+        self.head: list[HeadPiece] = head_pieces(bundle.layout, most_bytes=bundle.weight_bytes)
+        loaded = loading(progress, hot)
+        self._hot = bundle.load_all_but_experts(on_segment=lambda _, size: loaded(size))
+        counts = read_path_counts(bundle)
+        of_encoder = np.zeros((self.store.of_encoder, bundle.cfg.experts))
+        alone = counts.alone / np.maximum(1.0, counts.alone.sum(-1, keepdims=True))
+        self._reader = PieceReader(bundle.path, storage, error=BundleError)
+        self.cache = ExpertCache(
+            self.store,
+            self._reader,
+            budget_bytes=self.budget_bytes,
+            policy=eviction_policy(self.options.eviction),
+            frequency=np.concatenate([of_encoder, _PRIOR_TOKENS * bundle.cfg.experts_per_token * alone]),
+        )
+        self.predictor: Predictor = make_predictor(self.options.predictor, counts, read_token_experts(bundle))
+
+    @property
+    def counts(self) -> ExpertCounts:
+        """Counts of the expert buffer."""
+        return self.cache.counts
+
+    @property
+    def caching(self) -> str:
+        """Mode of reads: "direct" or "buffered"."""
+        return self._reader.caching
+
+    def facts(self) -> dict[str, Any]:
+        """The division of the budget and the counts of reads, for reports."""
+        counts = self.counts
+        return {
+            "budget_bytes": self._memory_bytes,
+            "planned_bytes": self.planned_bytes,
+            "expert_bytes": self.budget_bytes,
+            "all_experts_bytes": self.store.total_bytes,
+            "expert_visits": counts.visits,
+            "hit_rate": round(counts.hits / max(1, counts.visits), 4),
+            "layer_hit_rates": counts.hit_rates(range(self.store.of_encoder, len(self.store.layers))),
+            "encoder_layer_hit_rates": counts.hit_rates(range(self.store.of_encoder)),
+            "foreseen": counts.foreseen,
+            "read_bytes": counts.read_bytes,
+            "low_plane_bytes": counts.low_bytes,
+            "high_plane_share": round(counts.high_alone / max(1, counts.visits), 4),
+            "expert_loss": self.options.loss,
+            "waited_ms": round(1000 * counts.waited_s, 1),
+            "caching": self.caching,
+        }
+
+    def frozen(self) -> dict[str, Weight]:
+        """All parameters but experts by name, and the shapes of an expert of each form."""
+        shapes: dict[str, Any] = {
+            f"{any_expert(form)}.{part}": each
+            for form in self.forms
+            for part, each in self.store.any_expert(form).items()
+        }
+        return {**self._hot, **shapes}
+
+    @property
+    def bucket_options(self) -> dict[str, Any]:
+        """The options that buckets of sparse layers have, by name."""
+        ahead = self.options.layers_ahead if self.predictor.reads_routers else 1
+        return {"loss": self.options.loss, "ahead": ahead}
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The forms in which experts are computed."""
+        return (*self.store.forms, *((HIGH,) if self.options.loss else ()))
+
+    @contextlib.contextmanager
+    def head_rows(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Weight]:
+        """The weight of the head."""
+        del number, meanwhile
+        yield self._hot[head_name(self._bundle.cfg)]
+
+    def expect(self, tokens: np.ndarray) -> None:
+        """Announces a pass of the tokens `[M]`: prefetches the predicted experts of its first layers."""
+        self.predictor.begin(tokens[-_TELLING_TOKENS:])
+        choices, experts = self._bundle.cfg.experts_per_token, self._bundle.cfg.experts
+        self.cache.expect(self.likely([], np.zeros(experts), min(experts, choices * len(tokens))))
+
+    def likely(self, visited: Sequence[np.ndarray], ahead: np.ndarray, count: int) -> list[PlaneKey]:
+        """The predicted planes after some layers of a pass, nearest layers first; of a layer the high planes
+        before the low ones, so that a wrong prediction costs half.
+
+        Args:
+          visited: `[M, k]` int per sparse layer so far.
+          ahead: see `AtExperts`.
+          count: most experts per layer.
+        """
+        seen, found = [each[-_TELLING_TOKENS:] for each in visited], list[PlaneKey]()
+        tokens, choices = len(seen[-1]) if seen else 1, self._bundle.cfg.experts_per_token
+        for step in range(1, self.options.layers_ahead + 1):
+            if len(seen) == len(self.store.sparse):
+                break
+            chances = self.predictor.probabilities(seen, ahead, step)
+            if chances is None:
+                break
+            best = np.argsort(-chances, kind="stable")
+            worth = self.predictor.worthwhile(seen, chances, step)
+            # Which are needed whole is foreseen as it is decided: by the probabilities of those chosen.
+            alone = high_alone(chances[best[:choices]], self.options.loss)
+            layer = self.store.of_encoder + len(seen)
+            found += self._planes(layer, [expert for expert in best[:count] if worth[expert]], alone)
+            seen.append(np.broadcast_to(best[:choices], (tokens, choices)))
+        return found
+
+    def _planes(self, layer: int, experts: list[np.integer], alone: np.ndarray) -> list[PlaneKey]:
+        """The planes of predicted experts, the most probable first. `alone` `[k]` bool says which of the
+        first are computed by high planes alone; those behind are if the last is."""
+        needed = [1 if alone[min(place, len(alone) - 1)] else 2 for place in range(len(experts))]
+        pairs = zip(experts, needed, strict=True)
+        planes = [key for expert, each in pairs for key in self.store.planes_of((layer, int(expert)), each)]
+        return sorted(planes, key=lambda key: key[2])
+
+    def close(self) -> None:
+        """Stops the threads and closes the file."""
+        self.cache.close()

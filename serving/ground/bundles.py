@@ -1,0 +1,186 @@
+"""Opens models by name or path: a packaged model, a bundle, a Hugging Face folder or a GGUF file.
+
+A folder or GGUF file is prepared once and kept in the user's cache directory, keyed by its contents; a
+changed one is prepared again. Nothing is downloaded.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+import xxhash
+
+from jaxllm.bundle import SUFFIX, Bundle, WeightFormat
+from jaxllm.bundle.levels import read_ladder
+from jaxllm.checkpoints.gguf_file import gguf_parts, is_gguf
+from jaxllm.config import WHOLE
+from jaxllm.errors import BundleError, CheckpointError, ConfigError
+from jaxllm.files.atomic import remove_abandoned
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.host.user_cache import cache_folder, clear_entry, make_private_folder, private_file
+
+# Changes whenever preparing the same folder would write another bundle.
+_CACHE_KEY_VERSION = "5"
+# Suffixes of the files in a model folder that a bundle may be made from.
+_CONTENT_SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".spm", ".tiktoken", ".txt")
+# Of larger files than 32 MiB, blocks are sampled.
+_SAMPLES, _SAMPLE_BYTES = 512, 64 << 10
+_log = logging.getLogger(__name__)
+
+
+def open_model(
+    model: str | Path | None,
+    *,
+    weights: WeightFormat | None = None,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Opens `model` (see `Engine.open`).
+
+    Raises:
+      CheckpointError: the model is missing, or cannot be read or prepared.
+    """
+    path = find_model(model)
+    if path.is_dir() or is_gguf(path):
+        return _open_prepared(path, weights, progress)
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: no such file or folder; give a bundle made by `jaxllm prepare`, a Hugging Face model "
+            f"folder, a GGUF file, or one of the packaged models: {', '.join(packaged_models())}"
+        )
+    bundle = Bundle.open(path)
+    if weights not in (None, bundle.layout.weights):
+        raise CheckpointError(
+            f"{path} holds {bundle.layout.weights} weights, not {weights}; prepare the original folder "
+            f"again with --weights {weights}"
+        )
+    return bundle
+
+
+def levels_of(model: str | Path | None) -> tuple[int, ...]:
+    """All levels of `model` besides the whole, ascending, as `EngineOptions.levels` has them.
+
+    A model that is not elastic has none.
+
+    Raises:
+      CheckpointError: see `open_model`.
+      BundleError: its levels are malformed.
+    """
+    with open_model(model) as bundle:
+        ladder = read_ladder(bundle)
+    return () if ladder is None else tuple(level for level in ladder.levels if level != WHOLE)
+
+
+def find_model(model: str | Path | None) -> Path:
+    """The path of a model: a packaged model by its name, unless there is such a file; None is the default."""
+    if model is None:
+        return default_bundle()
+    packaged = _assets() / f"{model}{SUFFIX}"
+    named = str(model) in packaged_models() and not Path(model).exists()
+    return packaged if named else Path(model)
+
+
+def packaged_models() -> list[str]:
+    """Names of the models that ship with the package."""
+    return sorted(path.stem for path in _assets().glob(f"*{SUFFIX}"))
+
+
+def default_bundle() -> Path:
+    """The path of the default model."""
+    return _assets() / f"default{SUFFIX}"
+
+
+def _assets() -> Path:
+    return Path(__file__).parents[2] / "assets"
+
+
+def _open_prepared(source: Path, weights: WeightFormat | None, progress: Progress | None) -> Bundle:
+    """The bundle of a Hugging Face folder or a GGUF file, from the cache or made now."""
+    # Imported here, because opening a bundle does not need it.
+    from jaxllm.checkpoints.huggingface import quantization_of
+    from jaxllm.prepare import prepare, weight_format_of
+
+    if source.is_dir() and quantization_of(source) is None:
+        weights = weights or weight_format_of(source)
+    # Of quantized weights each tensor's own width is a choice by itself.
+    place = cache_folder() / "bundles" / _digest([str(source.resolve())]) / (weights or "own")
+    cached = place / f"{_content_key(source)}{SUFFIX}"
+    try:
+        make_private_folder(place)
+    except (OSError, ConfigError) as error:
+        reason = f"{place}: cannot be created ({error.strerror})" if isinstance(error, OSError) else error
+        raise CheckpointError(
+            f"{reason}; set JAXLLM_CACHE to a writable folder of your own, or use `jaxllm prepare`"
+        ) from error
+    bundle = _open_cached(cached)
+    if bundle is not None:
+        return bundle
+    prepare(source, cached, weights=weights, progress=progress)
+    cached.chmod(0o600)
+    for older in place.glob(f"*{SUFFIX}"):
+        # Bundles of earlier contents; a process that still maps one keeps its pages.
+        if older != cached:
+            older.unlink(missing_ok=True)
+    remove_abandoned(place)
+    return Bundle.open(cached)
+
+
+def _open_cached(path: Path) -> Bundle | None:
+    """Opens a bundle that was prepared before; None where it is missing or must be made again."""
+    try:
+        with private_file(path):
+            pass
+    except FileNotFoundError:
+        return None
+    except (OSError, ConfigError) as error:
+        _log.warning("%s is not used, and made again (%s)", path, error)
+        with contextlib.suppress(OSError):  # Writing it raises the error.
+            clear_entry(path)
+        return None
+    # A damaged cache entry is prepared again.
+    with contextlib.suppress(BundleError):
+        bundle = Bundle.open(path)
+        bundle.verify()
+        return bundle
+    return None
+
+
+def _content_key(source: Path) -> str:
+    """A digest of the contents of a folder, or of a file and the other parts of a split one: name, size,
+    times and content of each file that bundles are made of.
+
+    Of large files only samples are read. The change time, which no program can set, tells changes between the
+    samples even where size and modification time were restored.
+    """
+    parts = [_CACHE_KEY_VERSION]
+    if source.is_dir():
+        paths = [path for path in source.iterdir() if path.suffix in _CONTENT_SUFFIXES]
+    else:
+        paths = gguf_parts(source)
+    for path in sorted(paths):
+        if path.is_file():
+            facts = path.stat()
+            parts += [path.name, str(facts.st_size), str(facts.st_mtime_ns), str(facts.st_ctime_ns)]
+            parts.append(_sampled_digest(path, facts.st_size))
+    return _digest(parts)
+
+
+def _sampled_digest(path: Path, size: int) -> str:
+    """Digest of a file, or of evenly spaced blocks of a large one."""
+    step = max(_SAMPLE_BYTES, (size - _SAMPLE_BYTES) / (_SAMPLES - 1))
+    starts = (int(n * step) for n in range(_SAMPLES))
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb", buffering=0) as file:
+            for start in starts:
+                if start < size:
+                    file.seek(start)
+                    digest.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()
+
+
+def _digest(parts: list[str]) -> str:
+    return hashlib.sha256(os.fsencode("\0".join(parts))).hexdigest()[:32]

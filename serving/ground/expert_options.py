@@ -1,0 +1,38 @@
+"""Options of the expert buffer: eviction and prediction."""
+
+import dataclasses
+
+from jaxllm.errors import ConfigError
+from jaxllm.experts.prediction import eviction_policy
+from jaxllm.options import check_options, option
+
+PREDICTORS = ("router", "paths", "tokens", "frequency", "none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Options of eviction and prediction of experts that do not all fit into memory.
+
+    Attributes:
+      eviction: name of the policy in `jaxllm.experts.prediction.POLICIES`.
+      predictor: of experts before their router ran: "router" applies the next layers' routers to this layer's
+        hidden states, "paths" uses the experts of the two layers before (EdgeMoE), "tokens" the tokens of the
+        pass (drafted ones included), "frequency" the most visited experts, "none" predicts none. For the
+        first layers of a pass "router" predicts as "tokens" does.
+      layers_ahead: number of layers for which experts are predicted.
+      loss: the most of a token's mixture, as a share of the weights of its experts, that is computed by high
+        planes alone: those of its least probable experts (HOBBIT's idea), whichever planes are in memory. It
+        applies to nested experts that are read from storage; with memory for all, experts are computed whole.
+        0 is exact.
+    """
+
+    eviction: str = "frequency-nearness"
+    predictor: str = "router"
+    layers_ahead: int = option(2, low=1)
+    loss: float = option(0.0, low=0, high=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        eviction_policy(self.eviction)
+        if self.predictor not in PREDICTORS:
+            raise ConfigError(f"predictor must be one of {', '.join(PREDICTORS)}, got {self.predictor!r:.80}")

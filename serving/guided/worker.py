@@ -1,0 +1,248 @@
+"""Compiles and follows grammars in processes of their own, apart from the engine's (see `workers.py`).
+
+A grammar is a program that a caller wrote for a native compiler: it may overflow the stack, search for hours
+or take all memory. The first process has the tokenizer and reads no grammar. It forks one for each grammar,
+which compiles it, and that one forks one for each answer, which follows it. Each ends at its own bounds of
+processor time and memory, or when the engine closes its socket, and harms no other.
+
+Messages are bytes preceded by their lengths. The first process and one for a grammar take a descriptor with
+each request: the socket of the process that is to be forked.
+"""
+
+import array
+import contextlib
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.errors import one_line
+
+if TYPE_CHECKING:
+    import llguidance
+
+# A step takes some 15 ms at these bounds, and an answer some 100 MB.
+_LIMITS: Any = dict(
+    max_items_in_row=2000, step_lexer_fuel=200_000, step_max_items=50_000, max_lexer_states=50_000
+)
+# Processor time: ordinary grammars compile in milliseconds, the largest schemas of users in 0.1 seconds.
+COMPILE_S, STEP_S = 1.0, 0.25
+# Address space beyond the tokenizer's, and stack.
+_MEMORY_BYTES, _STACK_BYTES = 1 << 29, 8 << 20
+# Answers of others go first.
+_NICE = 5
+# A space, or a line break with an indentation: else models may write white space without end.
+WHITE_SPACE = r"( |\n[ ]{0,12})?"
+_WARM_UP = {"kind": "json", "text": "", "stop_ids": (), "text_tokens": 1 << 30}
+_LENGTH = struct.Struct(">Q")
+# Whether the text may end after the forced tokens, and their number.
+_HEAD = struct.Struct(">?I")
+
+
+def send(channel: socket.socket, message: bytes) -> None:
+    """Sends a message."""
+    channel.sendall(_LENGTH.pack(len(message)) + message)
+
+
+def receive(channel: socket.socket) -> bytes:
+    """The next message; empty where the other side is gone."""
+    size = _exactly(channel, _LENGTH.size)
+    return _exactly(channel, _LENGTH.unpack(size)[0]) if size else b""
+
+
+def serve(descriptor: int) -> None:
+    """The first process: loads the tokenizer, says how, and forks a process for each grammar until the engine
+    closes its socket."""
+    import llguidance
+
+    control = socket.socket(fileno=descriptor)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # They are the engine's, which may end its answers first: systemd sends them to all of a service.
+        signal.signal(number, signal.SIG_IGN)
+    # What ends a process at its bound of time, however the engine was started.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    _bound(resource.RLIMIT_CORE, 0)
+    _bound(resource.RLIMIT_STACK, _STACK_BYTES)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    setup = json.loads(receive(control) or b"null")
+    if setup is None:
+        return
+    try:
+        tokenizer = llguidance.LLTokenizer(
+            setup["tokenizer_json"], n_vocab=setup["vocab_size"], eos_token=setup["eos_ids"]
+        )
+        # What the library does once is then done for all: one of ours, which is not a caller's.
+        _Following(tokenizer, _WARM_UP).state()
+    except BaseException as error:  # panics of the library are no `Exception`
+        send(control, json.dumps({"error": one_line(error)}).encode())
+        return
+    send(control, b"{}")
+    # Else collecting garbage would copy the pages that the processes share.
+    gc.freeze()
+    if own := _forked(control):
+        _bound_memory()
+        _serve_grammar(own, tokenizer)
+
+
+def _serve_grammar(control: socket.socket, tokenizer: "llguidance.LLTokenizer") -> None:
+    """The process of a grammar: says that it is there, compiles it, sends the state of an answer that begins,
+    and forks a process for each answer."""
+    # It is there: what ends it from here on is its grammar.
+    send(control, b"{}")
+    request = json.loads(receive(control) or b"null")
+    if request is None:
+        return
+    before = _resident_bytes()
+    try:
+        with _processor_time(COMPILE_S):
+            answer = _Following(tokenizer, request)
+            first = answer.state()
+    except BaseException as error:
+        send(control, json.dumps({"error": one_line(error)}).encode())
+        return
+    send(control, json.dumps({"grew_bytes": _resident_bytes() - before}).encode())
+    send(control, first)
+    if own := _forked(control):
+        _serve_answer(own, answer)
+
+
+def _serve_answer(channel: socket.socket, answer: "_Following") -> None:
+    """The process of an answer: takes tokens, and sends the state after them."""
+    while message := receive(channel):
+        tokens = array.array("I", message)
+        try:
+            with _processor_time(STEP_S):
+                answer.take(tokens.tolist())
+                state = answer.state()
+        except BaseException as error:
+            send(channel, b"\0" + one_line(error).encode())
+            return
+        send(channel, b"\1" + state)
+
+
+class _Following:
+    """An answer on its way through a grammar."""
+
+    def __init__(self, tokenizer: "llguidance.LLTokenizer", request: Mapping[str, Any]) -> None:
+        """Compiles the grammar; a fault of it is a ValueError."""
+        import llguidance
+
+        self._last, self._stops = request["text_tokens"], frozenset(request["stop_ids"])
+        limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
+        source = _source(request["kind"], request["text"])
+        self._matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+        self._require_sound()
+
+    def take(self, tokens: list[int]) -> None:
+        """Goes on by tokens."""
+        for token in tokens:
+            self._matcher.consume_token(token)
+            self._require_sound()
+
+    def state(self) -> bytes:
+        """Goes on by the tokens that are forced: they, whether the text may end after them, and the mask of
+        what may come next."""
+        forced: list[int] = []
+        for token in self._matcher.compute_ff_tokens():
+            if token in self._stops or token >= self._last:
+                break
+            forced.append(token)
+        self._require_sound()
+        self.take(forced)
+        mask = self._matcher.compute_bitmask()
+        self._require_sound()
+        head = _HEAD.pack(self._matcher.is_accepting(), len(forced))
+        return head + array.array("I", forced).tobytes() + mask
+
+    def _require_sound(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error())
+
+
+def parsed_state(state: bytes) -> tuple[bool, list[int], bytes]:
+    """Of a state: whether the text may end after its forced tokens, they, and the mask after them."""
+    may_end, count = _HEAD.unpack_from(state)
+    end = _HEAD.size + 4 * count
+    return may_end, array.array("I", state[_HEAD.size : end]).tolist(), state[end:]
+
+
+def _source(kind: str, text: str) -> str:
+    """A grammar as llguidance takes it."""
+    from llguidance import LLMatcher
+
+    match kind:
+        case "regex":
+            return LLMatcher.grammar_from_regex(text)
+        case "lark":
+            return LLMatcher.grammar_from_lark(text)
+    defaults: Any = {"whitespace_pattern": WHITE_SPACE}
+    return LLMatcher.grammar_from_json_schema(text or '{"type": "object"}', defaults=defaults)
+
+
+def _forked(control: socket.socket) -> socket.socket | None:
+    """Forks a process for each descriptor that comes: its socket, in that process; None in this one, where no
+    more will come."""
+    while True:
+        message, descriptors, *_ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return None
+        channel = socket.socket(fileno=descriptors[0])
+        # Where the system has no process left, the engine finds that the socket is closed.
+        with contextlib.suppress(OSError):
+            if os.fork() == 0:
+                # Else the engine would not see the end of the process that forked.
+                control.close()
+                return channel
+        channel.close()
+
+
+@contextlib.contextmanager
+def _processor_time(seconds: float) -> Any:
+    """Ends this process when it has computed for so long: native code heeds no exception."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    yield
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _resident_bytes() -> int:
+    """The most memory that this process has had."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _bound_memory() -> None:
+    with contextlib.suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _bound(resource.RLIMIT_AS, pages * resource.getpagesize() + _MEMORY_BYTES)
+
+
+def _bound(limit: int, value: int) -> None:
+    """Sets a limit, or leaves a lower one that was there."""
+    with contextlib.suppress(ValueError, OSError):
+        hard = resource.getrlimit(limit)[1]
+        resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes:
+    """So many bytes; none where the other side is gone."""
+    found = bytearray()
+    while len(found) < size:
+        part = channel.recv(min(size - len(found), 1 << 20))
+        if not part:
+            return b""
+        found += part
+    return bytes(found)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

@@ -1,0 +1,395 @@
+"""Prefills prompts in integers for a resident runner, which decodes in floats (mllm-NPU, arXiv 2407.05858).
+
+A prompt runs through whole layers (`jaxllm.int8_prefill.subgraphs`) on this process's device, chunk by
+chunk, or through stages of layers (`jaxllm.int8_prefill.subgraphs`) on two processors, all chunks together.
+Both fill the cache that decoding uses.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.int8_prefill.schedule import (
+    Dispatcher,
+    Stage,
+    Subgraph,
+    Times,
+    prompt_subgraphs,
+    stages_of,
+)
+from jaxllm.int8_prefill.shadow import PRODUCTS, rooms
+from jaxllm.int8_prefill.subgraphs import LayerCalibration, calibration_arrays, can_be_addressed
+from jaxllm.kv.cache import KVCache
+from jaxllm.models.layer_stack import STACK, by_address
+from jaxllm.models.parameters import head_name
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.buckets.cache import StartBucket
+from jaxllm.serving.buckets.layer import EmbedBucket, HeadBucket, NormBucket
+from jaxllm.serving.buckets.parts import embedding_params, norm_params
+from jaxllm.serving.host.device import Device
+from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
+from jaxllm.serving.int8_prefill.chunk_plans import ChunkPlanner, chunk_plans
+from jaxllm.serving.int8_prefill.modes import PrefillMode
+from jaxllm.serving.int8_prefill.prompt_pass import PromptPass
+from jaxllm.serving.int8_prefill.shared import Int8Shared
+from jaxllm.serving.int8_prefill.stage_bucket import (
+    WITH_CACHE,
+    IntegerStageBucket,
+    device_name,
+    known_to,
+    shadow_products,
+    stage_params,
+    takes_addresses,
+    without_blocks,
+)
+from jaxllm.serving.int8_prefill.subgraph_times import measured_times
+from jaxllm.serving.runners.chunks import padded, placed_chunks, plan_chunks
+from jaxllm.serving.runners.runner import PrefillChunk, chunks_of
+from jaxllm.serving.weights.model_level import ModelLevel
+
+_TIMED_RUNS = 3
+_Case = tuple[int, Stage, int, int]
+
+
+class Int8Prefill:
+    """Prefills prompts of one level in integers.
+
+    Attributes:
+      model: the level.
+      shared: the parts that all levels share.
+      calibration: static steps and shadows of the layers.
+    """
+
+    def __init__(self, model: ModelLevel, buckets: BucketTable, shared: Int8Shared) -> None:
+        self.model, self.shared, self._buckets = model, shared, buckets
+        self.calibration = shared.modes.calibration
+        # Layers, products and counts of chunks that are not in `shared.outliers` yet; the counts of a chunk's
+        # layers may be one array.
+        self._outliers: list[tuple[int, tuple[int, ...], Any]] = []
+        self._stage_buckets: dict[_Case, IntegerStageBucket] = {}
+        self._ready_for: tuple[int, int] | None = None
+        options = model.options
+        self._planner = ChunkPlanner(
+            options.chunk_tokens, options.prefill.order, shared.measured, self.stage_bucket, self._subgraphs
+        )
+
+    # -- which prompts ----------------------------------------------------------------------------
+
+    @property
+    def possible(self) -> bool:
+        """Whether this level may prefill in integers."""
+        return self.model.level in self.shared.modes.integer_levels
+
+    @property
+    def floats_too(self) -> bool:
+        """Whether this level may prefill in floats, now or later."""
+        return not self.possible or self.shared.modes.both(self.model.level)
+
+    def mode(self, tokens: int) -> PrefillMode:
+        """The prefill mode of a prompt of `tokens` tokens."""
+        return self.shared.modes.of(self.model.level, tokens)
+
+    # -- which buckets it needs -------------------------------------------------------------------
+
+    def chunk_buckets(self, tokens: int, cache: int) -> list[Bucket]:
+        """The buckets that prefill chunks of `tokens` tokens into caches of length `cache`; empty if the
+        level does not prefill in integers."""
+        if not self.possible:
+            return []
+        if self.in_one_step:
+            return [self._chunk_bucket(tokens, cache)]
+        found: list[Bucket] = [self._embed_bucket(tokens), *self._last_buckets(tokens)]
+        for layer, with_shadow in enumerate(self.calibration.shadowed):
+            stages = self._stages(with_shadow)
+            found += [self.stage_bucket(layer, stage, tokens, cache) for stage in stages]
+        return list(dict.fromkeys(found))
+
+    @property
+    def in_one_step(self) -> bool:
+        """Whether all layers of a chunk run in one dispatch, on this process's device."""
+        model = self.model
+        by_address = STACK in model.params and can_be_addressed(model.weights, model.cfg)
+        return self.shared.processors is None and by_address
+
+    def _chunk_bucket(self, tokens: int, cache: int) -> IntegerChunkBucket:
+        return IntegerChunkBucket(
+            tokens=tokens,
+            cache_tokens=cache,
+            shadowed=self.calibration.shadowed,
+            float_rows=self.calibration.float_rows,
+            level=self.model.bucket_level,
+        )
+
+    def _stages(self, shadowed: bool) -> tuple[Stage, ...]:
+        """The stages of a layer, with or without shadow."""
+        return ("layer",) if self.shared.processors is None else stages_of(shadowed)
+
+    def stage_bucket(self, layer: int, stage: Stage, tokens: int, cache: int) -> IntegerStageBucket:
+        """The bucket of a stage; layers of the same form share it."""
+        case = layer, stage, tokens, cache
+        if case not in self._stage_buckets:
+            self._stage_buckets[case] = self._stage_bucket(layer, stage, tokens, cache)
+        return self._stage_buckets[case]
+
+    def _stage_bucket(self, layer: int, stage: Stage, tokens: int, cache: int) -> IntegerStageBucket:
+        shadowed = self.calibration.shadowed
+        kinds = list(zip(self.model.alike, shadowed, strict=True))
+        multiplied = shadow_products(stage, shadowed=shadowed[layer])
+        bucket = IntegerStageBucket(
+            stage=stage,
+            shadowed=shadowed[layer] and stage in WITH_CACHE,
+            tokens=tokens,
+            cache_tokens=cache if stage in WITH_CACHE else 0,
+            layer=kinds.index(kinds[layer]),
+            float_rows=self.calibration.float_rows if multiplied else 0,
+            level=self.model.bucket_level,
+        )
+        processors = self.shared.processors
+        if processors is None:
+            return bucket
+        return dataclasses.replace(
+            bucket,
+            device=device_name(processors.device(self.shared.placed(layer, stage))),
+            blocks=processors.both_are_cpus or self.shared.placed(layer, stage) == "float",
+            own_cores=processors.both_are_cpus,
+        )
+
+    def _embed_bucket(self, tokens: int) -> Bucket:
+        return EmbedBucket(tokens=tokens, level=self.model.bucket_level)
+
+    def _last_buckets(self, tokens: int) -> tuple[Bucket, Bucket]:
+        """The buckets that compute logits after the last token of a chunk."""
+        return NormBucket(tokens=tokens, rows=1), HeadBucket(rows=1, vocab_tokens=self.model.cfg.vocab_size)
+
+    # -- getting ready ----------------------------------------------------------------------------
+
+    def rehearse(self) -> None:
+        """Runs each chunk length in each cache length once; on two processors also times the stages."""
+        if not self.possible:
+            return
+        for chunk, capacity in self._chunk_cases():
+            fed = min(chunk, capacity)
+            whole = PrefillChunk(tokens=chunk, last=True, mode="int8")
+            jax.block_until_ready(self.prefill(self.empty_cache(capacity), [0] * fed, 0, whole)[0])
+        if self.shared.processors is not None:
+            self._time(self._chunk_cases())
+
+    def time_request(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Times the stages of one request's prompt if they are not timed yet; only on two processors."""
+        if self.shared.processors is None or self.mode(prompt_tokens) == "float":
+            return
+        options = self.model.options
+        wanted = min(prompt_tokens + max_tokens, options.context_tokens)
+        capacity = next(each for each in options.cache_tokens if each >= wanted)
+        plans = chunk_plans(prompt_tokens, options.chunk_tokens)
+        self._time((chunk, capacity) for chunk in sorted({each for plan in plans for each in plan}))
+
+    def _chunk_cases(self) -> Iterator[tuple[int, int]]:
+        """All pairs of chunk length and cache length."""
+        return itertools.product(self.model.options.chunk_tokens, self.model.options.cache_tokens)
+
+    def _time(self, cases: Iterable[tuple[int, int]]) -> None:
+        """Times the stages of chunks and caches of these lengths that are not timed yet, and writes the
+        times."""
+        missing = [
+            case for case in cases if any(each not in self.shared.measured for each in self._timed(*case))
+        ]
+        for case in missing:
+            self.measure(*case)
+        if missing:
+            self.shared.measured.keep()
+
+    def _timed(self, tokens: int, cache: int) -> Iterator[IntegerStageBucket]:
+        for layer, with_shadow in enumerate(self.calibration.shadowed):
+            for stage in self._stages(with_shadow):
+                yield self.stage_bucket(layer, stage, tokens, cache)
+
+    def measure(self, tokens: int, capacity: int, runs: int = _TIMED_RUNS) -> None:
+        """Times each kind of stage of a chunk on two processors: alone and while the other processor is busy.
+
+        Args:
+          tokens: length of the chunk.
+          capacity: length of the cache; the chunk is timed at its beginning and at its end.
+          runs: of all layers in each case.
+        """
+        assert self.shared.processors is not None
+        # Tokens from all over the vocabulary, for a typical number of outliers.
+        fed = np.linspace(0, self.model.cfg.vocab_size - 1, min(tokens, capacity)).astype(int).tolist()
+
+        def begin(full: bool) -> PromptPass:
+            return self.begin(self.empty_cache(capacity), fed, (capacity - len(fed)) * full, [tokens])
+
+        def bucket_of(each: Subgraph) -> IntegerStageBucket:
+            return self.stage_bucket(each.layer, each.stage, tokens, capacity)
+
+        times, handover_ms = measured_times(self.shared.processors, begin, self.subgraphs, bucket_of, runs)
+        self.shared.measured.put(times, handover_ms)
+        self._planner.chosen.clear()
+
+    def empty_cache(self, capacity: int) -> KVCache:
+        """An empty cache of one of `EngineOptions.cache_tokens`."""
+        return self._buckets.get(StartBucket(cache_tokens=capacity, level=self.model.bucket_level))()
+
+    # -- answering --------------------------------------------------------------------------------
+
+    def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
+        """See `Runner`: a single one on two processors, which run stages of all chunks side by side."""
+        if self.shared.processors is not None:
+            return [PrefillChunk(tokens=tokens, last=True, mode="int8")]
+        return chunks_of(plan_chunks(tokens, self.model.options.chunk_tokens), mode="int8")
+
+    def prefill(
+        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
+    ) -> tuple[jax.Array | None, KVCache]:
+        """See `Runner`."""
+        if self.in_one_step:
+            return self._prefill_in_one_step(cache, tokens, at, chunk)
+        lengths = [chunk.tokens] if self.shared.processors is None else None
+        prompt = self.begin(cache, tokens, at, lengths)
+        subgraphs = self.subgraphs(prompt)
+        if self.shared.processors is None:
+            for each in subgraphs:
+                prompt.run(each)
+        else:
+            order = self.model.options.prefill.order
+            dispatcher = Dispatcher(subgraphs, self.times(prompt), order)
+            self.shared.processors.run(dispatcher, prompt.run)
+        for each, counts in prompt.counts:
+            self._outliers.append((each.layer, shadow_products(each.stage, shadowed=True), counts))
+        logits = None
+        if chunk.last:
+            logits = self._logits(prompt)
+            self._count_outliers()
+        length = np.int32(at + len(tokens))
+        return logits, dataclasses.replace(prompt.cache(), length=length)  # pyright: ignore
+
+    def _prefill_in_one_step(
+        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
+    ) -> tuple[jax.Array | None, KVCache]:
+        self._make_ready()
+        compiled = self._buckets.get(self._chunk_bucket(chunk.tokens, cache.capacity_tokens))
+        row, valid = padded(tokens, chunk.tokens)
+        cache = dataclasses.replace(cache, length=np.int32(at))
+        logits, counts, cache = compiled(self._addressed, row, np.int32(valid), np.bool_(chunk.last), cache)
+        every = tuple(range(len(PRODUCTS)))
+        self._outliers += [
+            (layer, every, counts) for layer, has in enumerate(self.calibration.shadowed) if has
+        ]
+        if not chunk.last:
+            return None, cache
+        self._count_outliers()
+        return logits, cache
+
+    def subgraphs(self, prompt: PromptPass) -> tuple[Subgraph, ...]:
+        """The subgraphs of a prompt."""
+        return self._subgraphs(len(prompt.chunks))
+
+    def _subgraphs(self, chunks: int) -> tuple[Subgraph, ...]:
+        return prompt_subgraphs(chunks, self.calibration.shadowed, self.shared.placed, self._stages)
+
+    def times(self, prompt: PromptPass, *, shared: bool = False) -> Times:
+        """A function of the measured times of a prompt's subgraphs, in milliseconds: alone, or with `shared`
+        while the other processor is busy; 1 for subgraphs that were not measured."""
+        chunks = [(len(each.positions), int(each.positions[0])) for each in prompt.chunks]
+        return self._planner.times(chunks, prompt.capacity, shared=shared)
+
+    def begin(
+        self, cache: KVCache, tokens: Sequence[int], at: int, lengths: Sequence[int] | None = None
+    ) -> PromptPass:
+        """A prompt before its first layer, in chunks of `lengths`, or in those that are planned."""
+        self._make_ready()
+        lengths = lengths or self._planner.plan(len(tokens), at, cache.capacity_tokens)
+        chunks = placed_chunks(tokens, lengths, at)
+        embeds = [self._buckets.get(self._embed_bucket(len(row))) for row, _ in chunks]
+        inputs = [
+            embed(self._embedding, row[None], positions.positions)
+            for embed, (row, positions) in zip(embeds, chunks, strict=True)
+        ]
+        return PromptPass(self.call, [positions for _, positions in chunks], inputs, cache)
+
+    def _logits(self, prompt: PromptPass) -> jax.Array:
+        """Logits after the last token of a prompt that has run through all layers."""
+        x, positions = prompt.x[-1], prompt.chunks[-1]
+        if self.shared.processors is not None:
+            x = jax.device_put(x, jax.devices()[0])
+        norm, head = (self._buckets.get(bucket) for bucket in self._last_buckets(x.shape[1]))
+        return head(self._head, norm(self._norm, x, np.array([int(positions.valid) - 1], np.int32)))
+
+    def call(self, each: Subgraph, tokens: int, capacity: int, *operands: Any) -> Any:
+        """Runs a subgraph of a chunk of `tokens` tokens on its processor."""
+        bucket, known = self._operands(each.layer, each.stage, tokens, capacity)
+        if self.shared.processors is None:
+            return self._buckets.get(bucket)(*known, *operands)
+        # The scheduler starts dependent subgraphs on return: the results must be complete.
+        here = jax.device_put(operands, _device(bucket))
+        return jax.block_until_ready(self._buckets.get(bucket)(*known, *here))
+
+    def _count_outliers(self) -> None:
+        """Adds the counts of all chunks; copying them to the host waits for the device."""
+        outliers = self.shared.outliers
+        found, self._outliers = self._outliers, []
+        for layer, products, counts in found:
+            shadows, counts = self._known[layer].rows, np.asarray(counts)
+            assert shadows is not None
+            own = counts[layer] if counts.ndim == 2 else np.ravel(counts)
+            for product, channels in zip(products, own.tolist(), strict=True):
+                outliers.products += 1
+                outliers.channels += channels
+                outliers.enlarged += channels > rooms(len(shadows[product].place))[1]
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    def _make_ready(self) -> None:
+        """Sorts the arguments of buckets, once per version of the weights."""
+        model = self.model
+        if self._ready_for == model.weights_version:
+            return
+        self._embedding, self._norm = embedding_params(model.params), norm_params(model.params)
+        name = head_name(model.cfg)
+        self._head = {name: model.params[name]}
+        self._known = self.calibration.layers(model.level, model.bucket_cfg)
+        if self.in_one_step:
+            beside = [calibration_arrays(each) for each in self._known]
+            self._addressed = by_address(model.weights, model.bucket_cfg, beside)
+        self._kept: dict[_Case, tuple[IntegerStageBucket, tuple[Any, LayerCalibration]]] = {}
+        self._placed_weights: dict[tuple[int, Stage, str], tuple[Any, LayerCalibration]] = {}
+        self._ready_for = model.weights_version
+
+    def _operands(
+        self, layer: int, stage: Stage, tokens: int, capacity: int
+    ) -> tuple[IntegerStageBucket, tuple[Any, LayerCalibration]]:
+        """The bucket of a stage, its weights and its calibration."""
+        case = layer, stage, tokens, capacity
+        if case not in self._kept:
+            bucket = self.stage_bucket(*case)
+            # One copy per device, for all chunk and cache lengths.
+            key = layer, stage, bucket.device
+            if key not in self._placed_weights:
+                known = known_to(self._known[layer], stage, shadowed=bucket.shadowed)
+                addresses = takes_addresses(stage, self.model.cfg)
+                own = self.model.params if addresses else self.model.weights
+                weights = stage_params(own, layer, bucket.layer, stage)
+                weights = weights if bucket.blocks else without_blocks(weights)
+                device = _device(bucket)
+                self._placed_weights[key] = _put(weights, device), _put(known, device)
+            self._kept[case] = bucket, self._placed_weights[key]
+        return self._kept[case]
+
+
+def _device(bucket: IntegerStageBucket) -> Device:
+    where = bucket.placement
+    return jax.devices()[0] if where is None else where.device
+
+
+def _put(tree: Any, device: Device) -> Any:
+    """Puts arrays on a device; on a CPU without a copy."""
+    on_cpu = device.platform == "cpu"
+    return jax.tree.map(
+        lambda leaf: jax.device_put(np.asarray(leaf) if on_cpu else leaf, device, may_alias=on_cpu or None),
+        tree,
+    )

@@ -1,0 +1,221 @@
+"""Buckets of integer prefill: stages of a layer on two processors, or a whole layer on one."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.elastic.ladder import part_of_sub_model
+from jaxllm.int8_prefill import subgraphs
+from jaxllm.int8_prefill.schedule import STAGE_PARAMETERS, Stage
+from jaxllm.int8_prefill.shadow import NARROW, OUT, PRODUCTS, PROJECT, WIDEN, FloatRows, product_sizes
+from jaxllm.int8_prefill.subgraphs import LayerCalibration
+from jaxllm.kernels.native_call import PARAMETER
+from jaxllm.models.layer_stack import STACK, LayerStack
+from jaxllm.models.parameters import Params
+from jaxllm.quant import BlockedArray, from_blocks
+from jaxllm.serving.buckets.bucket import Bucket, ModelShapes, Placement, position_shapes, shapes_of
+from jaxllm.serving.buckets.parts import layer_params, layer_shapes
+from jaxllm.serving.host.device import Device
+
+# Indices in `PRODUCTS` of the products whose shadow a stage computes: always, or if its layer has a shadow.
+_SHADOWS: Mapping[Stage, tuple[int, ...]] = {
+    "project_shadow": (PROJECT,),
+    "widen_shadow": (WIDEN,),
+    "narrow_shadow": (NARROW,),
+}
+_SHADOWS_OF_SHADOWED: Mapping[Stage, tuple[int, ...]] = {
+    "attend": (OUT,),
+    "layer": tuple(range(len(PRODUCTS))),
+}
+# Stages that take the cache.
+WITH_CACHE: tuple[Stage, ...] = ("attend", "layer")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IntegerStageBucket(Bucket):
+    """Runs one stage of a layer over a chunk (see `jaxllm.int8_prefill.subgraphs`).
+
+    Attributes:
+      stage: of the layer.
+      shadowed: whether the layer has a shadow and the stage computes differently for it.
+      tokens: length of the chunk, padding included.
+      cache_tokens: length of the cache; 0 for stages without it.
+      layer: the first of the layers that share the bucket.
+      float_rows: number of channels with float rows; 0 for stages without a shadow.
+      device: name of the device, such as "cpu:1"; empty for the first device.
+      blocks: whether weights are in blocks, the format of native kernels.
+      own_cores: whether it computes in the calling thread alone, beside another processor.
+    """
+
+    stage: Stage
+    shadowed: bool
+    tokens: int
+    cache_tokens: int
+    layer: int
+    float_rows: int
+    device: str = ""
+    blocks: bool = True
+    own_cores: bool = False
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(stage's params, its calibration, operands...) -> see `subgraphs`."""
+        known_by = model.params if takes_addresses(self.stage, model.cfg) else model.weights
+        weights = _of_stage(layer_shapes(known_by, self.layer), self.layer, self.stage)
+        if not self.blocks:
+            weights = shapes_of(without_blocks(jax.tree.map(_zeros, weights)))
+        # A bucket of all levels has the units of the whole model.
+        counted = isinstance(model.params.get(STACK), LayerStack)
+        own = model.cfg.whole if counted else model.cfg
+        step = _STEPS[self.stage]
+
+        def run(params: Params, *rest: Any) -> Any:
+            return step.run(part_of_sub_model(params, model.cfg), *rest, cfg=model.cfg, layer=self.layer)
+
+        every = calibration_shapes(own, self.layer, self.float_rows)
+        known = shapes_of(known_to(every, self.stage, shadowed=self.shadowed))
+        operands = step.operands(_Operands(self, dataclasses.replace(model, cfg=own)))
+        where = self.placement
+        with contextlib.nullcontext() if where is None else jax.default_device(where.device):
+            return jax.jit(run, donate_argnums=step.donated).lower(weights, known, *operands)
+
+    @property
+    def placement(self) -> Placement | None:
+        """See `Bucket`."""
+        if not self.device:
+            return None
+        # XLA's own threads would take the other processor's cores.
+        options = (("xla_cpu_multi_thread_eigen", False),) if self.own_cores else ()
+        return Placement(device_named(self.device), self.blocks, options)
+
+
+def takes_addresses(stage: Stage, cfg: ModelConfig) -> bool:
+    """Whether a stage takes its layer as the model's other buckets do, perhaps by address. The shadow stages
+    of two processors take single rows of weights, as do shadows behind norms with biases, which no native
+    kernel adds."""
+    return stage == "layer" and cfg.norm == "rms"
+
+
+def shadow_products(stage: Stage, *, shadowed: bool) -> tuple[int, ...]:
+    """Indices in `PRODUCTS` of the products whose shadow a stage computes, in a layer with or without one."""
+    return _SHADOWS.get(stage, ()) or (_SHADOWS_OF_SHADOWED.get(stage, ()) if shadowed else ())
+
+
+def known_to(calibration: LayerCalibration, stage: Stage, *, shadowed: bool) -> LayerCalibration:
+    """The part of a layer's calibration that a stage takes: steps, and the float rows of its products."""
+    products = shadow_products(stage, shadowed=shadowed)
+    if not products or calibration.rows is None:
+        return LayerCalibration(calibration.steps)
+    nothing = FloatRows(np.zeros(0, np.int32), ())  # pyright: ignore[reportArgumentType]: of the host
+    rows = (own if product in products else nothing for product, own in enumerate(calibration.rows))
+    return LayerCalibration(calibration.steps, tuple(rows))
+
+
+def stage_params(params: Params, layer: int, like: int, stage: Stage) -> dict[str, Any]:
+    """The parameters of a stage of `layer`, under the names of layer `like`."""
+    return _of_stage(layer_params(params, layer, like), like, stage)
+
+
+def _of_stage(found: dict[str, Any], like: int, stage: Stage) -> dict[str, Any]:
+    """The parameters of a stage among a layer's parameters or their shapes."""
+    prefix = f"layers.{like}."
+    starts = tuple(prefix + each for each in STAGE_PARAMETERS[stage])
+    if STACK in found:
+        return found
+    return {name: each for name, each in found.items() if name.startswith((*starts, prefix + PARAMETER))}
+
+
+def stage_bytes(params: Params, layer: int, stage: Stage) -> int:
+    """Size of the weights of a stage."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(stage_params(params, layer, layer, stage)))
+
+
+def without_blocks(weights: Any) -> Any:
+    """Weights in rows instead of blocks, on the host: the format of processors without native kernels."""
+
+    def in_rows(weight: Any) -> Any:
+        return from_blocks(weight) if isinstance(weight, BlockedArray) else weight
+
+    return jax.tree.map(in_rows, weights, is_leaf=lambda each: isinstance(each, BlockedArray))
+
+
+def device_name(device: Device) -> str:
+    """The name of a device in this process, "platform:index"."""
+    return f"{device.platform}:{jax.devices(device.platform).index(device)}"
+
+
+def device_named(name: str) -> Device:
+    """The device of a `device_name`."""
+    platform, number = name.split(":")
+    return jax.devices(platform)[int(number)]
+
+
+class _Operands:
+    """Shapes of the arrays that the stages of one layer exchange."""
+
+    def __init__(self, bucket: IntegerStageBucket, model: ModelShapes) -> None:
+        cfg, tokens, layer = model.cfg, bucket.tokens, bucket.layer
+        units = cfg.units(layer)
+
+        def floats(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((1, tokens, *shape), model.dtype)
+
+        heads, size = units.kv_heads, cfg.head_dim
+        self.x = floats(cfg.hidden_size)
+        self.out = floats(heads, cfg.group * size)
+        projected: list[Any] = [self.out, floats(heads, size), floats(heads, size)]
+        self.projected = subgraphs.Projected(projected, projected if bucket.shadowed else None)
+        self.hidden = floats(units.neurons)
+        self.products = [self.hidden] * (2 if cfg.gated_ffn else 1)
+        self.at = position_shapes(tokens)
+        self.past = model.past(layer, bucket.cache_tokens)
+        self.mass = model.cache(bucket.cache_tokens).mass
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """The function of a stage.
+
+    Attributes:
+      run: takes the stage's params, its calibration, and operands.
+      operands: shapes of the operands.
+      donated: indices of donated arguments.
+    """
+
+    run: Callable[..., Any]
+    operands: Callable[[_Operands], tuple[Any, ...]]
+    donated: tuple[int, ...] = ()
+
+
+_STEPS: Mapping[Stage, _Step] = {
+    "project": _Step(subgraphs.project, lambda of: (of.x,)),
+    "project_shadow": _Step(subgraphs.project_shadow, lambda of: (of.x,)),
+    "attend": _Step(subgraphs.attend, lambda of: (of.projected, of.at, of.past, of.mass), donated=(4, 5)),
+    "finish": _Step(subgraphs.finish, lambda of: (of.x, of.out)),
+    "widen": _Step(subgraphs.widen, lambda of: (of.x, of.out, of.x)),
+    "widen_shadow": _Step(subgraphs.widen_shadow, lambda of: (of.x,)),
+    "narrow": _Step(subgraphs.narrow, lambda of: (of.x, of.products, of.products)),
+    "narrow_shadow": _Step(subgraphs.narrow_shadow, lambda of: (of.x, of.x, of.hidden)),
+    "layer": _Step(subgraphs.pass_layer, lambda of: (of.x, of.at, of.past, of.mass), donated=(4, 5)),
+}
+
+
+def calibration_shapes(cfg: ModelConfig, layer: int, float_rows: int) -> LayerCalibration:
+    """Arrays of zeros in the shapes of a shadowed layer's calibration with so many float rows."""
+    rows = []
+    for product in range(len(PRODUCTS)):
+        # Rows have the whole model's outputs at every level.
+        inputs, _ = product_sizes(cfg, layer, product)
+        _, outputs = product_sizes(cfg.whole, layer, product)
+        own = tuple(np.zeros((float_rows, each), np.float16) for each in outputs)
+        rows.append(FloatRows(np.zeros(inputs, np.int32), own))  # pyright: ignore[reportArgumentType]
+    steps = np.zeros(len(PRODUCTS), np.float32)
+    return LayerCalibration(steps, tuple(rows))  # pyright: ignore[reportArgumentType]: of the host
+
+
+def _zeros(leaf: Any) -> np.ndarray:
+    return np.zeros(leaf.shape, leaf.dtype)

@@ -1,0 +1,183 @@
+"""Opens an engine: places a model's weights, and plugs in drafts, prefills and experts."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxllm.bundle import Bundle, WeightFormat
+from jaxllm.config import WHOLE
+from jaxllm.errors import BudgetExceeded
+from jaxllm.host_settings import require_usable_jax
+from jaxllm.serving.engine.engine import AnyModel
+from jaxllm.serving.engine.engine import Engine as AnyEngine
+from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.opening.loading import LoadedModel
+from jaxllm.serving.weights.adapters import rank_of, read_adapter_of
+from jaxllm.serving.weights.footprint import drafter_bytes
+
+_log = logging.getLogger("jaxllm")
+
+# Smaller weights in memory are read from the processor's caches, where half of their bytes saves nothing.
+_LEAST_DRAFTING_BYTES = 48 * 2**20
+
+
+class Engine(AnyEngine[AnyModel]):
+    """Answers prompts and conversations with one level of a model that it opens (see
+    `jaxllm.serving.engine.engine.Engine`)."""
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path | None = None,
+        *,
+        weights: WeightFormat | None = None,
+        options: EngineOptions | None = None,
+        adapter: str | Path | None = None,
+        level: int = WHOLE,
+        speculation: SpeculationOptions | None = None,
+        warm_up: bool = True,
+        progress: Progress | None = None,
+    ) -> "Engine[LoadedModel]":
+        """Opens a model and compiles its buckets.
+
+        Args:
+          model: a bundle, a Hugging Face folder or a GGUF file (prepared on the fly and cached), a packaged
+            model's name, or None for the default one.
+          weights: width for a folder's weights; None keeps the checkpoint's own.
+          options: shapes of buckets and caches.
+          adapter: a low-rank adapter in PEFT's layout to start with; its rank and targets are used unless the
+            options name some.
+          level: the sub-model of this engine (see `at`), in percent; added to the options' levels.
+          speculation: how its answers are drafted; None for no drafts, `SpeculationOptions.by_itself()` where
+            that can be and pays.
+          warm_up: compile every bucket; else call `warm_up` before the first request.
+          progress: called with (stage, done, total).
+
+        Raises:
+          JaxllmError: the model cannot be opened, or the options do not fit it.
+        """
+        loaded, speculation = load_model(
+            model,
+            weights=weights,
+            options=options,
+            adapter=adapter,
+            level=level,
+            speculation=speculation,
+            progress=progress,
+        )
+        try:
+            drafts = None
+            if speculation is not None:
+                # Here, because a start without drafts should not wait for their import.
+                from jaxllm.serving.speculation.drafters import make_drafter
+                from jaxllm.serving.speculation.speculation import Speculation
+
+                drafter = make_drafter(loaded, speculation, progress)
+                drafts = Speculation(loaded.runner(level), drafter, speculation)
+            engine = Engine(loaded, level, drafts)
+            if warm_up:
+                engine.warm_up(progress=progress)
+            return engine
+        except BaseException:
+            # Else its threads stay until this process ends.
+            loaded.close()
+            raise
+
+
+def load_model(
+    model: str | Path | None = None,
+    *,
+    weights: WeightFormat | None = None,
+    options: EngineOptions | None = None,
+    adapter: str | Path | None = None,
+    level: int = WHOLE,
+    speculation: SpeculationOptions | None = None,
+    progress: Progress | None = None,
+) -> tuple[LoadedModel, SpeculationOptions | None]:
+    """Opens a model by name or path, with the options that a level and speculation need (see `Engine.open`).
+
+    Returns:
+      The model, and the speculation that it can have: None where an optional one does not fit.
+
+    Raises:
+      JaxllmError: the model cannot be opened, or the options do not fit it.
+    """
+    require_usable_jax()
+    bundle = open_model(model, weights=weights, progress=progress)
+    options = _with_levels(options or EngineOptions(), [level])
+    if speculation is not None:
+        speculation = speculation.within(options.context_tokens or bundle.cfg.window_tokens)
+    if speculation is None or not speculation.optional:
+        return _loaded(bundle, options, adapter, level, speculation, progress), speculation
+    if not drafts_by_itself(bundle, level, options):
+        return _loaded(bundle, options, adapter, level, None, progress), None
+    try:
+        return _loaded(bundle, options, adapter, level, speculation, progress), speculation
+    except BudgetExceeded:
+        _log.info("%s does not draft: the memory has no room for its high planes", bundle.path)
+        return _loaded(bundle, options, adapter, level, None, progress), None
+
+
+def _loaded(
+    bundle: Bundle,
+    options: EngineOptions,
+    adapter: str | Path | None,
+    level: int,
+    speculation: SpeculationOptions | None,
+    progress: Progress | None,
+) -> LoadedModel:
+    """`load_model` of an open bundle, with a certain speculation."""
+    if speculation is not None:
+        options = dataclasses.replace(options, trees=speculation.trees)
+        options = _with_levels(options, [speculation.level] if speculation.level else [])
+    lora, arrays = (None, {}) if adapter is None else read_adapter_of(bundle, adapter)
+    if lora is not None and not options.adapter_rank:
+        options = dataclasses.replace(options, adapter_rank=rank_of(arrays), adapter_targets=lora.targets)
+    reserved, drafting_level = 0, 0
+    if high_planes := speculation is not None and speculation.drafter == "nested":
+        # Here, because few starts need its import.
+        from jaxllm.serving.weights.high_planes import require_nested
+
+        require_nested(bundle)
+    if speculation is not None and options.memory_bytes:
+        reserved = drafter_bytes(speculation, options.context_tokens, bundle.cfg)
+        drafting_level = 0 if high_planes else speculation.level
+    loaded = LoadedModel(
+        bundle,
+        options,
+        progress,
+        reserved_bytes=reserved,
+        drafting_level=drafting_level,
+        high_planes=high_planes,
+    )
+    try:
+        if lora is not None:
+            loaded.put_adapter(arrays, lora.scaling)
+        if level != WHOLE and loaded.runners.modes is not None:
+            loaded.runners.modes.require(level)
+    except BaseException:
+        loaded.close()
+        raise
+    return loaded
+
+
+def drafts_by_itself(bundle: Bundle, level: int, options: EngineOptions) -> bool:
+    """Whether a bundle's high planes can draft for a level, and may pay: for the whole model, whose shape
+    they have, unless all weights are in memory and about as small as the processor's caches. They do not
+    attend to stored chunks where they lie."""
+    nested = bundle.layout.weights == "int8-nested" and bundle.read_in_place
+    large = bundle.weight_bytes >= _LEAST_DRAFTING_BYTES or options.memory_bytes > 0
+    alone = bundle.cfg.encoder is None and bundle.cfg.states is None and not options.attend_coded
+    return alone and nested and large and level == WHOLE and not bundle.layout.experts_apart
+
+
+def _with_levels(options: EngineOptions, levels: Sequence[int]) -> EngineOptions:
+    """Options that also serve these levels."""
+    missing = {each for each in levels if each != WHOLE} - {*options.levels}
+    if not missing:
+        return options
+    return dataclasses.replace(options, levels=tuple(sorted({*options.levels, *missing})))

@@ -1,0 +1,293 @@
+"""Loads a model for serving: places a bundle's weights and makes a runner for each level."""
+
+import functools
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.levels import require_level
+from jaxllm.config import WHOLE
+from jaxllm.errors import ConfigError
+from jaxllm.kernels import native
+from jaxllm.models.features import Room, require_room
+from jaxllm.models.lora import Adapter, adapter_digest, padded
+from jaxllm.models.parameters import Params
+from jaxllm.quant import Weight
+from jaxllm.serving.elastic.levels import Levels
+from jaxllm.serving.engine.decoding import Drafts
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.forked import require_not_forked, watch_for_forks
+from jaxllm.serving.host.machine import give_back_memory
+from jaxllm.serving.host.progress import Progress, loading
+from jaxllm.serving.host.tokenizer_verdicts import open_tokenizer
+from jaxllm.serving.images.encoder import ImageEncoder
+from jaxllm.serving.opening.make_runners import make_runners
+from jaxllm.serving.opening.weight_source import streamed_weights
+from jaxllm.serving.runners.level_runner import LevelRunner
+from jaxllm.serving.runners.resident import ResidentRunner
+from jaxllm.serving.weights.adapters import LoadedAdapter, factor_bytes, read_adapter_of
+from jaxllm.text.tokenizer_files import MAX_START_TOKENS
+
+_log = logging.getLogger("jaxllm")
+
+
+class LoadedModel:
+    """A bundle whose weights are loaded or streamed, with a runner for each level.
+
+    Attributes:
+      bundle: the open model file.
+      options: resolved options.
+      tokenizer: the model's tokenizer.
+      streamed: reads the weights while the model runs; None where all are in memory.
+      adapter_digest: hex digest of the model's adapter; empty where there is none.
+      load_ms: time to open the bundle and place its weights.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        options: EngineOptions | None = None,
+        progress: Progress | None = None,
+        *,
+        reserved_bytes: int = 0,
+        drafting_level: int = 0,
+        high_planes: bool = False,
+        read_ahead: bool = True,
+    ) -> None:
+        """Places a bundle's weights, and makes a runner for each level.
+
+        Args:
+          bundle: open.
+          options: shapes of buckets and caches.
+          progress: called with (stage, done, total).
+          reserved_bytes: bytes of `EngineOptions.memory_bytes` that others take.
+          drafting_level: a level whose weights stay in memory, to draft with; 0 for none.
+          high_planes: whether the high planes of nested weights stay in memory, to draft with.
+          read_ahead: whether the first buckets are read from disk meanwhile.
+        """
+        require_not_forked()
+        watch_for_forks()
+        began = time.perf_counter()
+        self.bundle = bundle
+        quantized = bundle.layout.weights not in ("f32", "bf16")
+        self.options = (options or EngineOptions()).resolve(bundle.cfg, quantized=quantized)
+        _require_served(bundle, self.options)
+        if quantized and jax.default_backend() == "cpu" and native.kernels().missing:
+            _say_once(
+                f"native CPU kernels are not in use ({native.kernels().reason}): XLA computes quantized "
+                "products, several times slower; install jaxllm again where there is a C++ compiler (g++ or "
+                "clang++)"
+            )
+        staying = require_level(bundle, drafting_level) if drafting_level else None
+        self.streamed = streamed_weights(
+            bundle,
+            self.options,
+            progress,
+            reserved_bytes=reserved_bytes,
+            level=staying,
+            high_planes=high_planes,
+        )
+        # Weights that are used in place are checked while buckets are read.
+        checked_later = self.streamed is None and bundle.read_in_place
+        if self.streamed is not None:
+            self._frozen = self.streamed.frozen()
+        else:
+            self._frozen = bundle.unchecked() if checked_later else _load(bundle, self.options, progress)
+        self.adapter_digest = ""
+        self._levels = Levels(bundle, self.options.levels, self._frozen)
+        self.runners = make_runners(bundle, self.options, self._levels, self._adapted({}, 1.0), self.streamed)
+        self._plain = LoadedAdapter(
+            "", {level: each.model.current for level, each in self.runners.by_level.items()}
+        )
+        try:
+            if read_ahead:
+                self.runners.read_ahead()
+            self.tokenizer = open_tokenizer(bundle.tokenizer_files())
+            if checked_later:
+                _check(bundle, progress)
+        except BaseException:
+            self.close()
+            raise
+        self.load_ms = 1000 * (time.perf_counter() - began)
+
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+        return self.bundle.layout.name
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Levels that have runners, in percent, ascending."""
+        return self.runners.levels
+
+    @property
+    def images(self) -> ImageEncoder | None:
+        """Encodes images, from the first use on; None where the bundle has no encoder of them."""
+        if not hasattr(self, "_images"):
+            self._images = ImageEncoder.of(self.bundle, self.runners.buckets.store())
+        return self._images
+
+    def runner(self, level: int) -> LevelRunner:
+        """The runner of a level.
+
+        Raises:
+          ConfigError: the model was not opened for this level.
+        """
+        return self.runners.at(level)
+
+    def resident_runner(self, level: int) -> ResidentRunner:
+        """The runner of a level, where all weights are in memory.
+
+        Raises:
+          ConfigError: weights are streamed, or the model was not opened for this level.
+        """
+        return self.runners.resident_at(level)
+
+    def beside(self, bundle: Bundle, options: EngineOptions, progress: Progress | None) -> "LoadedModel":
+        """Another model, such as one that drafts for this one."""
+        return LoadedModel(bundle, options, progress)
+
+    # -- getting ready ----------------------------------------------------------------------------
+
+    def warm_up(
+        self,
+        level: int,
+        speculation: Drafts | None,
+        *,
+        prompt_tokens: int | None,
+        max_tokens: int,
+        progress: Progress | None,
+    ) -> None:
+        """Gets buckets ready (see `jaxllm.serving.engine.engine.Engine.warm_up`); of all levels where `level`
+        is the whole model."""
+        runner, tokens = self.runner(level), None
+        if prompt_tokens is None:
+            self.runners.prepare_all(self.levels if level == WHOLE else (level,), progress)
+            # Loading and compiling buckets leaves gaps in memory.
+            give_back_memory()
+        elif 0 < prompt_tokens <= self.options.context_tokens:
+            answer = max_tokens if speculation is None else speculation.cache_tokens(max_tokens)
+            runner.prepare(prompt_tokens, answer, progress)
+            # A source is not in the cache of tokens.
+            begins = prompt_tokens if self.bundle.cfg.encoder is None else MAX_START_TOKENS
+            tokens = begins + max_tokens if max_tokens else None
+        else:
+            return
+        if speculation is not None:
+            room = None if tokens is None else speculation.cache_tokens(tokens)
+            runner.prepare_trees(speculation.options.trees.nodes, progress, tokens=room)
+            speculation.drafter.warm_up(progress, tokens=tokens)
+
+    def facts(self) -> dict[str, Any]:
+        """Counts as plain data: the buckets that were read from disk and compiled, and the weights that were
+        read from storage."""
+        buckets = self.runners.buckets
+        built = {
+            "loaded_buckets": len(buckets.loaded),
+            "compiled_buckets": len(buckets.bucket_ms.keys() - buckets.loaded),
+        }
+        return built if self.streamed is None else {**built, "memory": self.streamed.facts()}
+
+    def close(self) -> None:
+        """Ends the threads that stream weights and the processors of prefill, if there are any, and releases
+        buckets."""
+        if self.streamed is not None:
+            self.streamed.close()
+        self.runners.close()
+        # Compiling leaves gaps in memory, which grow with every model.
+        give_back_memory()
+
+    # -- adapters ---------------------------------------------------------------------------------
+
+    def load_adapter(self, folder: str | Path) -> LoadedAdapter:
+        """Reads a low-rank adapter, and makes the parameters of all levels with it, to be put there by
+        `use_adapter`. What answers meanwhile goes on as it is.
+
+        Raises:
+          ConfigError, CheckpointError: see `jaxllm.serving.engine.engine.Engine.set_adapter`.
+        """
+        self._require_adaptable()
+        lora, adapter = read_adapter_of(self.bundle, folder)
+        return self._loaded(adapter, lora.scaling)
+
+    def use_adapter(self, adapter: LoadedAdapter | None) -> None:
+        """Puts an adapter on all levels, in place of the one before; None for none. Takes no time. A sequence
+        goes on with the adapter that its cache was computed with, and with no other."""
+        adapter = self._plain if adapter is None else adapter
+        with self.runner(WHOLE).lock:
+            self.runners.put(adapter.levels, adapted=bool(adapter.digest))
+            self.adapter_digest = adapter.digest
+
+    def set_adapter(self, folder: str | Path | None) -> None:
+        """Puts a low-rank adapter on all levels (see `jaxllm.serving.engine.engine.Engine.set_adapter`)."""
+        self._require_adaptable()
+        # Answers go on while the files are read.
+        self.use_adapter(None if folder is None else self.load_adapter(folder))
+
+    def put_adapter(self, adapter: Adapter, scaling: float) -> None:
+        """`set_adapter` with an adapter that was read."""
+        self.use_adapter(self._loaded(adapter, scaling))
+
+    def _require_adaptable(self) -> None:
+        if not self.options.adapter_rank:
+            raise ConfigError("this engine takes no adapters; open it with EngineOptions(adapter_rank=...)")
+
+    def _loaded(self, adapter: Adapter, scaling: float) -> LoadedAdapter:
+        params = self._adapted(adapter, scaling)
+        # All levels' parameters are made before the first changes: an adapter that does not fit changes
+        # nothing.
+        levels = self.runners.prepared(params)
+        size = factor_bytes(params.values())
+        return LoadedAdapter(adapter_digest(adapter, scaling) if adapter else "", levels, size)
+
+    def _adapted(self, adapter: Adapter, scaling: float) -> dict[int, Params]:
+        """The parameters of all levels with this adapter, padded to the rank of the options, if they have
+        one."""
+        rank, targets = self.options.adapter_rank, self.options.adapter_targets
+        filled = padded(self.bundle.cfg, adapter, targets, rank) if rank else {}
+        return self._levels.params(self._frozen, filled, scaling)
+
+
+def _require_served(bundle: Bundle, options: EngineOptions) -> None:
+    """Raises ConfigError if the options ask for what a model cannot have."""
+    rooms: dict[Room, Any] = {
+        "contexts": options.kv_codec,
+        "adapters": options.adapter_rank,
+        "experts apart": bundle.layout.experts_apart,
+    }
+    for room, wanted in rooms.items():
+        if wanted:
+            require_room(bundle.cfg, room)
+
+
+def _load(bundle: Bundle, options: EngineOptions, progress: Progress | None) -> dict[str, Weight]:
+    loaded = loading(progress, bundle.weight_bytes)
+    stacked = stacks_layers(bundle, options)
+    return bundle.load(stacked=stacked, on_segment=lambda _, size: loaded(size))
+
+
+def _check(bundle: Bundle, progress: Progress | None) -> None:
+    checked = loading(progress, bundle.weight_bytes)
+    bundle.verify_weights(on_segment=lambda _, size: checked(size))
+
+
+def stacks_layers(bundle: Bundle, options: EngineOptions) -> bool:
+    """Whether the arrays of layers are stacked when they are loaded, for buckets with code per kind of layer.
+
+    On a CPU a slice of a stack is copied before a product, unless it is converted block by block. Floats of
+    32 bits are not, and bfloat16 weights alias the mapped file, so that both stay as they are. The stages of
+    two processors take weights one by one.
+    """
+    if options.prefill.processors > 1:
+        return False
+    quantized = bundle.layout.weights not in ("f32", "bf16")
+    return jax.default_backend() != "cpu" or (quantized and not native.kernels().native)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    _log.warning(message)

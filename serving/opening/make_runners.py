@@ -1,0 +1,238 @@
+"""Makes a runner for each level of a model, by the location of its weights and the mode of its prefill."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.calibrations import release_prefill
+from jaxllm.config import WHOLE
+from jaxllm.errors import ConfigError
+from jaxllm.kernels import native
+from jaxllm.kv.chunks import reads_addresses
+from jaxllm.models.parameters import Params
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
+from jaxllm.serving.buckets.store import BucketStore
+from jaxllm.serving.elastic.levels import Levels
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.int8_prefill.choice import chosen_prefill
+from jaxllm.serving.int8_prefill.modes import PrefillModes
+from jaxllm.serving.runners.level_runner import LevelRunner
+from jaxllm.serving.runners.resident import ResidentRunner
+from jaxllm.serving.weights.model_level import LevelWeights, ModelLevel
+
+if TYPE_CHECKING:
+    from jaxllm.serving.int8_prefill.processors import TwoProcessors
+    from jaxllm.serving.int8_prefill.runner import Int8Prefill
+    from jaxllm.serving.int8_prefill.shared import Int8Shared
+    from jaxllm.serving.opening.weight_source import Streamed
+    from jaxllm.serving.runners.layerwise import LayerwiseRunner
+
+LevelParams = Mapping[int, Params]
+# Tokens of an answer that fit the shortest cache, and take more than the first token's buckets.
+_SHORT_ANSWER = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Runners:
+    """The runners of a model's levels, and their shared parts.
+
+    Attributes:
+      by_level: level in percent -> runner, 100 included.
+      resident: level -> runner whose weights are all resident.
+      buckets: the compiled buckets of all levels.
+      modes: the prefill mode of each prompt; None if all prefill is in floats.
+      processors: that run stages of integer prefill; None if this process's device runs them.
+    """
+
+    by_level: Mapping[int, LevelRunner]
+    resident: Mapping[int, ResidentRunner]
+    buckets: BucketTable
+    modes: PrefillModes | None = None
+    processors: "TwoProcessors | None" = None
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels in percent, ascending."""
+        return tuple(sorted(self.by_level))
+
+    def at(self, level: int) -> LevelRunner:
+        """The runner of a level.
+
+        Raises:
+          ConfigError: the level is not served.
+        """
+        if level not in self.by_level:
+            raise ConfigError(
+                f"level {level} is not served; the engine was opened for "
+                f"{', '.join(map(str, self.levels))}: name it in EngineOptions.levels"
+            )
+        return self.by_level[level]
+
+    def resident_at(self, level: int) -> ResidentRunner:
+        """The runner of a level whose weights are all resident.
+
+        Raises:
+          ConfigError: its weights are not resident, or the level is not served.
+        """
+        self.at(level)
+        if level not in self.resident:
+            raise ConfigError("this takes all weights in memory; give more --memory")
+        return self.resident[level]
+
+    def prepare_all(self, levels: Iterable[int], progress: Progress | None = None) -> None:
+        """Compiles all buckets of some levels and runs each once."""
+        runners = [self.at(level) for level in levels]
+        runners[0].fill([bucket for each in runners for bucket in each.all_buckets()], progress)
+        # One of the levels that share buckets, if possible one that prefills in integers, too.
+        runners.sort(key=lambda each: each.int8 is not None and each.int8.possible)
+        for runner in {each.model.bucket_level: each for each in runners}.values():
+            runner.rehearse()
+
+    def read_ahead(self) -> None:
+        """Starts to read the buckets of a short request, which nearly every start needs."""
+        if WHOLE in self.resident:
+            self.buckets.read_ahead(self.resident[WHOLE].request_buckets(1, _SHORT_ANSWER))
+
+    def prepared(self, params: LevelParams) -> dict[int, LevelWeights]:
+        """Other parameters of all levels, by level, ready for `put`.
+
+        Raises:
+          ConfigError: they have another form.
+        """
+        return {level: self.at(level).model.prepared(each) for level, each in params.items()}
+
+    def put(self, weights: Mapping[int, LevelWeights], *, adapted: bool) -> None:
+        """Replaces the parameters of all levels, without compiling.
+
+        Args:
+          weights: by level, `prepared` here.
+          adapted: whether they have an adapter.
+
+        Raises:
+          ConfigError: integer prefill was asked for, which does not support adapters.
+        """
+        if self.modes is not None and adapted:
+            self.modes.require_adaptable()
+        for level, each in weights.items():
+            self.at(level).model.put(each)
+        if self.modes is not None:
+            self.modes.adapt(adapted)
+
+    def close(self) -> None:
+        """Stops the processors of integer prefill and releases all buckets."""
+        if self.processors is not None:
+            self.processors.close()
+        self.buckets.close()
+
+
+def make_runners(
+    bundle: Bundle, options: EngineOptions, levels: Levels, params: LevelParams, streamed: "Streamed | None"
+) -> Runners:
+    """A runner for each level.
+
+    Args:
+      bundle: an open one.
+      options: resolved for the bundle.
+      levels: the configs of its levels.
+      params: of all levels.
+      streamed: reads weights while the model runs; None if all are resident.
+
+    Raises:
+      ConfigError: integer prefill was asked for and is not possible.
+      BundleError: the calibration is malformed.
+    """
+    whole = ModelLevel(bundle.cfg, params[WHOLE], options)
+    models = {WHOLE: whole}
+    for level, cfg in levels.cfgs.items():
+        sharing = whole if levels.counted else None
+        models[level] = ModelLevel(cfg, params[level], options, level=level, whole=sharing)
+    modes = chosen_prefill(bundle, options, (*levels.cfgs, WHOLE), streamed=streamed is not None)
+    if options.attend_coded:
+        _require_addresses(options, streamed=streamed is not None, integers=modes is not None)
+    buckets = _make_buckets(bundle, models)
+    if bundle.read_in_place or streamed is not None:
+        buckets.guard(bundle.file.require_unchanged)
+    int8 = None if modes is None else _share_int8(bundle, whole, modes)
+    runners: dict[int, LevelRunner] = {}
+    resident: dict[int, ResidentRunner] = {}
+    for level, model in models.items():
+        if streamed is not None:
+            runners[level] = _layerwise(model, buckets, streamed)
+            continue
+        runners[level] = resident[level] = ResidentRunner(model, buckets, _prefill(model, buckets, int8))
+    return Runners(runners, resident, buckets, modes, None if int8 is None else int8.processors)
+
+
+def _require_addresses(options: EngineOptions, *, streamed: bool, integers: bool) -> None:
+    """Checks that answers can attend to stored chunks where they lie."""
+    native_cache = reads_addresses(jnp.dtype(options.cache_dtype))
+    because = {
+        "its weights are streamed": streamed,
+        "it prefills in integers": integers,
+        f"no native kernels here attend to caches of {options.cache_dtype}": not native_cache,
+    }
+    for reason, applies in because.items():
+        if applies:
+            raise ConfigError(
+                f"attend_coded: the model cannot attend to stored chunks, because {reason}; leave it out"
+            )
+
+
+# What few models need is imported where they need it, because a start waits for imports.
+
+
+def _layerwise(model: ModelLevel, buckets: BucketTable, streamed: "Streamed") -> "LayerwiseRunner":
+    from jaxllm.serving.experts.expert_layers import ExpertLayers
+    from jaxllm.serving.experts.weights import ExpertWeights
+    from jaxllm.serving.runners.layerwise import LayerwiseRunner
+    from jaxllm.serving.runners.streamed_layers import StreamedLayers
+
+    if isinstance(streamed, ExpertWeights):
+        return LayerwiseRunner(model, buckets, ExpertLayers(model, buckets, streamed))
+    return LayerwiseRunner(model, buckets, StreamedLayers(model, buckets, streamed))
+
+
+def _prefill(model: ModelLevel, buckets: BucketTable, shared: "Int8Shared | None") -> "Int8Prefill | None":
+    if shared is None:
+        return None
+    from jaxllm.serving.int8_prefill.runner import Int8Prefill
+
+    return Int8Prefill(model, buckets, shared)
+
+
+def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTable:
+    """An empty bucket table for the levels of a model."""
+    whole, store = models[WHOLE], None
+    folder = CompiledBucketFolder.of_user(limit_bytes=whole.options.buckets_bytes or 0)
+    if folder is not None:
+        store = BucketStore.of_model(
+            folder, cfg=bundle.cfg, options=whole.options, params=whole.params, kernels=repr(native.kernels())
+        )
+    buckets = BucketTable(whole.shapes, store)
+    for level, model in models.items():
+        if model.bucket_level == level != WHOLE:
+            own = None if store is None else store.of(model.cfg, model.params)
+            buckets.add_level(level, model.shapes, own)
+    return buckets
+
+
+def _share_int8(bundle: Bundle, whole: ModelLevel, modes: PrefillModes) -> "Int8Shared":
+    """The shared parts of integer prefill; the bundle's memory of the calibration is released."""
+    from jaxllm.serving.int8_prefill.processors import TwoProcessors
+    from jaxllm.serving.int8_prefill.shared import Int8Shared, placed_stages
+    from jaxllm.serving.int8_prefill.stage_bucket import IntegerStageBucket
+    from jaxllm.serving.int8_prefill.subgraph_times import SubgraphTimes
+    from jaxllm.serving.int8_prefill.times_path import times_path
+
+    prefill, shared = whole.options.prefill, Int8Shared(modes)
+    if prefill.processors > 1:
+        shared.placed = placed_stages(whole, modes)
+        shared.measured = SubgraphTimes(times_path(bundle, whole.options), IntegerStageBucket)
+        shared.processors = TwoProcessors(prefill.integer_device)
+    release_prefill(bundle)
+    return shared

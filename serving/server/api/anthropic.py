@@ -1,0 +1,226 @@
+"""Answers Anthropic's /v1/messages as a thin layer over the same calls."""
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Literal
+
+import msgspec
+from starlette.responses import Response
+
+from jaxllm.serving.server.api.errors import ApiError, anthropic_body, api_error
+from jaxllm.serving.server.api.messages import ToolUse, messages_of, text_of, tools_of
+from jaxllm.serving.server.api.params import SamplingFields, call_of, calls_of, config_of
+from jaxllm.serving.server.api.requests import (
+    ApiRequest,
+    ApiState,
+    Neutral,
+    Streamed,
+    event_frame,
+    json_response,
+    new_id,
+)
+from jaxllm.serving.server.api.streaming import Answer, Choice, Delta, first_delta
+from jaxllm.serving.server.api.tools import ToolCall
+from jaxllm.serving.server.calls import Conversation
+
+
+class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Anthropic's `tool_choice`; `name` is that of a tool."""
+
+    type: Literal["auto", "any", "none", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class CountBody(SamplingFields, kw_only=True):
+    """What both paths take."""
+
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+
+
+class MessagesBody(CountBody, kw_only=True):
+    """/v1/messages."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+NEUTRAL: Neutral = {"thinking": ({"type": "disabled"},), "container": (), "mcp_servers": ([],)}
+_TIERS = {None: None, "auto": None, "standard_only": None}
+
+
+async def create(state: ApiState, request: ApiRequest) -> Response:
+    """Answers messages, whole or as events."""
+    body = state.body(request, MessagesBody, NEUTRAL)
+    facts, adapter = state.model(body.model)
+    conversation, use = await _conversation(state, request, body)
+    config = config_of(state, body, max_tokens=body.max_tokens, stop=body.stop_sequences)
+    tier = _TIERS.get(body.service_tier, body.service_tier)
+    call = call_of(state, request, body, config, adapter=adapter, tier=tier, grammar=use.grammar)
+    answer = Answer.open(state.backend, calls_of(state, request, call, (conversation,)), use.scanner)
+    model = body.model or facts.name
+    if body.stream:
+        frames = _frames(await first_delta(answer), answer.choices[0], model)
+        return Streamed(frames, answer.close, "text/event-stream", state.options.write_s)
+    await answer.whole()
+    choice = answer.choices[0]
+    content: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text else []
+    content += [
+        _tool_use(call) | {"input": msgspec.json.decode(call.arguments)} for call in choice.tool_calls
+    ]
+    message = _message(model, choice) | {"content": content, **_stop(choice), "jaxllm": choice.facts()}
+    message["usage"]["output_tokens"] = choice.ended.tokens if choice.ended else 0
+    return json_response(message)
+
+
+async def count_tokens(state: ApiState, request: ApiRequest) -> Response:
+    """The number of tokens of messages."""
+    body = state.body(request, CountBody, NEUTRAL)
+    state.model(body.model)
+    conversation, _ = await _conversation(state, request, body)
+    return json_response({"input_tokens": len(await state.backend.tokenize(conversation))})
+
+
+async def _conversation(
+    state: ApiState, request: ApiRequest, body: CountBody
+) -> tuple[Conversation, ToolUse]:
+    messages: list[dict[str, Any]] = []
+    if body.system is not None:
+        messages.append({"role": "system", "content": text_of(body.system, "system")})
+    for index, value in enumerate(body.messages):
+        messages += _messages(value, f"messages[{index}]")
+    tools = [_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools or ())]
+    choice = body.tool_choice
+    kind = None if choice is None else choice.type
+    named = {"type": "function", "function": {"name": choice.name}} if choice and kind == "tool" else None
+    use = tools_of(
+        tools,
+        named or {"any": "required"}.get(str(kind), kind),
+        choice is None or not choice.disable_parallel_tool_use,
+        state.backend.facts().chat_template,
+    )
+    return await state.conversation(request.app, messages_of(messages), use.tools), use
+
+
+def _tool(value: Mapping[str, Any], at: str) -> dict[str, Any]:
+    known = {"name", "description", "input_schema", "type", "cache_control", "strict"}
+    if unknown := {*value} - known:
+        raise ApiError(f"{at} has the field {min(unknown)!r:.80}, which is not supported", param=at)
+    if value.get("type", "custom") not in (None, "custom"):
+        raise ApiError(f"{at} is a tool of Anthropic's servers, which is not supported", param=at)
+    function = {name: value.get(name) for name in ("name", "description", "strict")}
+    return {"type": "function", "function": function | {"parameters": value.get("input_schema")}}
+
+
+def _messages(value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
+    """A message as OpenAI has it, which is several where it has results of tools."""
+    role, content = value.get("role"), value.get("content")
+    if {*value} - {"role", "content"} or role not in ("user", "assistant"):
+        raise ApiError(f"{at} has a role, user or assistant, and a content", param=at)
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list) or not content:
+        raise ApiError(f"{at}.content is a text or a list of blocks", param=at)
+    results, texts, calls = [], [], []
+    for place, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            inner = block.get("content")
+            blocks = inner if isinstance(inner, list) else []
+            if not isinstance(inner, str | list | None) or not all(isinstance(each, dict) for each in blocks):
+                raise ApiError(f"{at}.content[{place}] has no text", param=at)
+            text = text_of(inner, f"{at}.content[{place}].content")
+            results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
+        elif kind == "image" and role == "user":
+            texts.append(_image(block.get("source"), f"{at}.content[{place}]"))
+        elif isinstance(block, dict):
+            texts.append({"type": "text", "text": text_of([block], f"{at}.content")})
+        else:
+            raise ApiError(f"{at}.content[{place}] is no block", param=at)
+    if not texts and not calls:
+        return results
+    told: dict[str, Any] = {"role": role, "content": texts}
+    return [*results, told | ({"tool_calls": calls} if calls else {})]
+
+
+def _image(source: Any, at: str) -> dict[str, Any]:
+    """An image's block as OpenAI has it."""
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind != "base64":
+        raise ApiError(
+            f"{at}.source has the type base64, got {kind!r:.40}: nothing is fetched for a caller", param=at
+        )
+    url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _message(model: str, choice: Choice) -> dict[str, Any]:
+    start = choice.started
+    assert start is not None
+    usage = {
+        "input_tokens": start.prompt_tokens - start.reused_tokens,
+        "cache_read_input_tokens": start.reused_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": 0,
+    }
+    told = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model, "content": []}
+    return told | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+
+
+def _stop(choice: Choice) -> dict[str, Any]:
+    end = choice.ended
+    assert end is not None
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
+    usual = "end_turn" if end.stop_string is None else "stop_sequence"
+    return {"stop_reason": reasons.get(choice.finish_reason, usual), "stop_sequence": end.stop_string}
+
+
+def _tool_use(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name}
+
+
+async def _frames(
+    deltas: AsyncGenerator[Delta, None], choice: Choice, model: str
+) -> AsyncGenerator[bytes, None]:
+    def event(kind: str, **fields: Any) -> bytes:
+        return event_frame({"type": kind, **fields}, kind)
+
+    block, is_text, begun = -1, False, False
+    try:
+        async for delta in deltas:
+            if not begun:
+                begun = True
+                yield event("message_start", message=_message(model, choice))
+            if delta.text:
+                if not is_text:
+                    block, is_text = block + 1, True
+                    yield event(
+                        "content_block_start", index=block, content_block={"type": "text", "text": ""}
+                    )
+                yield event(
+                    "content_block_delta", index=block, delta={"type": "text_delta", "text": delta.text}
+                )
+            for call in delta.tool_calls:
+                if is_text:
+                    yield event("content_block_stop", index=block)
+                block, is_text = block + 1, False
+                yield event("content_block_start", index=block, content_block=_tool_use(call) | {"input": {}})
+                part = {"type": "input_json_delta", "partial_json": call.arguments}
+                yield event("content_block_delta", index=block, delta=part)
+                yield event("content_block_stop", index=block)
+        if is_text:
+            yield event("content_block_stop", index=block)
+        assert choice.ended is not None
+        usage = {"output_tokens": choice.ended.tokens}
+        yield event("message_delta", delta=_stop(choice), usage=usage, jaxllm=choice.facts())
+        yield event("message_stop")
+    except Exception as error:  # The status is sent already, so that an event must tell of it.
+        yield event_frame(anthropic_body(api_error(error)), "error")
+    finally:
+        await deltas.aclose()

@@ -1,0 +1,271 @@
+"""Turns what all wire formats ask for into calls: length, sampling, grammar, objective, context, adapter."""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxllm.errors import ConfigError
+from jaxllm.sampling_state import Sampling
+from jaxllm.serving.elastic.objectives import Objective
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.guided.narrowing import narrowed
+from jaxllm.serving.server.api.errors import ApiError
+from jaxllm.serving.server.api.requests import ApiRequest, ApiState
+from jaxllm.serving.server.calls import Call, Conversation, Grammar
+from jaxllm.serving.server.objectives import objective_from
+
+_MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
+_MAX_PREFIX_KEY = 256
+_STRICT = re.compile(r"(.*);\s*strict\s*", re.DOTALL)
+
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed",
+)  # fmt: skip
+
+Prompt = Conversation | str | tuple[int, ...]
+
+
+class Extensions(msgspec.Struct, kw_only=True):
+    """Fields of ours that every format takes."""
+
+    slo: str | dict[str, Any] | None = None
+    strict: bool | None = None
+    shorten: bool | None = None
+    conversation: str | dict[str, Any] | None = None
+    adapter: str | None = None
+    grammar: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    task: str | None = None
+
+
+class SamplingFields(Extensions, kw_only=True):
+    """Fields of OpenAI's formats that say how tokens are chosen, and ours beside them."""
+
+    model: str | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    service_tier: str | None = None
+    user: str | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+    def __post_init__(self) -> None:
+        if self.include_obfuscation:
+            raise ValueError("include_obfuscation is not supported")
+
+
+def call_of(
+    state: ApiState,
+    request: ApiRequest,
+    body: Extensions,
+    config: GenerationConfig,
+    *,
+    adapter: str,
+    tier: str | None = None,
+    grammar: Grammar | None = None,
+) -> Call:
+    """The call of a request, without its prompt; `grammar` is that of a response format or of tools.
+
+    Raises:
+      ApiError, ConfigError: a field is out of its domain.
+    """
+    if tier not in (None, "auto", "default", "flex", "priority"):
+        raise ApiError(
+            f"service_tier is auto, default, flex or priority, got {tier!r:.80}", param="service_tier"
+        )
+    if body.adapter and adapter and body.adapter != adapter:
+        raise ApiError(f"model names the adapter {adapter!r}, adapter {body.adapter!r:.80}", param="adapter")
+    if body.grammar and grammar:
+        raise ApiError(
+            "grammar cannot stand beside a response format or a forced call of a tool", param="grammar"
+        )
+    if len(body.prompt_cache_key or "") > _MAX_PREFIX_KEY:
+        raise ApiError(f"prompt_cache_key has at most {_MAX_PREFIX_KEY} characters", param="prompt_cache_key")
+    objective, strict = objective_of(body.slo, body.strict, request.slo)
+    return Call(
+        app=request.app,
+        request_id=request.call_id(),
+        prompt="",
+        config=dataclasses.replace(config, task=body.task or ""),
+        objective=objective,
+        strict=strict,
+        shorten=body.shorten,
+        priority="background" if tier == "flex" else "foreground",
+        context=context_of(body.conversation),
+        prefix_key=body.prompt_cache_key or "",
+        adapter=state.adapter(state.backend.facts(), body.adapter or adapter),
+        grammar=grammar or grammar_of(body.grammar),
+    )
+
+
+def calls_of(
+    state: ApiState, request: ApiRequest, call: Call, prompts: Sequence[Prompt], n: int = 1
+) -> list[Call]:
+    """A request's call for each prompt, `n` times each, a prompt's side by side. An answer's seed is the
+    config's plus its place among the n.
+
+    Raises:
+      ApiError: there are too many or too few, or a field does not go with the prompts.
+    """
+    if n < 1:
+        raise ApiError(f"n must be at least 1, got {n}", param="n")
+    number, limit = len(prompts) * n, state.options.answers_per_request
+    if not 1 <= number <= limit:
+        raise ApiError(
+            f"a request may ask for 1 to {limit} answers, as prompts times n; this one asks for {number}"
+        )
+    if call.context and number > 1:
+        raise ApiError("a context takes one answer at a time; leave n at 1", param="conversation")
+    if call.context or any(isinstance(prompt, tuple) for prompt in prompts):
+        if call.shorten:
+            raise ApiError(
+                "shorten is for texts and conversations: of token ids and in a context no words are dropped",
+                param="shorten",
+            )
+        if call.config.task:
+            raise ApiError("task is for texts and messages outside of contexts", param="task")
+    return [
+        dataclasses.replace(
+            call, request_id=request.call_id(), prompt=prompt, config=_seeded(call.config, place)
+        )
+        for prompt in prompts
+        for place in range(n)
+    ]
+
+
+def config_of(
+    state: ApiState,
+    body: SamplingFields,
+    *,
+    max_tokens: int | None,
+    stop: str | Sequence[str] | None = None,
+    logit_bias: Mapping[str, float] | None = None,
+    temperature: float | None = None,
+) -> GenerationConfig:
+    """Length, stops and sampling of a request; `temperature`: see `sampling_of`.
+
+    Raises:
+      ConfigError: a value is out of its domain.
+    """
+    sampling = sampling_of(state, body, temperature)
+    wanted = state.options.max_tokens if max_tokens is None else max_tokens
+    return GenerationConfig(
+        # No answer is longer than the window, so that this changes none.
+        max_tokens=min(wanted, state.backend.facts().window_tokens),
+        stop=stops_of(stop),
+        sampling=Sampling(logit_bias=_biases(logit_bias or {}), **sampling),
+    )
+
+
+def sampling_of(state: ApiState, body: SamplingFields, temperature: float | None = None) -> dict[str, Any]:
+    """Options of sampling by their names: each as the request says, else as the model's authors do.
+
+    Args:
+      state: with the model's facts.
+      body: of the request.
+      temperature: where neither says one; None for the front's.
+    """
+    asked = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    default = state.options.temperature if temperature is None else temperature
+    return {"temperature": default, **state.backend.facts().sampling, **asked}
+
+
+def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Strings that end an answer; raises ApiError."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > _MAX_STOPS or not all(0 < len(each) <= _MAX_STOP_CHARACTERS for each in stops):
+        raise ApiError(
+            f"stop takes at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARACTERS} characters", param="stop"
+        )
+    return stops
+
+
+def objective_of(
+    slo: str | Mapping[str, Any] | None, strict: bool | None, header: str
+) -> tuple[Objective | None, bool | None]:
+    """The objective of a request by its body, else by its header X-SLO (`<40,70>` or JSON, perhaps with
+    `; strict` behind), and whether it insists.
+
+    Raises:
+      ApiError: it is written in another way.
+    """
+    if slo is None and header:
+        if found := _STRICT.fullmatch(header):
+            header, strict = found[1], True if strict is None else strict
+        slo = header.strip()
+        if slo.startswith("{"):
+            try:
+                slo = msgspec.json.decode(slo)
+            except (msgspec.MsgspecError, RecursionError):
+                raise ApiError(f"the header X-SLO is not JSON: {header!r:.80}", param="X-SLO") from None
+    if slo is None:
+        return None, strict
+    try:
+        return objective_from(slo), strict
+    except ConfigError as error:
+        raise ApiError(str(error), param="slo") from error
+
+
+def context_of(conversation: str | Mapping[str, Any] | None) -> str:
+    """The name of the context that a request continues; empty for none."""
+    name = conversation.get("id") if isinstance(conversation, Mapping) else conversation
+    if conversation is not None and (not isinstance(name, str) or not 0 < len(name) <= 256):
+        raise ApiError("conversation is the name of a context", param="conversation")
+    return name or ""
+
+
+def grammar_of(grammar: Mapping[str, Any] | None) -> Grammar | None:
+    """The extension `grammar`; raises ApiError."""
+    if grammar is None:
+        return None
+    (kind, text), *more = grammar.items() or [("", None)]
+    if more or kind not in ("regex", "lark") or not isinstance(text, str) or not text:
+        raise ApiError('grammar is {"regex": TEXT} or {"lark": TEXT}', param="grammar")
+    return Grammar(kind="regex" if kind == "regex" else "lark", text=text)
+
+
+def format_grammar(kind: Any, schema: Any, param: str, *, strict: bool = False) -> Grammar | None:
+    """The grammar of a response format: text, json_object or json_schema, narrowed where it is
+    strict; raises ApiError."""
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar(kind="json")
+    if kind == "json_schema" and isinstance(schema, dict | bool):
+        return Grammar(kind="json_schema", text=json.dumps(narrowed(schema) if strict else schema))
+    raise ApiError(f"{param} has the type text, json_object, or json_schema with a schema", param=param)
+
+
+def _seeded(config: GenerationConfig, place: int) -> GenerationConfig:
+    seed = config.sampling.seed
+    if seed is None or not place:
+        return config
+    sampling = dataclasses.replace(config.sampling, seed=(seed + place) % (1 << 64))
+    return dataclasses.replace(config, sampling=sampling)
+
+
+def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    for token in biases:
+        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+            raise ApiError(f"logit_bias takes token ids as names, got {token!r:.40}", param="logit_bias")
+    if any(math.isnan(value) for value in biases.values()):
+        raise ApiError("logit_bias takes numbers", param="logit_bias")
+    return tuple((int(token), float(value)) for token, value in biases.items())

@@ -1,0 +1,498 @@
+"""Defines what handlers of all wire formats share: options, requests and their bodies, state, responses.
+
+Bodies are bounded in bytes, time and depth, and each of their fields is known, or refused by name. A field
+that is null counts as absent, as OpenAI's clients send it. Responses go out in parts, and the work of clients
+that leave is ended, whether they wait or read.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxllm.options import check_options, option
+from jaxllm.serving.images.files import IMAGES
+from jaxllm.serving.images.messages import taken_apart
+from jaxllm.serving.server.api.errors import ApiError
+from jaxllm.serving.server.calls import Backend, Conversation, ModelFacts, Refused
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredResponse:
+    """A response that has ended.
+
+    Attributes:
+      id: of it.
+      response: the response object, in JSON.
+      items: what was said before it, as a list of items in JSON.
+      context: the name of the context that has the conversation; empty where the items are all there is.
+      context_tokens: number of the context's tokens when the response had ended.
+    """
+
+    id: str
+    response: bytes
+    items: bytes
+    context: str = ""
+    context_tokens: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what counts against the app's bytes."""
+        return len(self.response) + len(self.items)
+
+    def said(self) -> list[dict[str, Any]]:
+        """The items before it and its own: what the next response continues."""
+        return [*msgspec.json.decode(self.items), *map(_plain, msgspec.json.decode(self.response)["output"])]
+
+
+class ResponseStore:
+    """The responses of all apps; for one thread.
+
+    Every response has its whole conversation, so that dropping or deleting one breaks no other.
+
+    Attributes:
+      most: responses of an app.
+      most_bytes: of all responses of an app.
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self.most, self.most_bytes = most, most_bytes
+        self._apps: dict[str, dict[str, StoredResponse]] = {}
+        self._sizes: dict[str, int] = {}
+
+    def keep(self, app: str, stored: StoredResponse) -> bool:
+        """Keeps a response of an app, in the place of the app's oldest ones where there is no more room.
+
+        Returns:
+          False where it is too large by itself; then nothing has changed.
+        """
+        if stored.size_bytes > self.most_bytes:
+            return False
+        kept = self._apps.setdefault(app, {})
+        kept[stored.id] = stored
+        self._sizes[app] = self._sizes.get(app, 0) + stored.size_bytes
+        while len(kept) > self.most or self._sizes[app] > self.most_bytes:
+            self._drop(app, next(iter(kept)))
+        return True
+
+    def get(self, app: str, name: str, *, param: str = "") -> StoredResponse:
+        """A response of an app.
+
+        Args:
+          app: that asks.
+          name: the response's id.
+          param: the field that has it.
+
+        Raises:
+          ApiError: the app has none of this id, whether or not another app has.
+        """
+        stored = self._apps.get(app, {}).get(name)
+        if stored is None:
+            raise ApiError(
+                f"there is no response {name!r:.80}: it was not stored, was deleted, or dropped for newer "
+                "ones, or the service was restarted",
+                status=404,
+                code="previous_response_not_found" if param else "response_not_found",
+                param=param,
+            )
+        return stored
+
+    def delete(self, app: str, name: str) -> None:
+        """Forgets a response of an app; raises ApiError where there is none."""
+        self.get(app, name)
+        self._drop(app, name)
+
+    def _drop(self, app: str, name: str) -> None:
+        self._sizes[app] -= self._apps[app].pop(name).size_bytes
+        if not self._apps[app]:
+            del self._apps[app], self._sizes[app]
+
+
+def _plain(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of an output without log-probabilities, which no later response needs."""
+    if item["type"] != "message":
+        return item
+    return item | {"content": [part | {"logprobs": []} for part in item["content"]]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ApiOptions:
+    """Options of the HTTP state.
+
+    Attributes:
+      body_bytes: most bytes of a request's body.
+      image_body_bytes: the same where the model reads images, which bodies hold in base64.
+      body_depth: most levels of nested lists and objects in a body.
+      body_s: most seconds until a body has arrived.
+      write_s: most seconds that a client may leave a part of an answer unread.
+      answers_per_request: most answers that one request may ask for, as prompts times `n`.
+      embeddings_per_request: most inputs of a request for embeddings.
+      stored_responses, stored_response_bytes: most responses that are kept of an app, and most bytes of them.
+      max_tokens: of answers whose request names no length; completions have 16, as OpenAI has it.
+      temperature: of requests that name none.
+    """
+
+    body_bytes: int = option(4 << 20, low=1)
+    image_body_bytes: int = option(16 << 20, low=1)
+    body_depth: int = option(64, low=1)
+    body_s: float = option(30.0, low=1, below=math.inf)
+    write_s: float = option(60.0, low=1, below=math.inf)
+    answers_per_request: int = option(16, low=1)
+    embeddings_per_request: int = option(256, low=1)
+    stored_responses: int = option(1000, low=1)
+    stored_response_bytes: int = option(16 << 20, low=1)
+    max_tokens: int = option(1024, low=1)
+    temperature: float = option(1.0, low=0, below=math.inf)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+# Known fields that are not supported -> their neutral values, which change nothing and are accepted.
+Neutral = Mapping[str, tuple[Any, ...]]
+_PATH = re.compile(r" - at `\$\.?(.*)`$")
+
+
+async def read_raw(request: Request, options: ApiOptions, most: int = 0) -> bytes:
+    """The bytes of a request's body, at most `most`, or what the options say.
+
+    Raises:
+      ApiError: there are too many (413), or they take too long (408).
+    """
+    most = most or options.body_bytes
+    too_long = ApiError(f"the body has more than {most} bytes; send less", status=413)
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and (len(length) > 18 or int(length) > most):
+        raise too_long
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(options.body_s):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > most:
+                    raise too_long
+    except TimeoutError:
+        message = f"the body did not arrive within {options.body_s:g} s; send it faster"
+        raise ApiError(message, status=408) from None
+    return bytes(raw)
+
+
+def read_body(raw: bytes, kind: type[Body], options: ApiOptions, neutral: Neutral | None = None) -> Body:
+    """A body as a struct.
+
+    Args:
+      raw: JSON.
+      kind: the struct, whose fields are those that are supported.
+      options: limits.
+      neutral: fields that are known and not supported.
+
+    Raises:
+      ApiError: the body is not JSON, or a field is unknown, unsupported or of a wrong type.
+    """
+    values = _object(raw, options)
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    taken = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name in known:
+            taken[name] = value
+        elif neutral is None or name not in neutral:
+            message = f"the field {name!r:.80} is not known; the guide lists the fields that are"
+            raise ApiError(message, code="unknown_field", param=name[:80])
+        elif not any(value == each and type(value) is type(each) for each in neutral[name]):
+            raise ApiError(
+                f"the field {name!r} is not supported{_allowed(neutral[name])}; leave it out",
+                code="unsupported_field",
+                param=name,
+            )
+    return convert(taken, kind)
+
+
+def convert(value: Any, kind: type[Body], at: str = "") -> Body:
+    """Plain JSON values as a struct; `at` is the path of the values in the body.
+
+    Raises:
+      ApiError: a field is unknown, missing or of a wrong type.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _PATH.search(text)
+        inner = found[1] if found else ""
+        param = ".".join(part for part in (at, inner) if part)
+        plain = text[: found.start()] if found else text
+        raise ApiError(
+            f"{plain[:300]}{f' at {param}' if param else ''}".replace("`", "'"),
+            code="invalid_type",
+            param=param[:80],
+        ) from None
+    except (RecursionError, OverflowError):
+        raise ApiError("a value is nested too deep or too large", param=at) from None
+
+
+def _object(raw: bytes, options: ApiOptions) -> dict[str, Any]:
+    try:
+        values = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise ApiError(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
+    except RecursionError:
+        values = None
+        too_deep = True
+    else:
+        too_deep = _depth_exceeds(values, options.body_depth)
+    if too_deep:
+        message = f"the body nests lists and objects more than {options.body_depth} deep"
+        raise ApiError(message, code="invalid_json")
+    if not isinstance(values, dict):
+        raise ApiError(f"the body must be a JSON object, got {type(values).__name__}", code="invalid_json")
+    return values
+
+
+def _depth_exceeds(value: Any, most: int) -> bool:
+    layer = [value]
+    for _ in range(most + 1):
+        layer = [each for each in layer if isinstance(each, dict | list)]
+        if not layer:
+            return False
+        layer = [each for outer in layer for each in (outer.values() if isinstance(outer, dict) else outer)]
+    return True
+
+
+def _allowed(values: tuple[Any, ...]) -> str:
+    texts = [msgspec.json.encode(each).decode() for each in values]
+    return f" but for {' or '.join(texts)}" if texts else ""
+
+
+_MOST_TEXTS = 1 << 18
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ApiRequest:
+    """A request whose app is known and whose body has arrived.
+
+    Attributes:
+      app: that asks.
+      request_id: of the client, or made here.
+      raw: the body.
+      path: values in the path.
+      slo: the header X-SLO; empty for none.
+      query: names and values behind the path.
+      operator: whether who asks may change what all apps have.
+    """
+
+    app: str
+    request_id: str
+    raw: bytes = b""
+    path: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    slo: str = ""
+    query: Sequence[tuple[str, str]] = ()
+    operator: bool = False
+
+    def call_id(self) -> str:
+        """A new identifier of a call, which names the request and is unique whatever the client sent."""
+        return f"{self.request_id}.{uuid.uuid4().hex[:12]}"
+
+
+class ApiState:
+    """What handlers work with.
+
+    Attributes:
+      backend: that answers.
+      options: limits and defaults.
+      responses: that are stored.
+    """
+
+    def __init__(self, backend: Backend, options: ApiOptions) -> None:
+        self.backend, self.options = backend, options
+        self.responses = ResponseStore(options.stored_responses, options.stored_response_bytes)
+        self._bytes: dict[tuple[int, bool], bytes] = {}
+
+    def body(self, visit: ApiRequest, kind: type[Body], neutral: Neutral | None = None) -> Body:
+        """The body of a request; raises ApiError."""
+        return read_body(visit.raw, kind, self.options, neutral)
+
+    async def conversation(
+        self,
+        app: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        continue_final: bool | None = None,
+    ) -> Conversation:
+        """Messages as `messages_of` makes them, with their images encoded.
+
+        Raises:
+          ApiError: there are too many images.
+          JaxllmError: see `Backend.encode_images`.
+        """
+        plain, files = taken_apart(messages)
+        if len(files) > IMAGES:
+            raise ApiError(
+                f"the messages have {len(files)} images; at most {IMAGES} are taken, send fewer",
+                param="messages",
+            )
+        images = await self.backend.encode_images(app, files) if files else ()
+        return Conversation(
+            messages=tuple(plain), tools=tuple(tools), images=images, continue_final=continue_final
+        )
+
+    def body_bytes(self) -> int:
+        """Most bytes of a request's body now: more where the model reads images."""
+        with contextlib.suppress(Refused):
+            if self.backend.facts().images:
+                return max(self.options.body_bytes, self.options.image_body_bytes)
+        return self.options.body_bytes
+
+    def model(self, name: str | None, *, tagged: bool = False) -> tuple[ModelFacts, str]:
+        """The model of a request's field `model`, NAME or NAME:ADAPTER, and its adapter.
+
+        Args:
+          name: None for the model that is served.
+          tagged: whether NAME:latest is the model, too.
+
+        Raises:
+          ApiError: another model is served, or it has no such adapter.
+          Refused: the model is loading.
+        """
+        facts = self.backend.facts()
+        if name is None or name == facts.name or (tagged and name == f"{facts.name}:latest"):
+            return facts, ""
+        if name.startswith(f"{facts.name}:"):
+            return facts, self.adapter(facts, name[len(facts.name) + 1 :])
+        raise ApiError(
+            f"the model {name!r:.80} is not served; {facts.name!r} is",
+            status=404,
+            code="model_not_found",
+            param="model",
+        )
+
+    def adapter(self, facts: ModelFacts, name: str) -> str:
+        """The name of an adapter that is there; raises ApiError."""
+        if name and name not in facts.adapters:
+            known = ", ".join(map(repr, facts.adapters[:20])) or "none"
+            raise ApiError(
+                f"the model has no adapter {name!r:.80}; it has {known}",
+                status=404,
+                code="adapter_not_found",
+                param="adapter",
+            )
+        return name
+
+    async def token_bytes(self, ids: Sequence[int], *, begins: bool = False) -> list[bytes]:
+        """The bytes of each token's text (see `Backend.token_bytes`)."""
+        if len(self._bytes) > _MOST_TEXTS:
+            self._bytes.clear()
+        missing = [token for token in dict.fromkeys(ids) if (token, begins) not in self._bytes]
+        if missing:
+            found = await self.backend.token_bytes(missing, begins=begins)
+            self._bytes |= {(token, begins): each for token, each in zip(missing, found, strict=True)}
+        return [self._bytes[token, begins] for token in ids]
+
+
+def new_id(prefix: str) -> str:
+    """An identifier for an object of an answer."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def now_s() -> int:
+    """Seconds since 1970."""
+    return int(time.time())
+
+
+Result = TypeVar("Result")
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientLeft(Exception):
+    """The client closed its connection; nobody reads an answer."""
+
+
+def event_frame(data: Any, event: str = "") -> bytes:
+    """A server-sent event."""
+    named = f"event: {event}\n".encode() if event else b""
+    return named + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def line_frame(data: Any) -> bytes:
+    """A line of newline-delimited JSON."""
+    return msgspec.json.encode(data) + b"\n"
+
+
+def json_response(data: Any, status: int = 200) -> Response:
+    """A whole answer."""
+    return Response(msgspec.json.encode(data), status_code=status, media_type="application/json")
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled where the client leaves first; the body must have been read.
+
+    Raises:
+      ClientLeft: it did.
+    """
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        await _ended(task, left)
+
+
+class Streamed(Response):
+    """An answer in parts, which is closed however the connection ends."""
+
+    def __init__(
+        self, frames: AsyncGenerator[bytes, None], close: Callable[[], None], media_type: str, write_s: float
+    ) -> None:
+        # Closing a generator that has not begun runs nothing of it, so that `close` ends the calls.
+        self._frames, self._close, self._write_s = frames, close, write_s
+        self.status_code, self.background = 200, None
+        self.media_type = media_type
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        sending, left = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait((sending, left), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _ended(sending, left)
+            await self._frames.aclose()
+            self._close()
+        error = None if sending.cancelled() else sending.exception()
+        if error is not None and not isinstance(error, TimeoutError | OSError):
+            raise error
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await asyncio.wait_for(send(start), self._write_s)
+        async for frame in self._frames:
+            part = {"type": "http.response.body", "body": frame, "more_body": True}
+            # A client that reads nothing for so long is let go; a part at a time is all that waits for it.
+            await asyncio.wait_for(send(part), self._write_s)
+        await asyncio.wait_for(send({"type": "http.response.body", "body": b""}), self._write_s)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _ended(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,344 @@
+"""Serves the routes of what a service has: its models, adapters, contexts and apps' objectives."""
+
+import base64
+import dataclasses
+import struct
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from jaxllm.errors import CheckpointError, ContextOverflow
+from jaxllm.serving.elastic.objectives import Binding
+from jaxllm.serving.server.api.errors import ApiError
+from jaxllm.serving.server.api.messages import messages_of, tools_of
+from jaxllm.serving.server.api.openai import chat, completions, prompts_of
+from jaxllm.serving.server.api.params import SamplingFields, objective_of, sampling_of
+from jaxllm.serving.server.api.requests import ApiRequest, ApiState, json_response
+from jaxllm.serving.server.calls import AdapterFacts, ContextFacts, Conversation, ModelFacts
+from jaxllm.serving.server.objectives import written
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """A text or a conversation."""
+
+    content: str | None = None
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    add_special: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """Token ids."""
+
+    tokens: list[int]
+
+
+class EmbeddingBody(msgspec.Struct, kw_only=True):
+    """The fields of a request for embeddings that are supported."""
+
+    input: str | list[Any]
+    model: str | None = None
+    encoding_format: str = "float"
+    user: str | None = None
+
+
+async def models(state: ApiState, request: ApiRequest) -> Response:
+    """The model, and the model with each adapter."""
+    facts = state.backend.facts()
+    if (name := request.path.get("name")) is not None:
+        state.model(name)
+        return json_response(_model(facts, name))
+    names = [facts.name, *(f"{facts.name}:{adapter}" for adapter in facts.adapters)]
+    return json_response({"object": "list", "data": [_model(facts, name) for name in names]})
+
+
+async def props(state: ApiState, request: ApiRequest) -> Response:
+    """The model's facts and the front's limits."""
+    facts, options = state.backend.facts(), state.options
+    return json_response(
+        {
+            **_model(facts, facts.name)["jaxllm"],
+            "model": facts.name,
+            "chat_template": facts.chat_template or None,
+            "limits": {
+                "body_bytes": state.body_bytes(),
+                "answers_per_request": options.answers_per_request,
+                "embeddings_per_request": options.embeddings_per_request,
+                "stored_responses": options.stored_responses,
+                "stored_response_bytes": options.stored_response_bytes,
+            },
+            "defaults": {"max_tokens": options.max_tokens, **sampling_of(state, SamplingFields())},
+            "model_sampling": dict(facts.sampling),
+        }
+    )
+
+
+async def health(state: ApiState, request: ApiRequest) -> Response:
+    """200 while the engine lives; which profile of the device is planned by."""
+    told = state.backend.health()
+    alive = bool(told.get("alive"))
+    profile = {"profile": told["profile"]} if "profile" in told else {}
+    return json_response({"status": "ok" if alive else "stuck", **profile}, 200 if alive else 503)
+
+
+async def ready(state: ApiState, request: ApiRequest) -> Response:
+    """200 while calls are taken, and answered."""
+    told = await state.backend.readiness()
+    is_ready = bool(told.get("ready"))
+    return json_response({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+
+
+async def tokenize(state: ApiState, request: ApiRequest) -> Response:
+    """The token ids of a text or a conversation."""
+    body = state.body(request, TokenizeBody)
+    if (body.content is None) == (body.messages is None):
+        raise ApiError("send either content or messages")
+    if body.content is not None:
+        ids = await state.backend.tokenize(body.content, special=body.add_special)
+    else:
+        ids = await state.backend.tokenize(await _conversation(state, request, body))
+    return json_response({"tokens": [int(each) for each in ids]})
+
+
+async def detokenize(state: ApiState, request: ApiRequest) -> Response:
+    """The text of token ids."""
+    body = state.body(request, DetokenizeBody)
+    vocab = state.backend.facts().vocab_size
+    if any(not 0 <= each < vocab for each in body.tokens):
+        raise ApiError(f"token ids of this model are 0 to {vocab - 1}", param="tokens")
+    return json_response({"content": await state.backend.detokenize(body.tokens)})
+
+
+async def apply_template(state: ApiState, request: ApiRequest) -> Response:
+    """The text of a conversation by the chat template."""
+    body = state.body(request, TokenizeBody)
+    if body.messages is None or body.content is not None:
+        raise ApiError("send messages", param="messages")
+    return json_response({"prompt": await state.backend.render(await _conversation(state, request, body))})
+
+
+async def embeddings(state: ApiState, request: ApiRequest) -> Response:
+    """The mean of the last layer's hidden states over each input's tokens, of length 1."""
+    body = state.body(request, EmbeddingBody, {"dimensions": ()})
+    facts, adapter = state.model(body.model)
+    if adapter:
+        raise ApiError("embeddings are of the model without adapters", param="model")
+    if body.encoding_format not in ("float", "base64"):
+        raise ApiError("encoding_format is float or base64", param="encoding_format")
+    inputs, most = prompts_of(body.input, "input"), state.options.embeddings_per_request
+    if len(inputs) > most:
+        raise ApiError(f"at most {most} inputs are taken, got {len(inputs)}", param="input")
+    ids = []
+    for each in inputs:
+        ids.append([*(each if isinstance(each, tuple) else await state.backend.tokenize(each))])
+        if not ids[-1] or max(ids[-1]) >= facts.vocab_size:
+            raise ApiError("an input has no token, or one outside the vocabulary", param="input")
+        if len(ids[-1]) > facts.window_tokens:
+            raise ContextOverflow(
+                f"an input has {len(ids[-1])} tokens; at most {facts.window_tokens} fit; shorten it"
+            )
+    vectors = await state.backend.embed(request.app, ids)
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
+    tokens = sum(map(len, ids))
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return json_response({"object": "list", "data": data, "model": body.model or facts.name, "usage": usage})
+
+
+async def _conversation(state: ApiState, request: ApiRequest, body: TokenizeBody) -> Conversation:
+    use = tools_of(body.tools, None, None, state.backend.facts().chat_template)
+    return await state.conversation(request.app, messages_of(body.messages or ()), use.tools)
+
+
+def _model(facts: ModelFacts, name: str) -> dict[str, Any]:
+    told = {
+        "window_tokens": facts.window_tokens,
+        "vocab_size": facts.vocab_size,
+        "levels": facts.levels,
+        "has_chat_template": facts.has_chat_template,
+        "adapters": facts.adapters,
+        "images": facts.images,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(facts.opened_s),
+        "owned_by": "jaxllm",
+        "jaxllm": told,
+    }
+
+
+def _encoded(vector: Any, form: str) -> Any:
+    values = [float(each) for each in vector]
+    return values if form == "float" else base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+
+
+class LoadBody(msgspec.Struct, kw_only=True):
+    """An adapter to load.
+
+    Attributes:
+      name: for calls.
+      folder: in PEFT's layout, within the service's folder of adapters; None for that of the name.
+    """
+
+    name: str
+    folder: str | None = None
+
+
+async def list_adapters(state: ApiState, request: ApiRequest) -> Response:
+    """The adapters that requests may name."""
+    return json_response(
+        {"object": "list", "data": [_adapter_json(each) for each in state.backend.adapters()]}
+    )
+
+
+async def load_adapter(state: ApiState, request: ApiRequest) -> Response:
+    """Loads an adapter."""
+    _require_operator(request)
+    body = state.body(request, LoadBody)
+    try:
+        facts = await state.backend.load_adapter(request.app, body.name, body.folder or body.name)
+    except CheckpointError as error:
+        raise ApiError(str(error), code="adapter_unreadable", param="folder") from error
+    return json_response(_adapter_json(facts), 201)
+
+
+async def unload_adapter(state: ApiState, request: ApiRequest) -> Response:
+    """Forgets an adapter that no call uses."""
+    _require_operator(request)
+    await state.backend.unload_adapter(request.app, request.path["name"])
+    return json_response({"id": request.path["name"], "object": "adapter", "deleted": True})
+
+
+def _require_operator(request: ApiRequest) -> None:
+    if not request.operator:
+        raise ApiError(
+            "adapters are of all apps, and for operators to change: send a key made with `jaxllm keys add "
+            "NAME --operator`, or call over the Unix socket as root or as the service's user",
+            status=403,
+            code="not_operator",
+        )
+
+
+def _adapter_json(facts: AdapterFacts) -> dict[str, object]:
+    return {
+        "id": facts.name,
+        "object": "adapter",
+        "created": int(facts.loaded_s),
+        "digest": facts.digest,
+        "size_bytes": facts.size_bytes,
+    }
+
+
+class CreateBody(msgspec.Struct, kw_only=True):
+    """A new context."""
+
+    level: int | None = None
+    pinned: bool = False
+    adapter: str | None = None
+
+
+class PinBody(msgspec.Struct, kw_only=True):
+    """Whether a context's chunks stay in memory."""
+
+    pinned: bool = True
+
+
+async def create_context(state: ApiState, request: ApiRequest) -> Response:
+    """Creates a context (newLLMCtx)."""
+    body = state.body(dataclasses.replace(request, raw=request.raw or b"{}"), CreateBody)
+    adapter = state.adapter(state.backend.facts(), body.adapter or "")
+    facts = await state.backend.create_context(
+        request.app, level=body.level, pinned=body.pinned, adapter=adapter
+    )
+    return json_response(_context_json(facts), 201)
+
+
+async def list_contexts(state: ApiState, request: ApiRequest) -> Response:
+    """All contexts of the app."""
+    return json_response(
+        {
+            "object": "list",
+            "data": [_context_json(each) for each in await state.backend.contexts(request.app)],
+        }
+    )
+
+
+async def get_context(state: ApiState, request: ApiRequest) -> Response:
+    """One context."""
+    return json_response(_context_json(await state.backend.context(request.app, request.path["name"])))
+
+
+async def pin_context(state: ApiState, request: ApiRequest) -> Response:
+    """Pins a context, or lets it be evicted."""
+    body = state.body(dataclasses.replace(request, raw=request.raw or b"{}"), PinBody)
+    return json_response(
+        _context_json(await state.backend.pin_context(request.app, request.path["name"], body.pinned))
+    )
+
+
+async def delete_context(state: ApiState, request: ApiRequest) -> Response:
+    """Deletes a context (delLLMCtx)."""
+    await state.backend.delete_context(request.app, request.path["name"])
+    return json_response({"id": request.path["name"], "object": "context", "deleted": True})
+
+
+async def generate_in_context(state: ApiState, request: ApiRequest) -> Response:
+    """Answers in a context (callLLM): a chat's body with `messages`, or a completion's with `prompt`."""
+    try:
+        body = msgspec.json.decode(request.raw, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        body = {}  # The format's own check says what is wrong.
+    if "conversation" in body:
+        raise ApiError("the path names the context; leave conversation out", param="conversation")
+    body["conversation"] = msgspec.Raw(msgspec.json.encode(request.path["name"]))
+    named = dataclasses.replace(request, raw=msgspec.json.encode(body) if len(body) > 1 else request.raw)
+    return await (completions if "prompt" in body else chat)(state, named)
+
+
+def _context_json(facts: ContextFacts) -> dict[str, Any]:
+    told = dataclasses.asdict(facts)
+    return {"id": told.pop("name"), "object": "context", "created": int(told.pop("created_s")), **told}
+
+
+class BindBody(msgspec.Struct, kw_only=True):
+    """The objective of the app's calls that name none."""
+
+    slo: str | dict[str, Any] | None = None
+    strict: bool | None = None
+    shorten: bool = False
+
+
+async def get_objective(state: ApiState, request: ApiRequest) -> Response:
+    """The objective of the app that asks."""
+    return json_response(_objective_json(state, request.app))
+
+
+async def bind_objective(state: ApiState, request: ApiRequest) -> Response:
+    """Binds the app that asks, and tells the prompt lengths at which no choice is in time on this device."""
+    body = state.body(request, BindBody)
+    objective, strict = objective_of(body.slo, body.strict, request.slo)
+    if objective is None:
+        raise ApiError("send the objective as slo, or in the header X-SLO", param="slo")
+    missed = await state.backend.bind(request.app, Binding(objective, bool(strict), body.shorten))
+    return json_response(_objective_json(state, request.app) | {"unmet_prompt_tokens": missed})
+
+
+async def unbind_objective(state: ApiState, request: ApiRequest) -> Response:
+    """Ends what the app has bound itself to."""
+    state.backend.unbind(request.app)
+    return json_response(_objective_json(state, request.app))
+
+
+def _objective_json(state: ApiState, app: str) -> dict[str, Any]:
+    binding, own = state.backend.binding(app)
+    return {
+        "object": "objective",
+        "slo": None if binding is None else written(binding.objective),
+        "strict": binding is not None and binding.strict,
+        "shorten": binding is not None and binding.shorten,
+        "from": None if binding is None else "app" if own else "options",
+    }

@@ -1,0 +1,302 @@
+"""Finds calls of tools in a stream of text, and makes the grammars of answers that must or may call tools.
+
+A call is withheld until it is complete; text that only looks like one stays text. With `tool_choice: auto` an
+answer needs no grammar, unless a tool is `strict` or only one call may come.
+"""
+
+import dataclasses
+import json
+import secrets
+import string
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+from jaxllm.serving.guided.narrowing import narrowed, without_notes
+from jaxllm.serving.server.calls import Grammar
+
+# Mistral's templates take no other form of identifiers.
+_LETTERS, _LENGTH = string.ascii_letters + string.digits, 9
+_SPACE, _SPACES = " \t\r\n", r" \t\r\n"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """How models of a family write calls: JSON objects with a name and arguments, or a list of them.
+
+    Attributes:
+      name: of the family.
+      opening: stands before each call; empty where calls are all that an answer has.
+      closing: stands behind each call.
+      skipped: may stand before calls where `opening` is empty, and between them.
+    """
+
+    name: str
+    opening: str = ""
+    closing: str = ""
+    skipped: tuple[str, ...] = ()
+
+
+HERMES = Family(name="hermes", opening="<tool_call>", closing="</tool_call>")
+# Where the markers are special tokens, the text of an answer lacks them.
+LLAMA3 = Family(name="llama3", skipped=("<|python_tag|>", ";"))
+MISTRAL = Family(name="mistral", skipped=("[TOOL_CALLS]",))
+JSON = Family(name="json")
+
+
+def family_of(chat_template: str) -> Family:
+    """The family of a model by what its chat template contains."""
+    for mark, family in (("<tool_call>", HERMES), ("[TOOL_CALLS]", MISTRAL), ("<|python_tag|>", LLAMA3)):
+        if mark in chat_template:
+            return family
+    return JSON
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool.
+
+    Attributes:
+      name: of the tool.
+      arguments: a JSON object, as text.
+      id: unique in its conversation.
+    """
+
+    name: str
+    arguments: str
+    id: str = dataclasses.field(
+        default_factory=lambda: "".join(secrets.choice(_LETTERS) for _ in range(_LENGTH))
+    )
+
+
+class ToolScanner:
+    """Splits an answer's text into text and calls of the tools named."""
+
+    def __init__(self, family: Family, names: Set[str]) -> None:
+        self._family, self._names = family, names
+        self._buffer = ""
+        self._plain = False
+        self._end: _JsonEnd | None = None
+        self._start = 0
+        self._after_call = False
+
+    def feed(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """Takes new text; returns what is surely text, and the calls that are whole."""
+        self._buffer += text
+        shown, calls = [], []
+        while not self._plain:
+            if self._end is None and not self._enter(shown):
+                break
+            assert self._end is not None
+            end = self._end.find(self._buffer)
+            if end is None:
+                break
+            found = self._calls(self._buffer[self._start : end])
+            if found is None:
+                self._refuse(shown)
+                continue
+            calls += found
+            self._buffer, self._end = self._buffer[end:], None
+            self._after_call = True
+        if self._plain:
+            shown.append(self._buffer)
+            self._buffer = ""
+        return "".join(shown), tuple(calls)
+
+    def finish(self, *, cut: bool) -> tuple[str, bool]:
+        """The text that was withheld, at the end of the answer, and whether the beginning of a call was
+        dropped from it.
+
+        Args:
+          cut: whether the length or a stop string ended the answer. What the model may have been about to
+            write as a call is then no text of the answer.
+        """
+        rest, self._buffer = self._buffer, ""
+        marks = (self._family.closing, *self._family.skipped)
+        inner = _without(rest, marks)[0] if self._after_call or not self._family.opening else rest
+        if self._after_call and not inner:
+            return "", False
+        if not cut or self._plain or not inner:
+            return rest, False
+        if self._after_call and any(mark.startswith(inner) for mark in marks):
+            return "", False
+        begins = bool(self._family.opening) or self._begins_call(inner)
+        return ("", True) if begins else (rest, False)
+
+    def _enter(self, shown: list[str]) -> bool:
+        """Looks for the beginning of a call in the buffer; False where more text is needed."""
+        family, marks = self._family, self._family.skipped
+        if self._after_call:
+            rest, complete = _without(self._buffer, (family.closing, *marks))
+            if not complete:
+                return False
+            self._buffer = rest
+            if family.opening:
+                self._after_call = False
+        if family.opening:
+            at = self._buffer.find(family.opening)
+            if at < 0:
+                keep = _beginning_of(family.opening, self._buffer)
+                shown.append(self._buffer[: len(self._buffer) - keep])
+                self._buffer = self._buffer[len(self._buffer) - keep :]
+                return False
+            shown.append(self._buffer[:at])
+            self._buffer = self._buffer[at:]
+            rest = self._buffer[len(family.opening) :].lstrip(_SPACE)
+            complete = bool(rest)
+        else:
+            rest, complete = _without(self._buffer, marks)
+        if not complete:
+            return False
+        if rest[0] not in "{[":
+            self._refuse(shown)
+            return self._end is not None or (not self._plain and self._enter(shown))
+        self._start = len(self._buffer) - len(rest)
+        self._end = _JsonEnd(self._start)
+        return True
+
+    def _refuse(self, shown: list[str]) -> None:
+        """What was taken for a call is text; so is all that follows where calls have no mark."""
+        length = len(self._family.opening)
+        self._plain = not length
+        shown.append(self._buffer[:length])
+        self._buffer, self._end, self._after_call = self._buffer[length:], None, False
+
+    def _begins_call(self, text: str) -> bool:
+        """Whether a text without marks of its own agrees with the beginning of a call."""
+        if any(mark.startswith(text) for mark in self._family.skipped):
+            return True
+        squeezed = "".join(text.split())
+        keys = [*(f'"name":"{name}"' for name in self._names), '"arguments":', '"parameters":']
+        heads = [f"{opening}{key}" for opening in ("{", "[{") for key in keys]
+        return any(head.startswith(squeezed) or squeezed.startswith(head) for head in heads)
+
+    def _calls(self, text: str) -> list[ToolCall] | None:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
+        return [call for call in calls if call is not None] if calls and all(calls) else None
+
+    def _call(self, value: Any) -> ToolCall | None:
+        if not isinstance(value, dict) or value.get("name") not in self._names:
+            return None
+        arguments = value.get("arguments", value.get("parameters", {}))
+        if not isinstance(arguments, dict):
+            return None
+        return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+class _JsonEnd:
+    """Finds the end of a list or object in a growing text, each character once."""
+
+    def __init__(self, start: int) -> None:
+        self._at, self._depth, self._quoted, self._escaped = start, 0, False, False
+
+    def find(self, text: str) -> int | None:
+        for at in range(self._at, len(text)):
+            letter = text[at]
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif letter == "\\":
+                    self._escaped = True
+                elif letter == '"':
+                    self._quoted = False
+            elif letter == '"':
+                self._quoted = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    return at + 1
+        self._at = len(text)
+        return None
+
+
+def _without(text: str, marks: tuple[str, ...]) -> tuple[str, bool]:
+    """A text without leading space and marks, and whether it surely begins with neither."""
+    while True:
+        text = text.lstrip(_SPACE)
+        found = next((mark for mark in marks if mark and text.startswith(mark)), None)
+        if found is None:
+            return text, bool(text) and not any(mark.startswith(text) for mark in marks)
+        text = text[len(found) :]
+
+
+def _beginning_of(mark: str, text: str) -> int:
+    """How many of a text's last characters may begin a mark."""
+    return next(
+        (size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0
+    )
+
+
+# As templates write calls, and models have learnt them; no other white space stands between values.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def forced(family: Family, tools: Sequence[Mapping[str, Any]], *, several: bool) -> Grammar:
+    """The grammar of one call, or of several.
+
+    Each tool's parameters are a schema of their own, with definitions of their own, narrowed so that calls
+    end (see `jaxllm.serving.guided.narrowing`).
+
+    Args:
+      family: of the model.
+      tools: as OpenAI has them, those that may be called.
+      several: whether more than one call may follow.
+
+    Raises:
+      ConfigError: a tool's parameters are too long, or what no grammar may have.
+    """
+    rules = []
+    arguments = "parameters" if family.name == "llama3" else "arguments"
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        schema = narrowed(without_notes(function.get("parameters") or {})) | {"x-guidance": _JSON_STYLE}
+        # Arguments are an object, even where the schema forgets to say so.
+        schema = {"type": "object"} | schema
+        head = f"{{{json.dumps('name')}: {json.dumps(function['name'])}, {json.dumps(arguments)}: "
+        rules.append(f'tool{index}: {json.dumps(head)} schema{index} "}}"')
+        rules.append(f"schema{index}: %json {json.dumps(schema)}")
+    tool = " | ".join(f"tool{index}" for index in range(len(tools)))
+    start = "call"
+    if family.opening:
+        opening, closing = json.dumps(family.opening + "\n"), json.dumps("\n" + family.closing)
+        tool = f"{opening} ({tool}) {closing}"
+        start = 'call ("\\n" call)*' if several else "call"
+    elif family.name == "mistral":
+        start = '"[" call (", " call)* "]"' if several else '"[" call "]"'
+    return Grammar(kind="lark", text="\n".join([f"start: {start}", f"call: {tool}", *rules, ""]))
+
+
+def optional(
+    family: Family, tools: Sequence[Mapping[str, Any]], *, strict: Sequence[str], several: bool
+) -> Grammar:
+    """The grammar of a text, or of calls, which in families with an opening mark may follow a text.
+
+    Args:
+      family: of the model.
+      tools: as OpenAI has them.
+      strict: names of the tools whose arguments match their schemas; those of the others are any objects.
+      several: whether more than one call may come.
+    """
+    tools = [each if each["function"]["name"] in strict else _loose(each) for each in tools]
+    calls = forced(dataclasses.replace(family, opening="", closing=""), tools, several=several)
+    rules = [calls.text.replace("start:", "object:", 1)]
+    if family.opening:
+        # Lazy: it ends with the first opening mark, so that no text has one without a call.
+        rules += [rf"before[lazy]: /(.|\n)*{family.opening}/", r"TEXT: /(.|\n)*/"]
+        call = rf'before "\n" object "\n{family.closing}"'
+        rules.append(f"start: ({call})* TEXT" if several else f"start: {call} | TEXT")
+    else:
+        # Calls are all of an answer then: what begins as one is one.
+        first = "".join(rf"\x{ord(each):02x}" for each in sorted({"{", "[", *(m[0] for m in family.skipped)}))
+        rules += [r"SPACE: /[ \n]{1,4}/", rf"TEXT: /[{_SPACES}]*[^{_SPACES}{first}](.|\n)*/"]
+        rules.append("start: (SPACE? object | TEXT)?")
+    return Grammar(kind="lark", text="\n".join([*rules, ""]))
+
+
+def _loose(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {**tool, "function": {**tool["function"], "parameters": {"type": "object"}}}

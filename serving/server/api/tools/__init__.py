@@ -1,1 +1,0 @@
-"""Finds calls of tools in answers, and makes grammars that force them, for each family of models."""

@@ -1,0 +1,126 @@
+"""Tests by an answer of one token whether the engine still answers.
+
+After an error that may be the engine's own and no call's, such as a model file that was changed, it answers
+at once, and again until it can: calls that provoke errors cannot end the service, and an engine that answers
+nobody does not stay. A request for readiness has it answer where nobody was answered for a while.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from jaxllm.errors import BundleError, JaxllmError, NotFinite, one_line
+from jaxllm.serving.elastic.planned_service import PlannedService
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.server.calls import Refused, ServedAdapters
+
+Found = TypeVar("Found")
+# An id that every model has: texts are the tokenizer's, of which some have no ids.
+_PROMPT = (0,)
+# Failures in a row, and the time between two of them, after which the engine counts as failed.
+_MOST_FAILURES, _PAUSE_S = 3, 2.0
+# Nobody was answered for so long: then readiness is asked of the engine.
+_STALE_S = 60.0
+# A service that has failed is there again after about so long.
+_RESTART_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class EngineFailed(JaxllmError):
+    """The engine could not answer several times in a row."""
+
+
+class Canary:
+    """Knows whether the engine answers. All is for the engine's thread, but for what says otherwise.
+
+    Args:
+      answer: has the engine answer one token; raises what is wrong.
+      clock: in seconds.
+    """
+
+    def __init__(self, answer: Callable[[], object], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._answer, self._clock = answer, clock
+        self._suspected, self._failures = False, 0
+        self._answered_s, self._next_s = clock(), clock()
+
+    @classmethod
+    def of(cls, service: PlannedService, adapters: ServedAdapters) -> "Canary":
+        """That of a service, which answers without adapters."""
+
+        def answer() -> None:
+            adapters.use("")
+            service.engine.generate(_PROMPT, GenerationConfig(max_tokens=1))
+
+        return cls(answer)
+
+    @property
+    def suspected(self) -> bool:
+        """Whether an error may have been the engine's own, and no answer since has shown otherwise. From any
+        thread."""
+        return self._suspected
+
+    @property
+    def stale(self) -> bool:
+        """Whether nobody was answered for a while. From any thread."""
+        return self._clock() - self._answered_s > _STALE_S
+
+    def answered(self) -> None:
+        """Notes that a call got something."""
+        self._answered_s = self._clock()
+
+    def failed(self, error: Exception) -> None:
+        """Notes an error of a call. From any thread."""
+        if not isinstance(error, JaxllmError) or isinstance(error, BundleError | NotFinite):
+            self._suspected = True
+
+    def watched(self, what: Callable[[], Found]) -> Found:
+        """What a function returns or raises, whose errors are noted. From any thread."""
+        try:
+            return what()
+        except Exception as error:
+            self.failed(error)
+            raise
+
+    def check(self) -> None:
+        """Has the engine answer where nobody was answered for a while.
+
+        Raises:
+          EngineFailed: see `step`.
+        """
+        if self.stale and self._clock() >= self._next_s:
+            self._try()
+
+    def step(self) -> None:
+        """Has the engine answer after an error, if it is time to.
+
+        Raises:
+          EngineFailed: it could not, for the last time.
+        """
+        if self._suspected and self._clock() >= self._next_s:
+            self._try()
+
+    def _try(self) -> None:
+        try:
+            self._answer()
+        except Exception as error:
+            self._suspected, self._failures = True, self._failures + 1
+            self._next_s = self._clock() + _PAUSE_S
+            reason = one_line(error)
+            times = f"{self._failures} of {_MOST_FAILURES} times"
+            _log.error("the engine cannot answer (%s): %s", times, reason)
+            if self._failures >= _MOST_FAILURES:
+                raise EngineFailed(f"the engine cannot answer any more: {reason}") from error
+        else:
+            self._suspected, self._failures = False, 0
+            self.answered()
+
+
+def engine_failed() -> Refused:
+    """The error of calls when the engine's thread has failed."""
+    return Refused(
+        "the engine has failed, and the service ends: it must be started again, which systemd does by "
+        "itself; send the request again then",
+        reason="failed",
+        retry_after_s=_RESTART_S,
+    )

@@ -1,0 +1,100 @@
+"""Grows token trees with a model whose weights are resident, and follows what verification accepts."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxllm.kv.cache import KVCache
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.tree import DraftBucket, FollowBucket, PruneBucket
+from jaxllm.serving.ground.speculation_options import TreeShape
+from jaxllm.serving.runners.resident import ResidentRunner
+from jaxllm.speculation.tree import TokenTree
+from jaxllm.steps.trees import DraftEnd
+
+Nodes = jax.Array | np.ndarray
+
+
+class TreeGrowth:
+    """Runs the steps of one drafter's trees.
+
+    Attributes:
+      runner: of the drafter's model.
+      shape: of its trees.
+    """
+
+    def __init__(self, runner: ResidentRunner, shape: TreeShape) -> None:
+        self.runner, self.shape = runner, shape
+
+    def buckets(self, caches: Sequence[int] | None = None) -> list[Bucket]:
+        """The buckets that draft in caches of the lengths `caches`, or of all lengths."""
+        runner = self.runner
+        buckets = runner.all_buckets() if caches is None else runner.answer_buckets(caches)
+        for cache in caches or runner.options.cache_tokens:
+            buckets += [self._draft_bucket(cache), self._follow_bucket(cache), self._prune_bucket(cache)]
+        return buckets
+
+    def growing_buckets(self, caches: Sequence[int]) -> list[Bucket]:
+        """The buckets that grow token trees in caches of these lengths, which others fill."""
+        return [self._draft_bucket(cache) for cache in caches]
+
+    def draft(
+        self, tree: TokenTree, fed: Nodes, cache: KVCache, end: DraftEnd
+    ) -> tuple[TokenTree, jax.Array, KVCache, jax.Array]:
+        """Grows a token tree after the sequence in the cache (see `steps.drafting.draft`).
+
+        Args:
+          tree: donated.
+          fed: `[M]` bool, nodes whose keys and values the cache has; donated.
+          cache: donated.
+          end: when drafting ends.
+
+        Returns:
+          The tree, `fed`, the cache, and the number of runs, int32 scalar.
+        """
+        compiled = self.runner.buckets.get(self._draft_bucket(cache.capacity_tokens))
+        return compiled(self.runner.model.params, tree, fed, cache, end)
+
+    def follow(
+        self, tree: TokenTree, fed: Nodes, cache: KVCache, *, path: Sequence[int], token: int
+    ) -> tuple[TokenTree, jax.Array, KVCache, int]:
+        """Moves cache and tree to the end of the accepted path (see `steps.trees.follow`).
+
+        Args:
+          tree, fed: see `draft`; not donated.
+          cache: donated.
+          path: the accepted nodes.
+          token: the target's token after them.
+
+        Returns:
+          The tree, `fed`, the cache, and the number of the path's last nodes that are missing in it.
+        """
+        nodes = np.full(self.shape.room, path[-1], np.int32)
+        nodes[: len(path)] = path
+        compiled = self.runner.buckets.get(self._follow_bucket(cache.capacity_tokens))
+        cache, tree, fed, missing = compiled(cache, tree, fed, nodes, np.int32(len(path)), np.int32(token))
+        return tree, fed, cache, int(missing)  # pyright: ignore[reportReturnType]: of the device
+
+    def prune(
+        self, tree: TokenTree, fed: Nodes, cache: KVCache, most: int
+    ) -> tuple[TokenTree, jax.Array, KVCache, np.ndarray]:
+        """Keeps the `most` most confident nodes of a tree of `draft` (see `steps.trees.prune`); the cache is
+        donated. Returns the tree, `fed`, the cache, and each node's new index, -1 where it was dropped."""
+        compiled = self.runner.buckets.get(self._prune_bucket(cache.capacity_tokens))
+        cache, left, fed_then, places = compiled(cache, tree, fed, np.int32(most))
+        return left, fed_then, cache, np.asarray(places)
+
+    def _prune_bucket(self, cache: int) -> PruneBucket:
+        return PruneBucket(nodes=self.shape.room, cache_tokens=cache, level=self.runner.model.bucket_level)
+
+    def _draft_bucket(self, cache: int) -> DraftBucket:
+        return DraftBucket(
+            nodes=self.shape.room,
+            cache_tokens=cache,
+            growth=self.shape.growth,
+            level=self.runner.model.bucket_level,
+        )
+
+    def _follow_bucket(self, cache: int) -> FollowBucket:
+        return FollowBucket(nodes=self.shape.room, cache_tokens=cache, level=self.runner.model.bucket_level)

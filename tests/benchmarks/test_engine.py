@@ -1,0 +1,192 @@
+"""`jaxllm bench engine`: its rows, its peers, and what it refuses."""
+
+import dataclasses
+import functools
+import math
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.engine import run as bench
+from benchmarks.engine.run import OURS, PER_TOKEN, Plan, Subject
+from benchmarks.harness.machine import MemoryProbe
+from benchmarks.peers import PEERS
+from jaxllm import Engine, EngineOptions
+from jaxllm.cli.main import cli
+from jaxllm.errors import ConfigError
+from jaxllm.kernels import native
+from jaxllm.serving.evaluation.perplexity import perplexity
+from tests.tiny import TINY, tiny_params, write_tiny_bundle, write_tiny_folder
+
+OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,), decode_block=8)
+PLAN = Plan(prompt_tokens=(16, 32), decode_tokens=12, rounds=2, patience_s=0.0)
+TEXT = "the hello tell " * 12
+CFG = dataclasses.replace(TINY, ffn_size=96)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def known_bandwidth():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryProbe, "bytes_per_s", lambda probe: 1e9)
+        patch.setattr(bench, "MemoryProbe", functools.partial(MemoryProbe, buffer_bytes=1 << 20))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_folder(tmp_path_factory.mktemp("bench") / "tiny", cfg=CFG, params=tiny_params(CFG))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    path = write_tiny_bundle(tmp_path_factory.mktemp("bench") / "tiny.jaxllm", weights="int8")
+    return bench.run(Subject(model=path, threads=1), options=OPTIONS, plan=PLAN)
+
+
+def test_reports_load_build_and_run_apart(alone):
+    metrics = {row.metric for row in alone}
+    assert metrics == {
+        "load_ms", "build_ms", "buckets", "ttft_ms", "prefill_tokens_per_s", "decode_tokens_per_s",
+        "weight_bytes", "bits_per_weight", "bandwidth_share", "peak_memory_bytes", "read_bandwidth",
+    } | ({"kernel_share"} if native.kernels().native else set())  # fmt: skip
+    assert all(row.value > 0 for row in alone)
+
+
+def test_rates_agree_with_times(alone):
+    by_metric = {(row.case, row.metric): row.value for row in alone}
+    found = 0
+    for (case, metric), value in by_metric.items():
+        if metric == "prefill_tokens_per_s":
+            tokens = int(case.rsplit(" ", 1)[1])
+            assert value == pytest.approx(1000 * tokens / by_metric[case, "ttft_ms"])
+            found += 1
+    assert found == 2
+
+
+def test_decoding_is_measured_after_each_prompt_and_against_one_token_per_dispatch(alone):
+    decode = {(row.case, row.system): row for row in alone if row.metric == "decode_tokens_per_s"}
+    for tokens in (16, 32):
+        case = f"tiny int8, decode 12 after {tokens}"
+        ours, plain = decode[case, OURS], decode[case, PER_TOKEN]
+        assert ours.baseline == PER_TOKEN
+        assert ours.ratio == pytest.approx(ours.value / plain.value)
+        assert (plain.baseline, plain.ratio) == (None, None)
+
+
+def test_bandwidth_share_is_bytes_per_token_times_rate(alone):
+    rate = next(r for r in alone if r.metric == "decode_tokens_per_s" and r.system == OURS)
+    share = next(r for r in alone if r.metric == "bandwidth_share" and r.case == rate.case)
+    weights = next(r for r in alone if r.metric == "weight_bytes")
+    # The tiny model's head is its own: of the embedding table a token reads one row.
+    step_bytes = share.value * 1e9 / rate.value
+    assert 0.4 * weights.value < step_bytes < weights.value
+
+
+@pytest.fixture(scope="module")
+def beside(folder, tmp_path_factory):
+    """Two widths, all peers that are installed, and a text."""
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text(TEXT)
+    subject = Subject(model=folder, weights=("f32", "int8"), peers=("all",), threads=1, text=text)
+    return bench.run(subject, options=OPTIONS, plan=dataclasses.replace(PLAN, prompt_tokens=(16,), rounds=1))
+
+
+@pytest.mark.slow
+def test_one_row_per_system_and_case_and_ours_once_per_baseline(beside):
+    systems = {system for peer in PEERS.values() if not peer.missing() for system in peer.systems("int8")}
+    if not systems:
+        pytest.skip("no peer is installed")
+    for width in ("f32", "int8"):
+        rows = [r for r in beside if r.case == f"tiny {width}, prompt 16"]
+        rows = [r for r in rows if r.metric == "prefill_tokens_per_s"]
+        assert {r.baseline for r in rows if r.system == OURS} == systems
+        assert sorted(r.system for r in rows if r.system != OURS) == sorted(systems)
+        for row in rows:
+            if row.system == OURS:
+                (theirs,) = (r for r in rows if r.system == row.baseline)
+                assert row.ratio == pytest.approx(row.value / theirs.value)
+
+
+@pytest.mark.slow
+def test_perplexity_is_that_of_eval_and_peers_agree(beside, folder):
+    rows = [r for r in beside if r.metric == "perplexity"]
+    assert {r.case.split(",")[0] for r in rows} == {"tiny f32", "tiny int8"}
+    for width in ("f32", "int8"):
+        engine = Engine.open(folder, weights=width, options=OPTIONS, warm_up=False)
+        expected = perplexity(engine, [TEXT])
+        mine = [r for r in rows if r.case == f"tiny {width}, text.txt, {expected.tokens} tokens"]
+        (value,) = {r.value for r in mine if r.system == OURS}
+        assert value == pytest.approx(expected.perplexity, rel=1e-6)
+        # Lower is better: the ratio is how many times ours is lower.
+        for row in mine:
+            if row.baseline:
+                (theirs,) = (r.value for r in mine if r.system == row.baseline)
+                assert row.ratio == pytest.approx(theirs / row.value)
+    floats = {r.value for r in rows if r.system == "float"}
+    assert len(floats) == 1
+    for row in rows:
+        assert math.log(row.value) == pytest.approx(math.log(*floats), abs=0.05)
+
+
+def test_the_plan_shrinks_to_the_context():
+    plan = Plan().within(512)
+    assert (plan.prompt_tokens, plan.decode_tokens) == ((64, 256, 384), 128)
+    plan = Plan().within(2)
+    assert (plan.prompt_tokens, plan.decode_tokens) == ((1,), 1)
+    with pytest.raises(ConfigError, match=r"at least 2 tokens.*got 1"):
+        Plan().within(1)
+
+
+def test_a_context_of_one_is_refused_before_anything_opens(monkeypatch, folder):
+    monkeypatch.setattr(bench, "OpenSystems", None)
+    with pytest.raises(ConfigError, match="--context"):
+        bench.run(Subject(model=folder), options=EngineOptions(context_tokens=1), plan=Plan())
+
+
+def test_a_named_peer_has_to_be_there_and_others_are_told_about(monkeypatch):
+    monkeypatch.setattr(type(PEERS["llama.cpp"]), "missing", lambda self: "llama_cpp")
+    monkeypatch.setattr(type(PEERS["transformers"]), "missing", lambda self: None)
+    told = []
+    assert bench._peers(("all",), TINY, Plan(), told.append) == ["transformers"]
+    assert "llama_cpp is not installed" in told[0]
+    with pytest.raises(ConfigError, match=r"peer llama.cpp: llama_cpp is not installed: .*jaxllm\[peers\]"):
+        bench._peers(("llama.cpp",), TINY, Plan(), told.append)
+    assert bench._peers((), TINY, Plan(), told.append) == []
+
+
+def test_a_quick_run_leaves_slow_peers_out_unless_they_are_named(monkeypatch):
+    for peer in PEERS.values():
+        monkeypatch.setattr(type(peer), "missing", lambda self: None)
+    told = []
+    assert bench._peers(("all",), TINY, Plan.quick(), told.append) == ["llama.cpp"]
+    assert "--peer transformers" in told[0]
+    assert bench._peers(("transformers",), TINY, Plan.quick(), told.append) == ["transformers"]
+
+
+def test_more_threads_than_cores_are_refused(folder):
+    with pytest.raises(ConfigError, match="--threads must be in"):
+        bench.run(Subject(model=folder, threads=10**6), options=OPTIONS, plan=PLAN)
+
+
+def test_random_weights_have_no_perplexity(tmp_path, monkeypatch, folder):
+    monkeypatch.setattr(bench, "shape_folder", lambda name, progress: folder)
+    with pytest.raises(ConfigError, match="trained model"):
+        bench.run(Subject(shape="15m", text=tmp_path / "t"), options=OPTIONS, plan=PLAN)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "15m", "--model", "x"], "exclude each other"),
+        (["--separator", ""], "must not be empty"),
+        (["--plot", "{file}"], "cannot be written"),
+    ],
+)
+def test_wrong_usage_is_refused_before_anything_is_measured(tmp_path, monkeypatch, arguments, message):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(bench, "run", None)
+    (tmp_path / "file").touch()
+    arguments = [argument.format(file=tmp_path / "file") for argument in arguments]
+    result = CliRunner().invoke(cli, ["bench", "engine", *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())

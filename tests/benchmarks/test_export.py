@@ -1,0 +1,95 @@
+"""Tests `jaxllm bench export`: forms of one model that must answer alike, and its rows."""
+
+import pytest
+
+from benchmarks.export import run
+from benchmarks.export.formats import LITERT_LM, LIVE, LLAMA_CPP, STABLEHLO, STEPS, TFLITE
+from benchmarks.export.run import Plan, Subject, speed_rows
+from benchmarks.peers import SYSTEMS, Opening
+from benchmarks.peers.ours import BLOCKS, PROGRAM_BLOCKS
+from benchmarks.peers.process import Result
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.stablehlo import export_stablehlo
+from jaxllm.export.subject import read_subject
+from tests.tiny import WINDOW_TOKENS, write_tiny_bundle
+
+pytest.importorskip("flatbuffers")
+
+
+PROMPT = [1, 50, 7, 99, 23, 5, 9]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return write_tiny_bundle(tmp_path_factory.mktemp("bench") / "tiny.jaxllm")
+
+
+def opened(peer, model, **options):
+    opening = Opening(
+        peer=peer, model=model, format="f32", threads=1, context_tokens=WINDOW_TOKENS, options=options
+    )
+    return SYSTEMS[peer].open(opening, lambda *_: None)
+
+
+@pytest.mark.slow
+def test_all_forms_of_a_model_answer_alike(bundle, tmp_path):
+    plan = ExportPlan(chunk_tokens=(16,))
+    export_stablehlo(read_subject(bundle), tmp_path / "programs", plan, platforms=("cpu",))
+    chunks = {"chunk_tokens": [16]}
+    engine = opened("jaxllm", bundle, buckets_bytes=0, cache_tokens=[WINDOW_TOKENS], **chunks)
+    forms = [opened("programs", tmp_path / "programs"), opened("live-steps", bundle, **chunks)]
+    wanted = [engine.prefill(PROMPT, BLOCKS), *engine.decode(8, BLOCKS)]
+    for form in forms:
+        assert [
+            form.prefill(PROMPT, PROGRAM_BLOCKS),
+            *form.decode(5, PROGRAM_BLOCKS),
+            *form.decode(3, PROGRAM_BLOCKS),
+        ] == wanted
+        assert form.facts().keys() == {"load_ms", "build_ms"}
+    scores = [form.score(PROMPT[:-1], PROMPT[1:]) for form in forms]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+
+
+def test_rows_of_speed_name_the_baseline_of_each_form():
+    rates = {LIVE: 4.0, STEPS: 2.0, STABLEHLO: 1.9, TFLITE["f32"]: 3.0, TFLITE["int8"]: 6.0, LLAMA_CPP: 5.0}
+    results = {
+        (system, 10): Result(
+            prefill_ms=10_000 / rate,
+            decode_ms=20_000 / rate,
+            prefill_kernel_ms=0,
+            decode_kernel_ms=0,
+            prefill_setting=None,
+            decode_setting=None,
+            readable_bytes=0,
+            disturbed=0,
+            samples=1,
+        )
+        for system, rate in rates.items()
+    }
+    runtime = {"prefill_tokens_per_s": [7.0, 8.0, 9.0], "decode_tokens_per_s": [1.0, 2.0, 3.0]}
+    rows = speed_rows(results, dict.fromkeys(rates), 10, 20, runtime)
+    found = {(row.case, row.system, row.baseline): row for row in rows}
+    assert found["prompt 10", STABLEHLO, STEPS].ratio == pytest.approx(0.95)
+    assert found["decode 20 after 10", TFLITE["int8"], LLAMA_CPP].ratio == pytest.approx(1.2)
+    assert found["decode 20 after 10", LITERT_LM, None].value == 2.0
+    assert found["prompt 10", LIVE, None].value == pytest.approx(4.0)
+    assert (("prompt 10", TFLITE["w8a8"], TFLITE["int8"])) not in found
+
+
+@pytest.mark.slow
+def test_a_run(bundle):
+    plan = Plan(
+        prompt_tokens=(16,),
+        decode_tokens=4,
+        rounds=1,
+        answers=2,
+        answer_tokens=4,
+        context_tokens=64,
+        patience_s=0,
+    )
+    told: list[str] = []
+    rows = run.run(Subject(model=bundle, text=None, threads=1), plan, lambda *_: None, told.append)
+    agreement = {row.system: row.value for row in rows if row.metric == "agreement"}
+    assert agreement[STABLEHLO] == agreement[STEPS] == 1
+    assert {row.metric for row in rows} >= {"file_bytes", "load_ms", "build_ms", "decode_tokens_per_s"}
+    assert all(each.startswith("without ") for each in told)

@@ -1,0 +1,359 @@
+"""Memory, bandwidth and quiet: what is read off the machine around a measurement.
+
+Energy as counters of processor packages tell it.
+
+The options of benchmarks: values that other modules define, and runs without options.
+"""
+
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import models as shapes
+from benchmarks import speculation as speculative
+from benchmarks import trace_command
+from benchmarks.cli import SECTIONS, bench_command
+from benchmarks.contexts import command as contexts_command
+from benchmarks.engine import command as engine_command
+from benchmarks.harness import machine as quiet
+from benchmarks.harness import machine as storage
+from benchmarks.harness import options
+from benchmarks.harness.machine import EnergyMeter, MemoryProbe
+from benchmarks.harness.memory import array_bytes, peak_resident_bytes
+from benchmarks.harness.report import Row, check_plot, compared, emit, label_bars, machine
+from benchmarks.peers import PEERS
+from benchmarks.service import command as service_command
+from benchmarks.service import systems
+from benchmarks.traces import HOURS, MAX_CONTEXTS, PATTERNS
+from jaxllm.cli.main import cli
+from jaxllm.errors import ConfigError
+from jaxllm.serving.ground.bundles import packaged_models
+from jaxllm.serving.host.direct_io import PAGE, aligned
+
+ROWS = [
+    Row(case="a", system="jaxllm", metric="ttft_ms", value=2.0, unit="ms", baseline="other", ratio=1.5),
+    Row(case="a", system="other", metric="ttft_ms", value=3.0, unit="ms", note="at its best"),
+    Row(case="b", system="jaxllm", metric="decode_tokens_per_s", value=1e4, unit="tokens/s"),
+]
+
+
+def test_json_is_one_object_of_the_agreed_shape_and_nothing_else(capsys):
+    emit("engine", ROWS, as_json=True, plot=None)
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) == {"bench", "machine", "rows"}
+    assert result["bench"] == "engine"
+    assert result["rows"] == [dataclasses.asdict(row) for row in ROWS]
+
+
+def test_table_shows_every_row(capsys):
+    emit("engine", ROWS, as_json=False, plot=None)
+    text = capsys.readouterr().out
+    assert "1.50x" in text
+    assert "10,000.0 tokens/s" in text
+    assert "at its best" in text
+
+
+def test_plot_draws_one_figure_per_metric(tmp_path):
+    pytest.importorskip("matplotlib")
+    emit("engine", ROWS, as_json=True, plot=tmp_path / "figures")
+    drawn = sorted(path.name for path in (tmp_path / "figures").iterdir())
+    assert drawn == ["engine_decode_tokens_per_s.png", "engine_ttft_ms.png"]
+    assert all(path.stat().st_size > 1000 for path in (tmp_path / "figures").iterdir())
+
+
+def test_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
+    with pytest.raises(click.UsageError, match="matplotlib"):
+        check_plot(tmp_path)
+
+
+def test_plot_into_what_is_no_folder_is_refused(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(click.UsageError, match="cannot be written"):
+        check_plot(tmp_path / "file")
+    check_plot(None)
+    check_plot(tmp_path / "new")
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_ours_comes_once_per_baseline_with_how_many_times_better():
+    values = {"jaxllm": 10.0, "a": 5.0, "b": 20.0}
+    rows = compared(values, ours="jaxllm", case="c", metric="m", unit="u", notes={"a": "so"})
+    assert [(r.system, r.baseline, r.ratio, r.note) for r in rows] == [
+        ("jaxllm", "a", 2.0, None),
+        ("jaxllm", "b", 0.5, None),
+        ("a", None, None, "so"),
+        ("b", None, None, None),
+    ]
+    lower = compared(values, ours="jaxllm", case="c", metric="m", unit="u", lower_is_better=True)
+    assert [r.ratio for r in lower] == [0.5, 2.0, None, None]
+
+
+def test_without_a_baseline_there_is_one_row():
+    (row,) = compared({"jaxllm": 10.0}, ours="jaxllm", case="c", metric="m", unit="u")
+    assert (row.value, row.baseline, row.ratio) == (10.0, None, None)
+
+
+def test_the_machine_is_described_without_its_name():
+    facts = machine()
+    assert facts["cores"] >= 1
+    assert facts["backend"] == "cpu"
+    assert __import__("socket").gethostname() not in json.dumps(facts)
+
+
+@pytest.mark.parametrize("values", [[1.0, 12345.6], [-3.0, 2.0], [0.0, 0.0]])
+def test_what_is_written_behind_bars_is_inside_of_the_frame(values):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    figure, axes = plt.subplots(figsize=(7, 2), layout="constrained")
+    label_bars(axes, axes.barh(["a prompt of many tokens, on all cores\njaxllm", "b"], values), "{:,.1f}")
+    figure.draw_without_rendering()
+    frame = axes.get_window_extent()
+    boxes = [label.get_window_extent() for label in axes.texts]
+    plt.close(figure)
+    assert len(boxes) == 2
+    assert all(frame.x0 < box.x0 and box.x1 < frame.x1 for box in boxes)
+
+
+def test_peak_memory_counts_what_the_process_holds():
+    before = peak_resident_bytes()
+    block = bytearray(64 << 20)
+    block[::4096] = b"x" * len(block[::4096])
+    assert peak_resident_bytes() >= before
+    assert peak_resident_bytes() > len(block)
+
+
+def test_arrays_take_the_pages_that_were_filled():
+    memory = aligned(100 * PAGE)
+    assert array_bytes([memory]) == 0
+    memory[5 * PAGE - 1 : 8 * PAGE] = 1
+    assert array_bytes([memory]) == 4 * PAGE
+    # A part of a page counts as it is.
+    assert array_bytes([memory[:100], np.zeros(10, np.float32)]) == 140
+    array = jax.block_until_ready(jnp.ones((PAGE, 8)))
+    assert array_bytes([array]) == array.nbytes
+
+
+def test_bandwidth_is_bytes_per_second():
+    with MemoryProbe(1, buffer_bytes=1 << 22) as probe:
+        # Between a floppy drive and what no cache reaches.
+        assert 1e6 < probe.bytes_per_s() < 1e13
+
+
+@pytest.mark.parametrize(("others_s", "disturbed"), [(0.0, False), (0.05, False), (0.5, True)])
+def test_what_others_take_is_what_is_left_of_all(monkeypatch, others_s, disturbed):
+    own_s, now = 2.0, {"busy": 100.0, "wall": 0.0}
+    monkeypatch.setattr(quiet, "_busy_s", lambda: now["busy"])
+    monkeypatch.setattr(quiet.time, "perf_counter", lambda: now["wall"])
+    monkeypatch.setattr(quiet.time, "process_time", lambda: 0.0)
+    disturbance = quiet.Disturbance()
+    now |= {"busy": 100.0 + own_s + others_s, "wall": 1.0}
+    assert disturbance.ended(own_s=own_s) is disturbed
+
+
+def test_nothing_is_known_where_the_system_does_not_tell(monkeypatch):
+    monkeypatch.setattr(quiet, "_busy_s", lambda: None)
+    assert quiet.Disturbance().ended(own_s=0.0) is None
+
+
+@pytest.mark.alone  # a process that others keep from running looks asleep
+@pytest.mark.skipif(quiet._process_s(1) is None, reason="needs /proc")
+def test_a_process_is_waited_for_until_it_sleeps():
+    code = "import sys, time\nend = time.time() + 0.3\nwhile time.time() < end: pass\nsys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        time.sleep(0.1)
+        quiet.wait_until_asleep(process.pid, limit_s=30)
+        asleep = quiet._process_s(process.pid)
+        time.sleep(0.1)
+        assert quiet._process_s(process.pid) == asleep
+        process.stdin.close()
+
+
+def package(folder, name, uj, kind="package-0"):
+    own = folder / name
+    own.mkdir(parents=True, exist_ok=True)
+    for file, text in (("name", kind), ("energy_uj", uj), ("max_energy_range_uj", 9_999_999)):
+        (own / file).write_text(f"{text}\n")
+    return own
+
+
+def test_packages_count_and_counters_begin_anew(tmp_path):
+    first = package(tmp_path, "intel-rapl:0", 1_000_000)
+    second = package(tmp_path, "intel-rapl:1", 9_500_000)
+    # A part of the first, and the whole platform.
+    package(tmp_path, "intel-rapl:0:0", 5, "core")
+    package(tmp_path, "intel-rapl:2", 5, "psys")
+    meter = EnergyMeter.of_machine(tmp_path)
+    assert meter is not None
+    assert meter.joules() == 0
+    (first / "energy_uj").write_text("3500000\n")
+    (second / "energy_uj").write_text("500000\n")
+    assert meter.joules() == pytest.approx(2.5 + 1.0)
+    assert meter.joules() == 0
+
+
+def test_there_is_no_meter_where_nothing_tells(tmp_path):
+    assert EnergyMeter.of_machine(tmp_path / "missing") is None
+    own = package(tmp_path, "intel-rapl:0", "")
+    assert EnergyMeter.of_machine(tmp_path) is None
+    (own / "energy_uj").unlink()
+    assert EnergyMeter.of_machine(tmp_path) is None
+
+
+NAMES = (
+    "engine", "elastic", "speculative", "contexts", "experts", "prefill", "prepare", "service", "export"
+)  # fmt: skip
+
+
+def test_values_are_those_of_the_modules_that_define_them():
+    assert (*options.DENSE_SHAPES, *options.MIXTURE_SHAPES) == tuple(shapes.SHAPES)
+    assert options.MIXTURE_SHAPES == shapes.MIXTURES
+    assert tuple(shapes.ENCODER_DECODERS) == options.SEQ2SEQ_SHAPES
+    assert tuple(shapes.SWITCHES) == options.SWITCH_SHAPES
+    assert {*options.PHONES, *options.BOARDS} == {*storage.DEVICES}
+    assert tuple(PATTERNS) == contexts_command.PATTERNS == trace_command.PATTERNS
+    assert (HOURS, MAX_CONTEXTS) == (trace_command.HOURS, trace_command.MAX_CONTEXTS)
+    assert tuple(PEERS) == engine_command.PEERS
+    assert (*systems.ABLATIONS, systems.LLAMA) == service_command.SYSTEMS
+
+
+def test_every_benchmark_is_a_command():
+    assert tuple(SECTIONS["Benchmarks"]) == (*NAMES, "train")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_runs_without_options_on_packaged_models(name, monkeypatch):
+    """What is measured is left out; what would be measured is there."""
+    seen = []
+
+    def run(*arguments, **_):
+        seen.extend(arguments)
+        return []
+
+    room = {"prefill": "int8_prefill", "speculative": "speculation"}.get(name, name)
+    module = importlib.import_module(f"benchmarks.{room}.run")
+    monkeypatch.setattr(module, "run", run)
+    if name == "contexts":
+        monkeypatch.setattr("benchmarks.contexts.quality.quality_rows", run)
+    if name == "experts":
+        monkeypatch.setattr("benchmarks.models.Checkpoint.folder", lambda *_: Path("floats"))
+    got = CliRunner().invoke(cli, ["bench", name, "--json"], catch_exceptions=False)
+    assert got.exit_code == 0
+    assert json.loads(got.stdout)["bench"] == name
+    assert any(each == module.Plan.quick() or hasattr(each, "quick") for each in seen) or name == "engine"
+    models = [each for each in _paths(seen) if each.suffix == ".jaxllm"]
+    assert {each.stem for each in models} & {*packaged_models()}
+    assert all(each.exists() for each in models)
+
+
+def _paths(values):
+    for each in values:
+        if isinstance(each, Path):
+            yield each
+        elif isinstance(each, tuple):
+            yield from _paths(each)
+        elif hasattr(each, "__dataclass_fields__"):
+            yield from _paths(tuple(vars(each).values()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_long_run_is_asked_for_in_one_way(name):
+    with click.Context(bench_command) as context:
+        command = bench_command.get_command(context, name)
+    (option,) = (each for each in command.params if each.name == "quick")
+    assert (option.opts, option.secondary_opts, option.default) == (["--quick"], ["--full"], True)
+
+
+def test_parts_that_random_weights_lack_are_left_out_aloud(capsys):
+    assert options.parts_without(("a", "b", "c"), ("b", "d"), "no reason") == ("a", "c")
+    assert capsys.readouterr().err == "without b: no reason\n"
+    assert options.parts_without(("a",), ("b",), "no reason") == ("a",)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("elastic", "trace"),
+        ("contexts", "quality"),
+        ("prefill", "accuracy"),
+        ("experts", "losses"),
+        ("speculative", "systems"),
+    ],
+)
+def test_a_part_that_random_weights_lack_cannot_be_chosen(name, part):
+    shape = "moe-1b" if name == "experts" else "110m"
+    got = CliRunner().invoke(cli, ["bench", name, "--shape", shape, "--only", part])
+    assert got.exit_code == 2
+    assert "--only" in got.stderr
+
+
+def test_random_weights_are_measured_without_choosing_a_part(monkeypatch):
+    monkeypatch.setattr("benchmarks.speculation.command._shape_rows", lambda *_: [])
+    got = CliRunner().invoke(cli, ["bench", "speculative", "--shape", "110m"], catch_exceptions=False)
+    assert got.exit_code == 0
+
+
+def bench_speculative(monkeypatch, *options):
+    """What `bench speculative` would measure, how, and how the command ended."""
+    seen = []
+    monkeypatch.setattr("benchmarks.speculation.run.run", lambda *asked: seen.extend(asked[:2]) or [])
+    got = CliRunner().invoke(cli, ["bench", "speculative", *options], catch_exceptions=False)
+    return seen, got
+
+
+def test_budgets_prompts_and_presets_are_what_was_asked_for(monkeypatch, tmp_path):
+    file = tmp_path / "prompts" / "spec_bench.jsonl"
+    file.parent.mkdir()
+    file.write_text("{}")
+    monkeypatch.setenv("JAXLLM_DATA", str(tmp_path))
+    asked = ("--full", "--budget", "25%", "--budget", "0.75", "--preset", "published", "--count", "30")
+    (subject, plan), got = bench_speculative(monkeypatch, *asked, "--prompts", "spec-bench")
+    assert got.exit_code == 0
+    assert (plan.shares, plan.presets, plan.prompts) == ((0.25, 0.75), ("published",), 30)
+    assert subject.prompts == file
+    assert bench_speculative(monkeypatch, "--prompts", str(file))[0][0].prompts == file
+    (subject, plan), _ = bench_speculative(monkeypatch, "--full")
+    assert plan.shares == (0.5,)
+    assert plan.presets == tuple(speculative.PRESETS)
+    assert plan.tried
+    assert subject.prompts is None
+
+
+def test_random_weights_are_not_asked(monkeypatch):
+    for option, value in (("--count", "3"), ("--preset", "ours"), ("--prompts", "spec-bench")):
+        seen, got = bench_speculative(monkeypatch, "--shape", "110m", option, value)
+        assert (seen, got.exit_code) == ([], 2)
+        assert f"{option}: for a --model" in got.stderr
+
+
+def test_prompts_that_are_not_there_are_refused(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAXLLM_DATA", raising=False)
+    seen, got = bench_speculative(monkeypatch, "--prompts", "spec-bench")
+    assert (seen, got.exit_code) == ([], 2)
+    assert "$JAXLLM_DATA" in got.stderr
+    seen, got = bench_speculative(monkeypatch, "--prompts", str(tmp_path / "none.jsonl"))
+    assert (seen, got.exit_code) == ([], 2)
+    assert "no such file" in got.stderr
+
+
+def test_answers_are_judged_where_rouge_is_there(monkeypatch):
+    def missing():
+        raise ConfigError("no rouge-score")
+
+    assert bench_speculative(monkeypatch)[0][1].judged
+    monkeypatch.setattr("jaxllm.tasks.rouge.require_rouge", missing)
+    (_, plan), got = bench_speculative(monkeypatch)
+    assert not plan.judged
+    assert "without BLD and STI" in got.stderr

@@ -1,0 +1,277 @@
+"""llama.cpp as a peer: it computes with our weights, in every setting and at every width.
+
+On one thread in this process, where a benchmark would give it one of its own.
+
+GGUF files: our parameters under llama.cpp's names and in its order.
+
+Drafts in memory: whatever a draft guesses, answers stay the same, and passes are counted.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from benchmarks.peers.drafting import DraftedLlamaSession, NestedSession
+from benchmarks.peers.gguf_file import interleave_halves, refusal, tensor_bytes, write_gguf
+from benchmarks.peers.llama import LlamaCpp, LlamaCppSession, gguf_of
+from benchmarks.peers.ours import BLOCKS, EngineSession
+from benchmarks.peers.peer import Opening
+from jaxllm import Engine, EngineOptions, GenerationConfig
+from jaxllm.config import RopeConfig
+from jaxllm.serving.runners.scorer import Scorer
+from tests.tiny import TINY, random_params, tiny_params, write_tiny_folder
+
+# Every row of these divides into blocks of 32.
+EVEN = dataclasses.replace(TINY, ffn_size=96, tied_head=False)
+
+
+def nothing(*_):
+    pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    for library in ("gguf", "llama_cpp"):
+        pytest.importorskip(library)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "tiny"
+    return write_tiny_folder(path, cfg=EVEN, params=tiny_params(EVEN))
+
+
+def session(folder, file_type):
+    opening = Opening(peer="llama.cpp", model=folder, format=file_type, threads=1, context_tokens=64)
+    return LlamaCpp().open(opening, nothing)
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    options = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,))
+    return Engine.open(folder, weights="f32", options=options)
+
+
+def test_floats_score_as_ours(folder, ours):
+    tokens = np.random.default_rng(1).integers(0, EVEN.vocab_size, 40).tolist()
+    targets = [*tokens[1:], 3]
+    scorer = Scorer(ours.runner)
+    scorer.prepare(len(tokens))
+    expected = scorer.score(tokens, targets)
+    got = session(folder, "F32").score(tokens, targets)
+    # llama.cpp keeps keys and values in float16.
+    np.testing.assert_allclose(got, expected, atol=0.02)
+
+
+def test_floats_decode_as_ours_in_every_setting(folder, ours):
+    prompt = list(range(20))
+    expected = ours.generate(prompt, GenerationConfig(max_tokens=12, ignore_eos=True)).tokens
+    peer = session(folder, "F32")
+    for setting in peer.settings:
+        first = peer.prefill(prompt, setting)
+        assert [first, *peer.decode(11, setting)] == list(expected)
+
+
+def test_prompts_longer_than_a_batch_are_one_prompt(folder, monkeypatch):
+    whole = session(folder, "F32")
+    prompt = list(range(40))
+    expected = whole.prefill(prompt, whole.settings[0]), whole.score(prompt, prompt)
+    monkeypatch.setattr("benchmarks.peers.llama._BATCH_TOKENS", 16)
+    cut = session(folder, "F32")
+    assert cut.prefill(prompt, cut.settings[0]) == expected[0]
+    np.testing.assert_allclose(cut.score(prompt, prompt), expected[1], atol=0.01)
+
+
+@pytest.mark.parametrize(("file_type", "bits"), [("Q8_0", 8.5), ("Q4_0", 4.5), ("BF16", 16.0)])
+def test_every_matrix_is_narrowed(folder, file_type, bits):
+    sizes = tensor_bytes(gguf_of(folder, file_type, threads=1, progress=nothing))
+    for name, (size, count) in sizes.items():
+        assert 8 * size / count == (32.0 if "norm" in name else bits)
+    facts = session(folder, file_type).facts()
+    assert facts["weight_bytes"] == sum(size for size, _ in sizes.values())
+    assert facts["weight_bytes"] - facts["step_bytes"] == sizes["token_embd.weight"][0]
+
+
+def test_no_wider_file_is_left_behind(tmp_path):
+    folder = write_tiny_folder(tmp_path / "tiny", cfg=EVEN, params=tiny_params(EVEN))
+    made = gguf_of(folder, "Q4_0", threads=1, progress=nothing)
+    assert list(made.parent.glob("*.gguf")) == [made]
+
+
+def test_files_are_made_once_and_again_when_the_folder_changes(folder):
+    first = gguf_of(folder, "Q8_0", threads=1, progress=nothing)
+    made = first.stat().st_mtime_ns
+    assert gguf_of(folder, "Q8_0", threads=1, progress=nothing).stat().st_mtime_ns == made
+    write_tiny_folder(folder, cfg=EVEN, params=tiny_params(EVEN))
+    again = gguf_of(folder, "Q8_0", threads=1, progress=nothing)
+    assert again != first
+    assert not first.exists()
+
+
+def written(path, cfg, params):
+    gguf = pytest.importorskip("gguf")
+    write_gguf(path, cfg, params.items(), nothing)
+    return {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(path).tensors}
+
+
+def test_halves_of_a_head_are_interleaved():
+    rows = np.arange(6)[None, :, None]  # one head of 6
+    assert interleave_halves(rows)[0, :, 0].tolist() == [0, 3, 1, 4, 2, 5]
+
+
+def test_interleaving_turns_the_right_pairs():
+    """Rotating neighbours after it is rotating halves before it: the law that makes scores agree."""
+    size, angles = 8, np.linspace(0.1, 1.5, 4)
+    vector = np.random.default_rng(0).normal(size=(1, size, 1))
+    cos, sin = np.cos(angles), np.sin(angles)
+    low, high = vector[0, : size // 2, 0], vector[0, size // 2 :, 0]
+    halves = np.concatenate([low * cos - high * sin, low * sin + high * cos])
+    pairs = interleave_halves(vector)[0, :, 0].reshape(-1, 2)
+    neighbours = np.stack([pairs[:, 0] * cos - pairs[:, 1] * sin, pairs[:, 0] * sin + pairs[:, 1] * cos], -1)
+    np.testing.assert_allclose(neighbours.ravel(), interleave_halves(halves[None, :, None])[0, :, 0])
+
+
+def test_every_tensor_is_there_in_llama_cpps_order(tmp_path):
+    params = random_params(EVEN)
+    tensors = written(tmp_path / "model.gguf", EVEN, params)
+    layer = (
+        "attn_norm",
+        "attn_q",
+        "attn_k",
+        "attn_v",
+        "attn_output",
+        "ffn_norm",
+        "ffn_gate",
+        "ffn_up",
+        "ffn_down",
+    )
+    expected = {f"blk.{i}.{name}.weight" for i in range(EVEN.layers) for name in layer}
+    assert set(tensors) == expected | {"token_embd.weight", "output_norm.weight", "output.weight"}
+    np.testing.assert_array_equal(tensors["output.weight"], params["head"])
+    np.testing.assert_array_equal(tensors["blk.1.ffn_up.weight"], params["layers.1.ffn.up"])
+    # Matrices that come back to the model's width are stored by output there, by input here.
+    np.testing.assert_array_equal(tensors["blk.1.ffn_down.weight"], params["layers.1.ffn.down"].T)
+    o = params["layers.0.attn.o"].reshape(-1, EVEN.hidden_size)
+    np.testing.assert_array_equal(tensors["blk.0.attn_output.weight"], o.T)
+    v = params["layers.0.attn.v"].reshape(-1, EVEN.hidden_size)
+    np.testing.assert_array_equal(tensors["blk.0.attn_v.weight"], v)
+    q = params["layers.0.attn.q"].reshape(EVEN.heads, 2, EVEN.head_dim // 2, EVEN.hidden_size)
+    stored = tensors["blk.0.attn_q.weight"].reshape(EVEN.heads, EVEN.head_dim // 2, 2, EVEN.hidden_size)
+    np.testing.assert_array_equal(stored[:, :, 1], q[:, 1])
+
+
+def test_a_tied_head_is_written_once(tmp_path):
+    cfg = dataclasses.replace(EVEN, tied_head=True)
+    assert "output.weight" not in written(tmp_path / "model.gguf", cfg, random_params(cfg))
+
+
+def test_nothing_is_left_of_a_file_that_fails(tmp_path):
+    pytest.importorskip("gguf")
+
+    def broken():
+        yield next(iter(random_params(EVEN).items()))
+        raise RuntimeError("disk on fire")
+
+    with pytest.raises(RuntimeError):
+        write_gguf(tmp_path / "model.gguf", EVEN, broken(), nothing)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "qwen2"},
+        {"qkv_bias": True},
+        {"activation": "gelu"},
+        {"attention_windows": (4, 0)},
+        {"rope": RopeConfig(dim=16, kind="yarn", factor=2.0, original_window_tokens=64)},
+    ],
+)
+def test_models_without_words_in_gguf_are_refused(change):
+    assert refusal(TINY) is None
+    assert "GGUF" in refusal(dataclasses.replace(TINY, **change))
+
+
+VOCAB = 11
+
+
+class Counting:
+    """A model whose next token follows from all before it, in the place of llama.cpp's."""
+
+    def __init__(self, *, wrong_at=(), sure=True):
+        self.memory, self.wrong_at, self.sure = [], wrong_at, sure
+        self.settings = ("usual",)
+
+    def begin(self, setting):
+        self.memory = []
+
+    def forget(self, seen):
+        assert seen <= len(self.memory)
+        self.memory = self.memory[:seen]
+
+    def feed(self, tokens):
+        return self.feed_all(tokens, len(self.memory))[-1]
+
+    def feed_all(self, tokens, seen):
+        assert seen == len(self.memory)
+        rows = np.zeros((len(tokens), VOCAB))
+        for row, token in zip(rows, tokens, strict=True):
+            self.memory.append(token)
+            guess = (sum(self.memory) + len(self.memory)) % VOCAB
+            wrong = len(self.memory) in self.wrong_at
+            row[(guess + wrong) % VOCAB] = 9.0 if self.sure else 0.5
+        return rows
+
+
+def answered(draft, tokens=30, most=4):
+    target = Counting()
+    session = object.__new__(DraftedLlamaSession)
+    for name in ("begin", "forget", "feed", "feed_all"):
+        setattr(session, name, getattr(target, name))
+    session._passes = 0
+    session._kinds = {"usual, lines": ("usual", most, draft)}
+    first = session.prefill([1, 2, 3], "usual, lines")
+    return [first, *session.decode(tokens, "usual, lines")], session.passes()
+
+
+def test_answers_are_those_of_the_target_alone():
+    alone, _ = answered(Counting(), most=0)
+    assert len(alone) == 31
+    for draft in (Counting(), Counting(wrong_at=range(5, 40, 3)), Counting(sure=False)):
+        ids, passes = answered(draft)
+        assert ids == alone
+        assert passes <= 30
+    # A right line of 4 gives 5 tokens; one that is not sure ends after its first token.
+    assert answered(Counting())[1] == 6
+    assert answered(Counting(sure=False))[1] == 15
+
+
+def test_a_drafted_engine_says_what_its_engine_says(tmp_path):
+    folder = write_tiny_folder(tmp_path / "tiny", cfg=TINY, params=tiny_params(TINY))
+
+    def session(kind, format_, **options):
+        opening = Opening(
+            peer="any", model=folder, format=format_, threads=1, context_tokens=64, options=options
+        )
+        return kind(opening, lambda *_: None)
+
+    drafted = session(NestedSession, "int8-nested", answer_tokens=13, draft=str(folder))
+    assert drafted.settings == ("drafts of high planes", "drafts of tiny")
+    alone = session(EngineSession, "int8-nested", context_tokens=64)
+    prompt = [3, 4, 5, 6]
+    first = alone.prefill(prompt, BLOCKS)
+    answer = alone.decode(12, BLOCKS)
+    for setting in drafted.settings:
+        before = drafted.passes()
+        assert drafted.prefill(prompt, setting) == first
+        assert drafted.decode(12, setting) == answer
+        assert 0 < drafted.passes() - before <= 12
+    assert drafted.facts()["weight_bytes"] > 0
+
+
+def test_the_binding_has_what_drafts_call():
+    for name in ("begin", "forget", "feed", "feed_all"):
+        assert callable(getattr(LlamaCppSession, name))
+    llama_cpp = pytest.importorskip("llama_cpp")
+    assert llama_cpp.llama_memory_seq_rm

@@ -1,0 +1,582 @@
+"""The bench of models larger than memory: its baselines, its prompts, its figures.
+
+Systems in memory answer the same prompts in turns, each at its fastest setting.
+
+Models that enlarge keep what they say.
+
+Figures of answers by hand, and what tuning takes.
+
+Bitwidths of STI's shards by their importance.
+"""
+
+import dataclasses
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.harness.machine import DEVICES
+from benchmarks.harness.report import OURS
+from benchmarks.peers import DRAFTED, PEERS
+from benchmarks.speculation import answers as tuning
+from benchmarks.speculation import in_memory, memory, run, shards
+from benchmarks.speculation.answers import (
+    TASKS,
+    agreement,
+    fastest,
+    mean_interval,
+    quality_rows,
+    ratio_interval,
+    read_prompts,
+    rouge_l,
+    spec_bench,
+    spent,
+    time_rows,
+    token_ms,
+    tuned,
+)
+from benchmarks.speculation.in_memory import (
+    LLAMA,
+    LLAMA_DRAFTED,
+    NESTED,
+    PLAIN,
+    enlarge,
+    enlarged_bundle,
+    in_memory_rows,
+)
+from benchmarks.speculation.shards import narrow_bundles, plan_widths, shard_importance, shards_of
+from benchmarks.speculation.systems import (
+    PUBLISHED,
+    Setting,
+    Thresholds,
+    _options,
+    big_little,
+    drafted,
+    fixed_lines,
+    plain,
+    systems,
+    tuned_systems,
+)
+from jaxllm.bundle import Bundle
+from jaxllm.errors import ConfigError
+from jaxllm.models import decoder
+from jaxllm.models.parameters import param_specs
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.opening.engine import Engine
+from tests import tiny_encdec
+from tests.tiny import TINY, random_params, tiny_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
+
+CFG = dataclasses.replace(TINY, layers=6, attention_windows=())
+SMALL = dataclasses.replace(TINY, layers=1, attention_windows=())
+CONFIG = GenerationConfig(max_tokens=12, ignore_eos=True)
+PROMPT = list(range(40, 60))
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("speculative")
+    write_tiny_bundle(folder / "target.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG))
+    write_tiny_bundle(folder / "draft.jaxllm", "int8", cfg=SMALL, params=tiny_params(SMALL))
+    engine = Engine.open(folder / "target.jaxllm", warm_up=False)
+    return Setting(
+        model=folder / "target.jaxllm",
+        draft=folder / "draft.jaxllm",
+        narrow={},
+        weights_bytes=int(0.9 * engine.model.bundle.weight_bytes),
+        context_tokens=128,
+        storage=DEVICES["eufs"].storage,
+    )
+
+
+def answer(engine):
+    found = engine.generate(PROMPT, CONFIG).tokens
+    engine.close()
+    return found
+
+
+@pytest.mark.slow
+def test_exact_systems_give_the_targets_answer(setting):
+    whole = Engine.open(setting.model, options=EngineOptions(context_tokens=128))
+    expected = answer(whole)
+    tuned = {name: list(each.values())[-1] for name, each in tuned_systems(baselines=False).items()}
+    assert list(tuned) == [f"{OURS}-no-fallback", f"{PUBLISHED}-no-fallback"]
+    published = [each for name, each in systems().items() if name.startswith(PUBLISHED)]
+    assert len(published) == 3
+    others = (drafted, plain, lambda s: plain(s, read_ahead=False), lambda s: fixed_lines(s, 2))
+    for opened in (*others, *published, *tuned.values()):
+        engine = opened(setting)
+        assert engine.model.streamed is not None
+        assert answer(engine) == expected
+
+
+@pytest.mark.slow
+def test_big_little_keeps_what_the_large_model_does_not_find_too_unlikely(setting):
+    expected = answer(plain(setting))
+    # Nothing is sure enough to be said by the small model alone, or nothing of it may stay.
+    for thresholds in (Thresholds(fallback=2.0, rollback=3.0), Thresholds(fallback=0.6, rollback=-1.0)):
+        assert answer(big_little(setting, thresholds)) == expected
+    # All of it may stay: the small model's answer, but for a token of the large one now and then.
+    engine = big_little(setting, Thresholds(fallback=0.0, rollback=1e9))
+    small = Engine.open(setting.draft, options=EngineOptions(context_tokens=128))
+    first, *rest = engine.generate(PROMPT, CONFIG).tokens
+    assert first == expected[0]
+    assert small.generate([*PROMPT, first], CONFIG).tokens[:10] == rest[:10]
+    assert engine.speculation.counts.acceptance_length > 5
+    engine.close()
+
+
+@pytest.mark.slow
+def test_systems_answer_sources_as_the_target_in_memory(tmp_path):
+    small = dataclasses.replace(tiny_encdec.ENCODER, layers=1, attention_windows=(0,))
+    draft = dataclasses.replace(small, encoder=small, window_tokens=64)
+    deep = dataclasses.replace(tiny_encdec.ENCODER, layers=4, attention_windows=(0,) * 4)
+    target = dataclasses.replace(deep, encoder=deep, window_tokens=64)
+    for name, cfg in (("target", target), ("draft", draft)):
+        tiny_encdec.write_bundle(tmp_path / f"{name}.jaxllm", "int8", cfg=cfg)
+    (tmp_path / "pairs.txt").write_text("the hello\tder Gruß\nhello there\n", encoding="utf-8")
+    whole = Engine.open(tmp_path / "target.jaxllm", options=EngineOptions(context_tokens=64))
+    prompts = read_prompts(
+        None, whole.tokenizer, count=4, most_tokens=40, seed=0, file=tmp_path / "pairs.txt"
+    )
+    assert sorted(prompts["sources"]) == sorted(
+        whole.tokenizer.encode(each) for each in ("the hello", "hello there")
+    )
+    setting = Setting(
+        model=tmp_path / "target.jaxllm", draft=tmp_path / "draft.jaxllm", narrow={},
+        weights_bytes=int(0.9 * whole.model.bundle.weight_bytes), context_tokens=64,
+        storage=DEVICES["eufs"].storage,
+    )  # fmt: skip
+    opened = {"Std": partial(plain, read_ahead=False), "StdPL": plain, "SP": partial(fixed_lines, length=2)}
+    expected = [whole.generate(each, CONFIG).tokens for each in prompts["sources"]]
+    for name, of in {OURS: drafted, **opened}.items():
+        engine = of(setting)
+        assert engine.model.streamed is not None, name
+        assert [engine.generate(each, CONFIG).tokens for each in prompts["sources"]] == expected, name
+        engine.close()
+
+
+def test_encoder_decoders_are_refused_by_name(tmp_path):
+    path = tiny_encdec.write_bundle(tmp_path / "t5.jaxllm", "int8")
+    with pytest.raises(ConfigError, match="enlarged models: not for encoder-decoders"):
+        enlarged_bundle(path, 2)
+
+
+def test_every_system_has_a_name():
+    names = [*systems(), *tuned_systems()]
+    assert names[0] == OURS
+    assert {"Std", "StdPL", "SP", "BLD", "STI"} < set(names)
+    none = {"baselines": False, "ablations": False, "presets": ("ours",)}
+    assert [*systems(**none), *tuned_systems(**none)] == [OURS]
+    assert not {*systems(baselines=False), *tuned_systems(baselines=False)} & {
+        "Std",
+        "StdPL",
+        "SP",
+        "BLD",
+        "STI",
+    }
+    # Of LLMCad's three techniques each is left out once.
+    left_out = {name.removeprefix(f"{PUBLISHED}-") for name in names if name.startswith(f"{PUBLISHED}-")}
+    assert left_out == {"no-tree", "no-fallback", "no-pipeline"}
+    only = {"presets": ("published",)}
+    assert not [name for name in (*systems(**only), *tuned_systems(**only)) if name.startswith(f"{OURS}-")]
+
+
+def test_prompts_are_held_out_and_fit(tmp_path):
+    story = "Once there was a dog. " + "It ran far and was glad. " * 12
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "tinystories_valid.txt").write_text("\n<|endoftext|>\n".join([story] * 6))
+    (tmp_path / "tasks" / "compression").mkdir(parents=True)
+    lines = [json.dumps({"text": f"the {n} dogs ran home", "summaries": ["dogs ran"]}) for n in range(100)]
+    for name in ("google", "broadcast", "gigaword"):
+        (tmp_path / "tasks" / "compression" / f"{name}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "tasks" / "samsum").mkdir()
+    chat = json.dumps({"dialogue": "Ann: hi\nBob: hello", "summary": "They greet."})
+    (tmp_path / "tasks" / "samsum" / "valid.jsonl").write_text("\n".join([chat] * 6))
+    from jaxllm.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(tiny_tokenizer())
+    found = read_prompts(tmp_path, tokenizer, count=3, most_tokens=120, seed=0)
+    assert list(found) == list(TASKS)
+    assert all(0 < len(each) <= 120 for prompts in found.values() for each in prompts)
+    assert len(found["story"]) == len(found["shorten"]) == 3
+    assert found == read_prompts(tmp_path, tokenizer, count=3, most_tokens=120, seed=0)
+    with pytest.raises(ConfigError, match=r"tinystories_valid\.txt: cannot be read"):
+        read_prompts(tmp_path / "nowhere", tokenizer, count=1, most_tokens=99, seed=0)
+
+
+LINES = [
+    {"question_id": 1, "category": "writing", "turns": ["Write a poem.", "Now another."]},
+    {"question_id": 2, "category": "qa", "turns": ["Who wrote it?"]},
+    {"question_id": 3, "category": "rag", "turns": ["word " * 400]},
+    {"question_id": 4, "category": "coding", "turns": ["Sort a list."]},
+]
+
+
+def test_prompts_of_spec_bench_are_asked_by_category(tmp_path):
+    from jaxllm.text.tokenizer import Tokenizer
+
+    file = tmp_path / "question.jsonl"
+    file.write_text("\n".join(map(json.dumps, LINES)))
+    found = spec_bench(file)
+    assert [each.user for each in found["multi-turn conversation"]] == ["Write a poem.", "Sort a list."]
+    assert [len(each) for each in found.values()] == [2, 0, 0, 1, 0, 1]
+    tokenizer = Tokenizer(tiny_tokenizer())
+    # What is too long, and categories without prompts, are left out.
+    asked = read_prompts(None, tokenizer, count=5, most_tokens=100, seed=0, file=file)
+    assert {task: len(each) for task, each in asked.items()} == {"multi-turn conversation": 2, "qa": 1}
+    with pytest.raises(ConfigError, match="has at most 1 tokens"):
+        read_prompts(None, tokenizer, count=5, most_tokens=1, seed=0, file=file)
+    for line in ("{", "[]", json.dumps({"category": "qa", "turns": []}), json.dumps({"turns": ["a"]})):
+        file.write_text(f"{json.dumps(LINES[0])}\n{line}\n")
+        with pytest.raises(ConfigError, match="line 2: is no prompt of Spec-Bench"):
+            spec_bench(file)
+
+
+def test_the_real_spec_bench_is_read(data_dir):
+    file = data_dir / "prompts" / "spec_bench.jsonl"
+    if not file.is_file():
+        pytest.skip("Spec-Bench is not here")
+    assert {task: len(each) for task, each in spec_bench(file).items()} == dict.fromkeys(
+        ("multi-turn conversation", "translation", "summarization", "qa", "math_reasoning", "rag"), 80
+    )
+
+
+@pytest.mark.slow
+def test_a_run_has_rows_of_every_system(setting, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "cache_folder", lambda: tmp_path / "cache")
+    file, told = tmp_path / "question.jsonl", []
+    file.write_text("\n".join(map(json.dumps, LINES)))
+    subject = run.Subject(model=setting.model, draft=setting.draft, prompts=file)
+    plan = run.Plan(
+        prompts=2,
+        tokens=6,
+        tried=0,
+        context_tokens=128,
+        shares=(0.01, 0.9),
+        devices=(DEVICES["eufs"],),
+        parts=("systems",),
+    )
+    rows = run.run(subject, plan, tell=told.append)
+    assert len(told) == 1
+    assert "1% of the model in memory: a memory budget" in told[0]
+    whole = {row.baseline: row for row in rows if row.case.endswith("all tasks") and row.system == OURS}
+    others = {PUBLISHED, "Std", "StdPL", "SP", "BLD", "STI"}
+    assert others <= {*whole}
+    assert {row.system for row in rows} == {OURS, *others}
+    metrics = {"tpot_ms", "rouge_l", "acceptance_length", "useful_share", "draft_ms", "verify_ms"}
+    assert {row.metric for row in rows} == metrics
+    assert [row.value for row in rows if row.metric == "rouge_l" and row.system == OURS] == [1, 1]
+    with pytest.raises(ConfigError, match="no budget holds a draft"):
+        run.run(subject, dataclasses.replace(plan, shares=(0.01,)))
+    with pytest.raises(ConfigError, match="all prompts are taken"):
+        run.run(subject, dataclasses.replace(plan, tried=2))
+
+
+@pytest.mark.slow
+def test_memory_is_measured_in_a_process_of_its_own(setting, monkeypatch):
+    monkeypatch.setattr(memory, "_BLOCK_BYTES", 1 << 16)
+    budget = _options(setting, setting.model).memory_bytes
+    rows = memory.memory_rows(setting.model, [budget])
+    values = {row.metric: row for row in rows}
+    assert set(values) == {"peak_memory_bytes", "tpot_ms", "bandwidth_share"}
+    assert values["peak_memory_bytes"].baseline == "budget"
+    assert np.isfinite([row.value for row in rows]).all()
+    with pytest.raises(ConfigError, match="all of the model fits"):
+        memory.memory_rows(setting.model, [1 << 30])
+
+
+PROMPTS = {"chat": [[1, 2], [3, 4]], "summary": [[5, 6]]}
+# Milliseconds of a token in each setting.
+SPEEDS = {NESTED: {"own": 2.0}, PLAIN: {"blocks": 3.0, "single": 4.0}, LLAMA: {"a": 7.0, "b": 6.0}}
+
+
+@dataclasses.dataclass
+class Scripted:
+    """A system whose answers take as long as its setting says."""
+
+    label: str
+    opening: object
+    progress: object
+
+    def __post_init__(self):
+        self.asked = []
+        self.speeds = SPEEDS[self.opening.peer]
+        self.settings = list(self.speeds)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait_until_asleep(self):
+        pass
+
+    def answer(self, prompt, tokens, setting):
+        self.asked.append(setting)
+        ids = [7] * (1 + tokens) if self.opening.peer != LLAMA or prompt != [5, 6] else [8] * (1 + tokens)
+        passes = tokens // 4 if self.opening.peer == NESTED else 0
+        return {"decode_ms": self.speeds[setting] * tokens, "passes": passes, "ids": ids}
+
+
+def test_each_system_stands_beside_ours_at_its_fastest(tmp_path, monkeypatch):
+    folder = write_tiny_folder(tmp_path / "tiny", cfg=TINY, params=tiny_params(TINY))
+    monkeypatch.setattr(in_memory, "Child", Scripted)
+    monkeypatch.setattr(type(PEERS[LLAMA]), "missing", lambda self: None)
+    monkeypatch.setattr(type(DRAFTED[1]), "missing", lambda self: "llama_cpp")
+    told = []
+    rows = in_memory_rows(
+        folder, PROMPTS, {}, tokens=8, context_tokens=64, progress=lambda *_: None, tell=told.append
+    )
+    assert told == [f"without {LLAMA_DRAFTED}: llama_cpp is not installed: pip install 'jaxllm[peers]'"]
+    ratios = {row.baseline: row.ratio for row in rows if row.baseline}
+    assert ratios == {PLAIN: pytest.approx(1.5), LLAMA: pytest.approx(3.0)}
+    notes = {row.system: row.note for row in rows}
+    assert "4.0 tokens a pass" in notes[NESTED]
+    assert "b; 2 of 3 answers are those of jaxllm" in notes[LLAMA]
+
+
+ONE = dataclasses.replace(TINY, layers=2, attention_windows=())
+
+
+def logits(cfg, params):
+    tokens = jnp.arange(20, 40)[None]
+    return np.asarray(decoder.logits(params, decoder.forward_documents(params, tokens, cfg=cfg), cfg=cfg))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        # Every head has keys of its own.
+        {"heads": 4, "kv_heads": 4},
+        {"heads": 6, "kv_heads": 2},
+        {"qkv_bias": True, "o_bias": True, "ffn_bias": True, "gated_ffn": False},
+        {"qk_norm": True, "post_norms": True},
+    ],
+)
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_grown_model_says_the_same(change, times):
+    cfg = dataclasses.replace(ONE, **change)
+    params = {name: np.float32(0.3) * value for name, value in random_params(cfg).items()}
+    large, values = enlarge(cfg, params, times)
+    enlarged = dict(values)
+    specs = param_specs(large)
+    assert {name: value.shape for name, value in enlarged.items()} == {n: s.shape for n, s in specs.items()}
+    assert (large.layers, large.ffn_size) == (times * cfg.layers, times * cfg.ffn_size)
+    np.testing.assert_allclose(logits(large, enlarged), logits(cfg, params), rtol=2e-4, atol=2e-4)
+    # What was added is no zeros, which storage might skip.
+    matrices = [value for name, value in enlarged.items() if value.ndim > 1 and "bias" not in name]
+    assert np.mean([np.mean(value == 0) for value in matrices]) < 0.01
+
+
+def test_a_bundle_grows_once_at_its_own_width(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
+    small = write_tiny_bundle(tmp_path / "small.jaxllm", "int8", cfg=ONE)
+    path = enlarged_bundle(small, 3)
+    large = Bundle.open(path)
+    assert large.layout.weights == "int8"
+    assert large.cfg.layers == 3 * ONE.layers
+    assert large.weight_bytes > 4 * Bundle.open(small).weight_bytes
+    written = path.stat().st_mtime_ns
+    assert enlarged_bundle(small, 3) == path
+    assert path.stat().st_mtime_ns == written
+
+
+def test_models_that_cannot_grow_are_refused():
+    for change, times in (({"heads": 3, "kv_heads": 3}, 2), ({}, 1), ({"ffn_size": 31}, 2)):
+        cfg = dataclasses.replace(ONE, **change)
+        with pytest.raises(ConfigError, match="enlarge"):
+            enlarge(cfg, {}, times)
+
+
+def said(tokens, ttft_ms, total_ms, text=""):
+    timings = SimpleNamespace(ttft_ms=ttft_ms, total_ms=total_ms)
+    return SimpleNamespace(tokens=tokens, timings=timings, text=text)
+
+
+def took(*each_ms, tokens=10):
+    """Answers of one task, each of so many tokens after the first and so many milliseconds for them."""
+    return {"a": [said([1] * (tokens + 1), 5.0, 5.0 + ms) for ms in each_ms]}
+
+
+def test_tasks_count_alike_however_long_their_answers_are():
+    answers = {
+        "long": [said([1] * 11, 5.0, 105.0), said([1] * 11, 5.0, 25.0)],
+        "short": [said([1, 2], 5.0, 7.0), said([1], 5.0, 5.0)],
+    }
+    assert token_ms(spent(answers)) == pytest.approx(((100 + 20) / 20 + 2) / 2)
+    with pytest.raises(ConfigError, match="no answer had more than one token"):
+        token_ms(spent({"none": [said([1], 5.0, 5.0)]}))
+
+
+def test_agreement_is_of_tokens_at_their_places():
+    ours, theirs = {"a": [said([1, 2, 3, 9], 0, 0)]}, {"a": [said([1, 5, 3, 4, 7], 0, 0)]}
+    assert agreement(ours, theirs) == pytest.approx(2 / 5)
+
+
+def test_intervals_are_paired():
+    def interval(ours, theirs):
+        return ratio_interval(spent(ours), spent(theirs))
+
+    # Prompts differ much, the systems by the same factor at each: the interval is a point.
+    assert interval(took(10, 100, 1000), took(20, 200, 2000)) == pytest.approx((2, 2))
+    # One of two prompts is 1, the other 3 times as fast, and as long in ours: draws are 1, 2 and 3.
+    assert interval(took(10, 10), took(10, 30)) == pytest.approx((1, 3))
+    both = {**took(10), "b": took(10)["a"], "none": [said([1], 5.0, 5.0)]}
+    other = {**took(30), "b": took(10)["a"], "none": both["none"]}
+    assert interval(both, other) == pytest.approx((2, 2))
+    assert mean_interval([0.5, 0.5]) == (0.5, 0.5)
+    low, high = mean_interval([0.0, 1.0] * 50)
+    assert low == pytest.approx(0.4, abs=0.02)
+    assert high == pytest.approx(0.6, abs=0.02)
+
+
+def test_rouge_is_of_the_targets_own_answers():
+    target = {"a": [said([], 0, 0, "the cat sat on a mat"), said([], 0, 0, "")]}
+    ours = {"a": [said([], 0, 0, "the cat sat"), said([], 0, 0, "")]}
+    # Three words of three, and three of six; an empty answer to an empty one is right.
+    assert rouge_l(ours, target) == pytest.approx([2 * 1 * 0.5 / 1.5, 1])
+
+
+def test_rows_compare_ours_and_what_is_published():
+    names = ("jaxllm", "LLMCad", "StdPL", "BLD", "LLMCad-no-tree")
+    answers = {name: took(ms, ms) for name, ms in zip(names, (10, 20, 40, 30, 50), strict=True)}
+    for each in answers["BLD"]["a"]:
+        each.text = "other"
+    rows = time_rows("case", answers, dict.fromkeys(names, "so"))
+    whole = {(r.system, r.baseline): r for r in rows if r.case == "case: all tasks"}
+    assert {key: row.ratio for key, row in whole.items() if key[1]} == {
+        ("jaxllm", "LLMCad"): 2,
+        ("jaxllm", "StdPL"): 4,
+        ("jaxllm", "BLD"): 3,
+        ("LLMCad", "LLMCad-no-tree"): 2.5,
+    }
+    assert whole["jaxllm", "StdPL"].note == "paired 95 % in [4.00x, 4.00x] of 2 prompts; so"
+    assert whole["StdPL", None].note == "so"
+    # One prompt says nothing of others.
+    alone = {name: {"a": each["a"][:1]} for name, each in answers.items()}
+    assert {row.note for row in time_rows("case", alone, dict.fromkeys(names, "so"))} == {None, "so"}
+    quality = {(r.system, r.baseline): r.value for r in quality_rows("case", answers)}
+    assert quality == {("jaxllm", "BLD"): 1, ("BLD", None): 0}
+    assert quality_rows("case", {name: answers[name] for name in ("jaxllm", "StdPL")}) == []
+
+
+def test_the_fastest_of_the_accurate_ones_is_taken():
+    times = {"a": 1.0, "b": 2.0, "c": 3.0}
+    assert fastest(times, dict.fromkeys(times, 1.0)) == "a"
+    assert fastest(times, {"a": 0.5, "b": 0.92, "c": 0.96}) == "b"
+    assert fastest(times, {"a": 0.5, "b": 0.6, "c": 0.96}) == "c"
+
+
+class Candidate:
+    """Answers in so many milliseconds."""
+
+    def __init__(self, ms, text):
+        self.ms, self.text, self.asked, self.closed = ms, text, 0, False
+
+    def generate(self, prompt, config):
+        self.asked += 1
+        return said([1] * 11, 5.0, 5.0 + self.ms, self.text)
+
+    def close(self):
+        self.closed = True
+
+
+def test_tuning_opens_all_and_keeps_one():
+    made = {
+        "quick": Candidate(10, "no"),
+        "right": Candidate(20, "so it is"),
+        "slow": Candidate(30, "so it is"),
+    }
+    candidates = {name: lambda _, engine=engine: engine for name, engine in made.items()}
+    target, config = Candidate(40, "so it is"), GenerationConfig()
+    asked = {"a": [[1], [2]]}
+    engine, how = tuned("BLD", candidates, None, target, asked, config)  # pyright: ignore
+    assert engine is made["right"]
+    tried = "quick: 1.0 ms at a Rouge-L of 0.00, right: 2.0 ms, slow: 3.0 ms"
+    assert how == f"right, the best of these on 2 other prompts ({tried})"
+    assert [each.closed for each in (*made.values(), target)] == [True, False, True, False]
+    assert [each.asked for each in made.values()] == [2, 2, 2]
+    engine, how = tuned("BLD", candidates, None, target, {}, config)  # pyright: ignore
+    assert (engine, how) == (made["right"], "right, not tuned")
+    assert tuning._TOLERANCE < 0.1
+
+
+SHARDED = dataclasses.replace(TINY, layers=2, attention_windows=())
+TEXTS = [list(range(5, 45)), list(range(60, 80))]
+
+
+def test_what_is_left_goes_to_the_important_shards():
+    sizes, importance = {"a": 100, "b": 100, "c": 50, "d": 50}, {"a": 0.1, "b": 0.4, "c": 0.3, "d": 0.2}
+    assert plan_widths(importance, sizes, 4) == dict.fromkeys(sizes, 4)
+    # 300 bits are left above 4 each: none is enough for `b`, which is most important; `c` takes 200 of them.
+    assert plan_widths(importance, sizes, 5) == {"a": 4, "b": 4, "c": 8, "d": 4}
+    # 600 above 4: 400 for `b`, 200 for `c`.
+    assert plan_widths(importance, sizes, 6) == {"a": 4, "b": 8, "c": 8, "d": 4}
+    # 300 above 2: 200 for `b` at 4, and 100 for `c`.
+    assert plan_widths(importance, sizes, 3) == {"a": 2, "b": 4, "c": 4, "d": 2}
+    with pytest.raises(ConfigError, match="2 bits at least"):
+        plan_widths(importance, sizes, 1.5)
+
+
+def test_a_shard_is_a_layers_attention_or_its_block():
+    found = shards_of(SHARDED)
+    assert list(found) == ["layers.0.attn", "layers.0.ffn", "layers.1.attn", "layers.1.ffn"]
+    assert found["layers.1.attn"] == [f"layers.1.attn.{each}" for each in ("q", "k", "v", "o")]
+    assert not [name for names in found.values() for name in names if "norm" in name or "bias" in name]
+
+
+def test_a_shard_that_does_nothing_is_unimportant():
+    params = {name: np.asarray(each, np.float32) for name, each in tiny_params(SHARDED).items()}
+    # Nothing that this block computes is added to the residual stream.
+    params["layers.1.ffn.down"] = np.zeros_like(params["layers.1.ffn.down"])
+    found = shard_importance(SHARDED, params, TEXTS, 2)
+    assert list(found) == list(shards_of(SHARDED))
+    assert found["layers.1.ffn"] == pytest.approx(0, abs=1e-6)
+    wider = shard_importance(SHARDED, params, TEXTS, 8)
+    assert all(found[each] > 10 * abs(wider[each]) > 0 for each in found if each != "layers.1.ffn")
+    with pytest.raises(ConfigError, match="there are none"):
+        shard_importance(SHARDED, params, [[]], 2)
+
+
+@pytest.mark.slow
+def test_bundles_of_mixed_widths_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "cache_folder", lambda: tmp_path / "cache")
+    write_tiny_bundle(tmp_path / "target.jaxllm", "int8", cfg=SHARDED, params=tiny_params(SHARDED))
+    made = narrow_bundles(tmp_path / "target.jaxllm", (3.0, 4.0, 6.0), TEXTS)
+    widths = {}
+    for bits, path in made.items():
+        with Bundle.open(path) as bundle:
+            tensors = bundle.layout.tensors
+            widths[bits] = {tensors[name].bits for names in shards_of(SHARDED).values() for name in names}
+            assert tensors["embed.tokens"].bits == 8
+    assert widths == {3.0: {2, 4}, 4.0: {4}, 6.0: {4, 8}}
+    sizes = [path.stat().st_size for path in made.values()]
+    assert sizes == sorted(sizes)
+    for path in made.values():
+        engine = Engine.open(path, options=EngineOptions(context_tokens=64))
+        config = GenerationConfig(max_tokens=4, ignore_eos=True)
+        assert len(engine.generate(list(range(9)), config).tokens) == 4
+        engine.close()
+    # Made once.
+    times = [path.stat().st_mtime_ns for path in made.values()]
+    assert narrow_bundles(tmp_path / "target.jaxllm", (3.0, 4.0, 6.0), TEXTS) == made
+    assert [path.stat().st_mtime_ns for path in made.values()] == times
+
+
+def test_shards_of_nested_weights_are_those_of_their_8_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "cache_folder", lambda: tmp_path / "cache")
+    sizes = {}
+    for weights in ("int8", "int8-nested"):
+        path = tmp_path / f"{weights}.jaxllm"
+        write_tiny_bundle(path, weights, cfg=SHARDED, params=tiny_params(SHARDED))
+        with Bundle.open(narrow_bundles(path, (4.0,), TEXTS)[4.0]) as narrowed:
+            tensors = narrowed.layout.tensors
+            assert {tensors[name].bits for names in shards_of(SHARDED).values() for name in names} == {4}
+            sizes[weights] = narrowed.weight_bytes
+    assert sizes["int8-nested"] == sizes["int8"]

@@ -1,0 +1,113 @@
+"""`jaxllm profile`, `trace` and `--level`: elastic bundles on the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.traces import read_switching, read_trace
+from jaxllm.bundle.levels import elastic_parts
+from jaxllm.elastic.ladder import Ladder
+from jaxllm.serving.elastic.profile import load_profile
+from tests.cli.outcome import CFG, PARAMS, Run, answer, failed, succeeded
+from tests.tiny import write_tiny_bundle
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parts = elastic_parts(Ladder(levels=(50, 100), anchors=(1,)))
+    return write_tiny_bundle(
+        tmp_path_factory.mktemp("elastic") / "e.jaxllm", cfg=CFG, params=PARAMS, parts=parts
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "tasks" / "sst2").mkdir(parents=True)
+    records = [{"text": f"film {n}", "label": ("positive", "negative")[n % 2]} for n in range(4)]
+    path = tmp_path / "tasks" / "sst2" / "valid.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    return tmp_path
+
+
+def test_a_level_answers_differently(run: Run, elastic: Path) -> None:
+    texts = {
+        answer(run("generate", "-m", elastic, "-p", "ab", "-n", 8, "--ignore-eos", "--json", *level))["text"]
+        for level in ((), ("--level", 100), ("--level", 50))
+    }
+    assert len(texts) == 2
+    failed(run("generate", "-m", elastic, "-p", "ab", "--level", 60), "there are 50, 100")
+
+
+def test_a_plain_bundle_has_no_levels(run: Run, bundle: Path) -> None:
+    failed(run("generate", "-m", bundle, "-p", "ab", "--level", 50), "has no levels")
+
+
+def test_profile(run: Run, elastic: Path, tmp_path: Path) -> None:
+    facts = answer(run("profile", elastic, "--repeats", 1, "--json"))
+    assert facts["levels"] == [50, 100]
+    assert Path(facts["profile"]).exists()
+    assert "<20,50>" in facts["unmet"]
+    energy = tmp_path / "energy.json"
+    energy.write_text(json.dumps({"prefill_joules": [1, 2], "decode_joules": [3, 4]}))
+    shown = succeeded(run("profile", elastic, "--repeats", 1, "--energy", energy))
+    assert "50 %" in shown
+    assert "no choice meets here: " in shown
+    kept = load_profile(Path(facts["profile"]))
+    assert kept is not None
+    assert kept.energy is not None
+    assert kept.energy.decode_joules == (3, 4)
+    energy.write_text("[]")
+    failed(run("profile", elastic, "--repeats", 1, "--energy", energy), "prefill_joules")
+
+
+def test_a_trace_is_made_and_replayed(run: Run, elastic: Path, data: Path, tmp_path: Path) -> None:
+    path, asked = tmp_path / "trace.jsonl", ("--task", "sentiment")
+    told = succeeded(run("bench", "trace", "make-slo", "--data", data, "-o", path, "-n", 9, *asked))
+    assert "9 requests" in told
+    assert len(read_trace(path)) == 9
+    facts = answer(run("bench", "trace", "replay", path, "-m", elastic, "--limit", 4, "-n", 2, "--json"))
+    assert facts["all"]["requests"] == 4
+    assert sum(each["requests"] for each in facts["by_slo"].values()) == 4
+    free = facts["by_slo"].get("<100,100>", {"requests": 0})["requests"]
+    assert facts["limited"]["requests"] == 4 - free
+    assert "in time" in succeeded(run("bench", "trace", "replay", path, "-m", elastic, "--limit", 2, "-n", 2))
+    failed(run("bench", "trace", "replay", tmp_path / "nothing", "-m", elastic), "cannot be read")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0].replace("film", "film " * 2000), lines[1]]))
+    told = succeeded(run("bench", "trace", "replay", path, "-m", elastic, "-n", 2))
+    assert "1 calls failed: the prompt has" in told
+
+
+def test_info_tells_levels(run: Run, elastic: Path) -> None:
+    facts = answer(run("info", elastic, "--json"))
+    assert facts["levels"] == [50, 100]
+    assert facts["anchors"] == [1]
+    assert facts["tiny_lm"] is False
+
+
+def test_switching_traces(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:
+    out, azure, mooncake = (tmp_path / name for name in ("trace.jsonl", "azure.csv", "mooncake.jsonl"))
+    azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,48,10\n")
+    request = {"timestamp": 7000, "input_length": 30, "output_length": 4, "hash_ids": [0, 1]}
+    mooncake.write_text("\n".join(json.dumps({**request, "hash_ids": [0, i]}) for i in (1, 2, 1)))
+    options = ("-o", out, "-n", 40, "--contexts", 3, "--hours", 2, "--pattern", "gaussian")
+    told = succeeded(run("bench", "trace", "make-switching", *options, "--data", data, "-m", bundle))
+    assert "40 calls of 3 contexts over" in told
+    trace = read_switching(out)
+    assert all(each.prompt_tokens > len("film 1") and each.answer_tokens > 1 for each in trace)
+    assert trace[-1].time_s <= 7200
+    succeeded(run("bench", "trace", "make-switching", *options, "--azure", azure))
+    assert {(each.prompt_tokens, each.answer_tokens) for each in read_switching(out)} == {(48, 10)}
+    told = succeeded(run("bench", "trace", "convert-mooncake", mooncake, "-o", out, "--time-scale", 3600))
+    assert "3 calls of 2 contexts over 7.0 hours" in told
+    for sources in ((), ("--data", data, "--azure", azure)):
+        usage = run("bench", "trace", "make-switching", "-o", out, *sources)
+        assert usage.code == 2
+        assert "--data or --azure" in usage.err
+    failed(run("bench", "trace", "make-switching", "-o", out, "--azure", tmp_path / "none"), "cannot be read")

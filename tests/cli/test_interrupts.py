@@ -1,0 +1,209 @@
+"""Ctrl-C at any moment of a command: the exit code of an interrupt, no traceback, no crash, no half files."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxllm.cli import entry
+
+ROOT = Path(__file__).parents[3]
+# Interrupts itself when the module of that number is looked for; prints how many were, at the end.
+AT_AN_IMPORT = """
+import atexit, os, signal, sys
+from jaxllm.cli.entry import main
+class Interrupting:
+    looked_for = 0
+    def find_spec(self, name, path=None, target=None):
+        Interrupting.looked_for += 1
+        if Interrupting.looked_for == int(sys.argv[1]):
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+atexit.register(lambda: print(Interrupting.looked_for))
+main(sys.argv[2:])
+"""
+
+
+def started(
+    *arguments: object, script: str = "from jaxllm.cli.entry import main; main()"
+) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    # Behind an interrupt the terminal's line may be ended.
+    return process.returncode, out, err.removesuffix("\n")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heard() -> Iterator[None]:
+    """Children hear interrupts, even where the suite itself was started to ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def imports(tiny_bundle: Path) -> int:
+    """How many modules a whole `generate` looks for."""
+    code, out, err = ended(
+        started(0, "generate", "-m", tiny_bundle, "-p", "hello", "-n", 2, script=AT_AN_IMPORT)
+    )
+    assert code == 0, err
+    return int(out.split()[-1])
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.3, 0.5, 0.8, 1])
+def test_in_the_middle_of_imports(tiny_bundle: Path, imports: int, share: float) -> None:
+    number = 1 + int(share * (imports - 1))
+    process = started(number, "generate", "-m", tiny_bundle, "-p", "hello", "-n", 2, script=AT_AN_IMPORT)
+    assert ended(process) == (entry.INTERRUPTED, "", "")
+
+
+def test_who_is_to_ignore_interrupts_does(tiny_bundle: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = started("generate", "-m", tiny_bundle, "-p", "hello", "-n", 2, "--ignore-eos")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    for _ in range(20):
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+    code, out, err = ended(process)
+    assert (code, err) == (0, "")
+    assert out
+
+
+def test_in_the_middle_of_an_answer(tiny_bundle: Path) -> None:
+    process = started(
+        "generate", "-m", tiny_bundle, "-p", "hello", "-n", 100_000, "--ignore-eos", "--stop", "~"
+    )
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    code, out, err = ended(process)
+    # A tiny model's window may be full by then.
+    assert (code, err) in ((entry.INTERRUPTED, ""), (0, ""))
+    assert first + out
+
+
+def test_in_the_middle_of_a_file(tmp_path: Path) -> None:
+    """What is written vanishes as with any other end."""
+    script = """
+import os, signal, sys
+from pathlib import Path
+from jaxllm.files.atomic import atomic_file
+from jaxllm.cli import entry, main as cli
+def write(arguments):
+    with atomic_file(Path(sys.argv[1])) as file:
+        file.write(b"half")
+        print("half", end="")
+        os.kill(os.getpid(), signal.SIGINT)
+        while True: pass
+cli.main = write
+entry.main()
+"""
+    process = started(tmp_path / "out", script=script)
+    assert ended(process) == (entry.INTERRUPTED, "half", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("finalizer", ["weakref.finalize(a, interrupt)", "weakref.ref(a, interrupt)"])
+def test_in_a_finalizer(finalizer: str) -> None:
+    """Python drops exceptions there, the interrupt must not be dropped."""
+    script = f"""
+import os, signal, sys, time, weakref
+from jaxllm.cli import entry, main as cli
+class A: pass
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0)
+def command(arguments):
+    a = A()
+    kept = {finalizer}
+    print("began")
+    del a
+    time.sleep(60)
+cli.main = command
+entry.main()
+"""
+    assert ended(started(script=script)) == (entry.INTERRUPTED, "began\n", "")
+
+
+def test_other_exceptions_in_a_finalizer_are_reported() -> None:
+    script = """
+import sys
+from jaxllm.cli import entry, main as cli
+class A:
+    def __del__(self):
+        raise ValueError("of a finalizer")
+def command(arguments):
+    A()
+    sys.exit(0)
+cli.main = command
+entry.main()
+"""
+    code, out, err = ended(started(script=script))
+    assert (code, out) == (0, "")
+    assert "ValueError: of a finalizer" in err
+
+
+def test_behind_the_end_of_the_command() -> None:
+    script = """
+import atexit, os, signal, sys
+from jaxllm.cli import entry, main as cli
+atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), print("ended")))
+cli.main = lambda arguments: sys.exit(3)
+entry.main()
+"""
+    assert ended(started(script=script)) == (3, "ended\n", "")
+
+
+@pytest.mark.slow
+def test_at_any_time_of_a_start(tiny_bundle: Path) -> None:
+    began = time.monotonic()
+    assert ended(started("generate", "-m", tiny_bundle, "-p", "hello", "-n", 2))[0] == 0
+    whole_s = time.monotonic() - began
+    # Before Python has started nobody can take the signal but Python.
+    for share in (0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95):
+        process = started("generate", "-m", tiny_bundle, "-p", "hello", "-n", 2)
+        time.sleep(share * whole_s)
+        process.send_signal(signal.SIGINT)
+        code, _, err = ended(process)
+        assert code in (entry.INTERRUPTED, 0), err
+        assert err == ""
+
+
+def test_threads_and_exit_handlers_end_before_the_process_does() -> None:
+    script = """
+import atexit, threading, time
+from jaxllm.cli import entry
+def late():
+    time.sleep(0.2)
+    print("thread")
+atexit.register(print, "handler")
+threading.Thread(target=late).start()
+entry.main(["--version"])
+"""
+    code, out, err = ended(started(script=script))
+    assert (code, out.splitlines()[1:], err) == (0, ["thread", "handler"], "")
+
+
+def test_an_error_of_an_output_is_told() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from jaxllm.cli.entry import main; main(['--version'])"],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode != 0
+    assert "No space left" in done.stderr

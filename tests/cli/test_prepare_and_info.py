@@ -1,0 +1,152 @@
+"""`jaxllm prepare` and `info`: bundles made and described."""
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxllm.serving.ground.bundles
+from jaxllm.bundle import Bundle
+from jaxllm.models.parameters import parameter_count
+from tests.cli.outcome import CFG, PARAMS, Run, answer, edit_config, failed, succeeded
+from tests.tiny import tiny_params, write_tiny_bundle, write_tiny_folder
+
+
+def test_prepare_at_another_width(run: Run, home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "m.jaxllm"
+    assert "int4 weights" in succeeded(run("prepare", home / "folder", "-o", out, "--weights", "int4"))
+    with Bundle.open(out) as made:
+        assert made.layout.weights == "int4"
+        made.verify()
+
+
+def test_prepare_ignores_a_key_on_request(run: Run, folder: Path, tmp_path: Path) -> None:
+    edit_config(folder, brand_new=1)
+    out = tmp_path / "m.jaxllm"
+    failed(run("prepare", folder, "-o", out), "brand_new")
+    assert not out.exists()
+    succeeded(run("prepare", folder, "-o", out, "--ignore-config-key", "brand_new"))
+    assert out.exists()
+
+
+def test_prepare_replaces_no_devices_pipes_or_links(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "meant").write_text("kept")
+    (tmp_path / "link").symlink_to("meant")
+    os.mkfifo(tmp_path / "pipe")
+    before = {each.name: each.lstat() for each in tmp_path.iterdir()}
+    device = os.stat("/dev/null").st_rdev
+    for out, kind in (
+        ("/dev/null", "a device"),
+        ("pipe", "a pipe"),
+        ("link", "a symbolic link"),
+        ("-", "a pipe"),
+    ):
+        failed(run("prepare", folder, "-o", out), f"{out}: cannot be written", kind, "name ")
+    assert {each.name: each.lstat() for each in tmp_path.iterdir()} == before
+    assert os.stat("/dev/null").st_rdev == device
+
+
+@pytest.mark.parametrize("verify", [(), ("--verify",)])
+def test_info(run: Run, bundle: Path, verify: tuple[str, ...]) -> None:
+    facts = answer(run("info", bundle, "--json", *verify))
+    with Bundle.open(bundle) as opened:
+        expected = {
+            "model": "tiny",
+            "weights": "f32",
+            "parameters": parameter_count(CFG),
+            "file_bytes": bundle.stat().st_size,
+            "fingerprint": opened.fingerprint,
+            "verified": bool(verify),
+            "config": json.loads(json.dumps(CFG.to_json())),
+        }
+    assert {key: facts[key] for key in expected} == expected
+    kernels = {"kernels", "kernel_threads"}
+    kernels |= {f"kernels_{each}" for each in ("reason", "available", "built", "left_out")}
+    assert set(facts) - set(expected) == {"jaxllm", "jax", "device"} | kernels
+    assert set(facts["kernels_available"]) <= set(facts["kernels_built"])
+    assert not set(facts["kernels_left_out"]) & set(facts["kernels_built"])
+    lines = succeeded(run("info", bundle, *verify)).splitlines()
+    # One whole fact a line, however wide the terminal.
+    shown = dict(line.split(maxsplit=1) for line in lines)
+    assert shown["fingerprint"] == expected["fingerprint"]
+    assert shown["verified"] == str(bool(verify))
+    assert shown["hidden_size"] == "64"
+
+
+@pytest.mark.parametrize("name", ["[/b]", "[red]x", "\x1b[31m", "a\nb", "é 世"])
+def test_info_of_odd_names(run: Run, tmp_path: Path, name: str) -> None:
+    path = write_tiny_bundle(tmp_path / "m", cfg=CFG, params=PARAMS, name=name)
+    shown = name.replace("\x1b", "?").replace("\n", "?")
+    assert succeeded(run("info", path)).splitlines()[0].split(maxsplit=1)[1] == shown
+
+
+def test_info_describes_the_packaged_model(
+    run: Run, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxllm.serving.ground.bundles, "default_bundle", lambda: bundle)
+    assert answer(run("info", "--json"))["model"] == "tiny"
+    monkeypatch.setattr(jaxllm.serving.ground.bundles, "default_bundle", lambda: tmp_path / "default.jaxllm")
+    failed(run("info"), "default.jaxllm", "No such file")
+
+
+def test_info_of_a_folder(run: Run, folder: Path) -> None:
+    facts = answer(run("info", folder, "--json"))
+    assert (facts["family"], facts["stored"], facts["weights"]) == (CFG.model_type, "floats", "f32")
+    assert facts["parameters"] == parameter_count(CFG)
+    assert facts["rooms"]["levels"] == "yes"
+    assert "no mixture" in facts["rooms"]["experts apart"]
+    assert facts["memory_bytes"]["f32"]["weights"] == 4 * parameter_count(CFG)
+    assert facts["memory_bytes"]["int4"]["weights"] < facts["memory_bytes"]["int8"]["weights"]
+    memory = facts["memory_bytes"]["f32"]
+    assert memory["weights"] < memory["--memory for all"]
+    # Both are of the same kind as what a start says: enough, and not much more than that.
+    too_small = run("generate", "--model", folder, "--memory", "1", "--prompt", "a")
+    failed(too_small, "needs at least")
+    least = int(re.search(r"at least ([\d,]+)", too_small.err)[1].replace(",", ""))
+    assert least * 0.9 < memory["least --memory"] < least * 1.1
+    assert "rooms: levels" in succeeded(run("info", folder))
+    failed(run("info", folder, "--verify"), "no checksums")
+
+
+def test_info_of_a_mixture(run: Run, tmp_path: Path) -> None:
+    cfg = dataclasses.replace(CFG, model_type="mixtral", experts=8, experts_per_token=2, attention_windows=())
+    folder = write_tiny_folder(tmp_path / "model", cfg=cfg, params=tiny_params(cfg))
+    facts = answer(run("info", folder, "--json"))
+    assert facts["rooms"]["experts apart"] == "yes"
+    apart = tmp_path / "apart.jaxllm"
+    succeeded(run("prepare", folder, "-o", apart, "--weights", "int8", "--expert-bits", "8"))
+    too_small = run("generate", "--model", apart, "--memory", "1", "--prompt", "a")
+    failed(too_small, "needs at least")
+    least = int(re.search(r"at least ([\d,]+)", too_small.err)[1].replace(",", ""))
+    said = facts["memory_bytes"]["int8"]["least --memory, experts apart"]
+    assert least * 0.9 < said < least * 1.1
+
+
+def test_info_recognizes_a_grid_of_four_bits(run: Run, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    grid = {
+        name: (np.clip(np.rint(draw.normal(size=each.shape) * 2.6), -8, 7) * 0.01).astype(np.float32)
+        for name, each in PARAMS.items()
+    }
+    folder = write_tiny_folder(tmp_path / "qat", cfg=CFG, params=grid)
+    assert "on a grid of 4 bits" in answer(run("info", folder, "--json"))["stored"]
+
+
+def test_info_and_prepare_of_a_gguf_file(run: Run, tmp_path: Path) -> None:
+    from tests.checkpoints.gguf_files import config_keys, gguf_tensors, tokenizer_keys, write_file
+
+    keys = {**config_keys(CFG), **tokenizer_keys(tmp_path, CFG.vocab_size)}
+    path = write_file(tmp_path / "m.gguf", "llama", keys, gguf_tensors(CFG, PARAMS), "Q8_0")
+    facts = answer(run("info", path, "--json"))
+    assert (facts["family"], facts["weights"]) == ("llama", "int8")
+    assert "Q8_0" in facts["stored"]
+    assert "int8 weights" in succeeded(run("prepare", path, "-o", tmp_path / "m.jaxllm"))
+    path.write_bytes(path.read_bytes()[:5000])
+    failed(run("prepare", path, "-o", tmp_path / "other.jaxllm"), "truncated")

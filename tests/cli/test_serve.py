@@ -1,0 +1,39 @@
+"""`jaxllm serve`: what keeps it from starting."""
+
+import importlib.util
+
+import pytest
+
+from jaxllm.cli import serve
+from tests.cli.outcome import failed
+
+
+def test_a_missing_package_is_named(run, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "uvloop" else found(name, *more)
+    )
+    failed(run("serve"), "uvloop", "pip install 'jaxllm[serve]'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--http", "8080"], "HOST:PORT"),
+        (["--http", "192.0.2.1:80"], "not a loopback address"),
+        (["--draft", "level:x"], "level"),
+        (["--config", "missing.toml"], "missing.toml"),
+        (["--adapter", "formal"], "NAME=FOLDER"),
+        (["--adapter", "a b=x"], "an adapter's name"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "named twice"),
+    ],
+)
+def test_wrong_options_end_it(run, arguments, message):
+    failed(run("serve", *arguments), message)
+
+
+def test_the_command_line_goes_before_the_file(tmp_path):
+    path = tmp_path / "service.toml"
+    path.write_text('http = "127.0.0.1:1"\ndrain_s = 3')
+    options = serve._options(path, {"http": "127.0.0.1:2"})
+    assert (options.http, options.drain_s) == ("127.0.0.1:2", 3)

@@ -1,0 +1,358 @@
+"""The catalog: any flipped bit is seen, no field is believed, and failures leave a state before or after."""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import sqlite3
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, JaxllmError, Unreadable
+from jaxllm.serving.contexts.database import LOG_SUFFIX, Database
+from jaxllm.serving.contexts.layout import CATALOG, folder_name
+from jaxllm.serving.contexts.record import decoded, encoded
+from jaxllm.serving.contexts.store import ContextStore
+from tests.faults import FailingDevice
+from tests.serving.contexts.mutations import catalog_document, change_record, rows, with_row
+from tests.serving.contexts.test_store import ORIGIN, grown, holds
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A store with a context of two chunks that was committed twice, another one, and the first one's
+    folder."""
+    with ContextStore(tmp_path / "store") as store:
+        record = store.commit(*grown(store.create("mail", ORIGIN), [8]))
+        longer, chunks = grown(record, [8, 4])
+        record = store.commit(longer, {1: chunks[1]})
+        store.commit(*grown(store.create("calendar", ORIGIN), [8, 8, 8]))
+    return tmp_path / "store", record, tmp_path / "store" / "app-mail" / record.name
+
+
+def segments(root):
+    """All segments of a store, those in the quarantine too."""
+    return sorted((path.name, path.read_bytes()) for path in root.rglob("*.kv"))
+
+
+def test_what_is_written_is_read(kept):
+    root, record, _ = kept
+    assert decoded(encoded(record), "mail", record.name) == record
+    assert catalog_document((root / CATALOG).read_bytes()).keys() == {
+        path.name for path in root.glob("app-*/*")
+    }
+    assert sorted(each.name for each in root.iterdir()) == ["app-calendar", "app-mail", CATALOG, "lock"]
+    with ContextStore(root):
+        for path in (root / CATALOG, root / f"{CATALOG}{LOG_SUFFIX}"):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_deleted_context_cannot_be_read_in_the_file(kept):
+    root, record, _ = kept
+    tokens = b",".join(b"%d" % each for each in (70001, 70002, 70003, 70004))
+    with ContextStore(root) as store:
+        store.commit(dataclasses.replace(record, tokens=(70001, 70002, 70003, 70004)))
+        size = (root / CATALOG).stat().st_size
+        assert tokens in (root / CATALOG).read_bytes()
+        store.delete(record.name)
+    assert tokens not in (root / CATALOG).read_bytes()
+    assert (root / CATALOG).stat().st_size <= size
+
+
+def test_any_flipped_bit_of_the_catalog_is_seen_and_no_chunk_is_removed(kept):
+    """Or changes nothing of what is read; what can be read of a damaged catalog is kept by a repair."""
+    root, _, _ = kept
+    raw, draw = (root / CATALOG).read_bytes(), random.Random(0)
+    with ContextStore(root) as store:
+        known = {each.name: each for each in store.records()}
+    before, refused, damaged, mended = segments(root), 0, 0, 0
+    body = raw.index(b'{"app"')
+    places = [draw.randrange(len(raw)) for _ in range(60)] + [draw.randrange(120) for _ in range(20)]
+    for at in [*places, *(body + draw.randrange(600) for _ in range(15))]:
+        copy = root.with_name("copy")
+        shutil.copytree(root, copy)
+        bit = 1 << draw.randrange(8)
+        (copy / CATALOG).write_bytes(raw[:at] + bytes([raw[at] ^ bit]) + raw[at + 1 :])
+        try:
+            with ContextStore(copy) as store:
+                found = {each.name: each for each in store.records()}
+                seen = store.verify()
+                assert all(known[name] == each for name, each in found.items()), f"bit {bit} of byte {at}"
+                assert seen or found == known, f"bit {bit} of byte {at}"
+                damaged += bool(seen)
+                store.sweep()
+                store.verify(repair=True)
+                left = [each for each in store.verify() if each.proved]
+                assert left == [], f"bit {bit} of byte {at}"
+                mended += len(store.records()) == 2
+        except ConfigError:
+            refused += 1
+        assert segments(copy) == before, f"bit {bit} of byte {at}"
+        shutil.rmtree(copy)
+    assert refused
+    assert damaged > 20
+    assert mended
+
+
+def test_a_damaged_record_is_set_aside_and_others_stay(kept):
+    root, record, folder = kept
+    raw = (root / CATALOG).read_bytes()
+    at = raw.index(b'"tokens"', raw.index(f'"name":"{record.name}"'.encode()))
+    (root / CATALOG).write_bytes(raw[: at + 12] + b"9" + raw[at + 13 :])
+    with ContextStore(root) as store:
+        (damage,) = store.damage()
+        assert (damage.app, damage.name, damage.lost, damage.proved) == ("mail", record.name, True, True)
+        with pytest.raises(CheckpointError, match=r"cannot be used: .*is corrupt"):
+            store.record(record.name)
+        (other,) = store.records()
+        holds(store, other.name)
+        (damage,) = store.verify(repair=True)
+        assert store.verify() == []
+    assert (root / damage.aside / "0.kv").exists()
+    assert (root / damage.aside / "record").read_bytes().startswith(b'{"jaxllm record":')
+    assert not folder.exists()
+
+
+def test_a_damaged_structure_is_made_anew_of_what_can_be_read(kept):
+    root, record, _ = kept
+    raw = bytearray((root / CATALOG).read_bytes())
+    page_bytes = int.from_bytes(raw[16:18], "big")
+    # The index of names: SQLite could write anywhere by it.
+    (number,) = [
+        at for at in range(1, len(raw) // page_bytes)
+        if raw[at * page_bytes] == 10 and record.name.encode() in raw[at * page_bytes : (at + 1) * page_bytes]
+    ]  # fmt: skip
+    raw[number * page_bytes + 4] ^= 1
+    (root / CATALOG).write_bytes(raw)
+    with ContextStore(root) as store:
+        (damage,) = store.damage()
+        assert (damage.name, damage.proved) == ("", True)
+        with pytest.raises(CheckpointError, match="nothing is written to it: `jaxllm contexts repair"):
+            store.commit(record)
+        (damage,) = store.verify(repair=True)
+        assert (root / damage.aside).read_bytes() == bytes(raw)
+        assert store.verify() == []
+        assert holds(store, record.name) == record
+        store.commit(record)
+    with ContextStore(root) as store:
+        assert store.verify() == []
+        assert len(store.records()) == 2
+
+
+def test_a_log_whose_end_is_lost_is_told_of(kept):
+    """Transactions behind a damaged page are not there: SQLite takes them for a power cut's."""
+    root, record, _ = kept
+    store = ContextStore(root)
+    for number in range(3):
+        store.note(dataclasses.replace(record, tokens=(*record.tokens, number)))
+    copy = root.with_name("copy")
+    shutil.copytree(root, copy)
+    store.close()
+    log = copy / f"{CATALOG}{LOG_SUFFIX}"
+    raw = bytearray(log.read_bytes())
+    with ContextStore(copy) as killed:
+        assert killed.verify() == []
+        assert killed.record(record.name).tokens[-1] == 2
+    for at in (100, len(raw) - 200):
+        raw[at] ^= 1
+        (copy / CATALOG).write_bytes((root / CATALOG).read_bytes())
+        log.write_bytes(raw)
+        with ContextStore(copy) as damaged:
+            assert "the end of its log cannot be read" in damaged.damage()[0].reason
+            assert damaged.record(record.name).tokens[: len(record.tokens)] == record.tokens
+        raw[at] ^= 1
+
+
+def test_tokens_that_are_noted_outlive_a_kill_and_not_the_device(kept):
+    """The log is flushed by a commit alone: a turn's end waits for no device."""
+    root, record, _ = kept
+    with ContextStore(root) as store:
+        store.note(dataclasses.replace(record, tokens=(*record.tokens, 7)))
+        assert (root / f"{CATALOG}{LOG_SUFFIX}").stat().st_size > 0
+        store.commit(store.record(record.name))
+        assert (root / f"{CATALOG}{LOG_SUFFIX}").stat().st_size == 0
+
+
+def test_no_room_in_the_catalog_loses_nothing(kept):
+    """SQLite's own error of a full device."""
+    root, record, _ = kept
+    with ContextStore(root) as store:
+        ((pages,),) = store._catalog._database.run("PRAGMA page_count")
+        store._catalog._database.run(f"PRAGMA max_page_count = {pages}")
+        longer = dataclasses.replace(record, tokens=(*record.tokens, *range(4000)))
+        for change in (store.note, store.commit):
+            with pytest.raises(BudgetExceeded, match="no room on the device"):
+                change(longer)
+            assert store.record(record.name).tokens == record.tokens
+        store.delete(record.name)
+        assert store.verify() == []
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_whatever_fails_leaves_the_state_before_or_after(kept, full):
+    root, record, _ = kept
+    place, hit, error = 0, "none yet", 28 if full else 5
+    while hit:
+        place += 1
+        longer, chunks = grown(record, [8, 4, 8])
+        with ContextStore(root) as store:
+            with FailingDevice(root, place, error=error) as device:
+                try:
+                    store.commit(longer, {2: chunks[2]})
+                except JaxllmError:
+                    assert device.hit
+            hit = device.hit
+            there = store.record(record.name)
+            assert len(there.bits) in (2, 3), hit
+        with ContextStore(root) as store:
+            assert holds(store, record.name).bits == there.bits, hit
+            store.commit(record.cut(2))
+            store.sweep()
+            assert store.verify() == [], hit
+    assert place > 5
+
+
+CHANGES = [
+    {"name": "../../victim"}, {"name": [1]}, {"name": ""}, {"name": "0" * 16}, {"name": None},
+    {"app": "calendar"}, {"app": "\ud800"}, {"app": 1}, {"app": ""}, {"tokens": [-1, 0, 1, 2]},
+    {"tokens": [True] * 4}, {"tokens": [1 << 31] * 4}, {"tokens": "abcd"}, {"tokens": [1.0] * 4},
+    {"tokens": [0]}, {"tokens": {}}, {"bits": [8]}, {"bits": [8, 3]}, {"bits": [8, True]}, {"bits": [8, 0]},
+    {"bits": [8, 4.0]}, {"bits": [8, -1]}, {"bits": [8, "4"]}, {"mass": [0.5]}, {"mass": [0.5, -1.0]},
+    {"mass": [0.5, 1]}, {"mass": [0.5, 1e300]}, {"seen": [1.0, float("nan")]},
+    {"seen": [1.0, float("inf")]}, {"seen": None}, {"files": ["0.kv"]}, {"files": ["0.kv", "../../x"]},
+    {"files": ["0.kv", ""]}, {"files": ["0.kv", "x.kv"]}, {"files": ["0.kv", "01.kv"]},
+    {"files": ["0.kv", 1]}, {"files": ["0.kv", "record"]}, {"checksums": {}}, {"checksums": {"0.kv": "x"}},
+    {"checksums": []}, {"checksums": {"0.kv": 1, "1.kv": 2}}, {"pinned": 1}, {"pinned": None}, {"used": -1},
+    {"used": 1 << 60}, {"used": 1.5}, {"used": True}, {"origin": None}, {"origin": {}}, {"more": 1},
+    {"created_s": -1}, {"created_s": 1.5}, {"created_s": None},
+    {"model": 1}, {"model": "a\nb"}, {"model": "x" * 5000}, {"level": 0}, {"level": 101}, {"level": True},
+    {"adapter": []}, {"codec": "zip"}, {"codec": []}, {"chunk_tokens": 0}, {"chunk_tokens": 3},
+    {"chunk_tokens": 1 << 40}, {"dtype": "int8"}, {"dtype": {}}, {"heads": []}, {"heads": [1, -1]},
+    {"heads": [10**9] * 3}, {"heads": 5}, {"head_width": 6}, {"head_width": 0}, {"head_width": 1 << 30},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_no_field_is_believed(kept, change):
+    """Checksums are right, and so is all else."""
+    root, record, folder = kept
+    document = catalog_document((root / CATALOG).read_bytes())[record.name]
+    for name, value in change.items():
+        within = document if name in document or name == "more" else document["origin"]
+        within[name] = value
+    change_record(folder, **document)
+    victim = root.parent / "victim"
+    victim.mkdir()
+    with ContextStore(root) as store:
+        (damage,) = store.verify(repair=True)
+        assert damage.name == record.name
+        assert "malformed" in damage.reason
+        assert store.verify() == []
+        assert record.name not in {each.name for each in store.records()}
+    assert (root / damage.aside / "0.kv").exists()
+    assert list(victim.iterdir()) == []
+
+
+@pytest.mark.parametrize("field", [*ORIGIN.facts(), "tokens", "used"])
+def test_no_field_may_be_missing(kept, field):
+    root, record, _ = kept
+    document = catalog_document((root / CATALOG).read_bytes())[record.name]
+    (document if field in document else document["origin"]).pop(field)
+    app, sealed, _ = rows((root / CATALOG).read_bytes())[record.name]
+    raw = with_row((root / CATALOG).read_bytes(), record.name, app, sealed, json.dumps(document).encode())
+    (root / CATALOG).write_bytes(raw)
+    with ContextStore(root) as store:
+        assert "malformed" in store.damage()[0].reason
+
+
+def test_rows_of_another_app_or_no_app_lead_nowhere(kept):
+    """Although their checksums are right."""
+    root, record, folder = kept
+    raw = (root / CATALOG).read_bytes()
+    _, sealed, body = rows(raw)[record.name]
+    for app in ("app-calendar", "../victim", "", "app-..", "quarantine"):
+        (root / CATALOG).write_bytes(with_row(raw, record.name, app, sealed, body))
+        with ContextStore(root) as store:
+            assert record.name not in {each.name for each in store.records()}, app
+            assert store.verify(repair=True)
+            store.sweep()
+        assert (folder / "0.kv").exists()
+        shutil.rmtree(root / "quarantine")
+
+
+def test_a_record_that_its_reader_refuses_does_not_replace_the_last(kept):
+    root, record, _ = kept
+    with ContextStore(root) as store:
+        for wrong in (
+            {"created_s": -1}, {"tokens": (-1,)}, {"tokenizer": "x" * 2000}, {"mass": (float("nan"), 0.5)},
+        ):  # fmt: skip
+            for change in (store.commit, store.note):
+                with pytest.raises(CheckpointError, match="could not be read again"):
+                    change(dataclasses.replace(record, **wrong))
+        assert store.record(record.name).tokens == record.tokens
+        assert store.verify() == []
+
+
+def test_a_context_that_is_made_before_1970_is_there_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: -2e9)
+    with ContextStore(tmp_path / "old") as store:
+        record = store.create("mail", ORIGIN)
+    with ContextStore(tmp_path / "old") as store:
+        assert store.record(record.name) == record
+        assert record.created_s == 0
+
+
+@pytest.mark.parametrize("app", ["", "a" * 300, "\ud800"])
+def test_an_app_needs_a_name_that_can_be_a_folder(tmp_path, app):
+    with pytest.raises(ConfigError, match="an app"):
+        folder_name(app)
+    with ContextStore(tmp_path) as store, pytest.raises(ConfigError, match="an app"):
+        store.create(app, ORIGIN)
+
+
+def test_a_forked_child_that_ends_leaves_the_log_to_its_parent(kept):
+    """A child has a copy of the connection; if it closed that, it would write to the parent's files."""
+    root, record, _ = kept
+    code = f"""
+import dataclasses, os, sys, warnings
+sys.path.insert(0, {os.fspath(Path(__file__).parents[3])!r})
+from jaxllm.serving.contexts.store import ContextStore
+store = ContextStore({os.fspath(root)!r})
+record = store.record({record.name!r})
+store.note(dataclasses.replace(record, tokens=(*record.tokens, 1)))
+if os.fork() == 0:
+    del store
+    sys.exit(0)
+os.wait()
+store.note(dataclasses.replace(record, tokens=(*record.tokens, 1, 2)))
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", code], check=False)
+    with ContextStore(root) as store:
+        assert store.verify() == []
+        assert store.record(record.name).tokens == (*record.tokens, 1, 2)
+
+
+def test_a_database_that_is_closed_is_of_no_use(tmp_path):
+    schema = "CREATE TABLE t (n INTEGER)"
+    database = Database(tmp_path / "x.sqlite", schema, kind=7, version=3)
+    database.run("INSERT INTO t VALUES (?)", 5)
+    database.close()
+    database.close()
+    with pytest.raises(ConfigError, match="was closed"):
+        database.run("SELECT 1")
+    again = Database(tmp_path / "x.sqlite", schema, kind=7, version=3)
+    assert again.run("SELECT n FROM t") == [(5,)]
+    with pytest.raises(Unreadable, match="the device failed"):
+        again.run("SELECT nothing FROM t")
+    again.close()
+    with pytest.raises(ConfigError, match="another program's file"):
+        Database(tmp_path / "x.sqlite", schema, kind=8, version=3)
+    sqlite3.connect(tmp_path / "other.sqlite").execute("CREATE TABLE u (n)").connection.close()
+    with pytest.raises(ConfigError, match="another program's file"):
+        Database(tmp_path / "other.sqlite", schema, kind=7, version=3)

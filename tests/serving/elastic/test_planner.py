@@ -1,0 +1,278 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxllm.elastic.slo import Slo
+from jaxllm.errors import ConfigError, ObjectiveMissed
+from jaxllm.serving.elastic.objectives import EnergyBudget, Latency
+from jaxllm.serving.elastic.planner import Planner
+from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.elastic.proposer import Proposal
+from jaxllm.serving.elastic.safety_margin import SafetyMargin
+from jaxllm.serving.ground.plan import Cost
+from tests.tiny_tlm import word_prompt
+
+LEVELS, RATIOS = (25, 50, 100), (0.25, 0.5, 1.0)
+# A token of prompt takes 1 ms at the whole model, whose further tokens take 4 ms.
+PROFILE = DeviceProfile(
+    levels=LEVELS,
+    tokens=(1, 1000),
+    chunk_tokens=(1,),
+    ttft_ms=tuple((25.0 * level / 2500, 25.0 * level / 2.5) for level in LEVELS),
+    tpot_ms=tuple((level / 25.0,) * 2 for level in LEVELS),
+)
+
+
+class Fixed:
+    """Proposes one choice; later tokens matter more."""
+
+    prompt_ratios = RATIOS
+
+    def __init__(self, level, ratio, planning_ms=0.0):
+        self.choice, self.cost_ms, self.asked = (level, ratio), planning_ms, []
+
+    def propose(self, prompt, slo, allowed):
+        self.asked.append((slo, allowed))
+        return Proposal(level=self.choice[0], prompt_ratio=self.choice[1], scores=self.scores(prompt))
+
+    def scores(self, prompt):
+        return np.linspace(0, 1, len(prompt.ids))
+
+    def planning_ms(self, tokens):
+        return self.cost_ms
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Time stands still unless a test moves it."""
+    now_s = [0.0]
+    monkeypatch.setattr("jaxllm.serving.elastic.planner.time.perf_counter", lambda: now_s[0])
+    return now_s
+
+
+def planner(proposer=None, margin=1.0):
+    return Planner(PROFILE, LEVELS, proposer, margin=margin)
+
+
+def test_a_proposal_that_meets_its_objective_is_taken():
+    proposer = Fixed(50, 0.5)
+    plan = planner(proposer).plan(word_prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
+    assert (plan.level, plan.source, plan.prompt_tokens) == (50, "proposed", 100)
+    # What must stay, and of the others the last.
+    assert plan.kept.tolist() == [*range(10), *range(60, 100)]
+    assert plan.expected.ttft_ms - plan.planning_ms == pytest.approx(PROFILE.ttft(50, 50))
+    assert (plan.whole.ttft_ms, plan.whole.tpot_ms) == (PROFILE.ttft(100, 100), 4.0)
+    ((slo, allowed),) = proposer.asked
+    assert slo == Slo(ttft=0.4, tpot=0.6)
+    assert allowed.tolist() == [[True, True, True], [True, True, False], [False, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("slo", "looked_up"),
+    [
+        (Slo(ttft=1.0, tpot=1.0), False),
+        # Of all levels the smallest alone is fast enough per token, with any prompt.
+        (Slo(ttft=0.9, tpot=0.3), False),
+        # A shorter prompt leaves room for more than the smallest.
+        (Slo(ttft=0.3, tpot=0.6), True),
+        # And for something where the whole one leaves none.
+        (Slo(ttft=0.1, tpot=0.3), True),
+    ],
+)
+def test_what_may_go_is_looked_up_only_where_it_would_help(slo, looked_up):
+    whole = word_prompt()
+    asked = []
+    watched = dataclasses.replace(whole, find_spans=lambda: asked.append(slo) or whole.spans)
+    plan = planner(Fixed(25, 0.25)).plan(watched, slo, answer_tokens=8)
+    assert bool(asked) == looked_up
+    assert (len(plan.kept) < 100) == looked_up
+
+
+def test_a_proposal_that_would_miss_it_is_replaced_by_the_largest_that_does_not():
+    plan = planner(Fixed(100, 0.25)).plan(word_prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (50, 50, "fallback")
+    # With one token to answer, the time per further token does not count.
+    plan = planner(Fixed(100, 0.25)).plan(word_prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=1)
+    assert (plan.level, len(plan.kept), plan.source) == (100, 25, "proposed")
+
+
+@pytest.mark.parametrize(
+    ("spent_ms", "choice"), [(0, (50, 50, "proposed")), (16, (50, 25, "fallback")), (99, (25, 25, "nearest"))]
+)
+def test_planning_itself_takes_time(clock, spent_ms, choice):
+    slow = Fixed(50, 0.5, planning_ms=16.0)
+    propose = slow.propose
+
+    def proposed(*asked):
+        clock[0] += spent_ms / 1000
+        return propose(*asked)
+
+    slow.propose = proposed
+    plan = planner(slow).plan(word_prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
+    # It is asked about what it takes as a rule, and held against what it took.
+    assert slow.asked[0][1].tolist() == [[True, True, False], [True, False, False], [False] * 3]
+    assert (plan.level, len(plan.kept), plan.source) == choice
+    assert plan.planning_ms == pytest.approx(spent_ms)
+
+
+def test_nobody_is_asked_whose_time_would_not_be_won_back():
+    # Half the model reads all of the prompt in time; with a proposer's 30 ms only a quarter of it.
+    slow = Fixed(50, 0.5, planning_ms=30.0)
+    plan = planner(slow).plan(word_prompt(), Slo(ttft=0.5, tpot=0.6), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (50, 100, "fallback")
+    # A shorter prompt would not come as near as a small level with the whole one.
+    plan = planner(slow).plan(word_prompt(), Slo(ttft=0.2, tpot=1.0), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (25, 100, "nearest")
+    assert not slow.asked
+    # All of the model within the time: that takes a shorter prompt.
+    quick = Fixed(100, 0.25)
+    plan = planner(quick).plan(word_prompt(), Slo(ttft=0.5, tpot=1.0), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (100, 25, "proposed")
+
+
+def test_a_margin_is_left():
+    tight = Slo(ttft=0.25, tpot=0.5)
+    assert planner(Fixed(50, 0.5)).plan(word_prompt(), tight, answer_tokens=8).source == "proposed"
+    plan = planner(Fixed(50, 0.5), margin=0.9).plan(word_prompt(), tight, answer_tokens=8)
+    assert (plan.level, plan.source) == (25, "fallback")
+
+
+def late(share, margin=None):
+    """A margin after answers that took so many times what was expected."""
+    margin = margin or SafetyMargin(0.9, window=10)
+    expected = Cost(ttft_ms=10.0, tpot_ms=2.0, tokens=8)
+    for _ in range(10):
+        margin.saw_first(expected, dataclasses.replace(expected, ttft_ms=10.0 * share))
+        margin.saw_further(expected, expected)
+    return margin
+
+
+def test_answers_that_came_late_make_plans_careful():
+    def plan(margin, slo, **how):
+        found = Planner(PROFILE, LEVELS, Fixed(50, 0.5), margin=1.0, safety_margin=margin).plan(
+            word_prompt(), slo, answer_tokens=8, **how
+        )
+        return found.level, len(found.kept), found.source, found.confident
+
+    slo = Slo(ttft=0.3, tpot=0.6)
+    assert plan(None, slo) == plan(late(1.0), slo) == (50, 50, "proposed", True)
+    # Half the prompt takes a quarter of the time, and may now take 1.5 times as long.
+    assert plan(late(1.5), slo) == (50, 25, "fallback", True)
+    # Of a time that nothing meets surely the likeliest to meet it is taken, and said to be no more.
+    tight = Slo(ttft=0.08, tpot=0.3)
+    assert plan(late(1.0), tight) == (25, 25, "fallback", True)
+    assert plan(late(1.5), tight) == plan(late(1.5), tight, strict=True) == (25, 25, "fallback", False)
+    # What no plan meets at all is the nearest, or refused.
+    missed = Slo(ttft=0.02, tpot=0.3)
+    assert plan(late(1.5), missed) == (25, 25, "nearest", False)
+    assert plan(None, missed) == (25, 25, "nearest", False)
+    with pytest.raises(ObjectiveMissed):
+        plan(late(1.5), missed, strict=True)
+
+
+def test_what_nothing_meets_surely_is_planned_with_the_most_confidence_that_there_can_be():
+    margin = SafetyMargin(0.99, window=100)
+    expected = Cost(ttft_ms=10.0, tpot_ms=2.0, tokens=8)
+    for place in range(100):
+        # Three quarters of the answers take up to 1.25 times what was expected, the others twice as much.
+        margin.saw_first(expected, dataclasses.replace(expected, ttft_ms=20.0 if place % 4 == 0 else 12.5))
+        margin.saw_further(expected, expected)
+
+    levels = (25, 30, 100)
+    profile = dataclasses.replace(
+        PROFILE,
+        levels=levels,
+        ttft_ms=tuple((each / 100, each * 10.0) for each in levels),
+        tpot_ms=tuple((each / 25.0,) * 2 for each in levels),
+    )
+
+    def plan(ttft, margin):
+        planner = Planner(profile, levels, margin=1.0, safety_margin=margin)
+        found = planner.plan(word_prompt(), Slo(ttft=ttft, tpot=1.0), answer_tokens=8)
+        return found.level, found.confident
+
+    assert plan(0.51, margin) == (25, True)
+    # By the profile the larger level is in time; three quarters of the answers are with the smaller one.
+    assert plan(0.33, None) == (30, True)
+    assert plan(0.33, margin) == (25, False)
+    assert plan(0.39, margin) == (30, False)
+
+
+def test_forced_tokens_count():
+    plan = planner(Fixed(50, 0.25)).plan(word_prompt(forced=60), Slo(ttft=0.28, tpot=1.0), answer_tokens=8)
+    # A quarter of the prompt cannot be kept: sixty tokens must stay, and take 0.3 at half the model.
+    assert (plan.level, len(plan.kept), plan.source) == (25, 100, "fallback")
+
+
+def test_a_short_prompt_that_may_go_altogether_keeps_a_word():
+    # A quarter of three tokens is less than one.
+    plan = planner(Fixed(50, 0.25)).plan(word_prompt(3, forced=0), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
+    assert (plan.level, plan.kept.tolist(), plan.source) == (50, [2], "proposed")
+
+
+def test_an_objective_with_room_for_all_asks_nobody():
+    proposer = Fixed(25, 0.25)
+    plan = planner(proposer).plan(word_prompt(), Slo(ttft=1.0, tpot=1.0), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source, proposer.asked) == (100, 100, "whole", [])
+    plan = planner(proposer).plan(word_prompt(), Latency(ttft_ms=1e4, tpot_ms=1e4), answer_tokens=8)
+    assert plan.source == "whole"
+
+
+def test_what_a_cache_has_already_need_not_be_computed():
+    slo = Slo(ttft=0.5, tpot=1.0)
+    # Alone the half-sized level is the largest in time; the whole model's cache has all but 10 tokens.
+    assert planner().plan(word_prompt(), slo, answer_tokens=8).level == 50
+    plan = planner().plan(word_prompt(), slo, answer_tokens=8, reused={100: 90})
+    assert (plan.level, plan.source, plan.reused_tokens) == (100, "whole", 90)
+    assert plan.expected.ttft_ms == pytest.approx(PROFILE.ttft(100, 10))
+    # What the objective is relative to stays the whole prompt's time.
+    assert plan.whole.ttft_ms == PROFILE.ttft(100, 100)
+    # A cache of a smaller level helps where none is in time without it, and no larger one.
+    strict = Slo(ttft=0.1, tpot=1.0)
+    plan = planner().plan(word_prompt(), strict, answer_tokens=8, reused={50: 90})
+    assert (plan.level, plan.source, plan.reused_tokens) == (50, "fallback", 90)
+    # A prompt that is shortened is another one.
+    plan = planner(Fixed(50, 0.5)).plan(word_prompt(), slo, answer_tokens=8, reused={50: 20})
+    assert (plan.level, len(plan.kept), plan.reused_tokens) == (50, 50, 0)
+
+
+def test_without_a_proposer_prompts_stay_whole():
+    plan = planner().plan(word_prompt(), Slo(ttft=0.6, tpot=0.6), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (50, 100, "fallback")
+    plan = planner().plan(word_prompt(), Slo(ttft=0.1, tpot=0.6), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (25, 100, "nearest")
+
+
+def test_what_cannot_be_met_is_come_near_or_refused():
+    impossible = Slo(ttft=0.01, tpot=0.2)
+    proposer = Fixed(50, 0.5)
+    plan = planner(proposer).plan(word_prompt(), impossible, answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (25, 25, "nearest")
+    with pytest.raises(ObjectiveMissed, match=r"no sub-model meets <1,20>: level 25 with 25% of the prompt"):
+        planner(proposer).plan(word_prompt(), impossible, answer_tokens=8, strict=True)
+    # Of choices that miss it alike the largest.
+    plan = planner(proposer).plan(word_prompt(), Slo(ttft=1.0, tpot=0.1), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (25, 100, "nearest")
+
+
+def test_energy_without_a_meter():
+    with pytest.raises(ConfigError, match="has no energy"):
+        planner().plan(word_prompt(), EnergyBudget(joules=1.0), answer_tokens=8)
+
+
+def test_the_lengths_at_which_nothing_meets_an_objective():
+    # Of a prompt of one token a quarter of the model takes all that is in time of <25,25>.
+    assert planner().lengths_missed(Slo(ttft=0.25, tpot=0.25), answer_tokens=8) == ()
+    assert planner().lengths_missed(Slo(ttft=0.2, tpot=0.9), answer_tokens=8) == (1, 1000)
+    assert planner().lengths_missed(Slo(ttft=0.9, tpot=0.2), answer_tokens=8) == (1, 1000)
+    # An answer of one token has no further ones.
+    assert planner().lengths_missed(Slo(ttft=0.9, tpot=0.2), answer_tokens=1) == ()
+    # Shortening helps long prompts, but the tiny LM takes its time.
+    asked = Slo(ttft=0.2, tpot=0.9)
+    assert planner(Fixed(25, 0.25)).lengths_missed(asked, answer_tokens=8) == (1,)
+    assert planner(Fixed(25, 0.25, planning_ms=200.0)).lengths_missed(asked, answer_tokens=8) == (1, 1000)
+    assert planner().lengths_missed(Latency(ttft_ms=100, tpot_ms=9), answer_tokens=8) == (1000,)
+    assert planner(margin=0.9).lengths_missed(Slo(ttft=0.25, tpot=0.25), answer_tokens=8) == (1, 1000)
+    with pytest.raises(ConfigError, match="no energy"):
+        planner().lengths_missed(EnergyBudget(joules=1), answer_tokens=8)

@@ -1,0 +1,183 @@
+"""An engine that fails is tested by an answer of its own, and does not stay."""
+
+import asyncio
+import os
+import time
+import types
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jaxllm import EngineOptions
+from jaxllm.errors import BundleError, CheckpointError, ConfigError, NotFinite
+from jaxllm.serving.server import canary as canaries
+from jaxllm.serving.server.api.app import make_app
+from jaxllm.serving.server.backend import EngineBackend
+from jaxllm.serving.server.canary import Canary, EngineFailed
+from jaxllm.serving.server.limits import Limits
+from jaxllm.serving.server.scheduler import SchedulerOptions
+from jaxllm.serving.server.service import LLMService
+from tests.serving.server.executors import make_executor
+from tests.tiny import write_tiny_bundle
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.asked = 0
+        self.error: Exception | None = None
+
+    def answer(self) -> None:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+
+
+def test_calls_that_fail_have_the_engine_answer_once_each() -> None:
+    engine, clock = Engine(), Clock()
+    canary = Canary(engine.answer, clock=clock)
+    for error in (BundleError("changed"), NotFinite("nan"), IndexError("of whatever")):
+        canary.failed(error)
+        assert canary.suspected
+        canary.step()
+        assert not canary.suspected
+        canary.step()
+    assert engine.asked == 3
+    # Those are of the call, or of its context.
+    for error in (ConfigError("wrong"), CheckpointError("a context")):
+        canary.failed(error)
+    canary.step()
+    assert engine.asked == 3
+
+
+def test_the_engine_answers_ids_not_a_text() -> None:
+    """A tokenizer may have none for a text: that would end a service whose engine is well."""
+    asked: list[object] = []
+    engine = types.SimpleNamespace(generate=lambda prompt, config: asked.append((prompt, config.max_tokens)))
+    service, adapters = types.SimpleNamespace(engine=engine), types.SimpleNamespace(use=asked.append)
+    canary = Canary.of(service, adapters)  # pyright: ignore[reportArgumentType]
+    canary.failed(IndexError("of whatever"))
+    canary.step()
+    assert asked == ["", ((0,), 1)]
+
+
+def test_an_engine_that_fails_three_times_in_a_row_is_given_up() -> None:
+    engine, clock = Engine(), Clock()
+    canary = Canary(engine.answer, clock=clock)
+    engine.error = BundleError("it was changed in place")
+    canary.failed(engine.error)
+    # A call that got something proves nothing: others may not.
+    canary.step()
+    canary.answered()
+    assert canary.suspected
+    canary.step()
+    assert engine.asked == 1, "not before some time has passed"
+    clock.now = 2
+    canary.step()
+    engine.error = None
+    clock.now = 4
+    canary.step()
+    assert not canary.suspected
+    engine.error = BundleError("it was changed in place")
+    canary.failed(engine.error)
+    for now in (4, 6):
+        clock.now = now
+        canary.step()
+    clock.now = 8
+    with pytest.raises(EngineFailed, match="cannot answer any more: it was changed in place"):
+        canary.step()
+
+
+def test_readiness_asks_where_nobody_was_answered_for_a_while() -> None:
+    engine, clock = Engine(), Clock()
+    canary = Canary(engine.answer, clock=clock)
+    canary.check()
+    assert engine.asked == 0
+    clock.now = 61
+    for _ in range(3):
+        canary.check()
+    assert engine.asked == 1
+    clock.now, engine.error = 122, OSError("of a device")
+    for _ in range(3):
+        canary.check()
+    assert (engine.asked, canary.suspected) == (2, True)
+
+
+def test_a_model_file_that_is_touched_ends_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its content may be another now: the process that comes next opens it again."""
+    monkeypatch.setattr(canaries, "_PAUSE_S", 0.2)
+    path = write_tiny_bundle(tmp_path / "tiny.jaxllm")
+    options = EngineOptions(context_tokens=64, chunk_tokens=(16,), decode_block=4, buckets_bytes=0)
+    service = LLMService.open(path, options=options)
+    executor, backend = make_executor(service, SchedulerOptions()), EngineBackend(Limits())
+    executor.start()
+    backend.opened(executor, "tiny")
+
+    async def talk() -> None:
+        transport = httpx.ASGITransport(app=make_app(backend, identify=lambda _: "mail"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=300) as http:
+            body = {"prompt": "hello", "max_tokens": 3}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+            assert (await http.get("/ready")).status_code == 200
+            os.utime(path, ns=(1, 1))
+            failed = await http.post("/v1/completions", json=body)
+            error = failed.json()["error"]
+            assert (failed.status_code, error["code"]) == (503, "model_failed")
+            assert "retry-after" in failed.headers
+            assert "context" not in error["message"]
+            assert str(path) not in failed.text
+            assert (await http.get("/ready")).status_code == 503
+            late_s = time.monotonic() + 300
+            while executor.alive:
+                assert time.monotonic() < late_s
+                await asyncio.sleep(0.05)
+            assert (await http.get("/health")).status_code == 503
+
+    try:
+        asyncio.run(talk())
+    finally:
+        executor.stop(0)
+        backend.close()
+        service.close()
+    assert "cannot answer (3 of 3 times)" in caplog.text
+    assert "changed in place" in caplog.text
+
+
+def test_nobody_has_to_call_to_find_a_touched_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canaries, "_STALE_S", 0.0)
+    engine = Engine()
+    engine.error = BundleError("changed")
+    canary = Canary(engine.answer)
+    executor = types.SimpleNamespace(
+        canary=canary, alive=True, beat_s=time.monotonic(), work=lambda _, what: done(what)
+    )
+
+    def done(what: Callable[[], object]) -> Future[object]:
+        found: Future[object] = Future()
+        try:
+            found.set_result(what())
+        except Exception as error:
+            found.set_exception(error)
+        return found
+
+    backend = EngineBackend(Limits())
+    backend.executor, backend._why = executor, ""  # pyright: ignore[reportAttributeAccessIssue]
+    time.sleep(0.01)
+    health = asyncio.run(backend.readiness())
+    assert (health["ready"], health["alive"]) == (False, True)
+    engine.error = None
+    canary._next_s = 0.0
+    assert asyncio.run(backend.readiness())["ready"]
+    backend.close()

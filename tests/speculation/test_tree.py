@@ -1,0 +1,137 @@
+"""Token trees: by hand, and beside a plain one of lists."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxllm.errors import ConfigError
+from jaxllm.speculation.tree import (
+    TokenTree,
+    accepted_nodes,
+    add_nodes,
+    deepest,
+    new_tree,
+    path_to,
+)
+from tests.variants import every_variant
+
+ROOM = 12
+DIMS = chex.Dimensions(M=ROOM)
+
+
+def tree_of(parents, tokens=None, confidences=None, room=ROOM):
+    """A tree whose node i + 1 has `parents[i]`, added one at a time."""
+    tree = new_tree(jnp.int32(7), room)
+    for i, parent in enumerate(parents):
+        one = [np.array([parent], np.int32), np.array([tokens[i] if tokens else i], np.int32)]
+        own = np.array([confidences[i] if confidences else 0.5], np.float32)
+        tree, _ = add_nodes(tree, *one, own, np.array([True]))
+    return tree
+
+
+@st.composite
+def parents_of(draw):
+    count = draw(st.integers(0, ROOM - 1))
+    return [draw(st.integers(0, i)) for i in range(count)]
+
+
+def walk(parents, node):
+    """The path from the root to a node, by hand."""
+    path = [node]
+    while path[-1]:
+        path.append(parents[path[-1] - 1])
+    return path[::-1]
+
+
+def test_a_tree_has_room_for_its_nodes():
+    tree = tree_of([0, 0, 1])
+    chex.assert_shape([tree.tokens, tree.parents, tree.depths, tree.confidences], DIMS["M"])
+    chex.assert_shape([tree.ancestors, tree.count], [DIMS["MM"], ()])
+    chex.assert_trees_all_equal_shapes_and_dtypes(tree, new_tree(jnp.int32(7), ROOM))
+
+
+@every_variant
+def test_a_tree_by_hand(variant):
+    #        0
+    #      1   2
+    #     3 4   5
+    tree = tree_of([0, 0, 1, 1, 2], tokens=[11, 12, 13, 14, 15], confidences=[0.5, 0.25, 0.5, 0.25, 1.0])
+    assert tree.tokens[:6].tolist() == [7, 11, 12, 13, 14, 15]
+    assert tree.depths[:6].tolist() == [0, 1, 1, 2, 2, 2]
+    assert tree.confidences[:6].tolist() == [1, 0.5, 0.25, 0.25, 0.125, 0.25]
+    assert int(tree.count) == 6
+    mask = np.asarray(tree.ancestors)
+    assert [np.flatnonzero(row).tolist() for row in mask[:6]] == [
+        [0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5],
+    ]  # fmt: skip
+    assert not mask[6:].any()
+    # The target says 11 behind the root and 14 behind that; 15 behind 2 would be right, but 2 is not.
+    chosen = np.array([11, 14, 15, 0, 99, 0] + [0] * 6, np.int32)
+    accepted = variant(accepted_nodes)(tree, chosen)
+    chex.assert_shape(accepted, DIMS["M"])
+    assert np.flatnonzero(accepted).tolist() == [0, 1, 4]
+    nodes, length = variant(path_to)(tree, variant(deepest)(tree, accepted))
+    chex.assert_shape([nodes, length], [DIMS["M"], ()])
+    chex.assert_type([nodes, length], jnp.int32)
+    assert (nodes.tolist(), int(length)) == ([0, 1, 4] + [4] * 9, 3)
+
+
+@settings(deadline=None, max_examples=40)
+@given(parents=parents_of(), seed=st.integers(0, 2**31 - 1))
+def test_laws(parents, seed):
+    draw = np.random.default_rng(seed)
+    tokens = draw.integers(0, 3, len(parents)).tolist()
+    tree = tree_of(parents, tokens)
+    mask = np.asarray(tree.ancestors)
+    for node in range(ROOM):
+        path = walk(parents, node) if node <= len(parents) else []
+        assert np.flatnonzero(mask[node]).tolist() == path
+        if path:
+            nodes, length = path_to(tree, jnp.int32(node))
+            assert nodes[: int(length)].tolist() == path
+            assert int(tree.depths[node]) == len(path) - 1
+            assert float(tree.confidences[node]) == 0.5 ** (len(path) - 1)
+    chosen = draw.integers(0, 3, ROOM).astype(np.int32)
+    known = [
+        node <= len(parents)
+        and all(tokens[child - 1] == chosen[parents[child - 1]] for child in walk(parents, node)[1:])
+        for node in range(ROOM)
+    ]
+    accepted = accepted_nodes(tree, chosen)
+    assert accepted.tolist() == known
+    best = int(deepest(tree, accepted))
+    assert known[best]
+    assert all(len(walk(parents, node)) <= len(walk(parents, best)) for node in range(ROOM) if known[node])
+
+
+@every_variant
+def test_what_is_not_wanted_or_has_no_room_is_left_out(variant):
+    tree = tree_of([0], room=4)
+    parents, tokens = np.array([1, 0, 0, 1, 1], np.int32), np.arange(20, 25, dtype=np.int32)
+    wanted = np.array([True, False, True, True, True])
+    add = variant(add_nodes)
+    tree, places = add(tree, parents, tokens, np.full(5, 0.5, np.float32), wanted)
+    assert places.tolist() == [2, -1, 3, -1, -1]
+    assert int(tree.count) == 4
+    assert tree.tokens.tolist() == [7, 0, 20, 22]
+    assert tree.parents.tolist() == [-1, 0, 1, 0]
+    with pytest.raises(ConfigError, match="room for its root"):
+        new_tree(jnp.int32(0), 0)
+
+
+def test_one_graph_serves_all_trees():
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def run(tree):
+        return tree.ancestors
+
+    for parents in ([0], [0, 1, 2], [0, 0, 0, 0]):
+        tree = tree_of(parents)
+        assert isinstance(tree, TokenTree)
+        np.testing.assert_array_equal(run(tree), tree.ancestors)

@@ -1,0 +1,144 @@
+"""From a model to a bundle that reads prompts in integers; elastic ones keep their levels."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.calibrations import prefill_facts, read_prefill
+from jaxllm.bundle.levels import elastic_parts, read_ladder
+from jaxllm.cli.main import cli
+from jaxllm.elastic.ladder import Ladder
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.int8_prefill.recipe import ShadowRecipe
+from jaxllm.int8_prefill.shadow import contracted_axes
+from jaxllm.quant import dequantize
+from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.training.calibration import PrefillRecipe
+from jaxllm.training.int8_prefill.prefill import _texts, calibrate_prefill
+from tests.int8_prefill.calibrated import OUTLIERS, outlying
+from tests.tiny import write_tiny_bundle, write_tiny_folder
+
+RECIPE = PrefillRecipe(tokens=2048, row_tokens=64, shadow=ShadowRecipe(most_channels=0.06, pruned_share=0.5))
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    words = np.random.default_rng(0).integers(97, 123, (600, 8)).astype(np.uint8)
+    path.write_text(" ".join(bytes(word).decode() for word in words))
+    return path
+
+
+@pytest.mark.slow
+def test_a_folder(text, tmp_path):
+    """Its float rows are the checkpoint's, and channels with outliers are among them."""
+    folder = write_tiny_folder(tmp_path / "hf", params=outlying())
+    facts = calibrate_prefill(RECIPE, folder, tmp_path / "m.jaxllm", texts=[text], console=QUIET)
+    with Bundle.open(tmp_path / "m.jaxllm") as bundle:
+        found = read_prefill(bundle)
+        assert found is not None
+        assert bundle.layout.weights == "int8"
+        assert prefill_facts(bundle)["tokens"] >= 2048
+        assert facts["losses"][100] == [round(each, 5) for each in found.losses[100]]
+        layer = found.shadowed.index(True)
+        scaled = np.flatnonzero(outlying()["layers.0.attn_norm.scale"] != 1)
+        assert len(scaled) == OUTLIERS.channels
+        assert set(scaled) <= set(found.channels[layer, 0])
+    assert facts["channels"] > 0 < facts["row_bytes"]
+
+
+@pytest.mark.slow
+def test_an_elastic_bundle(text, tmp_path):
+    """Every level has steps and losses of its own; no shadow where nothing is to be lost without."""
+    ladder = Ladder(levels=(50, 100), anchors=())
+    path = write_tiny_bundle(tmp_path / "e.jaxllm", "int8", parts=elastic_parts(ladder))
+    calibrate_prefill(RECIPE, path, tmp_path / "m.jaxllm", texts=[text], console=QUIET, most_loss=1.0)
+    with Bundle.open(tmp_path / "m.jaxllm") as bundle:
+        assert read_ladder(bundle) == ladder
+        found = read_prefill(bundle)
+        assert found is not None
+        assert found.levels == (50, 100)
+        assert not np.array_equal(found.steps[0], found.steps[1])
+        assert found.losses.keys() == {50, 100}
+
+
+@pytest.mark.slow
+def test_the_command(text, tmp_path):
+    """With one scale per tensor: that of a product's weight is the same for all outputs, no other weight
+    changes, and the bundle says so."""
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8")
+    out = tmp_path / "p.jaxllm"
+    args = [str(path), "-o", str(out), "--text", str(text), "--tokens", "2048"]
+    run = CliRunner().invoke(cli, ["calibrate", "prefill", *args, "--weight-scales", "tensor"])
+    assert run.exit_code == 0, run.output
+    assert json.loads(run.output.splitlines()[-1])["layers"] == 2
+    with Bundle.open(path) as before, Bundle.open(out) as after:
+        assert prefill_facts(after)["weight_scales"] == "tensor"
+        plain, shared = before.load(), after.load()
+        products = set(contracted_axes(before.cfg))
+        assert products < set(plain)
+        for name, weight in plain.items():
+            if name in products:
+                assert len(np.unique(shared[name].scale)) == 1 < len(np.unique(weight.scale))
+                most = np.asarray(shared[name].scale).max() / 2 + 1e-6
+                np.testing.assert_allclose(
+                    dequantize(shared[name], jnp.float32), dequantize(weight, jnp.float32), atol=most
+                )
+            else:
+                jax.tree.map(np.testing.assert_array_equal, weight, shared[name])
+    for wrong in (["--run", "x"], ["--max-loss", "1"], ["--max-loss", "0%"]):
+        assert CliRunner().invoke(cli, ["calibrate", "prefill", *args, *wrong]).exit_code == 2
+
+
+@pytest.mark.slow
+def test_a_model_that_loses_too_much_makes_no_bundle(text, tmp_path):
+    """What is written is what an engine opens without more being allowed. A random model may gain."""
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8", params=outlying())
+    out = tmp_path / "out.jaxllm"
+    recipe = dataclasses.replace(RECIPE, shadow=dataclasses.replace(RECIPE.shadow, pruned_share=0.0))
+    with pytest.raises(ConfigError, match=r"grow by .* and -50\.00% were allowed.*--max-loss"):
+        calibrate_prefill(recipe, path, out, texts=[text], console=QUIET, most_loss=-0.5)
+    assert not out.exists()
+
+
+def test_every_text_is_looked_at(text, tmp_path):
+    """However much there is of the first one."""
+    paragraphs, other = tmp_path / "paragraphs.txt", tmp_path / "other.txt"
+    paragraphs.write_text(text.read_text().replace(" ", "\n\n"))
+    other.write_text("ABC\n\n" * 20)
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8")
+    with Bundle.open(path) as bundle:
+        rows, held_out = _texts(bundle, RECIPE, [paragraphs, other])
+        read = Tokenizer(bundle.tokenizer_files()).decode(np.concatenate([*rows, *held_out]).tolist())
+    assert "ABC" in read
+    assert any(word in read for word in text.read_text().split()[:20])
+
+
+def test_refusals(text, tmp_path):
+    def refused(model, error, message, texts=(text,), recipe=RECIPE):
+        with pytest.raises(error, match=message):
+            calibrate_prefill(recipe, model, tmp_path / "out.jaxllm", texts=texts, console=QUIET)
+        assert not (tmp_path / "out.jaxllm").exists()
+
+    integer = write_tiny_bundle(tmp_path / "i.jaxllm", "int8")
+    refused(tmp_path / "none", CheckpointError, "no such file or folder")
+    refused(write_tiny_bundle(tmp_path / "f.jaxllm"), ConfigError, "has f32")
+    short = tmp_path / "short.txt"
+    short.write_text("hello there")
+    refused(integer, ConfigError, "2048 tokens each, and there are 0: give more text", texts=[short])
+    refused(integer, ConfigError, "missing", texts=[tmp_path / "missing.txt"])
+    broken = dict(outlying())
+    broken["layers.1.ffn_norm.scale"] = np.full_like(broken["layers.1.ffn_norm.scale"], 3e38)
+    refused(write_tiny_bundle(tmp_path / "n.jaxllm", "int8", params=broken), ConfigError, "NaN or infinite")
+    with pytest.raises(ConfigError, match="tokens must be a whole number of at least 2048"):
+        PrefillRecipe(tokens=5)
+    with pytest.raises(ConfigError, match="weight_scales must be one of channel, tensor"):
+        PrefillRecipe(weight_scales="row")

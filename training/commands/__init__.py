@@ -1,1 +1,0 @@
-"""Defines the subcommands of `jaxllm` that train; their modules import no JAX until they run."""

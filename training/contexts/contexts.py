@@ -1,0 +1,287 @@
+"""Calibrates how contexts of a model are stored, and writes the bundle with the choice.
+
+See `jaxllm.contexts.tolerance` for what is chosen, and `context_errors` for how it is measured.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from jaxllm.bundle import Bundle, rewrite_bundle
+from jaxllm.bundle.calibrations import contexts_parts
+from jaxllm.config import ModelConfig
+from jaxllm.contexts.codecs import CODECS, WIDTHS, ChunkFormat, ChunkShape
+from jaxllm.contexts.tolerance import PARTS, Candidate, ContextCalibration, choose, kept_shares
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.host_settings import own_jax_settings
+from jaxllm.kernels.native_call import UsedUnits
+from jaxllm.kv.chunks import chunk_shapes
+from jaxllm.models.decoder import embed_tokens, logits
+from jaxllm.models.features import require_decoder_alone, require_room
+from jaxllm.models.layer import LayerParams, attention_options, grown, query_growth, rotary_by_rope, run_layer
+from jaxllm.models.parameters import Params
+from jaxllm.nn.documents import document_attention
+from jaxllm.nn.layers import Heads, normalize, rotate
+from jaxllm.training.calibration import ContextRecipe, require_folder_of, text_tokens
+
+
+@own_jax_settings()
+def calibrate_contexts(
+    recipe: ContextRecipe,
+    model: Path,
+    out: Path,
+    *,
+    texts: Sequence[Path] = (),
+    name: str = "",
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Makes a bundle that says how its contexts are best stored.
+
+    Args:
+      recipe: sizes of the calibration.
+      model: a bundle.
+      out: the new bundle's path; written whole or not at all.
+      texts: files to measure on; Python's language reference if there are none.
+      name: the model's name, for people; its own by default.
+      console: where progress goes; the terminal's error stream by default.
+
+    Returns:
+      What was found: the choice, by candidate what is lost at the ratio and kept by width, and sensitivities.
+
+    Raises:
+      ConfigError: there is too little text, or no codec takes as little as the ratio.
+      CheckpointError: the model cannot be read.
+    """
+    console, model, out = console or Console(stderr=True), Path(model), Path(out)
+    require_folder_of(out)
+    if model.is_dir():
+        raise CheckpointError(
+            f"{model} is a folder; make a bundle of it first: jaxllm prepare {model} -o FILE"
+        )
+    with Bundle.open(model) as bundle:
+        require_room(bundle.cfg, "contexts")
+        if bundle.cfg.states is not None:
+            raise ConfigError(
+                f"contexts of {bundle.cfg.model_type} are kept as they are, with their states: there is no "
+                "codec to choose; serve the model without a calibration"
+            )
+        require_decoder_alone(bundle.cfg, "calibration of contexts", "services keep its contexts without one")
+        rows = _rows(bundle, recipe, texts)
+        params = jax.tree.map(jnp.asarray, bundle.load())
+        candidates = [Candidate(codec, size) for size in recipe.chunk_tokens for codec in CODECS]
+        with console.status("measuring") as status:
+            errors, sensitivity = context_errors(
+                bundle.cfg,
+                params,
+                rows,
+                candidates,
+                sensitivity_rows=recipe.sensitivity_rows,
+                progress=lambda done, total: status.update(f"measuring, layer {done} of {total}"),
+            )
+        shapes = chunk_shapes(bundle.cfg, dtype="float32")
+        chosen, lost = choose(errors, sensitivity, shapes, recipe.ratio)
+        calibration = ContextCalibration(chosen=chosen, errors=errors, sensitivity=sensitivity)
+        facts = {"ratio": recipe.ratio, "tokens": sum(map(len, rows))}
+        rewrite_bundle(out, bundle, contexts_parts(calibration, facts), name=name)
+    return {
+        **facts,
+        "codec": chosen.codec,
+        "chunk_tokens": chosen.chunk_tokens,
+        "lost": {_named(each): _rounded(share) for each, share in lost.items() if np.isfinite(share)},
+        "kept": {
+            _named(each): {
+                str(bits): round(share, 6) for bits, share in kept_shares(own, sensitivity).items()
+            }
+            for each, own in errors.items()
+        },
+        "sensitivity": {
+            part: [_rounded(each) for each in sensitivity[:, place].tolist()]
+            for place, part in enumerate(("keys", "values"))
+        },
+    }
+
+
+def _named(candidate: Candidate) -> str:
+    return f"{candidate.codec}, {candidate.chunk_tokens} tokens"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _rows(bundle: Bundle, recipe: ContextRecipe, paths: Sequence[Path]) -> list[np.ndarray]:
+    """Contexts of equal length."""
+    longest = max(recipe.chunk_tokens)
+    length = min(recipe.row_tokens, bundle.cfg.window_tokens) // longest * longest
+    tokens = text_tokens(bundle, recipe.tokens, paths)
+    count = min(recipe.tokens, len(tokens)) // length if length else 0
+    if not count:
+        raise ConfigError(
+            f"{len(tokens)} tokens of text are too few for contexts of {length or longest}; give more "
+            "(--text), or shorter chunks (--chunk-tokens)"
+        )
+    return [np.array(tokens[place * length : (place + 1) * length], np.int32) for place in range(count)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Coded:
+    """Keys or values that attention reads as they are stored."""
+
+    candidate: Candidate
+    bits: int
+    part: str
+
+
+def context_errors(
+    cfg: ModelConfig,
+    params: Params,
+    rows: Sequence[np.ndarray],
+    candidates: Sequence[Candidate],
+    *,
+    sensitivity_rows: int,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> tuple[dict[Candidate, np.ndarray], np.ndarray]:
+    """Errors by candidate `[L, 3, 2]` and sensitivities `[L, 2]` (see `ContextCalibration`).
+
+    Args:
+      cfg: the model, a decoder.
+      params: its weights, in any format.
+      rows: texts of equal length `[T]` int32, a multiple of the candidates' chunks.
+      candidates: codecs and lengths of chunks.
+      sensitivity_rows: of the first so many rows sensitivities are measured, with the first candidate.
+      progress: called with layers of rows done, and in all.
+    """
+    steps = _Steps(cfg, params)
+    coded = [_Coded(each, bits, part) for each in candidates for bits in WIDTHS for part in PARTS]
+    narrowest = [_Coded(candidates[0], min(WIDTHS), part) for part in PARTS]
+    errors, diverged = np.zeros((cfg.layers, len(coded))), np.zeros((cfg.layers, len(PARTS)))
+    for number, row in enumerate(rows):
+        x = steps.begin(row)
+        inputs = []
+        for layer in range(cfg.layers):
+            inputs.append(x)
+            x, found = steps.layer(x, layer, tuple(coded))
+            errors[layer] += np.asarray(found, np.float64) / len(rows)
+            progress(number * cfg.layers + layer + 1, len(rows) * cfg.layers)
+        if number >= sensitivity_rows:
+            continue
+        exact = steps.end(x)
+        for layer, begun in enumerate(inputs):
+            for place, each in enumerate(narrowest):
+                x = steps.disturbed(begun, layer, each)
+                for later in range(layer + 1, cfg.layers):
+                    x, _ = steps.layer(x, later, ())
+                diverged[layer, place] += float(_divergence(exact, steps.end(x)))
+    measured = min(len(rows), sensitivity_rows)
+    by_candidate = errors.reshape(cfg.layers, len(candidates), len(WIDTHS), len(PARTS)).astype(np.float32)
+    least = by_candidate[:, 0, WIDTHS.index(min(WIDTHS))]
+    sensitivity = (diverged / measured / np.maximum(least, np.float32(1e-12))).astype(np.float32)
+    return {each: by_candidate[:, place] for place, each in enumerate(candidates)}, sensitivity
+
+
+class _Steps:
+    """The compiled parts of a model's forward pass over one text."""
+
+    def __init__(self, cfg: ModelConfig, params: Params) -> None:
+        self._cfg, self._params = cfg, params
+        self._layers = [
+            {name: each for name, each in params.items() if name.startswith(f"layers.{layer}.")}
+            for layer in range(cfg.layers)
+        ]
+        # Equal layers share what is compiled: their parameters by their names within a layer.
+        self._like: dict[object, int] = {}
+        self._layer = jax.jit(functools.partial(_run, cfg=cfg), static_argnames=("like", "coded", "disturb"))
+        self._begin = jax.jit(functools.partial(_begun, cfg=cfg))
+        self._end = jax.jit(functools.partial(_ended, cfg=cfg))
+
+    def begin(self, row: np.ndarray) -> jax.Array:
+        """The first layer's input `[1, T, D]`."""
+        return self._begin(self._head(), np.asarray(row, np.int32)[None])
+
+    def layer(self, x: jax.Array, layer: int, coded: tuple[_Coded, ...]) -> tuple[jax.Array, jax.Array]:
+        """The exact output of a layer, and the error of each of `coded`."""
+        return self._layer(self._own(layer), x, like=self._equal(layer), coded=coded, disturb=False)
+
+    def disturbed(self, x: jax.Array, layer: int, coded: _Coded) -> jax.Array:
+        """The output of a layer that attends to what was stored."""
+        return self._layer(self._own(layer), x, like=self._equal(layer), coded=(coded,), disturb=True)[0]
+
+    def end(self, x: jax.Array) -> jax.Array:
+        """Log-probabilities of next tokens `[T, V]`."""
+        return self._end(self._head(), x)
+
+    def _head(self) -> Params:
+        return {name: each for name, each in self._params.items() if not name.startswith("layers.")}
+
+    def _own(self, layer: int) -> Params:
+        prefix = f"layers.{layer}."
+        return {name.removeprefix(prefix): each for name, each in self._layers[layer].items()}
+
+    def _equal(self, layer: int) -> int:
+        cfg = self._cfg
+        like = (cfg.units(layer), cfg.attention_windows[layer], cfg.layer_rope(layer), cfg.is_sparse(layer))
+        return self._like.setdefault(like, layer)
+
+
+def _begun(params: Params, tokens: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+    return embed_tokens(params, tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], cfg=cfg)
+
+
+def _ended(params: Params, x: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+    hidden = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
+    return jax.nn.log_softmax(logits(params, hidden[0], cfg=cfg))
+
+
+def _run(
+    own: Params, x: jax.Array, *, cfg: ModelConfig, like: int, coded: tuple[_Coded, ...], disturb: bool
+) -> tuple[jax.Array, jax.Array]:
+    """A layer's output and errors; with `disturb` the output is that of the one in `coded`."""
+    positions, starts = jnp.arange(x.shape[1], dtype=jnp.int32)[None], jnp.zeros(x.shape[:2], jnp.int32)
+    rope = cfg.layer_rope(like)
+
+    def attend(new: Heads, used: UsedUnits | None) -> tuple[jax.Array, jax.Array]:
+        # All units are used.
+        del used
+        q, k, v, _ = grown(new, query_growth(positions, rope))
+        options = attention_options(cfg, cfg.attention_windows[like], new)
+        attention = functools.partial(document_attention, starts=starts, options=options)
+        if rope is not None:
+            cos_sin = rotary_by_rope(positions, cfg)[rope]
+            q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
+        exact, errors, out = attention(q, k, v), [], None
+        for each in coded:
+            out = attention(q, *_stored(k, v, each))
+            errors.append(jnp.sum(jnp.square(out - exact)) / jnp.sum(jnp.square(exact)))
+        return out if disturb and out is not None else exact, jnp.stack(errors) if errors else jnp.zeros(0)
+
+    x, errors, _ = run_layer(LayerParams(own, ""), x, cfg, like, attend)
+    return x, errors
+
+
+def _stored(k: jax.Array, v: jax.Array, coded: _Coded) -> tuple[jax.Array, jax.Array]:
+    """Keys and values `[1, T, K, H]`, of which one part is as it comes back from storage."""
+    size, (_, count, heads, width) = coded.candidate.chunk_tokens, k.shape
+    codec = ChunkFormat.named(coded.candidate.codec, size).codec
+    shape = ChunkShape(heads=heads, tokens=size, width=width)
+
+    def chunks(rows: jax.Array) -> jax.Array:
+        return rows[0].astype(jnp.float32).reshape(count // size, size, heads, width).swapaxes(1, 2)
+
+    def joined(rows: jax.Array) -> jax.Array:
+        return rows.swapaxes(1, 2).reshape(k.shape).astype(k.dtype)
+
+    keys, values = codec.decode(codec.encode(chunks(k), chunks(v), shape, coded.bits), shape, coded.bits)
+    return (joined(keys), v) if coded.part == "keys" else (k, joined(values))
+
+
+@jax.jit
+def _divergence(exact: jax.Array, other: jax.Array) -> jax.Array:
+    """Mean Kullback-Leibler divergence of predictions `[T, V]` from the exact ones, in nats per token."""
+    return jnp.mean(jnp.sum(jnp.exp(exact) * (exact - other), axis=-1))

@@ -1,0 +1,121 @@
+"""Cuts documents into parts that fit a row, places parts into rows, and fills rows.
+
+Documents are placed whole into rows by best fit, longest first (best-fit packing, arXiv 2404.10830); one
+longer than a row is cut, and each part but the first begins with the last token of the one before, so that
+every token but a document's first is a target once. Where a prompt is not learnt, the cuts are counted from
+the document's end, so that the answer follows as much of its prompt as a row has room for, and parts without
+a learnt token are left out.
+"""
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllm.training.data.corpus import TokenizedDocuments
+from jaxllm.training.data.sources import Source
+
+
+def learnt_parts(
+    documents: TokenizedDocuments, drawn: np.ndarray, row_tokens: int, mixture: Sequence[Source]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The parts of some documents that have a weight.
+
+    Args:
+      documents: of which parts are made.
+      drawn: numbers of documents.
+      row_tokens: most targets of a part.
+      mixture: the sources, by number; empty for weights of 1.
+
+    Returns:
+      The parts, see `cut`, and those that are left out.
+    """
+    given, learnt = np.ones((2, len(documents)))
+    if mixture:
+        given, learnt = np.array([source.weights for source in mixture])[documents.sources].T
+    prompt = documents.prompt_tokens
+    parts = cut(documents.lengths, drawn, row_tokens, from_end=(prompt > 0) & (given == 0))
+    of, first, last = parts.T
+    # Target i of a part is the document's token first + 1 + i.
+    in_prompt = np.clip(np.minimum(last, prompt[of]) - first - 1, 0, None)
+    weights = in_prompt * given[of] + (last - first - 1 - in_prompt) * learnt[of]
+    return parts[weights > 0], parts[weights <= 0]
+
+
+def cut(
+    lengths: np.ndarray, drawn: np.ndarray, row_tokens: int, *, from_end: np.ndarray | None = None
+) -> np.ndarray:
+    """The parts `[parts, 3]` (document, first, last token + 1) of documents of these lengths, each with at
+    most `row_tokens` targets; a document of one token has none.
+
+    Args:
+      lengths: tokens of each document.
+      drawn: numbers of the documents that are cut.
+      row_tokens: most targets of a part.
+      from_end: which documents have a short first part, instead of a short last one.
+    """
+    counts = -((1 - lengths[drawn]) // row_tokens)
+    of = np.repeat(np.arange(len(drawn)), counts)
+    first = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * row_tokens
+    if from_end is not None:
+        short = np.where(from_end[drawn], counts * row_tokens - (lengths[drawn] - 1), 0)
+        first -= short[of]
+    last = np.minimum(first + row_tokens + 1, lengths[drawn[of]])
+    return np.stack([drawn[of], np.maximum(first, 0), last], axis=1).astype(np.int64)
+
+
+def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+    """Places sizes (in [1, capacity]) into as few rows as best fit finds, longest first.
+
+    Returns:
+      The places in `sizes` of each row's members.
+    """
+    rows: list[list[int]] = []
+    # Rows by the room that is left in them, and the sizes of room in order.
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    for place in np.argsort(-sizes, kind="stable"):
+        size = int(sizes[place])
+        at = bisect.bisect_left(rooms, size)
+        if at == len(rooms):
+            row, room = len(rows), capacity
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = by_room[room].pop()
+            if not by_room[room]:
+                rooms.pop(at)
+        rows[row].append(int(place))
+        left = room - size
+        if left:
+            members = by_room.setdefault(left, [])
+            if not members:
+                bisect.insort(rooms, left)
+            members.append(row)
+    return rows
+
+
+def fill_row(
+    documents: TokenizedDocuments, parts: np.ndarray, row_tokens: int, mixture: Sequence[Source]
+) -> tuple[np.ndarray, ...]:
+    """The five arrays `[T]` of a `Batch`'s row with these parts."""
+    tokens, targets, starts, sources = (np.zeros(row_tokens, np.int32) for _ in range(4))
+    weights = np.zeros(row_tokens, np.float32)
+    at = 0
+    for document, first, last in parts:
+        begin, end = at, at + int(last - first) - 1
+        ids = documents.tokens[documents.starts[document] + first : documents.starts[document] + last]
+        tokens[begin:end], targets[begin:end] = ids[:-1], ids[1:]
+        starts[begin:end] = begin
+        source = int(documents.sources[document])
+        sources[begin:end] = source
+        if mixture:
+            # Target i is the document's token first + 1 + i.
+            given = np.clip(documents.prompt_tokens[document] - first - 1, 0, end - begin)
+            weights[begin : begin + given], weights[begin + given : end] = mixture[source].weights
+        else:
+            weights[begin:end] = 1.0
+        at = end
+    # Padding is a document of its own, which no loss counts.
+    starts[at:] = min(at, row_tokens - 1)
+    return tokens, targets, starts, weights, sources

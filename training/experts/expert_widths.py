@@ -1,0 +1,268 @@
+"""Finds a bitwidth for each expert of a mixture, and writes a bundle with experts apart.
+
+EdgeMoE (arXiv 2308.14352, section 3.2): experts are lowered one by one on a calibration text to measure how
+much each matters, then as many as the tolerable loss allows (`jaxllm.experts.bitwidth`). A loss is how much
+the perplexity grows, as a share of that of the float model (of a bundle: of its dequantized weights). The
+same text gives the statistics of activation paths. All other weights stay as they are; the cost of storing
+them narrower is not counted. Experts of a bundle get narrower, never wider, and those that keep their width
+are not changed.
+
+A run's folder holds `recipe.json`, `tokens/` and `losses.json`, every loss that was measured: the same
+command resumes, and another tolerable loss measures little anew.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+
+from jaxllm.bundle import Bundle, Part, expert_widths
+from jaxllm.bundle.calibrations import expert_parts
+from jaxllm.checkpoints import huggingface
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.experts.bitwidth import WidthPlan, search_widths
+from jaxllm.host_settings import own_jax_settings
+from jaxllm.models.features import require_decoder_alone
+from jaxllm.models.parameters import sparse_layers
+from jaxllm.prepare import prepare
+from jaxllm.quant import dequantize
+from jaxllm.training.calibration import LEAST_TOKENS, BundleOutput, ExpertWidthsRecipe, WidthTarget
+from jaxllm.training.data.corpus import TokenizedDocuments, write_tokens
+from jaxllm.training.data.documents import builtin_texts, documents_digest, read_texts, text_document
+from jaxllm.training.data.encoders import ModelEncoder
+from jaxllm.training.data.packing import Batch, evaluation_batches
+from jaxllm.training.experts.text_measure import TextPerplexity, nats_step
+from jaxllm.training.experts.width_losses import WidthLosses
+from jaxllm.training.loop.dry_run import estimate_of, frozen_shapes, known_figures, placed_shapes, rows_shapes
+from jaxllm.training.loop.frozen_model import FrozenModel
+from jaxllm.training.loop.hardware import step_flops_per_token
+from jaxllm.training.loop.parallel import MeshShape, make_mesh, require_divisible
+from jaxllm.training.loop.run_files import claimed
+
+LOSSES_FILE = "losses.json"
+
+
+@own_jax_settings()
+def quantize_experts(
+    recipe: ExpertWidthsRecipe,
+    model: Path,
+    out: BundleOutput,
+    run_dir: Path,
+    *,
+    target: WidthTarget | None = None,
+    texts: Sequence[Path] = (),
+    mesh_shape: MeshShape | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Makes a bundle with experts apart, or resumes the run in `run_dir`.
+
+    Args:
+      recipe: sizes of the measurement.
+      model: a mixture of experts: a Hugging Face folder, or a bundle.
+      out: the bundle; its width is that of all other matrices, and a bundle keeps its own.
+      run_dir: the run's folder, made if missing.
+      target: what is wished of the widths.
+      texts: files to calibrate on; Python's language reference if there are none.
+      mesh_shape: devices, over which rows and parameters are divided; one by default.
+      console: where progress goes; the terminal's error stream by default.
+
+    Returns:
+      What was found: bounds, how many experts are lowered, losses on both texts, bytes of experts.
+
+    Raises:
+      ConfigError: the model has no experts, there is too little text, no widths lose so little, or `run_dir`
+        belongs to another run.
+      CheckpointError: the model cannot be read.
+    """
+    console, run_dir, model = console or Console(stderr=True), Path(run_dir), Path(model)
+    require_model(model, pairs=False)
+    target = target or WidthTarget()
+    mesh = make_mesh(mesh_shape or MeshShape(data=1), recipe.batch)
+    weights = None if model.is_dir() else out.weights
+    if mesh.size > 1:
+        frozen = FrozenModel.read_onto(mesh, model, weights, stack=False)
+    else:
+        frozen = FrozenModel.read(model, weights)
+    own = own_widths(model, frozen.cfg, target)
+    floats = {name: dequantize(each, jnp.dtype(jnp.float32)) for name, each in frozen.params.items()}
+    documents = [text_document(text) for path in texts for text in read_texts(path)]
+    documents = documents or [text_document(text) for text in builtin_texts()]
+    digest = documents_digest(each.digest() for each in documents)
+    with claimed(run_dir, recipe, model=frozen.fingerprint(), documents=digest):
+        if not (run_dir / "tokens").exists():
+            encoder = ModelEncoder(frozen.tokenizer)
+            write_tokens(run_dir / "tokens", ((0, each) for each in documents), encoder)
+    batches, held_out = _split(TokenizedDocuments.read(run_dir / "tokens"), recipe)
+
+    text = TextPerplexity(frozen.cfg, batches, mesh)
+    losses = WidthLosses(frozen.cfg, floats, text, run_dir / LOSSES_FILE, mesh)
+    visited = text.visited(losses.params)
+    bits, facts = chosen_widths(losses, visited.shares, own, target, console)
+    judge = TextPerplexity(frozen.cfg, held_out, mesh)
+    unseen = WidthLosses(frozen.cfg, floats, judge, run_dir / f"held_out_{LOSSES_FILE}", mesh)
+    facts |= {
+        "experts": int(bits.size),
+        "loss": round(losses.loss_of(bits), 5),
+        "held_out_loss": round(unseen.loss_of(bits), 5),
+        "perplexity": round(math.exp(losses.whole), 4),
+        "held_out_perplexity": round(math.exp(unseen.whole), 4),
+        "tokens": text.tokens,
+    }
+    return write_widths(model, out, bits, facts, expert_parts(visited.paths, facts, visited.tokens))
+
+
+def dry_run_experts(
+    recipe: ExpertWidthsRecipe, model: Path, *, mesh_shape: MeshShape | None = None, device: str = ""
+) -> dict[str, Any]:
+    """Estimates memory and time of measuring how much each expert matters, by the config of a folder alone;
+    see `jaxllm.training.loop.dry_run`. The search for widths takes some ten losses more.
+
+    Raises:
+      ConfigError: the model has no experts, the mesh does not fit, or the device is not known.
+      CheckpointError: the config cannot be read.
+    """
+    known_figures(device)
+    cfg = huggingface.read_config(model)
+    if not cfg.experts:
+        raise ConfigError(f"{model} is no mixture of experts; `jaxllm prepare` makes its bundle")
+    require_decoder_alone(cfg, "estimates of measuring experts", "measure without --dry-run")
+    mesh = make_mesh(mesh_shape or MeshShape(data=1), recipe.batch)
+    require_divisible(cfg, mesh)
+    row_tokens = min(recipe.row_tokens, cfg.window_tokens)
+    params = placed_shapes(frozen_shapes(cfg, "f32", stack=False), mesh)
+    with jax.set_mesh(mesh):
+        step: Any = nats_step(cfg, mesh)
+        compiled = step.trace(params, rows_shapes(recipe.batch, row_tokens, mesh)).lower().compile()
+    tokens = recipe.batch * row_tokens
+    losses = 1 + cfg.experts * sum(map(cfg.is_sparse, range(cfg.layers)))
+    found = estimate_of(
+        compiled,
+        mesh,
+        device=device,
+        step_flops=step_flops_per_token(cfg, row_tokens) / 3 * tokens,
+        steps=losses * -(-recipe.tokens // tokens),
+    )
+    return {**dataclasses.asdict(found), "advice": found.advice()}
+
+
+def require_model(model: Path, *, pairs: bool) -> None:
+    """Checks that a model is a mixture whose experts can be measured.
+
+    Args:
+      model: a Hugging Face folder, or a bundle.
+      pairs: whether it is measured on pairs, as encoder-decoders are, or on a text.
+
+    Raises:
+      CheckpointError: there is no such model.
+      ConfigError: it has no experts, or is measured otherwise.
+    """
+    if not model.exists():
+        raise CheckpointError(f"{model}: no such file or folder; give a Hugging Face folder or a bundle")
+    if model.is_dir():
+        cfg = huggingface.read_config(model)
+    else:
+        with Bundle.open(model) as bundle:
+            cfg = bundle.cfg
+    if cfg.encoder is not None and not pairs and cfg.experts:
+        raise ConfigError(
+            f"{model} is an encoder-decoder ({cfg.model_type}): its experts are measured on pairs of sources "
+            "and targets; give them by --pairs"
+        )
+    if cfg.encoder is None and pairs:
+        raise ConfigError(
+            f"{model} is a decoder alone ({cfg.model_type}): its experts are measured on a text; give it by "
+            "--text instead of --pairs"
+        )
+    if not cfg.experts:
+        raise ConfigError(f"{model} is no mixture of experts; `jaxllm prepare` makes its bundle")
+
+
+def own_widths(model: Path, cfg: ModelConfig, target: WidthTarget) -> np.ndarray:
+    """The experts' current widths `[L_sparse, E]`, 32 in a folder.
+
+    Raises:
+      ConfigError: a bundle has narrower experts than are wished.
+    """
+    if model.is_dir():
+        return np.full((len(sparse_layers(cfg)), cfg.experts), 32, np.int8)
+    with Bundle.open(model) as bundle:
+        own = expert_widths(bundle)
+    if np.any(target.uniform > own):
+        raise ConfigError(
+            f"{model} has experts of {int(own.min())} bits, and {target.uniform} would be larger, not "
+            "better; give no more, or the Hugging Face folder"
+        )
+    return own
+
+
+def chosen_widths(
+    losses: WidthLosses, loads: np.ndarray, own: np.ndarray, target: WidthTarget, console: Console
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """The widths `[L_sparse, E]` that the target asks for, and facts about them.
+
+    Args:
+      losses: measures losses.
+      loads: `[L_sparse, E]`, how often each expert is loaded, in any unit.
+      own: see `own_widths`; none gets wider.
+      target: what is wished of the widths.
+      console: where progress goes.
+    """
+    if target.uniform:
+        return np.full(losses.shape, target.uniform, np.int8), {"uniform": target.uniform}
+    plan = _search(losses, loads, target.most_loss, console)
+    facts = {
+        "most_loss": target.most_loss,
+        "lower": plan.lower,
+        "upper": plan.upper,
+        "lowered": plan.lowered,
+    }
+    return np.minimum(plan.bits, own).astype(np.int8), facts
+
+
+def write_widths(
+    model: Path, out: BundleOutput, bits: np.ndarray, facts: dict[str, Any], parts: Mapping[str, Part]
+) -> dict[str, Any]:
+    """Writes the bundle with experts at their widths; returns the facts with how many have which."""
+    prepare(model, out.path, weights=out.weights, name=out.name, expert_bits=bits, parts=parts)
+    widths, number = np.unique(bits, return_counts=True)
+    return {**facts, "widths": {str(width): int(each) for width, each in zip(widths, number, strict=True)}}
+
+
+def _search(text: WidthLosses, shares: np.ndarray, most_loss: float, console: Console) -> WidthPlan:
+    with ProgressBar(console=console, transient=True) as bar:
+        task = bar.add_task("experts", total=shares.size)
+        importance = text.importance(lambda done, total: bar.update(task, completed=done, total=total))
+        task = bar.add_task("widths", total=None)
+
+        def loss_of(bits: np.ndarray) -> float:
+            bar.advance(task)
+            return text.loss_of(bits)
+
+        return search_widths(importance, shares, loss_of, most_loss=most_loss)
+
+
+def _split(documents: TokenizedDocuments, recipe: ExpertWidthsRecipe) -> tuple[list[Batch], list[Batch]]:
+    """The batches to calibrate on, and those held out."""
+    taken: tuple[list[Batch], list[Batch]] = ([], [])
+    room = [recipe.tokens, recipe.tokens]
+    for number, batch in enumerate(evaluation_batches(documents, recipe.row_tokens, recipe.batch)):
+        # Alternately, so that both have all kinds of the text; when one is full, the other takes the rest.
+        at = number % 2 if min(room) > 0 else int(room[0] <= 0)
+        if max(room) <= 0:
+            break
+        taken[at].append(batch)
+        room[at] -= int((batch.weights > 0).sum())
+    if not taken[1] or max(room) > recipe.tokens - LEAST_TOKENS:
+        raise ConfigError(
+            f"the text has {len(documents.tokens)} tokens; calibrating and holding out take at least "
+            f"{2 * LEAST_TOKENS}: give more text"
+        )
+    return taken

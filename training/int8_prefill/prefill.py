@@ -1,0 +1,185 @@
+"""Calibrates a model for integer prefill, and writes the bundle (mllm-NPU, arXiv 2407.05858, section 3.3).
+
+The model runs in floats on a text, which gives the steps of activations and the channels with outliers.
+Layers get a shadow until the perplexity grows by no more than is allowed, on that text and on as much that is
+held out. The bundle has the 8-bit weights that it would have anyway, the steps, the float rows of the
+channels with outliers, and both losses.
+
+Float rows are the checkpoint's for a Hugging Face folder; for a bundle they are as exact as its weights.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from jaxllm.bundle import Bundle, rewrite_bundle
+from jaxllm.bundle.calibrations import has_channel_scales, prefill_parts
+from jaxllm.bundle.levels import read_ladder, read_recovery
+from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.elastic.ladder import shared_sub_model, sub_config
+from jaxllm.errors import ConfigError
+from jaxllm.host_settings import own_jax_settings
+from jaxllm.int8_prefill.fitting import Fitted, fit_calibration, per_tensor_weights, whole_rows
+from jaxllm.int8_prefill.recipe import MOST_LOSS
+from jaxllm.int8_prefill.subgraphs import require_integer_prefill
+from jaxllm.models.features import require_decoder_alone
+from jaxllm.models.lora import adapt
+from jaxllm.models.parameters import Params
+from jaxllm.quant import BlockedArray, dequantize
+from jaxllm.training.calibration import PrefillRecipe, bundle_of, require_folder_of, text_tokens
+from jaxllm.training.loop.frozen_model import FrozenModel
+
+
+@own_jax_settings()
+def calibrate_prefill(
+    recipe: PrefillRecipe,
+    model: Path,
+    out: Path,
+    *,
+    most_loss: float = MOST_LOSS,
+    texts: Sequence[Path] = (),
+    name: str = "",
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Makes a bundle for integer prefill.
+
+    Args:
+      recipe: sizes of the calibration.
+      model: a Hugging Face folder, or a bundle of 8-bit weights (an elastic one keeps its levels).
+      out: the new bundle's path; written whole or not at all.
+      most_loss: tolerable growth of the perplexity, as a share, on the text and on what is held out: as many
+        layers get a shadow as it takes, and then as many channels.
+      texts: files to calibrate on; Python's language reference if there are none.
+      name: the model's name, for people; its own by default.
+      console: where progress goes; the terminal's error stream by default.
+
+    Returns:
+      What was found: layers with shadow, channels, bytes, and losses by level.
+
+    Raises:
+      ConfigError: the model has experts or other weights, there is too little text, or too much is lost.
+      CheckpointError: the model cannot be read.
+    """
+    console, model, out = console or Console(stderr=True), Path(model), Path(out)
+    require_folder_of(out)
+    floats = None
+    if model.is_dir():
+        frozen = FrozenModel.read(model)
+        require_integer_prefill(frozen.cfg)
+        floats = frozen.params
+    with bundle_of(model, "int8", name) as bundle:
+        require_decoder_alone(bundle.cfg, "integer prefill")
+        fitted, facts, weights = _calibrated(bundle, floats, recipe, most_loss, texts, console)
+        calibration = fitted.calibration
+        if WHOLE in fitted.lossy:
+            raise ConfigError(
+                f"integer prefill makes the perplexity grow by {calibration.loss(WHOLE):.2%} however "
+                f"much is left to shadows, and {most_loss:.2%} were allowed; allow more (--max-loss "
+                "SHARE), or calibrate on more text of the kind that the model reads (--tokens, --text)"
+            )
+        rewrite_bundle(out, bundle, prefill_parts(calibration, facts), name=name, instead=weights)
+    most = max(calibration.loss(level) for level in calibration.levels if level not in fitted.lossy)
+    if most > MOST_LOSS:
+        console.print(
+            f"{out} loses {most:.2%}: engines compute its prompts in integers where the user allows that "
+            f"loss (--max-prefill-loss {math.ceil(1000 * most) / 10:g}%)"
+        )
+    if fitted.lossy:
+        console.print(
+            f"level {', '.join(map(str, fitted.lossy))} loses more than {most_loss:.2%} whatever is left to "
+            "shadows: engines compute its prompts in floats"
+        )
+    channels = sum(int((each >= 0).sum()) for each in calibration.channels.values())
+    return {
+        **facts,
+        "layers_with_shadow": sum(calibration.shadowed),
+        "layers_clipped": sum(fitted.clipped),
+        "layers": len(calibration.shadowed),
+        "channels": channels,
+        "row_bytes": calibration.row_bytes,
+        "losses": {level: [round(each, 5) for each in pair] for level, pair in calibration.losses.items()},
+    }
+
+
+def _calibrated(
+    bundle: Bundle,
+    floats: Params | None,
+    recipe: PrefillRecipe,
+    most_loss: float,
+    texts: Sequence[Path],
+    console: Console,
+) -> tuple[Fitted, dict[str, Any], dict[str, BlockedArray]]:
+    """The calibration, facts about it, and the weights that it belongs to where they differ from the
+    bundle's."""
+    cfg = bundle.cfg
+    require_integer_prefill(cfg)
+    if bundle.layout.weights != "int8":
+        raise ConfigError(
+            f"integer prefill multiplies 8-bit weights, and {bundle.path} has {bundle.layout.weights}; give "
+            "the Hugging Face folder, or a bundle made with --weights int8"
+        )
+    if not has_channel_scales(bundle):
+        raise ConfigError(
+            f"integer prefill multiplies weights with one scale per channel, and {bundle.path} has groups; "
+            "prepare the float weights with --weights int8"
+        )
+    rows, held_out = _texts(bundle, recipe, texts)
+    stored = bundle.load()
+    if floats is None:
+        floats = {each: dequantize(weight, jnp.dtype(jnp.float32)) for each, weight in stored.items()}
+    weights = per_tensor_weights(cfg, floats) if recipe.weight_scales == "tensor" else {}
+    stored = {**stored, **{name: jax.tree.map(jnp.asarray, each) for name, each in weights.items()}}
+    with console.status("calibrating"):
+        fitted = fit_calibration(
+            cfg,
+            floats,
+            stored,
+            rows,
+            held_out,
+            recipe=recipe.shadow,
+            most_loss=most_loss,
+            sub_models=_sub_models(bundle, stored),
+        )
+    facts = {
+        **dataclasses.asdict(fitted.recipe),
+        "weight_scales": recipe.weight_scales,
+        "most_loss": most_loss,
+        "tokens": sum(map(len, rows)),
+        "held_out_tokens": sum(map(len, held_out)),
+    }
+    return fitted, facts, weights
+
+
+def _sub_models(bundle: Bundle, stored: Params) -> dict[int, tuple[ModelConfig, Params]]:
+    """The levels of an elastic bundle besides the whole model, each with its recovery."""
+    ladder = read_ladder(bundle)
+    found: dict[int, tuple[ModelConfig, Params]] = {}
+    for level in () if ladder is None else ladder.levels:
+        if level == WHOLE or ladder is None:
+            continue
+        cfg = sub_config(bundle.cfg, ladder, level)
+        params, own = shared_sub_model(stored, cfg), read_recovery(bundle, level)
+        if own is not None:
+            # Stored in half precision; an engine computes in float32.
+            wide = {name: value.astype(np.float32) for name, value in own.adapter.items()}
+            params = adapt(params, wide, own.scaling)
+        found[level] = cfg, params
+    return found
+
+
+def _texts(
+    bundle: Bundle, recipe: PrefillRecipe, paths: Sequence[Path]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Rows to calibrate on, and rows that are held out."""
+    tokens = text_tokens(bundle, 2 * recipe.tokens, paths)
+    length = min(recipe.row_tokens, bundle.cfg.window_tokens)
+    rows = whole_rows(tokens[: 2 * recipe.tokens], length)
+    # Alternately, so that both have all kinds of the text.
+    return rows[::2], rows[1::2]

@@ -1,0 +1,230 @@
+"""Rounds nested weights by what their products read in a text, so that high planes draft better (see
+`jaxllm.quant.nested`), and writes the bundle.
+
+The model runs layer by layer over the text, all rows through one layer before the next, so that sums over the
+inputs of one layer, and its floats, are in memory at a time. Scales, sizes and the format stay.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.status import Status
+
+from jaxllm.bundle import Bundle, rewrite_bundle
+from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.host_settings import own_jax_settings
+from jaxllm.int8_prefill.fitting import whole_rows
+from jaxllm.int8_prefill.reference import layer_by_rule, plain_rule
+from jaxllm.int8_prefill.shadow import PRODUCTS, product_names
+from jaxllm.kv.cache import TokenPositions
+from jaxllm.models.decoder import embed_tokens
+from jaxllm.models.features import room_refusal
+from jaxllm.models.parameters import Params
+from jaxllm.quant import BlockedArray
+from jaxllm.quant.nested import calibrated_levels, output_errors
+from jaxllm.quant.parts import by_outputs, levels_by_outputs, with_levels
+from jaxllm.training.calibration import NestedRecipe, bundle_of, require_folder_of, text_tokens
+
+# Of so many rows one is held out: a choice that fits one text alone would show.
+_HELD_OUT = 8
+# Of a row.
+_LEAST_TOKENS = 16
+
+
+@own_jax_settings()
+def calibrate_nested(
+    recipe: NestedRecipe,
+    model: Path,
+    out: Path,
+    *,
+    texts: Sequence[Path] = (),
+    name: str = "",
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Makes a bundle of nested weights whose high planes are better.
+
+    Args:
+      recipe: sizes of the calibration.
+      model: a Hugging Face folder, or a bundle of nested weights, whose two planes then stand for
+        the floats.
+      out: the new bundle's path; written whole or not at all.
+      texts: files to calibrate on; Python's language reference if there are none.
+      name: the model's name, for people; its own by default.
+      console: where progress goes; the terminal's error stream by default.
+
+    Returns:
+      What was found: tokens; the share of levels that moved; and how large squared errors of the outputs of
+      high planes are relative to those before, on the text and on what is held out.
+
+    Raises:
+      ConfigError: weights are not nested, the model is none that this runs, or there is too little text.
+      CheckpointError: the model cannot be read.
+    """
+    console, model, out = console or Console(stderr=True), Path(model), Path(out)
+    require_folder_of(out)
+    floats = None
+    if model.is_dir():
+        cfg = read_config(model)
+        _require_room(model, cfg)
+        floats = read_params(model, cfg)
+    with bundle_of(model, "int8-nested", name) as bundle:
+        _require(bundle)
+        rows = _rows(bundle, recipe, texts)
+        with console.status("calibrating") as status:
+            found, weights = _calibrated(bundle, floats, rows, status)
+        rewrite_bundle(out, bundle, {}, name=name, instead=weights)
+    return {"tokens": sum(map(len, rows)), **found.facts()}
+
+
+def _calibrated(
+    bundle: Bundle, floats: Iterator[tuple[str, np.ndarray]] | None, rows: list[np.ndarray], status: Status
+) -> tuple["_Found", dict[str, BlockedArray]]:
+    """What was found, and the weights by name."""
+    cfg, weights, found = bundle.cfg, {}, _Found()
+    run = _Layers(cfg, jax.tree.map(jnp.asarray, bundle.load()), rows)
+    for layer in range(cfg.layers):
+        status.update(f"calibrating, layer {layer + 1} of {cfg.layers}")
+        sums = run.layer(layer)
+        products = {
+            name: product for product in range(len(PRODUCTS)) for name in product_names(layer, product, cfg)
+        }
+        targets = {} if floats is None else _taken(floats, set(products))
+        for name, product in products.items():
+            stored = bundle.stored(name)
+            assert isinstance(stored, BlockedArray)
+            of_text, held_out = (each[product] for each in sums)
+            weights[name] = found.calibrated(stored, targets.pop(name, None), of_text, held_out)
+    return found, weights
+
+
+def _taken(floats: Iterator[tuple[str, np.ndarray]], names: set[str]) -> dict[str, np.ndarray]:
+    """The named parameters, which come one by one in the order of a pass."""
+    found: dict[str, np.ndarray] = {}
+    while names - found.keys():
+        name, value = next(floats)
+        if name in names:
+            found[name] = np.asarray(value, np.float32)
+    return found
+
+
+def _require(bundle: Bundle) -> None:
+    weights = bundle.layout.weights
+    if weights != "int8-nested":
+        raise ConfigError(
+            f"{bundle.path} has {weights} weights, of which nothing is nested; prepare the model with "
+            "--weights int8-nested"
+        )
+    _require_room(bundle.path, bundle.cfg)
+
+
+def _require_room(path: Path, cfg: ModelConfig) -> None:
+    reason = room_refusal(cfg, "integer prefill")
+    if reason is not None:
+        raise ConfigError(
+            f"{path}: nested weights are calibrated in models that integer prefill takes, and others stay as "
+            f"they were prepared ({reason})"
+        )
+
+
+def _rows(bundle: Bundle, recipe: NestedRecipe, texts: Sequence[Path]) -> list[np.ndarray]:
+    """Rows of equal length, shorter ones of a short text."""
+    tokens = text_tokens(bundle, recipe.tokens, texts)[: recipe.tokens]
+    length = min(recipe.row_tokens, bundle.cfg.window_tokens, len(tokens) // _HELD_OUT)
+    if length < _LEAST_TOKENS:
+        raise ConfigError(
+            f"calibrate on at least {_HELD_OUT * _LEAST_TOKENS} tokens of text, got {len(tokens)}; give more "
+            "(--tokens, --text)"
+        )
+    return whole_rows(tokens, length)
+
+
+class _Layers:
+    """Runs a model over rows layer by layer, and sums what goes together in the inputs of products."""
+
+    def __init__(self, cfg: ModelConfig, params: Params, rows: Sequence[np.ndarray]) -> None:
+        self._cfg, self._params = cfg, params
+        outer = {name: each for name, each in params.items() if not name.startswith("layers.")}
+        begin = jax.jit(functools.partial(_begun, cfg=cfg))
+        self._x = [begin(outer, row[None]) for row in rows]
+        # Equal layers share what is compiled: their parameters by the names of the first of them.
+        self._like: dict[object, int] = {}
+        self._run = jax.jit(functools.partial(_run, cfg=cfg), static_argnames="like")
+
+    def layer(self, layer: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Runs the next layer; per product, sums `[inputs, inputs]` over rows, and over held out rows."""
+        cfg, prefix = self._cfg, f"layers.{layer}."
+        key = cfg.units(layer), cfg.attention_windows[layer], cfg.layer_rope(layer)
+        like = self._like.setdefault(key, layer)
+        own = {
+            f"layers.{like}.{name.removeprefix(prefix)}": each
+            for name, each in self._params.items()
+            if name.startswith(prefix)
+        }
+        sums: list[list[np.ndarray]] = [[], []]
+        for place, x in enumerate(self._x):
+            self._x[place], grams = self._run(own, x, like=like)
+            which, grams = place % _HELD_OUT == _HELD_OUT - 1, [np.asarray(each) for each in grams]
+            known = sums[which]
+            sums[which] = [a + b for a, b in zip(known, grams, strict=True)] if known else grams
+        return sums[0], sums[1]
+
+
+def _begun(outer: Params, tokens: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+    return embed_tokens(outer, tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], cfg=cfg)
+
+
+def _run(own: Params, x: jax.Array, *, cfg: ModelConfig, like: int) -> tuple[jax.Array, list[jax.Array]]:
+    """A layer's output, and of each product the sum of the products of any two inputs."""
+    count = x.shape[1]
+    at = TokenPositions.after(jnp.zeros((), jnp.int32), count, jnp.asarray(count, jnp.int32))
+    grams: list[jax.Array] = []
+    multiply = plain_rule(own, cfg)
+
+    def rule(layer: int, product: int, inputs: jax.Array) -> Sequence[jax.Array]:
+        wide = inputs.astype(jnp.float32)
+        grams.append(jnp.matmul(wide.T, wide, precision=jax.lax.Precision.HIGHEST))
+        return multiply(layer, product, inputs)
+
+    return layer_by_rule(own, x, at, rule, cfg=cfg, layer=like), grams
+
+
+class _Found:
+    """What moved, and what it brought."""
+
+    def __init__(self) -> None:
+        self._levels, self._moved = 0, 0
+        # Of each weight the high plane's errors, relative to those before: on the text, and held out.
+        self._left: list[list[float]] = []
+
+    def calibrated(
+        self, stored: BlockedArray, floats: np.ndarray | None, gram: np.ndarray, held_out: np.ndarray
+    ) -> BlockedArray:
+        """A weight with moved levels; without floats its both planes stand for them."""
+        levels, scale = levels_by_outputs(stored)
+        target = levels * scale if floats is None else by_outputs(floats, stored.axis)
+        found = calibrated_levels(levels, scale, target, gram)
+        self._levels += levels.size
+        self._moved += int((found != levels).sum())
+        left = []
+        for sums in (gram, held_out):
+            before, after = (output_errors(each, scale, target, sums)[1] for each in (levels, found))
+            left.append(after / before if before else 1.0)
+        self._left.append(left)
+        return with_levels(stored, found)
+
+    def facts(self) -> dict[str, float]:
+        """The share of levels that moved, and means over weights of the shares of errors that are left."""
+        on_text, held_out = np.mean(self._left, axis=0).tolist()
+        return {
+            "moved": round(self._moved / self._levels, 4),
+            "high_plane_error": round(on_text, 4),
+            "high_plane_error_held_out": round(held_out, 4),
+        }
