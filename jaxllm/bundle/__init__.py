@@ -14,11 +14,24 @@ bytes of a segment are checked when it is first read. No file can make a reader 
 file's own size, or run code.
 """
 
-from jaxllm.bundle.apart import expert_widths, lay_experts_apart
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jaxllm.bundle.layout import SUFFIX, Part, Segment, Tensor, segment_of
 from jaxllm.bundle.reader import Bundle
-from jaxllm.bundle.writer import rewrite_bundle, write_bundle
 from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
+
+if TYPE_CHECKING:
+    from jaxllm.bundle.apart import expert_widths, lay_experts_apart
+    from jaxllm.bundle.writer import rewrite_bundle, write_bundle
+
+# Only preparing a model needs these modules: a start should not wait for their import.
+_HOMES = {
+    "expert_widths": "apart",
+    "lay_experts_apart": "apart",
+    "rewrite_bundle": "writer",
+    "write_bundle": "writer",
+}
 
 __all__ = [
     "EXPERT_BITS",
@@ -35,3 +48,10 @@ __all__ = [
     "segment_of",
     "write_bundle",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what writes bundles when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxllm.bundle' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"jaxllm.bundle.{_HOMES[name]}"), name)

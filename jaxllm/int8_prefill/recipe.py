@@ -1,10 +1,15 @@
-"""Settings of the calibration of integer prefill (mllm-NPU, arXiv 2407.05858, section 3.3)."""
+"""Settings of integer prefill: its calibration, and the order of its subgraphs (mllm-NPU, arXiv 2407.05858,
+sections 3.3 and 3.4)."""
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Literal
 
 from jaxllm.errors import ConfigError
 
+# Orders of subgraphs on two processors (see `jaxllm.int8_prefill.schedule`).
+Order = Literal["in-order", "first-ready", "equation-5", "out-of-order"]
+ORDERS: tuple[Order, ...] = ("in-order", "first-ready", "equation-5", "out-of-order")
 # Default of the largest allowed growth of the perplexity, as a share: calibration keeps to it, and an engine
 # requires it of a bundle.
 MOST_LOSS = 0.01

@@ -7,6 +7,7 @@ from typing import Literal
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.int8_prefill.recipe import ORDERS, Order
 
 # Names the stages that a layer is cut into for two processors (mllm-NPU, arXiv 2407.05858, section 3.2).
 #
@@ -79,8 +80,6 @@ def stages_of(shadowed: bool) -> tuple[Stage, ...]:
 
 Processor = Literal["integer", "float"]
 PROCESSORS: tuple[Processor, ...] = ("integer", "float")
-Order = Literal["in-order", "first-ready", "equation-5", "out-of-order"]
-ORDERS: tuple[Order, ...] = ("in-order", "first-ready", "equation-5", "out-of-order")
 _OTHER: Mapping[Processor, Processor] = {"integer": "float", "float": "integer"}
 # Dependencies of stages within a layer; a layer without a shadow has a part of them.
 _NEEDS: Mapping[Stage, tuple[Stage, ...]] = {

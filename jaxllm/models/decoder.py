@@ -18,8 +18,6 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
-from jaxllm.models import encoder_decoder, mixed_layers
-from jaxllm.models.encoder_decoder import embedded
 from jaxllm.models.features import require_decoder_alone, require_room
 from jaxllm.models.layer import (
     CosSin,
@@ -36,7 +34,6 @@ from jaxllm.models.layer import (
 from jaxllm.models.layer_stack import STACK, layer_of, one_by_one, over_layers
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.models.scanned_layers import Remat, is_stacked, remembering, run_scanned
-from jaxllm.models.state_layer import cached_state_layer, document_state_layer
 from jaxllm.nn.documents import Branches, document_positions
 from jaxllm.nn.layers import by_sequence, constrained, normalize
 from jaxllm.nn.linear import embed, to_units
@@ -137,8 +134,12 @@ def forward_at(
     if inputs is not None:
         inputs.check(axes)
         require_decoder_alone(cfg, "rows in place of tokens")
-        mixed_layers.require_tokens_alone(cfg)
+        from jaxllm.models.mixed_layers import require_tokens_alone
+
+        require_tokens_alone(cfg)
     if cfg.encoder is not None:
+        from jaxllm.models import encoder_decoder
+
         return encoder_decoder.forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, row=row)
     live = at.valid if at.padded and tokens.shape[0] == 1 else None
     x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live, inputs=inputs)
@@ -149,6 +150,8 @@ def forward_at(
     ) -> tuple[jax.Array, KVCache]:
         (x, cache), weights = carry, layer_of(own, like)
         if cfg.is_state(like):
+            from jaxllm.models.state_layer import cached_state_layer
+
             x, state = cached_state_layer(weights, x, at, cache.state(like, number, at), cfg=cfg, layer=like)
             return x, cache.with_state(like, number, state)
         past = cache.past(like, number)
@@ -157,6 +160,8 @@ def forward_at(
         return x, dataclasses.replace(cache.with_past(like, past), mass=mass)
 
     if cfg.mixed is not None:
+        from jaxllm.models import mixed_layers
+
         x, cache = mixed_layers.over_cache(params, tokens, x, cache, at, cfg=cfg)
     else:
         x, cache = over_layers(params, cfg, layer, (x, cache))
@@ -178,6 +183,8 @@ def embed_tokens(
     """Input of the first layer `[B, T, D]` for tokens `[B, T]` int32 at `positions` `[T]` or `[B, T]`, and
     rows in place of some; for `live` see `linear.py`."""
     if cfg.encoder is not None:
+        from jaxllm.models.encoder_decoder import embedded
+
         return embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=live)
     x = embed(tokens, params["embed.tokens"], dtype, live)
     if cfg.embed_scale != 1.0:
@@ -277,6 +284,8 @@ def forward_documents(
     inputs = tokens, starts, branches
     x, run = _begin_documents(params, *inputs, cfg=cfg, dtype=dtype, differentiable=differentiable)
     if cfg.mixed is not None:
+        from jaxllm.models import mixed_layers
+
         x = mixed_layers.over_documents(params, tokens, x, starts, cfg=cfg)
     elif STACK in params and remat == "none":
         x = over_layers(params, cfg, lambda x, own, like, _: run(own, x, like=like)[0], x)
@@ -343,6 +352,8 @@ def _begin_documents(
 
     def run(own: Params, x: jax.Array, *, like: int) -> tuple[jax.Array, Routing | None]:
         if cfg.is_state(like):
+            from jaxllm.models.state_layer import document_state_layer
+
             how = {"cfg": cfg, "layer": like, "differentiable": differentiable}
             x, routing = document_state_layer(layer_of(own, like), x, starts, **how)
             return constrained(x, "residual"), routing

@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig, RopeConfig
-from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import Routing, route
 from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kv.cache import Past, TokenPositions
@@ -271,6 +270,8 @@ def _experts(
     differentiable: bool = False,
 ) -> tuple[jax.Array, Routing]:
     """Mixture of experts of `x` `[B, T, D]`, and the routing; x is added here unless a norm comes between."""
+    from jaxllm.experts.mixture import mixture
+
     norm = weights.norm("ffn_norm", cfg)
     routing = chosen_experts(weights, x, cfg, differentiable=differentiable)
     up, down, gate = (weights[f"experts.{part}"] for part in ("up", "down", "gate"))

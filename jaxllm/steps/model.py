@@ -1,5 +1,4 @@
-"""Steps of a whole model: prefill of a chunk, in floats or integers, decode of a block of tokens, scoring and
-embedding."""
+"""Steps of a whole model: prefill of a chunk, decode of a block of tokens, scoring and embedding."""
 
 import dataclasses
 
@@ -10,21 +9,16 @@ from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.int8_prefill.shadow import PRODUCTS
-from jaxllm.int8_prefill.subgraphs import calibration_of, pass_layer
-from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kv.cache import KVCache
 from jaxllm.models.decoder import (
-    embed_tokens,
     forward,
     forward_documents,
     forward_documents_with_routing,
     logits,
 )
-from jaxllm.models.layer import InputRows, LayerParams
-from jaxllm.models.layer_stack import layer_of, over_layers
+from jaxllm.models.layer import InputRows
 from jaxllm.models.parameters import Params
 from jaxllm.nn.documents import Branches
-from jaxllm.nn.layers import normalize
 from jaxllm.sampling import NO_TOKEN, SamplerState, sample
 
 # Defines the steps of a whole model: prefill of a chunk, decode of a block of tokens, scoring and embedding.
@@ -301,59 +295,3 @@ def score_branches(
     # padding.
     blocks = (scored.count + SCORE_BLOCK - 1) // SCORE_BLOCK
     return jax.lax.fori_loop(0, blocks, block, jnp.zeros(scored.places.shape, jnp.float32))
-
-
-# Defines the step that prefills a chunk in integers on one processor (mllm-NPU, arXiv 2407.05858).
-
-
-# A layer's results, the cache, and the counts of outliers so far.
-_Carry = tuple[jax.Array, KVCache, jax.Array]
-
-
-def prefill_integer_chunk(
-    params: Params,
-    tokens: jax.Array,
-    valid: jax.Array,
-    last: jax.Array,
-    cache: KVCache,
-    *,
-    cfg: ModelConfig,
-    dtype: DTypeLike,
-) -> tuple[jax.Array, jax.Array, KVCache]:
-    """`prefill_chunk` in integers.
-
-    Args:
-      params: the model's parameters, its layers by address with their calibration (see
-        `jaxllm.int8_prefill.subgraphs`).
-      tokens, valid, last, cache, cfg, dtype: see `prefill_chunk`; one sequence.
-
-    Returns:
-      Logits `[1, V]` float32 after the last real token (zeros unless `last`); per layer the number of
-      channels with outliers of each of `PRODUCTS`, `[L, 4]` int32, zero for layers without a shadow; and the
-      cache.
-    """
-    axes = Axes("prefill_integer_chunk", B=1, H=cfg.head_dim)
-    axes.check(jnp.int32, "B T", tokens=tokens)
-    axes.check(jnp.int32, "", valid=valid)
-    axes.check(jnp.bool_, "", last=last)
-    cache.check(axes)
-    at = TokenPositions.after(cache.length, tokens.shape[1], valid)
-
-    def layer(carry: _Carry, own: Params, like: int, number: jax.Array | int) -> _Carry:
-        x, cache, counts = carry
-        calibration, past = calibration_of(layer_of(own, like)), cache.past(like, number)
-        x, past, mass, found = pass_layer(own, calibration, x, at, past, cache.mass, cfg=cfg, layer=like)
-        if found is not None:
-            counts = counts.at[number].set(found)
-        return x, dataclasses.replace(cache.with_past(like, past), mass=mass), counts
-
-    x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype)
-    counts = jnp.zeros((cfg.layers, len(PRODUCTS)), jnp.int32)
-    x, cache, counts = over_layers(params, cfg, layer, (x, cache, counts))
-    final = jax.lax.dynamic_index_in_dim(x, valid - 1, axis=1, keepdims=False)
-
-    def head(row: jax.Array) -> jax.Array:
-        return logits(params, normalize(row, LayerParams(params, "").norm("final_norm", cfg)), cfg=cfg)
-
-    out = jax.lax.cond(last, head, lambda row: jnp.zeros((row.shape[0], cfg.vocab_size), jnp.float32), final)
-    return out, counts, dataclasses.replace(cache, length=cache.length + valid)

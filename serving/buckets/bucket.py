@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,9 @@ from jaxllm.models.parameters import Params
 from jaxllm.sampling import Sampling, sampler_state
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.device import Device
-from jaxllm.speculation.tree import TokenTree, new_tree
+
+if TYPE_CHECKING:
+    from jaxllm.speculation.tree import TokenTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +212,8 @@ def shapes_of(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), tree)
 
 
-def tree_shapes(nodes: int) -> TokenTree:
+def tree_shapes(nodes: int) -> "TokenTree":
     """The shapes of a tree."""
+    from jaxllm.speculation.tree import new_tree
+
     return jax.eval_shape(functools.partial(new_tree, room=nodes), SCALAR)

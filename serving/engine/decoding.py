@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,8 +10,10 @@ from jaxllm.errors import ConfigError
 from jaxllm.sampling_state import NO_TOKEN, SamplerState
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.guided.logprobs import TokenLogprob, token_logprob
-from jaxllm.serving.guided.matcher import Matcher
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner, prefill_prompt
+
+if TYPE_CHECKING:
+    from jaxllm.serving.guided.matcher import Matcher
 
 # A dispatch decodes as many tokens as fit this time, so that text streams, a cancel takes effect soon, and
 # few tokens are discarded after a stop string; a small model still gets whole blocks.
@@ -30,7 +32,7 @@ class Decoding:
       logprobs: of the tokens so far; None if they were not asked for.
     """
 
-    matcher: Matcher | None = None
+    matcher: "Matcher | None" = None
     logprobs: list[TokenLogprob] | None = None
 
     def __init__(self, runner: Runner) -> None:
@@ -92,7 +94,7 @@ class GuidedDecoding(Decoding):
     one bias.
     """
 
-    def __init__(self, runner: Runner, matcher: Matcher | None, top_logprobs: int | None) -> None:
+    def __init__(self, runner: Runner, matcher: "Matcher | None", top_logprobs: int | None) -> None:
         """See the class; `matcher` follows the grammar, None for any text.
 
         Raises:

@@ -1,5 +1,6 @@
 """The engine: an open model that answers requests, at one of its levels."""
 
+import functools
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -13,16 +14,13 @@ from jaxllm.serving.engine.decoding import Decoding, Drafts, GuidedDecoding
 from jaxllm.serving.engine.request import GenerationConfig, Request, Session, start_ids
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.ground.sliding import Sliding
-from jaxllm.serving.guided.compiler import GrammarCompiler
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.images.messages import taken_apart
-from jaxllm.serving.images.prompt import require_encoder, with_images
 from jaxllm.serving.runners.runner import Runner
-from jaxllm.text.droppable import PromptTokens
 from jaxllm.text.prompts import prompt_ids, source_prompt
 from jaxllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from jaxllm.serving.guided.compiler import GrammarCompiler
     from jaxllm.serving.images.encoder import ImageEncoder
 
 
@@ -75,7 +73,6 @@ class Engine(Generic[AnyModel]):
       model: open; its weights, runners and tokenizer are shared by all engines of it.
       level: that answers where a request names none, in percent.
       speculation: drafts the answers of this level; None for no drafts.
-      grammars: compiles the grammars of answers.
     """
 
     def __init__(
@@ -83,16 +80,16 @@ class Engine(Generic[AnyModel]):
         model: AnyModel,
         level: int = WHOLE,
         speculation: Drafts | None = None,
-        grammars: GrammarCompiler | None = None,
+        whole: "Engine[AnyModel] | None" = None,
     ) -> None:
-        """See the class; `grammars` of another engine of the model, None for new ones.
+        """See the class; `whole` is another engine of the model, whose grammars are shared.
 
         Raises:
           ConfigError: the model does not serve the level.
         """
         self.model, self.level, self.speculation = model, level, speculation
         self.runner: Any = model.runner(level)
-        self.grammars = grammars or GrammarCompiler(model.tokenizer, self.runner.cfg.vocab_size)
+        self._whole = whole
 
     # -- what it is -------------------------------------------------------------------------------
 
@@ -127,7 +124,16 @@ class Engine(Generic[AnyModel]):
         Raises:
           ConfigError: the model was not opened for this level.
         """
-        return Engine(self.model, level, grammars=self.grammars)
+        return Engine(self.model, level, whole=self._whole or self)
+
+    @functools.cached_property
+    def grammars(self) -> "GrammarCompiler":
+        """Compiles the grammars of answers, for all engines of the model."""
+        if self._whole is not None:
+            return self._whole.grammars
+        from jaxllm.serving.guided.compiler import GrammarCompiler
+
+        return GrammarCompiler(self.tokenizer, self.cfg.vocab_size)
 
     def runner_at(self, level: int | None = None) -> Any:
         """The runner of a level; None for this engine's own.
@@ -243,6 +249,8 @@ class Engine(Generic[AnyModel]):
             task = "" if config is None else config.task
             prompt = prompt_ids(tokenizer, source_prompt(messages, task=task))
         else:
+            from jaxllm.serving.images.messages import taken_apart
+
             plain, files = taken_apart(messages)
             prompt, rows = self.image_rows(tokenizer.encode_chat(plain, now=datetime.now()), files)
         return self.stream(prompt, config, session=session, rows=rows)
@@ -255,6 +263,9 @@ class Engine(Generic[AnyModel]):
         """
         if not files:
             return list(prompt), None
+        from jaxllm.serving.images.prompt import require_encoder, with_images
+        from jaxllm.text.droppable import PromptTokens
+
         encoder, window = require_encoder(self.model.images, self.name), self.options.context_tokens
         tiles = encoder.cut_all(files, window)
         with self.runner.lock:

@@ -25,12 +25,12 @@ from jaxllm.serving.engine.decoding import pace
 from jaxllm.serving.engine.request import Fed
 from jaxllm.serving.engine.run import Dispatched, Run
 from jaxllm.serving.ground.sliding import Sliding, kept_tokens, slid
-from jaxllm.serving.guided.matcher import Matcher
 from jaxllm.serving.host.forked import require_not_forked
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow
 
 if TYPE_CHECKING:
     from jaxllm.kv.cache import KVCache
+    from jaxllm.serving.guided.matcher import Matcher
 
 
 def step(*running: Run) -> Run:
@@ -145,7 +145,7 @@ def _after_dispatch(run: Run, tokens: int) -> None:
         run.lifecycle.stepped(run)
 
 
-def _follow(run: Run, matcher: Matcher) -> None:
+def _follow(run: Run, matcher: "Matcher") -> None:
     """Waits until a run's grammar has followed its tokens, and checks whether they end the answer."""
     # Here, where nobody waits for the model's lock.
     matcher.wait()

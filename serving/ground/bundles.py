@@ -14,7 +14,6 @@ import xxhash
 
 from jaxllm.bundle import SUFFIX, Bundle, WeightFormat
 from jaxllm.bundle.levels import read_ladder
-from jaxllm.checkpoints.gguf_file import gguf_parts, is_gguf
 from jaxllm.config import WHOLE
 from jaxllm.errors import BundleError, CheckpointError, ConfigError
 from jaxllm.files.atomic import remove_abandoned
@@ -42,7 +41,7 @@ def open_model(
       CheckpointError: the model is missing, or cannot be read or prepared.
     """
     path = find_model(model)
-    if path.is_dir() or is_gguf(path):
+    if path.is_dir() or (path.suffix != SUFFIX and _is_gguf(path)):
         return _open_prepared(path, weights, progress)
     if not path.exists():
         raise CheckpointError(
@@ -157,6 +156,8 @@ def _content_key(source: Path) -> str:
     if source.is_dir():
         paths = [path for path in source.iterdir() if path.suffix in _CONTENT_SUFFIXES]
     else:
+        from jaxllm.checkpoints.gguf_file import gguf_parts
+
         paths = gguf_parts(source)
     for path in sorted(paths):
         if path.is_file():
@@ -164,6 +165,13 @@ def _content_key(source: Path) -> str:
             parts += [path.name, str(facts.st_size), str(facts.st_mtime_ns), str(facts.st_ctime_ns)]
             parts.append(_sampled_digest(path, facts.st_size))
     return _digest(parts)
+
+
+def _is_gguf(path: Path) -> bool:
+    # A start from a bundle should not wait for this import.
+    from jaxllm.checkpoints.gguf_file import is_gguf
+
+    return is_gguf(path)
 
 
 def _sampled_digest(path: Path, size: int) -> str:

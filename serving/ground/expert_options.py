@@ -1,11 +1,12 @@
 """Options of the expert buffer: eviction and prediction."""
 
 import dataclasses
+from typing import Literal
 
 from jaxllm.errors import ConfigError
-from jaxllm.experts.prediction import eviction_policy
 from jaxllm.options import check_options, option
 
+Eviction = Literal["frequency-nearness", "fifo", "lru", "lfu", "lfru"]
 PREDICTORS = ("router", "paths", "tokens", "frequency", "none")
 
 
@@ -26,13 +27,12 @@ class ExpertOptions:
         0 is exact.
     """
 
-    eviction: str = "frequency-nearness"
+    eviction: Eviction = "frequency-nearness"
     predictor: str = "router"
     layers_ahead: int = option(2, low=1)
     loss: float = option(0.0, low=0, high=1)
 
     def __post_init__(self) -> None:
         check_options(self)
-        eviction_policy(self.eviction)
         if self.predictor not in PREDICTORS:
             raise ConfigError(f"predictor must be one of {', '.join(PREDICTORS)}, got {self.predictor!r:.80}")

@@ -4,8 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jaxllm.errors import ConfigError
-from jaxllm.int8_prefill.recipe import MOST_LOSS
-from jaxllm.int8_prefill.schedule import Order
+from jaxllm.int8_prefill.recipe import MOST_LOSS, Order
 from jaxllm.options import check_options, option
 
 Mode = Literal["", "float", "int8", "auto"]

@@ -13,8 +13,6 @@ import re
 from typing import Any, Literal, get_args
 
 from jaxllm.errors import ConfigError, one_line
-from jaxllm.serving.guided.lark import without_schemas
-from jaxllm.serving.guided.paths import require_short_lark, require_short_schema
 
 GrammarKind = Literal["json", "json_schema", "regex", "lark"]
 
@@ -59,6 +57,8 @@ class Grammar:
                     "use json_schema"
                 )
             return
+        from jaxllm.serving.guided.paths import require_short_lark, require_short_schema
+
         _require_bounded_text(self.text, self.kind)
         if self.kind == "json_schema":
             require_short_schema(parsed_schema(self.text))
@@ -105,6 +105,8 @@ def _require_bounded_text(text: str, kind: GrammarKind) -> None:
 def _require_plain_lark(text: str) -> None:
     if text.lstrip().startswith("{"):
         raise ConfigError("a Lark grammar cannot begin with '{'; for a JSON schema say json_schema")
+    from jaxllm.serving.guided.lark import without_schemas
+
     plain = without_schemas(text)
     operator = next((each for each in "&~" if each in plain), None)
     if operator:

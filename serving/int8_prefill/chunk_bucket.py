@@ -10,7 +10,7 @@ from jaxllm.int8_prefill.subgraphs import LayerCalibration, calibration_arrays
 from jaxllm.models.layer_stack import by_address
 from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids, shapes_of
 from jaxllm.serving.int8_prefill.stage_bucket import calibration_shapes
-from jaxllm.steps.model import prefill_integer_chunk
+from jaxllm.steps.integer import prefill_integer_chunk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.loading import LoadedModel
 from jaxllm.serving.weights.adapters import rank_of, read_adapter_of
-from jaxllm.serving.weights.footprint import drafter_bytes
 
 _log = logging.getLogger("jaxllm")
 
@@ -144,6 +143,8 @@ def _loaded(
 
         require_nested(bundle)
     if speculation is not None and options.memory_bytes:
+        from jaxllm.serving.weights.footprint import drafter_bytes
+
         reserved = drafter_bytes(speculation, options.context_tokens, bundle.cfg)
         drafting_level = 0 if high_planes else speculation.level
     loaded = LoadedModel(

@@ -4,7 +4,7 @@ import functools
 import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -24,13 +24,15 @@ from jaxllm.serving.host.forked import require_not_forked, watch_for_forks
 from jaxllm.serving.host.machine import give_back_memory
 from jaxllm.serving.host.progress import Progress, loading
 from jaxllm.serving.host.tokenizer_verdicts import open_tokenizer
-from jaxllm.serving.images.encoder import ImageEncoder
 from jaxllm.serving.opening.make_runners import make_runners
 from jaxllm.serving.opening.weight_source import streamed_weights
 from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.resident import ResidentRunner
 from jaxllm.serving.weights.adapters import LoadedAdapter, factor_bytes, read_adapter_of
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
+
+if TYPE_CHECKING:
+    from jaxllm.serving.images.encoder import ImageEncoder
 
 _log = logging.getLogger("jaxllm")
 
@@ -125,9 +127,11 @@ class LoadedModel:
         return self.runners.levels
 
     @property
-    def images(self) -> ImageEncoder | None:
+    def images(self) -> "ImageEncoder | None":
         """Encodes images, from the first use on; None where the bundle has no encoder of them."""
         if not hasattr(self, "_images"):
+            from jaxllm.serving.images.encoder import ImageEncoder
+
             self._images = ImageEncoder.of(self.bundle, self.runners.buckets.store())
         return self._images
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.calibrations import release_prefill
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
@@ -19,13 +18,12 @@ from jaxllm.serving.buckets.store import BucketStore
 from jaxllm.serving.elastic.levels import Levels
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.int8_prefill.choice import chosen_prefill
-from jaxllm.serving.int8_prefill.modes import PrefillModes
 from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.resident import ResidentRunner
 from jaxllm.serving.weights.model_level import LevelWeights, ModelLevel
 
 if TYPE_CHECKING:
+    from jaxllm.serving.int8_prefill.modes import PrefillModes
     from jaxllm.serving.int8_prefill.processors import TwoProcessors
     from jaxllm.serving.int8_prefill.runner import Int8Prefill
     from jaxllm.serving.int8_prefill.shared import Int8Shared
@@ -52,7 +50,7 @@ class Runners:
     by_level: Mapping[int, LevelRunner]
     resident: Mapping[int, ResidentRunner]
     buckets: BucketTable
-    modes: PrefillModes | None = None
+    modes: "PrefillModes | None" = None
     processors: "TwoProcessors | None" = None
 
     @property
@@ -151,7 +149,7 @@ def make_runners(
     for level, cfg in levels.cfgs.items():
         sharing = whole if levels.counted else None
         models[level] = ModelLevel(cfg, params[level], options, level=level, whole=sharing)
-    modes = chosen_prefill(bundle, options, (*levels.cfgs, WHOLE), streamed=streamed is not None)
+    modes = _prefill_modes(bundle, options, levels, streamed)
     if options.attend_coded:
         _require_addresses(options, streamed=streamed is not None, integers=modes is not None)
     buckets = _make_buckets(bundle, models)
@@ -184,6 +182,16 @@ def _require_addresses(options: EngineOptions, *, streamed: bool, integers: bool
 
 
 # What few models need is imported where they need it, because a start waits for imports.
+
+
+def _prefill_modes(
+    bundle: Bundle, options: EngineOptions, levels: Levels, streamed: "Streamed | None"
+) -> "PrefillModes | None":
+    if options.prefill.resolved_mode == "float":
+        return None
+    from jaxllm.serving.int8_prefill.choice import chosen_prefill
+
+    return chosen_prefill(bundle, options, (*levels.cfgs, WHOLE), streamed=streamed is not None)
 
 
 def _layerwise(model: ModelLevel, buckets: BucketTable, streamed: "Streamed") -> "LayerwiseRunner":
@@ -221,8 +229,9 @@ def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTab
     return buckets
 
 
-def _share_int8(bundle: Bundle, whole: ModelLevel, modes: PrefillModes) -> "Int8Shared":
+def _share_int8(bundle: Bundle, whole: ModelLevel, modes: "PrefillModes") -> "Int8Shared":
     """The shared parts of integer prefill; the bundle's memory of the calibration is released."""
+    from jaxllm.bundle.calibrations import release_prefill
     from jaxllm.serving.int8_prefill.processors import TwoProcessors
     from jaxllm.serving.int8_prefill.shared import Int8Shared, placed_stages
     from jaxllm.serving.int8_prefill.stage_bucket import IntegerStageBucket

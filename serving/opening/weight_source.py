@@ -3,12 +3,11 @@
 import logging
 from typing import TYPE_CHECKING
 
-from jaxllm.bundle import Bundle, expert_widths
+from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import require_level
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.features import require_room
-from jaxllm.serving.experts.store import hot_bytes
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.machine import give_back_large_blocks
 from jaxllm.serving.host.progress import Progress
@@ -64,6 +63,8 @@ def streamed_weights(
         return None
     require_room(bundle.cfg, "streamed weights")
     if bundle.cfg.experts and not bundle.layout.experts_apart:
+        from jaxllm.bundle import expert_widths
+
         _log.warning(
             "%s is streamed by whole layers, because its experts are stored together; to read only those "
             "that are visited, lay them apart: jaxllm prepare %s --expert-bits %d -o apart.jaxllm",
@@ -105,5 +106,7 @@ def streamed_weights(
 
 def budget_with_experts(bundle: Bundle, options: EngineOptions, expert_bytes: int) -> int:
     """The budget of a mixture that leaves `expert_bytes` for its experts; `options` are resolved."""
+    from jaxllm.serving.experts.store import hot_bytes
+
     fixed = fixed_bytes(bundle.cfg, options) + around_experts_bytes(bundle, options)
     return whole_budget(fixed + hot_bytes(bundle) + expert_bytes)

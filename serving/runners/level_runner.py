@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -28,8 +28,10 @@ from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.runner import BatchRunner, PrefillChunk, PrefillMode
 from jaxllm.serving.runners.verdict import Verdict
 from jaxllm.serving.weights.model_level import ModelLevel
-from jaxllm.speculation.tree import TokenTree
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
+
+if TYPE_CHECKING:
+    from jaxllm.speculation.tree import TokenTree
 
 
 class IntegerPrefill(Protocol):
@@ -291,7 +293,7 @@ class LevelRunner(abc.ABC):
     @abc.abstractmethod
     def verify(
         self,
-        tree: TokenTree,
+        tree: "TokenTree",
         cache: KVCache,
         sampler: SamplerState,
         limit: int,

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -19,8 +19,6 @@ from jaxllm.serving.buckets.decode import DecodeBucket, SampleBucket
 from jaxllm.serving.buckets.layer import EmbedBucket
 from jaxllm.serving.buckets.parts import embedding_params, head_params, layer_params
 from jaxllm.serving.buckets.prefill import PrefillBucket
-from jaxllm.serving.buckets.source import SourceBucket, source_lengths
-from jaxllm.serving.buckets.tree import VerifyBucket
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 from jaxllm.serving.runners.batch import Batch
@@ -29,8 +27,13 @@ from jaxllm.serving.runners.level_runner import IntegerPrefill, LevelRunner
 from jaxllm.serving.runners.runner import BatchRunner, PrefillChunk, PrefillMode, chunks_of
 from jaxllm.serving.runners.verdict import Verdict
 from jaxllm.serving.weights.model_level import ModelLevel
-from jaxllm.speculation.tree import TokenTree
 from jaxllm.steps.model import BlockEnd
+
+# What not every model needs is imported where it is used, because a start waits for imports.
+if TYPE_CHECKING:
+    from jaxllm.serving.buckets.source import SourceBucket
+    from jaxllm.serving.buckets.tree import VerifyBucket
+    from jaxllm.speculation.tree import TokenTree
 
 
 class ResidentRunner(LevelRunner):
@@ -49,7 +52,7 @@ class ResidentRunner(LevelRunner):
         """See the class and `LevelRunner`; `int8` prefills in integers. Without `encodes` it reads no
         sources, but has those of others in its caches."""
         super().__init__(model, buckets)
-        self._sources = source_lengths(model.cfg, model.options) if encodes else ()
+        self._sources = _source_lengths(model) if encodes else ()
         # Answers of an encoder-decoder are decoded one by one: their sources differ in length.
         self.int8, self._batch = int8, Batch.of(self) if model.cfg.encoder is None else None
         # The version of the weights in `_layers` and `_embedding`.
@@ -150,7 +153,9 @@ class ResidentRunner(LevelRunner):
             tokens=tokens, cache_tokens=cache, layer=model.alike[layer], level=model.bucket_level
         )
 
-    def _source_bucket(self, tokens: int, cache: int) -> SourceBucket:
+    def _source_bucket(self, tokens: int, cache: int) -> "SourceBucket":
+        from jaxllm.serving.buckets.source import SourceBucket
+
         return SourceBucket(tokens=tokens, cache_tokens=cache, level=self.model.bucket_level)
 
     def _prefill_bucket(self, chunk: int, cache: int) -> PrefillBucket:
@@ -160,7 +165,9 @@ class ResidentRunner(LevelRunner):
         block, level = self.options.decode_block, self.model.bucket_level
         return DecodeBucket(block_tokens=block, cache_tokens=cache, level=level)
 
-    def _verify_bucket(self, nodes: int, cache: int) -> VerifyBucket:
+    def _verify_bucket(self, nodes: int, cache: int) -> "VerifyBucket":
+        from jaxllm.serving.buckets.tree import VerifyBucket
+
         return VerifyBucket(nodes=nodes, cache_tokens=cache, level=self.model.bucket_level)
 
     # -- answering --------------------------------------------------------------------------------
@@ -231,7 +238,7 @@ class ResidentRunner(LevelRunner):
 
     def verify(
         self,
-        tree: TokenTree,
+        tree: "TokenTree",
         cache: KVCache,
         sampler: SamplerState,
         limit: int,
@@ -313,3 +320,9 @@ class ResidentRunner(LevelRunner):
             self._layers = [layer_params(params, layer, like) for layer, like in enumerate(alike)]
             self._embedding = embedding_params(params)
             self._sorted_version = self.weights_version
+
+
+def _source_lengths(model: ModelLevel) -> tuple[int, ...]:
+    from jaxllm.serving.buckets.source import source_lengths
+
+    return source_lengths(model.cfg, model.options)
