@@ -17,7 +17,7 @@ from jaxllm.experts.routing import Routing, route
 from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.states import Source
-from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.layer_params import LayerParams, final_normed
 from jaxllm.models.layer_stack import layer_of, over_layers
 from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.nn.documents import BLOCK_TOKENS, source_self_attention
@@ -467,12 +467,6 @@ def _attending(params: Params, at: TokenPositions, capacity: int, cfg: ModelConf
     return run
 
 
-def final_normed(params: Params, x: jax.Array, *, cfg: ModelConfig) -> jax.Array:
-    """What an encoder or a decoder says, from its last layer's output: after the final norm, if there is
-    one."""
-    return normalize(x, LayerParams(params, "").norm("final_norm", cfg)) if cfg.final_norm else x
-
-
 def _zeroed(x: jax.Array, valid: jax.Array) -> jax.Array:
     """`[B, T, ...]` with zeros after the first `valid` tokens: what is undefined may not be a number, which
     no mask of attention takes away."""
@@ -512,10 +506,3 @@ def _attended(
     o_bias = weights.vector(f"{name}.o_bias")
     mixed = from_units(out, weights[f"{name}.o"], o_bias, residual=x, **shared)
     return (normalize(mixed, norm) if cfg.norm_after else mixed), kept
-
-
-def with_room(cfg: ModelConfig, tokens: int) -> ModelConfig:
-    """The decoder with experts that take so many tokens: those of a context, when they are computed again,
-    had come a few at a time, and no expert had too many."""
-    most = max(cfg.expert_capacity, tokens)
-    return dataclasses.replace(cfg, expert_capacity=most) if cfg.expert_capacity else cfg

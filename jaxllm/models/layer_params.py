@@ -1,5 +1,6 @@
-"""Looks up the parameters of one layer by their names within it."""
+"""Looks up the parameters of one layer by their names within it, and applies the final norm."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.kernels.native import Operand, TableArray
 from jaxllm.kernels.native_call import PARAMETER, UsedUnits, used_units, value
-from jaxllm.nn.layers import Norm
+from jaxllm.models.parameters import Params
+from jaxllm.nn.layers import Norm, normalize
 from jaxllm.quant import Weight
 
 
@@ -57,3 +59,15 @@ class LayerParams:
         scale = self.operand(f"{name}.scale")
         assert scale is not None
         return Norm(scale=scale, bias=self.operand(f"{name}.bias"), eps=cfg.norm_eps)
+
+
+def final_normed(params: Params, x: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+    """The output of an encoder or a decoder, from its last layer's: after the final norm, if there is one."""
+    return normalize(x, LayerParams(params, "").norm("final_norm", cfg)) if cfg.final_norm else x
+
+
+def with_room(cfg: ModelConfig, tokens: int) -> ModelConfig:
+    """The config with a capacity of experts of at least so many tokens: those of a context that is recomputed
+    had come a few at a time, and no expert exceeded its capacity."""
+    most = max(cfg.expert_capacity, tokens)
+    return dataclasses.replace(cfg, expert_capacity=most) if cfg.expert_capacity else cfg

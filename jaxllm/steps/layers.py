@@ -1,35 +1,23 @@
-"""Steps of models that run by parts: prefetched layers, experts loaded one by one, contexts restored layer by
-layer."""
+"""Steps of models that run by parts: prefetched layers, and contexts restored layer by layer."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.contexts.codecs import ChunkFormat
-from jaxllm.experts.mixture import Tiles, no_visits, run_stored, run_tile, sum_visits, tiles_and_weights
 from jaxllm.kernels.native_call import PARAMETER, value
-from jaxllm.kernels.native_products import StoredExperts
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks, load_chunks, load_layer
 from jaxllm.kv.states import SourceKV
-from jaxllm.models import encoder_decoder
-from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
-from jaxllm.models.encoder_decoder import final_normed, with_room
-from jaxllm.models.layer import LayerParams, chosen_experts, expert_biases, rotary_by_rope
+from jaxllm.models.decoder import forward_layer, logits
+from jaxllm.models.layer import rotary_by_rope
+from jaxllm.models.layer_params import final_normed, with_room
 from jaxllm.models.layer_stack import STACK, LayersAt, layer_of
 from jaxllm.models.parameters import Params
-from jaxllm.nn.linear import FeedForward
-
-# Defines the steps of models that run by parts: layers whose weights are prefetched, experts that are loaded
-# one by one, and contexts whose chunks are restored layer by layer.
-#
-# Pure functions of static shapes, as in `model.py`.
 
 
 def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfig) -> jax.Array:
@@ -59,204 +47,6 @@ def head_piece(head: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Arra
     Axes("head_piece", D=cfg.hidden_size).check(jnp.floating, "n D", hidden=hidden)
     # Several rows are the nodes of a tree.
     return logits(head, hidden, cfg=cfg, rowwise=True)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class AtExperts:
-    """T tokens of one sequence before the experts of a layer.
-
-    Attributes:
-      x: `[1, T, D]`.
-      tiles: of the pairs of token and expert.
-      weights: `[T, k]` float32, factors of the outputs of pairs.
-      ids: `[T, k]` int32, the visited experts; undefined for padding.
-      ahead: `[n, E]` float32, probabilities of the experts of the next n sparse layers by their routers, the
-        mean over real tokens.
-    """
-
-    x: jax.Array
-    tiles: Tiles
-    weights: jax.Array
-    ids: jax.Array
-    ahead: jax.Array
-
-    def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes the tokens is traced."""
-        axes.check(jnp.floating, "1 T D", x=self.x)
-        axes.check(jnp.float32, "T k", weights=self.weights)
-        axes.check(jnp.int32, "T k", ids=self.ids)
-        axes.check(jnp.float32, "n E", ahead=self.ahead)
-
-
-@dataclasses.dataclass(frozen=True)
-class SparseLayer:
-    """What is static of a sparse layer.
-
-    Attributes:
-      cfg: the model.
-      layer: its index.
-      loss: see `tiles_and_weights`.
-    """
-
-    cfg: ModelConfig
-    layer: int
-    loss: float = 0.0
-
-
-def attend_layer(
-    params: Params,
-    next_routers: Sequence[Params],
-    x: jax.Array,
-    at: TokenPositions,
-    past: Past,
-    mass: jax.Array | None,
-    *,
-    of: SparseLayer,
-) -> tuple[AtExperts, jax.Array, Past, jax.Array | None]:
-    """A sparse layer up to its experts (see `decoder.forward_to_experts`).
-
-    The next routers are applied to this layer's hidden states: the residual stream changes so little from
-    layer to layer that their choices are mostly those of the next layers.
-
-    Args:
-      params: of the layer, without experts.
-      next_routers: "router" and "ffn_norm" of the next sparse layers, nearest first.
-      x, at, past, mass: see `decoder.forward_layer`; x, past and mass are donated.
-      of: the layer.
-
-    Returns:
-      The tokens before the experts, a buffer for the outputs of all tiles, keys and values, the mass.
-    """
-    cfg = of.cfg
-    _check_layer("attend_layer", x, at, past, cfg)
-    how = {"cfg": cfg, "layer": of.layer}
-    count = x.shape[1]
-    live = visiting = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
-    if cfg.encoder is None:
-        x, routing, past, mass = forward_to_experts(layer_of(params, of.layer), x, at, past, mass, **how)
-    else:
-        x, routing, visiting, past, mass = encoder_decoder.forward_to_experts(
-            params, x, at, past, mass, **how
-        )
-    tiles, weights = tiles_and_weights(routing, cfg.experts, live=visiting, loss=of.loss)
-    following = [chosen_experts(LayerParams(each, ""), x, cfg).probs[0] for each in next_routers]
-    real = jnp.ones((count, 1), jnp.bool_) if live is None else live[:, None]
-    # Probabilities of padding are undefined, perhaps NaN.
-    sums = jnp.sum(jnp.where(real, jnp.stack(following), 0.0), axis=1)
-    ahead = sums / jnp.sum(real, dtype=jnp.float32)
-    tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=ahead)
-    return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles), past, mass
-
-
-def attend_encoder(
-    params: Params, x: jax.Array, bias: jax.Array | None, valid: jax.Array, *, of: SparseLayer, ahead: int
-) -> tuple[AtExperts, jax.Array]:
-    """A sparse layer of an encoder up to its experts.
-
-    Args:
-      params: of the layer, without experts.
-      x, bias, valid: see `encoder_decoder.encoder_layer`; x is donated.
-      of: the layer, of the encoder.
-      ahead: number of layers for which `AtExperts` has probabilities; here zeros.
-
-    Returns:
-      The tokens before the experts, and a buffer for the outputs of all tiles.
-    """
-    cfg = of.cfg
-    how = {"cfg": cfg, "layer": of.layer}
-    x, routing, visiting = encoder_decoder.encoder_to_experts(params, x, bias, valid, **how)
-    tiles, weights = tiles_and_weights(routing, cfg.experts, live=visiting, loss=of.loss)
-    zeros = jnp.zeros((ahead, cfg.experts), jnp.float32)
-    tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=zeros)
-    return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles)
-
-
-def attend_restored(
-    params: Params,
-    next_routers: Sequence[Params],
-    x: jax.Array,
-    at: TokenPositions,
-    past: Past,
-    chunks: LayerChunks,
-    *,
-    of: SparseLayer,
-) -> tuple[AtExperts, jax.Array, Past]:
-    """`restore_layer` of a sparse layer up to its experts; see there and `attend_layer`."""
-    past = _loaded_layer(params, past, chunks, of.layer)
-    of = dataclasses.replace(of, cfg=with_room(of.cfg, x.shape[1]))
-    tokens, out, past, _ = attend_layer(params, next_routers, x, at, past, None, of=of)
-    return tokens, out, past
-
-
-def expert_tile(
-    expert: Params,
-    norm: Params,
-    tokens: AtExperts,
-    number: jax.Array,
-    out: jax.Array,
-    *,
-    cfg: ModelConfig,
-) -> jax.Array:
-    """Runs one tile of tokens through its expert.
-
-    Args:
-      expert: "gate", "up" and "down" `[F, D]`.
-      norm: "ffn_norm" of the layer, and the biases of all its experts if they have any.
-      tokens: before the experts.
-      number: of the tile, int32 scalar.
-      out: the outputs of all tiles so far; donated.
-      cfg: the model.
-    """
-    axes = Axes("expert_tile", D=cfg.hidden_size, k=cfg.experts_per_token)
-    tokens.check(axes)
-    axes.check(jnp.int32, "", number=number)
-    # An expert's number plus E stands for its high plane alone.
-    chosen = tokens.tiles.expert[number] % np.int32(cfg.experts)
-    beside = LayerParams(norm, "")
-    biases = {name: None if each is None else each[chosen] for name, each in expert_biases(beside).items()}
-    block = FeedForward(
-        up=expert["up"], down=expert["down"], gate=expert.get("gate"), activation=cfg.activation, **biases
-    )
-    rows = tokens.x.reshape(-1, tokens.x.shape[-1])
-    return run_tile(rows, beside.norm("ffn_norm", cfg), tokens.tiles, number, out, block)
-
-
-def stored_tiles(
-    weights: StoredExperts,
-    norm: Params,
-    tokens: AtExperts,
-    actions: jax.Array,
-    out: jax.Array,
-    begun: jax.Array,
-    *,
-    cfg: ModelConfig,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs some tiles of tokens through their experts, in one call of a native kernel.
-
-    Args:
-      weights: the experts of the layer, of which those of the tiles are in memory.
-      norm: "ffn_norm" of the layer.
-      tokens: before the experts.
-      actions: `[m]` int32, what is done with each tile (see `native_experts.stored_visits`).
-      out: the outputs of all tiles so far; donated.
-      begun: of tiles that were begun; donated.
-      cfg: the model.
-    """
-    axes = Axes("stored_tiles", D=cfg.hidden_size, k=cfg.experts_per_token)
-    tokens.check(axes)
-    axes.check(jnp.int32, "m", actions=actions)
-    rows = tokens.x.reshape(-1, tokens.x.shape[-1])
-    scale = LayerParams(norm, "").norm("ffn_norm", cfg)
-    before = out, begun
-    return run_stored(rows, scale, tokens.tiles, actions, weights, before, activation=cfg.activation)
-
-
-def combine_experts(tokens: AtExperts, out: jax.Array) -> jax.Array:
-    """The layer's output `[1, T, D]`: the weighted sum of its experts' outputs and the residual."""
-    tokens.check(Axes("combine_experts"))
-    rows = tokens.x.reshape(-1, tokens.x.shape[-1])
-    return sum_visits(out, tokens.tiles, tokens.weights, rows).reshape(tokens.x.shape)
 
 
 def load_cache(
@@ -306,8 +96,8 @@ def restore_layer(
     Returns:
       The next layer's input, keys and values.
     """
-    _check_layer("restore_layer", x, at, past, cfg)
-    past = _loaded_layer(params, past, chunks, layer)
+    check_layer("restore_layer", x, at, past, cfg)
+    past = loaded_layer(params, past, chunks, layer)
     x, past, _ = one_layer(params, x, at, past, None, cfg=with_room(cfg, x.shape[1]), layer=layer)
     return x, past
 
@@ -339,7 +129,7 @@ def prefill_restored(
     Returns:
       The next layer's input, keys and values, and the mass.
     """
-    rows = _loaded_layer(params, past, chunks, layer)
+    rows = loaded_layer(params, past, chunks, layer)
     past = dataclasses.replace(past, keys=rows.keys, values=rows.values)
     return one_layer(params, x, at, past, mass, cfg=cfg, layer=layer)
 
@@ -367,14 +157,16 @@ def one_layer(
     layer: int,
 ) -> tuple[jax.Array, Past, jax.Array | None]:
     """`decoder.forward_layer` of the parameters of one layer (see `layer_of`)."""
-    _check_layer("one_layer", x, at, past, cfg)
+    check_layer("one_layer", x, at, past, cfg)
     if cfg.encoder is not None:
+        from jaxllm.models import encoder_decoder
+
         return encoder_decoder.forward_layer(params, x, at, past, mass, cfg=cfg, layer=layer)
     weights = layer_of(params, layer)
     return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer)
 
 
-def _check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: ModelConfig) -> None:
+def check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: ModelConfig) -> None:
     """Asserts the shapes of the arguments of a step over one layer of one sequence."""
     axes = Axes(step, B=1, D=cfg.hidden_size, H=cfg.head_dim)
     axes.check(jnp.floating, "B T D", x=x)
@@ -382,7 +174,7 @@ def _check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: M
     past.check(axes)
 
 
-def _loaded_layer(params: Params, past: Past, chunks: LayerChunks, layer: int) -> Past:
+def loaded_layer(params: Params, past: Past, chunks: LayerChunks, layer: int) -> Past:
     """`load_layer` of the used kv heads."""
     counts = layer_of(params, layer).operand(PARAMETER)
     heads = None if counts is None else value(counts)[0]
@@ -446,6 +238,8 @@ def consecutive_layers(
         if cfg.encoder is None:
             x, here, mass = forward_layer(layer_of(own, layer), x, at, here, mass, rotary=rotary, **how)
         else:
+            from jaxllm.models import encoder_decoder
+
             x, here, mass = encoder_decoder.forward_layer(own, x, at, here, mass, **how)
         return x, _of_layer_of(first, here), mass
 

@@ -11,15 +11,15 @@ from jaxllm.config import ModelConfig
 from jaxllm.models.encoder_decoder import (
     begin_encoder,
     encoder_layer,
-    final_normed,
     read_source,
     source_layer,
 )
+from jaxllm.models.layer_params import final_normed
 from jaxllm.models.parameters import Params
 from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
 from jaxllm.serving.buckets.parts import layer_shapes, norm_params, outer_params, row_step, some_rows
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.steps.layers import SparseLayer, attend_encoder
+from jaxllm.steps.sparse_layers import SparseLayer, attend_encoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class EncoderLayerBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttendEncoderBucket(Bucket):
-    """Runs a sparse layer of the encoder, up to its experts (see `steps.layers.attend_encoder`).
+    """Runs a sparse layer of the encoder, up to its experts (see `steps.sparse_layers.attend_encoder`).
 
     Attributes:
       tokens: length of the source, padding included.

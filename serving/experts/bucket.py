@@ -13,7 +13,7 @@ from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ModelShapes, mass_by_node, position_shapes
 from jaxllm.serving.buckets.context import layer_chunk_shapes
 from jaxllm.serving.buckets.parts import any_expert, expert_norm, expert_parts, layer_params, router_params
-from jaxllm.steps.layers import (
+from jaxllm.steps.sparse_layers import (
     SparseLayer,
     attend_layer,
     attend_restored,
@@ -25,7 +25,7 @@ from jaxllm.steps.layers import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttendBucket(Bucket):
-    """Runs a sparse layer over a chunk, up to its experts (see `steps.layers.attend_layer`).
+    """Runs a sparse layer over a chunk, up to its experts (see `steps.sparse_layers.attend_layer`).
 
     Attributes:
       tokens: length of the chunk, padding included.
@@ -75,7 +75,7 @@ class AttendTreeBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttendRestoredBucket(Bucket):
-    """Restores a sparse layer of a context, up to its experts (see `steps.layers.attend_restored`).
+    """Restores a sparse layer of a context, up to its experts (see `steps.sparse_layers.attend_restored`).
 
     Attributes:
       tokens: of recomputed chunks.
@@ -112,8 +112,8 @@ class AttendRestoredBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertBucket(Bucket):
-    """Runs one tile of tokens through one expert (see `steps.layers.expert_tile`), where no native kernel
-    finds experts by address. All layers share it.
+    """Runs one tile of tokens through one expert (see `steps.sparse_layers.expert_tile`), where no native
+    kernel finds experts by address. All layers share it.
 
     Attributes:
       tokens: of the tile's chunk.
@@ -138,7 +138,7 @@ class ExpertBucket(Bucket):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredExpertsBucket(Bucket):
     """Runs tiles of tokens through the experts that are in memory, in one call of a native kernel (see
-    `steps.layers.stored_tiles`). All layers share it.
+    `steps.sparse_layers.stored_tiles`). All layers share it.
 
     Attributes:
       tokens: of the tiles' chunk.
@@ -167,7 +167,7 @@ class StoredExpertsBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CombineBucket(Bucket):
-    """Sums the outputs of experts (see `steps.layers.combine_experts`). All layers share it.
+    """Sums the outputs of experts (see `steps.sparse_layers.combine_experts`). All layers share it.
 
     Attributes:
       tokens: of the chunk.

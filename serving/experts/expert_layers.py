@@ -33,7 +33,7 @@ from jaxllm.serving.runners.layerwise import Chunk
 from jaxllm.serving.runners.source_layers import SourceLayers
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.prefetch import Meanwhile
-from jaxllm.steps.layers import AtExperts
+from jaxllm.steps.sparse_layers import AtExperts
 
 # The predictor learns from the last tokens of a pass.
 _LEARNT_TOKENS = 64

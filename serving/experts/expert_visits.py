@@ -17,7 +17,7 @@ from jaxllm.serving.experts.bucket import ExpertBucket, StoredExpertsBucket
 from jaxllm.serving.experts.cache import Arrived
 from jaxllm.serving.experts.weights import ExpertWeights
 from jaxllm.serving.weights.model_level import ModelLevel
-from jaxllm.steps.layers import AtExperts
+from jaxllm.steps.sparse_layers import AtExperts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,6 @@ from jaxllm.models.features import require_room
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.machine import give_back_large_blocks
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.weights.footprint import around_experts_bytes, fixed_bytes, nested_experts
 from jaxllm.serving.weights.prefetch_plan import MemoryBudget, runtime_bytes, whole_budget
 
 if TYPE_CHECKING:
@@ -49,6 +48,10 @@ def streamed_weights(
       ConfigError: a loss of experts is allowed, and none is nested; or the head has a bias.
       CheckpointError: the file is damaged or cannot be read.
     """
+    if not (options.experts.loss or options.memory_bytes):
+        return None
+    from jaxllm.serving.weights.footprint import around_experts_bytes, fixed_bytes, nested_experts
+
     if options.experts.loss and not nested_experts(bundle):
         raise ConfigError(
             f"{bundle.path} has no nested experts that are stored apart, which alone have a high plane to "
@@ -107,6 +110,7 @@ def streamed_weights(
 def budget_with_experts(bundle: Bundle, options: EngineOptions, expert_bytes: int) -> int:
     """The budget of a mixture that leaves `expert_bytes` for its experts; `options` are resolved."""
     from jaxllm.serving.experts.store import hot_bytes
+    from jaxllm.serving.weights.footprint import around_experts_bytes, fixed_bytes
 
     fixed = fixed_bytes(bundle.cfg, options) + around_experts_bytes(bundle, options)
     return whole_budget(fixed + hot_bytes(bundle) + expert_bytes)

@@ -52,7 +52,11 @@ class ResidentRunner(LevelRunner):
         """See the class and `LevelRunner`; `int8` prefills in integers. Without `encodes` it reads no
         sources, but has those of others in its caches."""
         super().__init__(model, buckets)
-        self._sources = _source_lengths(model) if encodes else ()
+        self._sources: tuple[int, ...] = ()
+        if encodes and model.cfg.encoder is not None:
+            from jaxllm.serving.buckets.source import source_lengths
+
+            self._sources = source_lengths(model.cfg, model.options)
         # Answers of an encoder-decoder are decoded one by one: their sources differ in length.
         self.int8, self._batch = int8, Batch.of(self) if model.cfg.encoder is None else None
         # The version of the weights in `_layers` and `_embedding`.
@@ -320,9 +324,3 @@ class ResidentRunner(LevelRunner):
             self._layers = [layer_params(params, layer, like) for layer, like in enumerate(alike)]
             self._embedding = embedding_params(params)
             self._sorted_version = self.weights_version
-
-
-def _source_lengths(model: ModelLevel) -> tuple[int, ...]:
-    from jaxllm.serving.buckets.source import source_lengths
-
-    return source_lengths(model.cfg, model.options)

@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.encoder_decoder import encoder_params
 from jaxllm.models.layer_stack import STACK, LayerStack, by_address, by_stacking, can_be_addressed
 from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.models.stacked_layers import StackedLayers, are_entries
@@ -132,6 +131,8 @@ class ModelLevel:
         cfg = self.bucket_cfg.encoder
         if cfg is None:
             return None
+        from jaxllm.models.encoder_decoder import encoder_params
+
         own = encoder_params(weights)
         return by_address(own, cfg) if can_be_addressed(own, cfg) else own
 
