@@ -14,7 +14,6 @@ bytes of a segment are checked when it is first read. No file can make a reader 
 file's own size, or run code.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.bundle.layout import SUFFIX, Part, Segment, Tensor, segment_of
@@ -24,14 +23,6 @@ from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
 if TYPE_CHECKING:
     from jaxllm.bundle.apart import expert_widths, lay_experts_apart
     from jaxllm.bundle.writer import rewrite_bundle, write_bundle
-
-# Only preparing a model needs these modules: a start should not wait for their import.
-_HOMES = {
-    "expert_widths": "apart",
-    "lay_experts_apart": "apart",
-    "rewrite_bundle": "writer",
-    "write_bundle": "writer",
-}
 
 __all__ = [
     "EXPERT_BITS",
@@ -51,7 +42,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what writes bundles when it is first used."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'jaxllm.bundle' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"jaxllm.bundle.{_HOMES[name]}"), name)
+    """Imports the writer of bundles when it is first used: a start only reads, and should not wait for it."""
+    if name in ("expert_widths", "lay_experts_apart"):
+        from jaxllm.bundle import apart
+
+        return getattr(apart, name)
+    if name in ("rewrite_bundle", "write_bundle"):
+        from jaxllm.bundle import writer
+
+        return getattr(writer, name)
+    raise AttributeError(f"module 'jaxllm.bundle' has no attribute {name!r}")
