@@ -308,7 +308,7 @@ def _rewritten_bytes(store: ContextStore, record: Record) -> int:
 
 
 def _encrypt(store: ContextStore, record: Record) -> None:
-    """Encrypts a context that has a plain file; reading adds those to the ledger's `plain`."""
+    """Encrypts a context that has a plain file; the read adds those to the ledger's `plain`."""
     assert store.vault is not None
     name, folder, plain = record.name, store.folder(record), store.vault.ledger.plain
     rows = store.rows(name)
