@@ -106,7 +106,7 @@ def shadow_products(stage: Stage, *, shadowed: bool) -> tuple[int, ...]:
 
 
 def known_to(calibration: LayerCalibration, stage: Stage, *, shadowed: bool) -> LayerCalibration:
-    """The part of a layer's calibration that a stage takes: steps, and the float rows of its products."""
+    """A stage's part of a layer's calibration: activation scales, and the float rows of its products."""
     products = shadow_products(stage, shadowed=shadowed)
     if not products or calibration.rows is None:
         return LayerCalibration(calibration.steps)
@@ -205,7 +205,7 @@ _STEPS: Mapping[Stage, _Step] = {
 
 
 def calibration_shapes(cfg: ModelConfig, layer: int, float_rows: int) -> LayerCalibration:
-    """Arrays of zeros in the shapes of a shadowed layer's calibration with so many float rows."""
+    """Arrays of zeros in the shapes of a shadowed layer's calibration with `float_rows` float rows."""
     rows = []
     for product in range(len(PRODUCTS)):
         # Rows have the whole model's outputs at every level.
