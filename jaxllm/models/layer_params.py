@@ -28,8 +28,7 @@ class LayerParams:
 
     @property
     def used(self) -> tuple[UsedUnits | None, UsedUnits | None]:
-        """The used kv groups and the used neurons, None where all are used (see
-        `jaxllm.kernels.native`)."""
+        """The used kv groups and the used neurons, None if all are used (see `jaxllm.kernels.native`)."""
         return used_units(self.operand(PARAMETER)) if self._used is None else self._used
 
     def using(self, used: tuple[UsedUnits, UsedUnits]) -> "LayerParams":
@@ -37,14 +36,14 @@ class LayerParams:
         return LayerParams(self._params, self._prefix, used)
 
     def operand(self, name: str) -> Operand | None:
-        """A parameter that is a vector or small matrix, as native kernels take it; None if the model does not
-        have it."""
+        """A vector or small matrix parameter as input of native kernels; None if the model does not have
+        it."""
         found = self._params.get(self._prefix + name)
         assert found is None or isinstance(found, jax.Array | np.ndarray | TableArray)
         return found
 
     def vector(self, name: str) -> jax.Array | None:
-        """A parameter that is a vector, such as a bias; None if the model does not have it."""
+        """A vector parameter, such as a bias; None if the model does not have it."""
         found = self.operand(name)
         return None if found is None else value(found)
 
