@@ -3,6 +3,5 @@
 A chunk at 8, 4 or 2 bits, chosen by attention density, retains what later tokens attend to. Read first:
 `codecs` (chunks to bytes and back), `coded` (attention over stored chunks), `tolerance` (choice of bits),
 `recompute` (read or compute), `eviction` (order of eviction). Used by `jaxllm.serving.contexts`. Measured
-by
-`jaxllm bench contexts`.
+by `jaxllm bench contexts`.
 """
