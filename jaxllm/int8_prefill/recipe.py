@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 from jaxllm.errors import ConfigError
 
-# Default of the largest allowed growth of the perplexity, as a share: calibration keeps to it, and an engine
-# requires it of a bundle.
+# Default of the maximum growth of the perplexity, as a share: a limit of calibration, and a requirement of
+# an engine on a bundle.
 MOST_LOSS = 0.01
-# How often steps are made finer; at the last time one channel in four may exceed the step.
+# Number of times steps are made finer; at the last one channel in four may exceed the step.
 _FINER = 3
 
 
@@ -17,9 +17,9 @@ class ShadowRecipe:
     """Settings that separate outliers from other activations.
 
     Attributes:
-      most_channels: share of a product's channels that may exceed the step in a layer with a shadow.
-      least_gain: share by which each exceeding channel must make the step finer.
-      pruned_share: share of the layers, the least important ones, that get no shadow if the loss allows it.
+      most_channels: maximum share of a product's channels that exceed the step in a layer with a shadow.
+      least_gain: minimum share by which each exceeding channel must make the step finer.
+      pruned_share: share of the layers, the least important ones, without a shadow if the loss allows it.
     """
 
     most_channels: float = 0.03

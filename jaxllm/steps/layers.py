@@ -1,5 +1,5 @@
-"""Steps of models that run by parts: prefetched layers, experts loaded one by one, contexts restored layer by
-layer."""
+"""Steps of models that run by parts: prefetched layers, individually loaded experts, contexts restored
+layer by layer."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,21 +26,21 @@ from jaxllm.models.layer_stack import STACK, LayersAt, layer_of
 from jaxllm.models.parameters import Params
 from jaxllm.nn.linear import FeedForward
 
-# Defines the steps of models that run by parts: layers whose weights are prefetched, experts that are loaded
-# one by one, and contexts whose chunks are restored layer by layer.
+# Defines the steps of models that run by parts: layers whose weights are prefetched, individually loaded
+# experts, and contexts whose chunks are restored layer by layer.
 #
 # Pure functions of static shapes, as in `model.py`.
 
 
 def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfig) -> jax.Array:
-    """The head's input for some tokens, `[n, D]`: their rows of the last layer's output after the final norm,
-    if there is one.
+    """The head's input for some tokens, `[n, D]`: their rows of the last layer's output after the final
+    norm, if there is one.
 
     Args:
-      params: of the final norm.
+      params: parameters of the final norm.
       x: `[1, T, D]`, the last layer's output.
       rows: `[n]` int32, indices among the T tokens.
-      cfg: the model.
+      cfg: config of the model.
     """
     axes = Axes("final_rows", D=cfg.hidden_size)
     axes.check(jnp.floating, "1 T D", x=x)
@@ -52,9 +52,9 @@ def head_piece(head: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Arra
     """Logits `[n, v]` float32 for v tokens of the vocabulary.
 
     Args:
-      head: the rows `[v, D]` of these tokens, named as the whole head, and their biases `[v]` if there are.
+      head: the rows `[v, D]` of these tokens, named like the whole head, and their biases `[v]`, if any.
       hidden: `[n, D]`, see `final_rows`.
-      cfg: the model.
+      cfg: config of the model.
     """
     Axes("head_piece", D=cfg.hidden_size).check(jnp.floating, "n D", hidden=hidden)
     # Several rows are the nodes of a tree.
@@ -82,7 +82,7 @@ class AtExperts:
     ahead: jax.Array
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes the tokens is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(jnp.floating, "1 T D", x=self.x)
         axes.check(jnp.float32, "T k", weights=self.weights)
         axes.check(jnp.int32, "T k", ids=self.ids)
@@ -120,7 +120,7 @@ def attend_layer(
     layer to layer that their choices are mostly those of the next layers.
 
     Args:
-      params: of the layer, without experts.
+      params: parameters of the layer, without experts.
       next_routers: "router" and "ffn_norm" of the next sparse layers, nearest first.
       x, at, past, mass: see `decoder.forward_layer`; x, past and mass are donated.
       of: the layer.
@@ -211,7 +211,7 @@ def expert_tile(
     axes = Axes("expert_tile", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)
     axes.check(jnp.int32, "", number=number)
-    # An expert's number plus E stands for its high plane alone.
+    # An expert's number plus E stands for only its high plane.
     chosen = tokens.tiles.expert[number] % np.int32(cfg.experts)
     beside = LayerParams(norm, "")
     biases = {name: None if each is None else each[chosen] for name, each in expert_biases(beside).items()}
@@ -237,11 +237,11 @@ def stored_tiles(
     Args:
       weights: the experts of the layer, of which those of the tiles are in memory.
       norm: "ffn_norm" of the layer.
-      tokens: before the experts.
-      actions: `[m]` int32, what is done with each tile (see `native_experts.stored_visits`).
+      tokens: tokens before the experts.
+      actions: `[m]` int32, action for each tile (see `native_experts.stored_visits`).
       out: the outputs of all tiles so far; donated.
-      begun: of tiles that were begun; donated.
-      cfg: the model.
+      begun: partial results of begun tiles; donated.
+      cfg: config of the model.
     """
     axes = Axes("stored_tiles", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)
@@ -270,10 +270,10 @@ def load_cache(
     """Loads stored chunks into all layers of a cache.
 
     Args:
-      heads: `[L]` int32, the numbers of used kv heads, where levels share the bucket; else None.
-      cache: of one sequence; donated. The caller sets its length.
+      heads: `[L]` int32, numbers of used kv heads, if levels share the bucket; else None.
+      cache: cache of one sequence; donated. The caller sets its length.
       sources: blobs of all layers, or their addresses (see `load_chunks`).
-      bits: their bitwidths (see `load_chunks`).
+      bits: bit widths of the chunks (see `load_chunks`).
       form: format of the stored chunks.
     """
     return load_chunks(cache, range(cache.layers), sources, bits, form=form, heads=heads)
@@ -324,17 +324,17 @@ def prefill_restored(
     layer: int,
 ) -> tuple[jax.Array, Past, jax.Array | None]:
     """Runs new tokens through one layer of a context as soon as the layer is restored: loads its stored
-    chunks into the cache, then does what `one_layer` does.
+    chunks into the cache, then does the same as `one_layer`.
 
     Args:
-      params: of the layer, and the counts of used units, if any.
+      params: parameters of the layer, and the counts of used units, if any.
       x: `[1, T, D]`, the layer's input for the new tokens; donated.
-      at: their positions, behind those of the chunks.
-      past: the layer's keys and values, perhaps with some chunks already, or in front of it; donated.
+      at: their positions, after those of the chunks.
+      past: the layer's keys and values, possibly with some chunks in or before it; donated.
       mass: see `KVCache`; donated.
-      chunks: the stored ones to load.
-      cfg: the model.
-      layer: its index.
+      chunks: stored chunks to load.
+      cfg: config of the model.
+      layer: index of the layer.
 
     Returns:
       The next layer's input, keys and values, and the mass.
@@ -391,7 +391,7 @@ def _loaded_layer(params: Params, past: Past, chunks: LayerChunks, layer: int) -
     )
 
 
-# Defines the step of layers in a row that are each in a weight table by itself, as prefetched layers are.
+# Defines the step of consecutive layers in separate weight tables, such as prefetched layers.
 #
 # A pure function of static shapes, as in `layers.py`.
 
@@ -411,18 +411,18 @@ def consecutive_layers(
     cfg: ModelConfig,
     layer: int,
 ) -> _Carry:
-    """Runs equal layers in a row, as `decoder.forward_layer` does one.
+    """Runs equal consecutive layers, each like `decoder.forward_layer`.
 
     A loop for any number of them, so that a layer's bits do not depend on which others run with it.
 
     Args:
-      params: of the layers, `LayersAt`, and what all layers share.
+      params: parameters of the layers, `LayersAt`, and the shared ones of all layers.
       x: `[1, T, D]`, the first layer's input; donated.
       at: positions of the T tokens.
       past: keys and values of the first of them, in the stack of all; donated.
       mass: see `KVCache`; donated.
       count: int32 scalar, number of layers.
-      cfg: the model.
+      cfg: config of the model.
       layer: the first layer that equals them.
 
     Returns:
@@ -453,7 +453,7 @@ def consecutive_layers(
 
 
 def _of_later_layer(past: Past, number: jax.Array) -> Past:
-    """Keys and values of the layer so many layers after that of `past`, in the same stack."""
+    """Keys and values of the layer `number` layers after that of `past`, in the same stack."""
     assert past.slot is not None
     # Who streams weights attends to no coded chunks.
     assert past.coded is None
@@ -464,7 +464,7 @@ def _of_later_layer(past: Past, number: jax.Array) -> Past:
 
 
 def _of_layer_of(first: Past, past: Past) -> Past:
-    """`past`, of another layer of the same stack, as that of the layer of `first`."""
+    """`past` of another layer of the same stack, relabelled as that of the layer of `first`."""
     source = past.source
     if isinstance(source, SourceKV) and isinstance(first.source, SourceKV):
         source = dataclasses.replace(source, layer=first.source.layer)
